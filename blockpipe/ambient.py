@@ -1,0 +1,117 @@
+"""The caller's thread state, for the threads that work for it.
+
+New threads start with torch's defaults: a pipeline whose stages forget autocast or ``no_grad``
+trains something else (torchgpipe hands on grad mode alone, and its workers ignore autocast).
+"""
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils import _python_dispatch as dispatch
+
+
+class Ambient:
+    """What the caller's thread had when it called: grad and inference mode, autocast, modes,
+    saved-tensor hooks, context variables, current streams."""
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in _device_kinds()
+            if torch.is_autocast_enabled(kind)
+        ]
+        self._function_modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
+        self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._streams = _current_streams()
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether the caller is under autocast."""
+        return bool(self._autocast)
+
+    def run(self, function: Callable[[], None], *, backward: bool = False) -> None:
+        """Call a function in this thread as if in the caller's.
+
+        Args:
+            function: what to call.
+            backward: grad mode on and autocast off, as ``loss.backward()`` has them.
+        """
+        self._context.copy().run(self._run, function, backward)
+
+    def _run(self, function: Callable[[], None], backward: bool) -> None:
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(stream)
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self._grad or backward))
+            if not backward:
+                stack.enter_context(self.uncached_autocast())
+            stack.enter_context(self._modes())
+            function()
+
+    @contextmanager
+    def uncached_autocast(self) -> Iterator[None]:
+        """The caller's autocast without its cache of cast weights.
+
+        The cache is the process's: it would tie the graphs of two micro-batches together.
+        """
+        with ExitStack() as stack:
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            yield
+
+    @contextmanager
+    def no_autocast(self) -> Iterator[None]:
+        """Autocast off, for a backward in the caller's own thread."""
+        with ExitStack() as stack:
+            for kind, _ in self._autocast:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        # Pushed, not entered: the caller has entered them, and entering twice may reset them.
+        for mode in self._function_modes:
+            _push_mode(mode)
+        for dispatched in self._dispatch_modes:
+            dispatch._push_mode(dispatched)
+        if self._hooks is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+        try:
+            yield
+        finally:
+            if self._hooks is not None:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            for _ in self._dispatch_modes:
+                dispatch._pop_mode()
+            for _ in self._function_modes:
+                _pop_mode()
+
+
+def _device_kinds() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu"] + ([accelerator.type] if accelerator is not None else [])
+
+
+def _current_streams() -> list[Any]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return []
+    count = torch.accelerator.device_count()
+    here = torch.accelerator.current_device_index()
+    order = [*(i for i in range(count) if i != here), here]  # the last one entered is current
+    return [torch.accelerator.current_stream(i) for i in order]

@@ -1,0 +1,390 @@
+"""Marks: where in a forward a stage begins.
+
+A mark moves a *cursor*, and only if there is one: the recording and every journey put a cursor
+into the context of their thread, everywhere else the marks do nothing. So a marked model is still
+an ordinary model. A stack of device scopes (``with torch.device``) was no alternative: what
+follows a mark must stay where it is, also when the mark was made deep inside a module call.
+
+``BeginBlock`` keeps its mark in the module's ``__dict__`` and reads it from there when it runs:
+copies and pickles carry it along, and the class and the ``state_dict`` stay what they were.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import nn
+
+from .errors import MarkError
+from .where import users_line
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Marked = TypeVar("Marked", bound=Callable[..., Any])
+
+_MARK = "_blockpipe_mark"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One mark as written: its stage (``None``: the next number), its name and its line."""
+
+    stage: int | None
+    name: str | None
+    where: str
+
+
+class Cursor:
+    """Which stage the forward under way is on. One for each journey; never shared by threads."""
+
+    def __init__(self, *, follow_marks: bool = True) -> None:
+        self.stage = 0
+        self.mark: Mark | None = None
+        self.follow_marks = follow_marks
+        self.highest = -1
+        self._scopes: list[int] = []
+        self.in_scope = False
+        self.block_ended = False  # the last thing that happened was the end of an outermost block
+
+    def begin(self, mark: Mark) -> None:
+        """Move to a mark's stage."""
+        stage = self.highest + 1 if mark.stage is None else mark.stage
+        self.highest = max(self.highest, stage)
+        self.block_ended = False
+        if self.follow_marks:
+            self.move(stage, mark)
+
+    def enter(self, mark: Mark) -> None:
+        """Move to a mark's stage and remember the one to come back to."""
+        self._scopes.append(self.stage)
+        self.begin(mark)
+        self.in_scope = True
+
+    def leave(self) -> None:
+        """Come back to the outer block's stage; after the outermost block, stay."""
+        outer = self._scopes.pop()
+        self.in_scope = bool(self._scopes)
+        self.block_ended = not self._scopes
+        if self._scopes and self.follow_marks:
+            self.move(outer, self.mark)
+
+    def move(self, stage: int, mark: Mark | None) -> None:
+        """Set the stage. The recording overrides this to see it."""
+        self.stage = stage
+        self.mark = mark
+
+
+_cursor: ContextVar[Cursor | None] = ContextVar("blockpipe_cursor", default=None)
+
+
+def set_cursor(cursor: Cursor | None) -> Cursor | None:
+    """Put a cursor into this context; returns the one that was there."""
+    before = _cursor.get()
+    _cursor.set(cursor)
+    return before
+
+
+def current_stage() -> int | None:
+    """The stage that the forward under way is on, or ``None`` outside a recording or replay.
+
+    Example:
+        >>> import blockpipe as bp
+        >>> print(bp.current_stage())
+        None
+    """
+    cursor = _cursor.get()
+    return None if cursor is None else cursor.stage
+
+
+def _active_cursor() -> Cursor | None:
+    return None if torch.compiler.is_compiling() else _cursor.get()
+
+
+def _checked_stage(stage: int | None) -> int | None:
+    if stage is None or (isinstance(stage, int) and not isinstance(stage, bool) and stage >= 0):
+        return stage
+    raise MarkError(
+        f"a stage is a whole number from 0 on, but {stage!r} came; "
+        f"write stage=0, stage=1, … ({users_line()})"
+    )
+
+
+class Block:
+    """A region of a forward as a stage: a context manager, and a decorator.
+
+    Code in the block runs on ``stage``. A nested block's exit restores the outer block's stage;
+    after the outermost block the forward stays on the stage it is on. Outside Blockpipe, and
+    while ``torch.compile`` or ``torch.export`` trace, a block does nothing.
+
+    Args:
+        stage: a number from 0 on; ``None`` is the number after the highest entered so far in
+            this forward (0 at first).
+        name: shown in summaries and errors.
+
+    Raises:
+        MarkError: ``stage`` is no whole number from 0 on.
+
+    Source: ``poptorch.Block``; there, leaving a block leaves operations without a stage.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> class Net(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+        ...     def forward(self, x):
+        ...         with bp.Block(stage=0):
+        ...             x = self.a(x)
+        ...         with bp.Block(stage=1):
+        ...             return self.b(x)
+        >>> bp.record(Net(), torch.zeros(1, 4)).route
+        [0, 1]
+    """
+
+    def __init__(self, stage: int | None = None, *, name: str | None = None) -> None:
+        self.stage = _checked_stage(stage)
+        self.name = name
+
+    def __enter__(self) -> "Block":
+        cursor = _active_cursor()
+        if cursor is not None:
+            cursor.enter(Mark(self.stage, self.name, users_line()))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        cursor = _active_cursor()
+        if cursor is not None:
+            cursor.leave()
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        if not callable(function) or isinstance(function, nn.Module):
+            raise MarkError(
+                f"Block decorates a function, but {type(function).__name__} came; "
+                f"mark a module with BeginBlock ({users_line()})"
+            )
+
+        @functools.wraps(function)
+        def run_in_block(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return run_in_block
+
+    def __repr__(self) -> str:
+        named = f", name={self.name!r}" if self.name else ""
+        return f"Block(stage={self.stage}{named})"
+
+
+def BlockFunction(  # noqa: N802 - PopTorch's name
+    stage: int | None = None, *, name: str | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function or method as a block; keeps its name, signature and docstring.
+
+    Args:
+        stage: as for :class:`Block`.
+        name: shown in summaries and errors.
+
+    Raises:
+        MarkError: a wrong stage, or something that is no function.
+
+    Source: ``poptorch.BlockFunction``.
+
+    Example:
+        >>> import blockpipe as bp
+        >>> @bp.BlockFunction(stage=1)
+        ... def head(x):
+        ...     "The head."
+        ...     return x + 1
+        >>> head(1), head.__doc__
+        (2, 'The head.')
+    """
+    return Block(stage, name=name)
+
+
+class _MarkedRepr:
+    """An ``extra_repr`` that puts the mark before the module's own; a class, to be pickled."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> str:
+        mark = mark_of(self.module)
+        own = type(self.module).extra_repr(self.module)
+        if mark is None:
+            return own
+        named = f", name={mark.name!r}" if mark.name else ""
+        return f"BeginBlock(stage={mark.stage}{named})" + (f", {own}" if own else "")
+
+
+def _begin_marked_module(module: nn.Module, args: Any) -> None:
+    """The pre-hook of a marked module: the mark is read when it runs, so copies keep their own."""
+    cursor = _active_cursor()
+    if cursor is not None:
+        mark = mark_of(module)
+        if mark is not None:
+            cursor.begin(mark)
+
+
+def mark_of(module: nn.Module) -> Mark | None:
+    """The mark that BeginBlock put on a module, or None."""
+    return cast("Mark | None", module.__dict__.get(_MARK))
+
+
+def BeginBlock(  # noqa: N802 - PopTorch's name
+    module: Marked, stage: int | None = None, *, name: str | None = None
+) -> Marked:
+    """From this module's call on, the forward is on ``stage``.
+
+    It lasts until the next mark, or until the end of the nested ``with Block`` around it. The
+    same module comes back: class, parameters, ``state_dict`` keys and ``isinstance`` are
+    unchanged, and the mark survives copies and pickles. A plain callable gives a marked callable.
+
+    Args:
+        module: an ``nn.Module`` or any callable.
+        stage: as for :class:`Block`.
+        name: shown in summaries and errors.
+
+    Returns:
+        The same module, or a callable that begins the block and then calls the given one.
+
+    Raises:
+        MarkError: a wrong stage; neither module nor callable; marked already.
+
+    Source: ``poptorch.BeginBlock``.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> net
+        Sequential(
+          (0): Linear(in_features=4, out_features=4, bias=True)
+          (1): Linear(BeginBlock(stage=1), in_features=4, out_features=2, bias=True)
+        )
+    """
+    mark = Mark(_checked_stage(stage), name, users_line())
+    if not isinstance(module, nn.Module):
+        return _marked_callable(module, mark)
+    before = mark_of(module)
+    if before is not None:
+        raise MarkError(
+            f"{type(module).__name__} is marked as stage {before.stage} already ({before.where}), "
+            f"and now as stage {mark.stage} ({mark.where}); call remove_blocks(module) first"
+        )
+    module.__dict__[_MARK] = mark
+    # First of the pre-hooks: those of the user (weight norm, say) compute on the new stage.
+    handle = module.register_forward_pre_hook(_begin_marked_module, prepend=True)
+    module.__dict__["_blockpipe_hook"] = handle.id
+    module.__dict__["extra_repr"] = _MarkedRepr(module)
+    return module
+
+
+def _marked_callable(function: Marked, mark: Mark) -> Marked:
+    if not callable(function):
+        raise MarkError(
+            f"BeginBlock marks an nn.Module or a callable, but {type(function).__name__} came; "
+            f"pass the module itself, not its output or its name ({mark.where})"
+        )
+
+    @functools.wraps(function)
+    def begin_and_call(*args: Any, **kwargs: Any) -> Any:
+        cursor = _active_cursor()
+        if cursor is not None:
+            cursor.begin(mark)
+        return function(*args, **kwargs)
+
+    return cast(Marked, begin_and_call)
+
+
+def remove_blocks(model: nn.Module) -> nn.Module:
+    """Take off every mark that BeginBlock put into a model, at any depth.
+
+    Hooks of others are left alone. Returns the model.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> bp.remove_blocks(bp.BeginBlock(torch.nn.Linear(1, 1), stage=2))
+        Linear(in_features=1, out_features=1, bias=True)
+    """
+    for module in model.modules():
+        if mark_of(module) is not None:
+            del module.__dict__[_MARK]
+            hook = module.__dict__.pop("_blockpipe_hook")
+            module._forward_pre_hooks.pop(hook, None)
+            module.__dict__.pop("extra_repr", None)
+    return model
+
+
+def matching_paths(pattern: str, paths: list[str]) -> list[str]:
+    """The module paths that a pattern names, segment by segment (``blocks.[6-9]``, ``*.attn``).
+
+    Raises:
+        MarkError: none is named; the message has near misses.
+    """
+    wanted = pattern.split(".")
+    found = [
+        path
+        for path in paths
+        if len(have := path.split(".")) == len(wanted)
+        and all(fnmatchcase(h, w) for h, w in zip(have, wanted, strict=True))
+    ]
+    if found:
+        return found
+    plain = re.sub(r"[\[\]*?!]", "", pattern)
+    near = get_close_matches(plain, paths, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"there are {paths[:8]} …"
+    raise MarkError(f"no module has the path {pattern!r}; {hint} ({users_line()})")
+
+
+def begin_blocks(model: nn.Module, stages: Mapping[str, int]) -> nn.Module:
+    """Mark submodules by path: ``{"layer3": 1, "blocks.[6-9]": 2}``.
+
+    Args:
+        model: the model to mark, in place.
+        stages: from a path pattern to a stage. A pattern is matched segment by segment, with
+            ``*``, ``?`` and ``[…]`` as in a shell.
+
+    Returns:
+        The same model.
+
+    Raises:
+        MarkError: a pattern that matches nothing (with near misses), a module marked twice. All
+            patterns are checked before anything is marked.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> _ = bp.begin_blocks(net, {"[2-3]": 1})
+        >>> bp.record(net, torch.zeros(1, 4)).route
+        [0, 1]
+    """
+    modules = dict(model.named_modules())
+    paths = [path for path in modules if path]
+    chosen = [(path, s) for pattern, s in stages.items() for path in matching_paths(pattern, paths)]
+    wanted: dict[int, tuple[str, int]] = {}
+    for path, stage in chosen:
+        _checked_stage(stage)
+        module = modules[path]
+        before = mark_of(module)
+        earlier = wanted.setdefault(id(module), (path, stage))
+        if before is not None or earlier != (path, stage):
+            old = before.stage if before is not None else earlier[1]
+            raise MarkError(
+                f"module {path!r} is marked as stage {old} already, and now as stage {stage}; "
+                f"call remove_blocks(model) first, or give it one pattern ({users_line()})"
+            )
+    for path, stage in chosen:
+        BeginBlock(modules[path], stage)
+    return model

@@ -1,0 +1,194 @@
+"""``pipe(x)`` as a part of the caller's graph: two nodes that start and end the pipelined backward.
+
+::
+
+    inputs ──► _Launch ──► phony ──► _Gather ──► outputs ──► … ──► loss
+                 ▲                      │
+                 └── run all backwards ◄┘ gradients, kept
+
+``_Gather`` keeps the gradients of the outputs; ``_Launch`` runs the backwards. The phony between
+them is a CPU tensor, so the engine runs ``_Launch`` in the thread that called ``backward()``: run on
+a device's autograd thread it would wait for work that this very thread has to do.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import UsageError
+from .execution import Execution
+
+from .microbatch import Joint
+from .tree import leaves, map_leaves
+
+
+class _Backward:
+    """One forward's way back: runs once."""
+
+    def __init__(
+        self,
+        execution: Execution,
+        joints: list[Joint],
+        inputs: list[tuple[int, Tensor]],
+        batch_dim: Callable[[int], int | None],
+    ) -> None:
+        self.execution: Execution | None = execution
+        self.joints = joints
+        self.inputs = inputs
+        self.batch_dim = batch_dim
+        self.gradients: dict[tuple[int, int | None], Tensor] = {}
+
+    def run(self) -> list[Tensor | None]:
+        execution, self.execution = self.execution, None
+        if execution is None:
+            raise UsageError(
+                "this pipelined forward has run its backward already: its graphs are gone; call "
+                "the pipeline again, or use schedule='uncut' for retain_graph and second backwards"
+            )
+        for (leaf, part), gradient in self.gradients.items():
+            joint = self.joints[leaf]
+            pieces = joint.gradients(gradient) if part is None else None
+            for m, journey in execution.journeys.items():
+                piece = gradient if part == m else pieces[m] if pieces is not None else None
+                result = execution.results[m]
+                assert result is not None
+                place = result.edges[leaf]
+                if piece is not None and place is not None:
+                    hop, edge = place
+                    sent = execution.step.carried(piece, execution.prepared.route[hop])
+                    journey.add_root(hop, edge, sent)
+        self.gradients.clear()
+        execution.run_backward()
+        return input_gradients(execution, self.inputs, self.batch_dim)
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, way_back: _Backward, *inputs: Tensor) -> Tensor:
+        ctx.way_back = way_back
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.way_back.run()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, way_back: _Backward, places: list[tuple[int, int | None]], phony: Tensor,
+        *values: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.way_back, ctx.places = way_back, places
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "create_graph=True goes through a pipelined backward, which is cut at every "
+                "crossing; use schedule='uncut' for higher derivatives"
+            )
+        for place, gradient in zip(ctx.places, gradients, strict=True):
+            if gradient is not None:
+                ctx.way_back.gradients[place] = gradient
+        return None, None, torch.zeros(()), *(None for _ in gradients)
+
+
+def attach(
+    output: Any,
+    joints: list[Joint],
+    execution: Execution,
+    inputs: list[tuple[int, Tensor]],
+    batch_dim: Callable[[int], int | None],
+) -> Any:
+    """The joined output, with a gradient path back through the pipeline.
+
+    Args:
+        output: as joined, cut off.
+        joints: how each leaf was joined.
+        execution: the step whose forwards have run.
+        inputs: (position among the leaves, tensor) of the inputs that need grad.
+        batch_dim: from a position to the dim it was split on, or ``None`` if it went whole.
+    """
+    way_back = _Backward(execution, joints, inputs, batch_dim)
+    places: list[tuple[int, int | None]] = []
+    for leaf, joint in enumerate(joints):
+        edges = [r.edges[leaf] for r in execution.results if r is not None]
+        if joint.how == "list":
+            places += [(leaf, m) for m, edge in enumerate(edges) if edge is not None]
+        elif any(edge is not None for edge in edges):
+            places.append((leaf, None))
+    if not places:
+        return output
+    sources = [t for _, t in inputs] or [torch.zeros((), requires_grad=True)]
+    phony = _Launch.apply(way_back, *sources)
+    if not inputs:
+        way_back.inputs = [(-1, sources[0])]
+    flat: dict[int, Any] = dict(enumerate(_leaves_by_joint(output, joints)))
+    values = [flat[leaf] if part is None else flat[leaf][part] for leaf, part in places]
+    attached = _Gather.apply(way_back, places, phony, *values)
+    for (leaf, part), value in zip(places, attached, strict=True):
+        if part is None:
+            flat[leaf] = value
+        else:
+            flat[leaf][part] = value
+    new = iter(flat.values())
+    return _with_joints(output, joints, new)
+
+
+def _leaves_by_joint(output: Any, joints: list[Joint]) -> list[Any]:
+    rest = iter(leaves(output))
+    found = []
+    for joint in joints:
+        if joint.how == "list":
+            found.append([next(rest) for _ in joint.parts])
+        else:
+            found.append(next(rest))
+    return found
+
+
+def _with_joints(output: Any, joints: list[Joint], new: Any) -> Any:
+    flat = iter(
+        [
+            item
+            for joint, value in zip(joints, new, strict=True)
+            for item in (value if joint.how == "list" else [value])
+        ]
+    )
+    return map_leaves(lambda _: next(flat), output)
+
+
+def input_gradients(
+    execution: Execution,
+    inputs: list[tuple[int, Tensor]],
+    batch_dim: Callable[[int], int | None],
+) -> list[Tensor | None]:
+    """The gradients of the inputs: micro-batches' put together, or summed where they went whole."""
+    result: list[Tensor | None] = []
+    for position, tensor in inputs:
+        parts = [j.input_gradients.get(position) for _, j in sorted(execution.journeys.items())]
+        parts = [p if p is None else p.to(tensor.device) for p in parts]
+        dim = batch_dim(position)
+        if all(part is None for part in parts):
+            result.append(None)
+        elif dim is None or len(parts) == 1:
+            given = [part for part in parts if part is not None]
+            result.append(sum(given[1:], given[0]))
+        else:
+            pieces = tensor.detach().split([b.size for b in execution.microbatches], dim)  # type: ignore[no-untyped-call]
+            result.append(
+                torch.cat(
+                    [
+                        torch.zeros_like(piece) if part is None else part
+                        for part, piece in zip(parts, pieces, strict=True)
+                    ],
+                    dim,
+                )
+            )
+    return result
+
+

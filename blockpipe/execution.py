@@ -1,0 +1,384 @@
+"""One step: journeys out and back, inline in the caller's thread or on lanes.
+
+Inline where threads cannot pay (one lane, one micro-batch, ``"sequential"``): each micro-batch
+goes out and comes back before the next, which needs the least memory of all orders.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .ambient import Ambient
+from .blocks import Cursor, set_cursor
+from .errors import UsageError
+from .glue import CustomFunctions, Doors, Glue
+from .journey import TAG, FreeJourney, Home, Journey, Step, Tag
+from .lanes import Abandoned, Turns
+from .microbatch import Microbatch
+from .recording import Recording
+from .sanitizer import Sanitizer
+from .schedule import Action, Kind, make_schedule
+from .transfer import is_asynchronous
+from .tree import leaves, map_tensors
+from .where import failing_line, users_line
+
+_microbatch: ContextVar[int | None] = ContextVar("blockpipe_microbatch", default=None)
+
+
+def current_microbatch() -> int | None:
+    """The index of the micro-batch whose forward is under way, or ``None`` outside of one.
+
+    For state that a forward keeps on ``self``: keep one for each micro-batch.
+
+    Source: ``torchgpipe``'s function of this name, which returns a tensor to compare instead.
+
+    Example:
+        >>> import blockpipe as bp
+        >>> print(bp.current_microbatch())
+        None
+    """
+    return _microbatch.get()
+
+
+@dataclass
+class Prepared:
+    """What is worked out once for each recording, and used by every step."""
+
+    model: nn.Module
+    recording: Recording
+    route: list[int]
+    homes: dict[int, Home]
+    devices: list[torch.device]
+    doors: Doors
+    planned: bool
+
+    @property
+    def lane_of_hop(self) -> list[int]:
+        """A lane for each accelerator device, and for each stage on the CPU."""
+        lanes: dict[Any, int] = {}
+        result = []
+        for stage in self.route:
+            device = self.devices[stage]
+            key = device if is_asynchronous(device) else stage
+            result.append(lanes.setdefault(key, len(lanes)))
+        return result
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether any stage is on an accelerator."""
+        return any(is_asynchronous(device) for device in self.devices)
+
+
+@dataclass
+class Result:
+    """What one micro-batch's forward came to: values cut off, and places in the graph."""
+
+    loss: Tensor | None = None
+    outputs: Any = None
+    edges: list[tuple[int, GradientEdge] | None] = field(default_factory=list)
+
+
+class Execution:
+    """One step over some micro-batches.
+
+    Args:
+        prepared: of the recording that fits them.
+        microbatches: in order.
+        weights: of their losses.
+        schedule: its name.
+        ambient: the caller's thread state.
+        isolate_as: the pipeline's number for the sanitizer; ``None``: not isolated.
+        loss_fn: called with outputs and target; ``None``: the model's own loss.
+        want: "loss", "outputs", or both.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        microbatches: list[Microbatch],
+        weights: list[float],
+        schedule: str,
+        ambient: Ambient,
+        *,
+        isolate_as: int | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        want: frozenset[str],
+    ) -> None:
+        self.prepared = prepared
+        self.microbatches = microbatches
+        self.weights = weights
+        self.schedule = schedule
+        self.ambient = ambient
+        self.isolate_as = isolate_as
+        self.loss_fn = loss_fn
+        self.want = want
+        self.cut = schedule != "uncut"
+        differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        self.step = Step(
+            prepared.route, prepared.homes, prepared.devices,
+            differentiable=differentiable, isolate_as=isolate_as, cut=self.cut,
+        )
+        self.results: list[Result | None] = [None] * len(microbatches)
+        self.journeys: dict[int, Journey] = {}
+        lanes = prepared.lane_of_hop
+        self._lanes = lanes
+        self.inline = (
+            len(set(lanes)) == 1 or len(microbatches) == 1 or schedule in ("sequential", "uncut")
+        )
+        self._turns: Turns | None = None
+
+    # --- the three ways through
+
+    def run(self) -> None:
+        """All forwards and backwards."""
+        with self._doors(), self._cleaned_up():
+            if not self.inline:
+                self._run_lanes(None, self.schedule)
+                return
+            for m in range(len(self.microbatches)):
+                with self.ambient.uncached_autocast():
+                    self._forward(m)
+                with self.ambient.no_autocast():
+                    for hop in reversed(range(len(self.prepared.route))):
+                        self._backward(Action("B", hop, m))
+
+    def run_forward(self) -> None:
+        """All forwards; their graphs stay, for a backward that the caller starts."""
+        with self._doors(), self._cleaned_up(only_on_failure=True):
+            if not self.inline:
+                self._run_lanes("F", "gpipe")
+                return
+            for m in range(len(self.microbatches)):
+                with self.ambient.uncached_autocast():
+                    self._forward(m)
+
+    def run_backward(self) -> None:
+        """All backwards, after roots were added to the journeys."""
+        with self._doors(), self._cleaned_up():
+            if not self.inline:
+                self._run_lanes("B", "gpipe")
+                return
+            with torch.enable_grad(), self.ambient.no_autocast():
+                for m in range(len(self.microbatches)):
+                    for hop in reversed(range(len(self.prepared.route))):
+                        self._backward(Action("B", hop, m))
+
+    def _run_lanes(self, only: Kind | None, schedule: str) -> None:
+        threads = torch.get_num_threads()
+        if not self.prepared.is_asynchronous:
+            threads = max(1, threads // len(set(self._lanes)))
+        turns = Turns(
+            make_schedule(schedule, self._lanes, len(self.microbatches)),
+            self._forward, self._backward, self.ambient,
+            baton=self.prepared.is_asynchronous, threads=threads, only=only,
+        )
+        self._turns = turns
+        try:
+            turns.run()
+        finally:
+            self._turns = None
+
+    @contextmanager
+    def _doors(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.prepared.doors)
+            if self.prepared.recording.custom_functions:
+                stack.enter_context(CustomFunctions())
+            if self.prepared.is_asynchronous:
+                stack.callback(
+                    torch.accelerator.set_device_index, torch.accelerator.current_device_index()
+                )
+            yield
+
+    @contextmanager
+    def _cleaned_up(self, *, only_on_failure: bool = False) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            only_on_failure = False
+            raise
+        finally:
+            if not only_on_failure:
+                for journey in self.journeys.values():
+                    journey.abandon()
+
+    # --- one micro-batch's forward
+
+    def _forward(self, m: int) -> None:
+        cursor = Cursor(follow_marks=not self.prepared.planned)
+        kind = Journey if self.cut else FreeJourney
+        journey = self.journeys[m] = kind(self.step, m, cursor)
+        before, outer = set_cursor(cursor), _microbatch.set(m)
+        try:
+            with ExitStack() as stack:
+                sanitizer = None
+                if self.isolate_as is not None:
+                    first = self.prepared.route[0]
+                    sanitizer = Sanitizer(self.isolate_as, m, first, "forward")
+                    stack.enter_context(sanitizer)
+                journey.on_border = self._border(journey, sanitizer)
+                self.results[m] = self._travel(journey, self.microbatches[m])
+            if self._turns is not None:
+                self._turns.cross(m, journey.hop, -1)
+        except Abandoned:
+            raise
+        except BaseException as error:
+            stage = max(journey.stage, 0)
+            error.add_note(
+                f"blockpipe: in the forward of micro-batch {m} on stage {stage}, "
+                f"at {failing_line(error.__traceback__)}"
+            )
+            raise
+        finally:
+            journey.finish_forward()
+            set_cursor(before)
+            _microbatch.reset(outer)
+
+    def _border(
+        self, journey: Journey, sanitizer: Sanitizer | None
+    ) -> Callable[[int, int], None]:
+        turns, m = self._turns, journey.microbatch
+
+        def cross(before: int, after: int) -> None:
+            if turns is not None:
+                turns.cross(m, before, after)
+            stage = journey.stage
+            self._be_on(stage)
+            if sanitizer is not None:
+                sanitizer.stage = stage
+
+        return cross
+
+    def _be_on(self, stage: int) -> None:
+        device = self.prepared.devices[stage]
+        if is_asynchronous(device):
+            torch.accelerator.set_device_index(device.index)
+
+    def _travel(self, journey: Journey, batch: Microbatch) -> Result:
+        args, kwargs, target = self._inputs(journey, batch)
+        with Glue(journey):
+            output = self.prepared.model(*args, **kwargs)
+            loss = None
+            if "loss" in self.want:
+                loss = self._loss(output, target)
+            if journey.hop < 0:
+                journey.arrive()
+        return self._result(journey, output, loss)
+
+    def _inputs(self, journey: Journey, batch: Microbatch) -> tuple[Any, Any, Any]:
+        memo: dict[int, Tensor] = {}
+        positions: dict[int, int] = {}
+
+        def taken(tensor: Tensor) -> Tensor:
+            if id(tensor) not in memo:
+                memo[id(tensor)] = journey.take_input(tensor, positions.get(id(tensor), 0))
+            return memo[id(tensor)]
+
+        for index, tensor in enumerate(t for t in leaves((batch.args, batch.kwargs))):
+            if isinstance(tensor, Tensor):
+                positions.setdefault(id(tensor), index)
+        args, kwargs = map_tensors(taken, (batch.args, batch.kwargs))
+        last = len(self.prepared.route) - 1
+
+        def as_target(tensor: Tensor) -> Tensor:
+            value = self.step.carried(tensor, self.prepared.route[last])
+            setattr(value, TAG, Tag(journey.key, last, self.prepared.route[last]))
+            return value
+
+        return args, kwargs, map_tensors(as_target, batch.target)
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        if self.loss_fn is not None:
+            loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
+        else:
+            loss = _own_loss(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(
+                f"a loss is a tensor with one element, but {what} came; pass loss_fn=…, "
+                "with a reduction to one number, or let the model return its loss "
+                "(a 0-d tensor, a `loss` field or key, or a 0-d first element)"
+            )
+        return loss
+
+    def _result(self, journey: Journey, output: Any, loss: Tensor | None) -> Result:
+        result = Result()
+        m = journey.microbatch
+        if loss is not None:
+            loss = journey.newest(loss)
+            if not loss.requires_grad:
+                raise UsageError(
+                    "forward_backward needs a loss with a gradient path, but this loss does not "
+                    "require grad: are all parameters frozen, or is this called under no_grad? "
+                    "For a forward alone call the pipeline itself"
+                )
+            weight = torch.full_like(loss.detach(), self.weights[m])
+            journey.add_root(journey.hop_of(loss), get_gradient_edge(loss), weight)
+            result.loss = loss.detach()
+        if "outputs" in self.want:
+            if self.cut:
+                for leaf in leaves(output):
+                    result.edges.append(self._edge(journey, leaf))
+            result.outputs = map_tensors(
+                lambda t: journey.newest(t).detach() if self.cut or "loss" in self.want else t,
+                output,
+            )
+        return result
+
+    def _edge(self, journey: Journey, leaf: Any) -> tuple[int, GradientEdge] | None:
+        if not isinstance(leaf, Tensor):
+            return None
+        leaf = journey.newest(leaf)
+        if not leaf.requires_grad:
+            return None
+        return journey.hop_of(leaf), get_gradient_edge(leaf)
+
+    # --- one backward action
+
+    def _backward(self, action: Action) -> None:
+        journey = self.journeys[action.microbatch]
+        stage = self.prepared.route[action.hop]
+        try:
+            self._be_on(stage)
+            if self.isolate_as is None and not self.prepared.recording.recomputes:
+                journey.backward(action.hop)
+                return
+            with ExitStack() as stack:
+                if self.isolate_as is not None:
+                    stack.enter_context(
+                        Sanitizer(self.isolate_as, action.microbatch, stage, "backward")
+                    )
+                if self.prepared.recording.recomputes:
+                    stack.enter_context(Glue(journey, recompute=action.hop))
+                journey.backward(action.hop)
+        except Abandoned:
+            raise
+        except BaseException as error:
+            error.add_note(
+                f"blockpipe: in the backward of micro-batch {action.microbatch} on stage {stage}, "
+                f"at {failing_line(error.__traceback__)}"
+            )
+            raise
+
+
+def _own_loss(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output if output.dim() == 0 else None
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, tuple | list) and output:
+        first = output[0]
+        loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
+    if loss is None:
+        raise UsageError(
+            f"the model returned {type(output).__name__} without a loss ({users_line()}); pass "
+            "loss_fn=…, or labels so that the model computes its own"
+        )
+    return loss

@@ -1,0 +1,356 @@
+"""Interception: what stands between the user's ``forward`` and its journey.
+
+Two things look at tensors. The *glue* is a ``TorchFunctionMode`` that is active in the Python
+between module calls; a *door* stands around each sealed module and looks only at what goes in and
+comes out, with the glue taken off inside. A dispatch mode was no alternative: it sits below
+autograd, so it sees operations whose graph has been built already, on the wrong tensors.
+
+Doors are instance attributes, set for a step and taken off after it: hooks of the user's run
+outside of them, and between steps the model is exactly the user's.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+
+from .journey import Journey
+from .tree import map_tensors
+
+# Questions that need no copy, and hooks, which belong on the tensor itself.
+_METADATA: frozenset[Any] = frozenset(
+    [
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape dtype ndim layout requires_grad is_leaf grad_fn names is_cuda is_cpu is_meta "
+            "is_sparse is_quantized is_mkldnn is_xpu is_mps is_nested itemsize nbytes output_nr "
+            "_version retains_grad"
+        ).split()
+        if hasattr(Tensor, name) and hasattr(getattr(Tensor, name), "__get__")
+    ]
+    + [
+        getattr(Tensor, name)
+        for name in (
+            "size dim stride numel nelement ndimension element_size storage_offset is_contiguous "
+            "is_floating_point is_complex is_signed get_device __len__ __hash__ register_hook "
+            "retain_grad register_post_accumulate_grad_hook is_shared is_pinned is_inference "
+            "is_same_size has_names"
+        ).split()
+        if hasattr(Tensor, name)
+    ]
+    + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor]
+)
+_HOOKS = frozenset(
+    [Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook]
+)
+_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+
+
+class _Active(threading.local):
+    """The glue of the journey that runs in this thread."""
+
+    glue: "Glue | None" = None
+
+
+_active = _Active()
+
+
+def active_glue() -> "Glue | None":
+    """The glue of this thread; on an autograd device thread, the one its backward began with."""
+    if _active.glue is not None:
+        return _active.glue
+    if torch._C._len_torch_function_stack():
+        for depth in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+            mode = torch._C._get_function_stack_at(depth)
+            if isinstance(mode, Glue):
+                return mode
+    return None
+
+
+class Glue(TorchFunctionMode):
+    """Hands every operation in the glue what it may read, and claims what it makes.
+
+    Args:
+        journey: whose forward it is.
+        recompute: in backward, for recomputations by ``torch.utils.checkpoint``: the hop. Then
+            foreign originals are replaced by what the forward had imported, and nothing else
+            happens.
+    """
+
+    def __init__(self, journey: Journey, recompute: int | None = None) -> None:
+        super().__init__()
+        self.journey = journey
+        self.recompute = recompute
+        self.inside = False  # of a sealed module, where this mode is off
+
+    def __enter__(self) -> "Glue":
+        self._outer = _active.glue
+        _active.glue = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        _active.glue = self._outer
+        self._outer = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        journey = self.journey
+        if func in _METADATA:
+            if func in _HOOKS or journey.wrote_foreign:
+                args = (journey.newest(args[0]), *args[1:])
+            return func(*args, **kwargs)
+        if func is _DEVICE:
+            device = journey.step.device_of(max(journey.cursor.stage, 0))
+            own = func(*args, **kwargs)
+            return own if device is None or own.type == "meta" else device
+        if self.recompute is not None:
+            return self._recomputed(func, args, kwargs)
+        journey.arrive()
+        local = journey.local
+        args = tuple(
+            [
+                local(a) if isinstance(a, Tensor)
+                else map_tensors(local, a) if isinstance(a, list | tuple) else a
+                for a in args
+            ]
+        )
+        if kwargs:
+            kwargs = {key: map_tensors(local, value) for key, value in kwargs.items()}
+        if not journey.has_foreign:
+            result = func(*args, **kwargs)
+        else:
+            try:
+                result = func(*args, **kwargs)
+            except BaseException:
+                journey.forget_foreign()
+                raise
+            journey.check_written()
+        journey.claim(result)
+        return result
+
+    def _recomputed(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        hop = cast(int, self.recompute)
+
+        def found(value: Tensor) -> Tensor:
+            return self.journey.recomputed(value, hop)
+
+        return func(*map_tensors(found, args), **map_tensors(found, dict(kwargs)))
+
+    def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
+        """Called for each custom function in the glue; the recording writes it down."""
+
+    def call_sealed(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run something untouched: tensors are looked at on the way in and out only."""
+        journey = self.journey
+        if self.recompute is not None:
+            hop = self.recompute
+            args, kwargs = map_tensors(lambda t: journey.recomputed(t, hop), (args, kwargs))
+            with self._off():
+                return function(*args, **kwargs)
+        journey.arrive()
+        with self._off():
+            own = _Containers()
+            args = own.localize(journey.local, args)
+            kwargs = own.localize(journey.local, kwargs)
+            foreign, journey._foreign = journey._foreign, []
+            journey.sealed += 1
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                journey.sealed -= 1
+                own.write_back()
+            journey._foreign = foreign
+            journey.check_written()
+            journey.claim(result)
+            return result
+
+    @contextmanager
+    def _off(self) -> Iterator[None]:
+        """Take this mode, and only this one, off the stack; put it back after."""
+        above = []
+        while True:
+            mode = _pop_mode()
+            if mode is self:
+                break
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+            for _ in above:
+                _pop_mode()
+            _push_mode(self)
+            for mode in reversed(above):
+                _push_mode(mode)
+
+
+class _Containers:
+    """Lists and dicts that had to be rebuilt at a door: what the callee adds to them goes back."""
+
+    def __init__(self) -> None:
+        self._rebuilt: list[tuple[Any, Any, Any]] = []
+
+    def localize(self, function: Callable[[Tensor], Tensor], value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        if type(value) is tuple:
+            items = [self.localize(function, item) for item in value]
+            same = all(new is old for new, old in zip(items, value, strict=True))
+            return value if same else tuple(items)
+        new = map_tensors(function, value)
+        if new is not value and type(value) in (list, dict):
+            self._rebuilt.append((value, new, new.copy()))
+        return new
+
+    def write_back(self) -> None:
+        for original, given, before in self._rebuilt:
+            if type(original) is dict:
+                for key in before.keys() - given.keys():
+                    original.pop(key, None)
+                original.update(
+                    {k: v for k, v in given.items() if k not in before or before[k] is not v}
+                )
+            elif len(given) != len(before) or any(
+                a is not b for a, b in zip(given, before, strict=True)
+            ):
+                original[:] = given
+
+
+class Door:
+    """Stands in for a module's ``forward`` during a step.
+
+    Args:
+        forward: what it stands in for.
+        hops: the hops on which the module is sealed.
+        stages: from the module's call to the stage that a plan gives it, overriding the marks.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        hops: frozenset[int],
+        stages: Mapping[int, int] | None = None,
+    ) -> None:
+        self.forward = forward
+        self.hops = hops
+        self.stages = stages
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        glue = active_glue()
+        if glue is None or glue.inside:
+            return self.forward(*args, **kwargs)
+        journey = glue.journey
+        if glue.recompute is not None:
+            if glue.recompute in self.hops:
+                return glue.call_sealed(self.forward, args, kwargs)
+            return self.forward(*args, **kwargs)
+        if self.stages is not None:
+            call = journey.count_call(self)
+            journey.cursor.move(self.stages.get(call, journey.cursor.stage), None)
+        if self.hops and journey.is_sealed(self.hops):
+            return glue.call_sealed(self.forward, args, kwargs)
+        return self.forward(*args, **kwargs)
+
+
+class Doors:
+    """The doors of one recording; entered for each step, reentrant."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sealed: Mapping[str, frozenset[int]],
+        planned: Mapping[str, Mapping[int, int]] | None = None,
+    ) -> None:
+        planned = planned or {}
+        modules = dict(model.named_modules())
+        self._places: list[tuple[dict[str, Any], str, Door]] = []
+        for path in {*sealed, *planned}:
+            module = modules[path]
+            # A module compiled in place runs its compiled call instead of `forward`.
+            compiled = module.__dict__.get("_compiled_call_impl")
+            name = "forward" if compiled is None else "_compiled_call_impl"
+            door = Door(
+                getattr(module, name), sealed.get(path, frozenset()), planned.get(path)
+            )
+            self._places.append((module.__dict__, name, door))
+        self._depth = 0
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._before = [names.get(name, _MISSING) for names, name, _ in self._places]
+            for names, name, door in self._places:
+                names[name] = door
+
+    def __exit__(self, *failure: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            for (names, name, door), before in zip(self._places, self._before, strict=True):
+                if names.get(name) is not door:
+                    continue  # the user's forward set its own meanwhile: it is theirs
+                if before is _MISSING:
+                    del names[name]
+                else:
+                    names[name] = before
+
+
+_MISSING = object()
+
+
+_original_apply: Any = torch.autograd.Function.__dict__["apply"]
+
+
+class CustomFunctions:
+    """``autograd.Function.apply`` in the glue, treated as a sealed call while this is entered.
+
+    A function mode sees the operations inside a custom function's forward, but not its ``apply``:
+    the function would differentiate one tensor while the mode replaced another. There is no hook
+    for it, so ``apply`` itself is stood in for, and only where the recording met one in the glue.
+    """
+
+    _entered: ClassVar[int] = 0
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __enter__(self) -> None:
+        with CustomFunctions._lock:
+            CustomFunctions._entered += 1
+            if CustomFunctions._entered == 1:
+                torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *failure: Any) -> None:
+        with CustomFunctions._lock:
+            CustomFunctions._entered -= 1
+            if CustomFunctions._entered == 0:
+                torch.autograd.Function.apply = _original_apply  # type: ignore[method-assign]
+
+
+def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    original = _original_apply.__get__(None, cls)
+    glue = active_glue()
+    if glue is None or glue.inside or glue.recompute is not None or cls.__module__ == _OUR_MODULE:
+        return original(*args, **kwargs)
+    glue.saw_custom_function(cls)
+    return glue.call_sealed(original, args, kwargs)
+
+
+_OUR_MODULE = Journey.__module__

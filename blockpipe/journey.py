@@ -1,0 +1,598 @@
+"""A journey: one micro-batch's trip along the route, forward and back.
+
+A journey answers one question for the glue: *may this tensor be read here?* A tensor made on this
+hop may. One made on another hop is imported: a copy on this hop's device, cut from the graph it
+came from, whose gradient is carried back when this hop's backward has run. So every (hop,
+micro-batch) has a small graph of its own, and its backward is an action like any other.
+
+Same gradients, to the bit (design rule 1): a tensor read on several hops is imported from the
+*previous* hop that read it, so that the later hop's partial sum enters the earlier hop's backward as
+one more root gradient, and sums come about in the plain run's order.
+
+What is known of a tensor is kept on the tensor (:class:`Tag`), and what is known of a storage on
+the storage (:class:`_Aliases`): both die with what they describe, and neither refers back to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .blocks import Cursor
+from .errors import CrossingError, RouteError, StateError
+from .transfer import Owner, carry, set_owner
+from .tree import map_tensors, tensors
+from .where import users_line
+
+TAG = "_blockpipe_tag"
+_ALIASES = "_blockpipe_aliases"
+UNCUT = (
+    "use schedule='uncut' (one ordinary graph, one micro-batch at a time), "
+    "or put both operations on one stage"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JourneyKey:
+    """Which journey a tensor belongs to; compared by identity, printed in errors."""
+
+    step: int
+    microbatch: int
+
+
+class Tag:
+    """What a tensor is to a journey: whose, made on which hop, where it was imported to."""
+
+    __slots__ = ("hop", "imports", "key", "newest", "stage")
+
+    def __init__(self, key: JourneyKey, hop: int, stage: int) -> None:
+        self.key = key
+        self.hop = hop
+        self.stage = stage
+        self.imports: dict[int, Import] | None = None
+        self.newest: Tensor | None = None  # where a later hop wrote to it: the tensor that counts
+
+
+@dataclass(slots=True)
+class Import:
+    """A tensor's copy on a hop, and the place in that hop's graph where it came in."""
+
+    value: Tensor
+    edge: GradientEdge | None
+    version: int
+    aliases: _Aliases | None
+
+
+class _Aliases:
+    """What shares a storage, across its copies: how many were imported, where it was written."""
+
+    __slots__ = ("imported", "written_on")
+
+    def __init__(self) -> None:
+        self.imported = 0
+        self.written_on: int | None = None
+
+
+@dataclass(slots=True)
+class Home:
+    """Where a parameter or buffer lives. It holds the tensor, so that its id stays its own."""
+
+    tensor: Tensor
+    hop: int
+    stage: int
+    name: str
+
+
+@dataclass(slots=True)
+class Crossing:
+    """One import's way back: the gradient arrives in the box and goes to an edge of a hop."""
+
+    box: list[Tensor]
+    to_hop: int
+    to_edge: GradientEdge
+
+
+@dataclass(slots=True)
+class HopGraph:
+    """What a hop's backward starts from, and what it hands on."""
+
+    roots: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)
+    crossings: list[Crossing] = field(default_factory=list)
+
+
+class _Entry(torch.autograd.Function):
+    """Where a crossing enters a hop's graph: keeps the gradient, and nothing of the data.
+
+    Not a leaf: the user's operation may write to it in place. Its output is a ``detach`` made
+    without grad, which autograd takes for no view.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, box: list[Tensor], phony: Tensor, value: Tensor) -> Tensor:
+        ctx.box = box
+        ctx.set_materialize_grads(False)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
+        if gradient is not None:
+            ctx.box.append(gradient)
+        return None, None, None
+
+
+_phony = torch.zeros((), requires_grad=True)  # makes entries differentiable; gets no gradient
+
+
+class Step:
+    """What the journeys of one step share: the homes, the devices, and values copied once."""
+
+    _numbers = iter(range(1 << 62))
+
+    def __init__(
+        self,
+        route: list[int],
+        homes: dict[int, Home],
+        devices: list[torch.device] | None,
+        *,
+        differentiable: bool,
+        isolate_as: int | None = None,
+        cut: bool = True,
+    ) -> None:
+        self.number = next(Step._numbers)
+        self.route = route
+        self.homes = homes
+        self.devices = devices
+        self.differentiable = differentiable
+        self.isolate_as = isolate_as  # the pipeline's number in the sanitizer's book
+        self.isolate = isolate_as is not None
+        self.cut = cut
+        self._lock = threading.Lock()
+        self._copies: dict[tuple[int, int], Tensor] = {}
+        self._adopted: dict[int, Home] = {}  # of this step: not the model's, so not kept longer
+
+    def device_of(self, stage: int) -> torch.device | None:
+        """The device of a stage, or ``None`` where nothing is placed."""
+        return None if self.devices is None else self.devices[stage]
+
+    def copy_of(self, tensor: Tensor, stage: int) -> Tensor:
+        """A parameter's or buffer's value on another stage, copied once in the step."""
+        key = id(tensor), stage
+        with self._lock:
+            if key not in self._copies:
+                self._copies[key] = self.carried(tensor, stage)
+            return self._copies[key]
+
+    def carried(self, tensor: Tensor, stage: int) -> Tensor:
+        """A tensor's values on a stage: an alias on the same device, unless isolated."""
+        moved = carry(tensor, self.device_of(stage), copy=self.isolate)
+        if self.isolate_as is not None:
+            set_owner(moved, Owner(self.isolate_as, stage))
+        return moved
+
+    def adopt(self, tensor: Tensor, hop: int, stage: int) -> Home:
+        """A leaf that no module registered and that needs a gradient: its home is where it is read.
+
+        A parameter of a loss function, say.
+        """
+        with self._lock:
+            return self._adopted.setdefault(id(tensor), Home(tensor, hop, stage, "<unregistered>"))
+
+    def home_of(self, tensor: Tensor) -> Home | None:
+        """Where a parameter or buffer lives; ``None`` for any other tensor."""
+        return self.homes.get(id(tensor)) or self._adopted.get(id(tensor))
+
+
+class Journey:
+    """One micro-batch under way.
+
+    Args:
+        step: what it shares with the others.
+        microbatch: its index.
+        cursor: where the marks of its forward move.
+    """
+
+    def __init__(self, step: Step, microbatch: int, cursor: Cursor) -> None:
+        self.step = step
+        self.key = JourneyKey(step.number, microbatch)
+        self.microbatch = microbatch
+        self.cursor = cursor
+        self.hop = -1
+        self.stage = -1
+        self.sealed = 0  # how many sealed modules the forward is inside of
+        self.graphs: dict[int, HopGraph] = {}
+        self.input_gradients: dict[int, Tensor] = {}
+        self.on_border: Callable[[int, int], None] | None = None
+        self.wrote_foreign = False  # whether any foreign tensor was written to
+        self._home_imports: dict[int, dict[int, Import]] = {}
+        self._calls: dict[int, int] = {}
+        self._foreign: list[tuple[Tensor, Import]] = []  # of the operation under way
+
+    # --- where the journey is
+
+    def arrive(self) -> int:
+        """Be on the hop that the cursor asks for; crosses the border if it moved."""
+        if self.cursor.stage != self.stage:
+            if self.sealed:
+                raise RouteError(
+                    f"micro-batch {self.microbatch} moved to stage {self.cursor.stage} inside a "
+                    f"module that stayed on stage {self.stage} when it was recorded "
+                    f"({users_line()}); give Pipeline a sample that takes this way"
+                )
+            self._cross(self.next_hop(self.cursor.stage))
+        return self.hop
+
+    def next_hop(self, stage: int) -> int:
+        """The index of the next hop of the route on a stage; the recording makes new ones."""
+        route = self.step.route
+        for hop in range(self.hop + 1, len(route)):
+            if route[hop] == stage:
+                return hop
+        raise RouteError(
+            f"micro-batch {self.microbatch} goes to stage {stage} after "
+            f"{route[: self.hop + 1]}, but the recorded route is {route} and has no stage {stage} "
+            f"after that ({users_line()}); it may skip hops, but not add or reorder them: "
+            "give Pipeline a sample that takes the longest way"
+        )
+
+    def is_sealed(self, hops: frozenset[int]) -> bool:
+        """Whether a module that is sealed on these hops runs untouched where it is called now."""
+        hop = self.hop
+        if self.cursor.stage != self.stage:
+            hop = self.next_hop(self.cursor.stage)
+        return hop in hops
+
+    def count_call(self, what: object) -> int:
+        """How many times this was called before in this journey."""
+        count = self._calls.get(id(what), 0)
+        self._calls[id(what)] = count + 1
+        return count
+
+    def _cross(self, hop: int) -> None:
+        before = self.hop
+        self.hop, self.stage = hop, self.cursor.stage
+        if self.on_border is not None:
+            self.on_border(before, hop)
+
+    # --- what may be read here
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """What an operation on this hop gets in the place of a tensor."""
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is None:
+            return self._local_untagged(tensor)
+        while tag.newest is not None:
+            tensor = tag.newest
+            tag = cast(Tag, getattr(tensor, TAG))
+        if tag.key is not self.key:
+            return self._of_another(tensor, tag)
+        if self.wrote_foreign:
+            self._check_current(tensor, tag)
+        if tag.hop == self.hop:
+            return tensor
+        return self._imported(tensor, tag)
+
+    def _local_untagged(self, tensor: Tensor) -> Tensor:
+        home = self.step.home_of(tensor)
+        if home is not None:
+            return self._at_home(tensor, home)
+        if tensor.requires_grad and self.step.differentiable:
+            if tensor.grad_fn is not None:
+                raise CrossingError(
+                    f"an operation on stage {self.stage} (micro-batch {self.microbatch}) reads a "
+                    f"tensor of shape {tuple(tensor.shape)} that has a gradient path, but was made "
+                    f"outside of this forward or behind Blockpipe's back ({users_line()}); compute "
+                    f"it inside the forward with torch operations, detach it, or {UNCUT}"
+                )
+            return self._at_home(tensor, self.step.adopt(tensor, self.hop, self.stage))
+        return self._constant(tensor)
+
+    def _constant(self, tensor: Tensor) -> Tensor:
+        device = self.step.device_of(self.stage)
+        if self.step.isolate:
+            return self.step.copy_of(tensor, self.stage)
+        if device is None or tensor.device == device or tensor.dim() == 0:
+            return tensor
+        return carry(tensor, device)
+
+    def _at_home(self, tensor: Tensor, home: Home) -> Tensor:
+        if home.hop == self.hop or not self.step.cut:
+            if home.stage != self.stage:
+                return self._differentiable_copy(tensor)
+            return tensor
+        if home.stage == self.stage and not (tensor.requires_grad and self.step.differentiable):
+            return tensor
+        if home.hop > self.hop and tensor.requires_grad and self.step.differentiable:
+            raise RouteError(
+                f"micro-batch {self.microbatch} reads {home.name!r} on stage {self.stage}, earlier "
+                f"than recorded (first on stage {home.stage}; {users_line()}); give Pipeline a "
+                "sample that takes the longest way"
+            )
+        imports = self._home_imports.setdefault(id(tensor), {})
+        found = imports.get(self.hop)
+        if found is None:
+            value = (
+                tensor if home.stage == self.stage and not self.step.isolate
+                else self.step.copy_of(tensor, self.stage)
+            )
+            found = self._enter(tensor, value, imports, home.hop)
+            self.note_import(tensor, home.hop, home.name)
+        self._foreign.append((tensor, found))
+        return found.value
+
+    def _of_another(self, tensor: Tensor, tag: Tag) -> Tensor:
+        if tag.stage == self.stage and not tensor.requires_grad:
+            return tensor  # running state: a lane takes the micro-batches in order
+        step = "this step" if tag.key.step == self.key.step else "an earlier step"
+        why = "has a gradient path" if tensor.requires_grad else f"was made on stage {tag.stage}"
+        raise StateError(
+            f"micro-batch {self.microbatch} on stage {self.stage} reads a tensor of shape "
+            f"{tuple(tensor.shape)} that belongs to micro-batch {tag.key.microbatch} of {step} and "
+            f"{why} ({users_line()}): state on self or in a global is shared by all micro-batches; "
+            "pass the tensor along, detach it, or keep one for each current_microbatch()"
+        )
+
+    def _imported(self, tensor: Tensor, tag: Tag) -> Tensor:
+        if tag.imports is None:
+            tag.imports = {}
+        found = tag.imports.get(self.hop)
+        if found is None:
+            if self.step.cut:
+                value = self.step.carried(tensor, self.stage)
+                found = self._enter(tensor, value, tag.imports, tag.hop)
+            else:
+                value = self._differentiable_copy(tensor)
+                if value is tensor:
+                    return tensor
+                found = tag.imports[self.hop] = Import(value, None, _version(value), None)
+            self._tag(found.value)
+            self._join_aliases(tensor, found)
+            self.note_import(tensor, tag.hop, None)
+        self._foreign.append((tensor, found))
+        return found.value
+
+    def _enter(
+        self, tensor: Tensor, value: Tensor, imports: dict[int, Import], home_hop: int
+    ) -> Import:
+        """Make an import: an entry of this hop's graph if there is a gradient to carry back."""
+        edge = None
+        if tensor.requires_grad and self.step.differentiable:
+            earlier = [hop for hop in imports if hop < self.hop and imports[hop].edge is not None]
+            source = max(earlier, default=home_hop)
+            to_edge = imports[source].edge if earlier else get_gradient_edge(tensor)
+            assert to_edge is not None
+            box: list[Tensor] = []
+            value = self._entry(box, value)
+            edge = get_gradient_edge(value)
+            self._graph(self.hop).crossings.append(Crossing(box, source, to_edge))
+        elif value is tensor:
+            value = tensor.detach()
+        made = Import(value, edge, _version(value), None)
+        if not torch.is_inference_mode_enabled():
+            imports[self.hop] = made
+        return made
+
+    def _entry(self, box: list[Tensor], value: Tensor) -> Tensor:
+        # With grad also where the user's code is under no_grad: the copy is kept, and a later
+        # reader may need the gradient.
+        with torch.enable_grad():
+            return cast(Tensor, _Entry.apply(box, _phony, value))
+
+    def _differentiable_copy(self, tensor: Tensor) -> Tensor:
+        """Uncut: the copy is one more operation of one ordinary graph."""
+        device = self.step.device_of(self.stage)
+        if device is None or tensor.device == device:
+            return tensor
+        with torch.set_grad_enabled(self.step.differentiable):
+            return tensor.to(device)
+
+    def note_import(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
+        """Called for each new import; the recording writes it down."""
+
+    # --- what was made here, and what was written to
+
+    def claim(self, result: Any) -> None:
+        """The tensors in a result were made on this hop."""
+        if isinstance(result, Tensor):
+            self._tag(result)
+        elif isinstance(result, tuple | list | dict) or hasattr(result, "__dict__"):
+            for tensor in tensors(result):
+                self._tag(tensor)
+
+    def _tag(self, tensor: Tensor) -> None:
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is not None and tag.key is self.key:
+            return
+        if self.step.home_of(tensor) is None:
+            setattr(tensor, TAG, Tag(self.key, self.hop, self.stage))
+
+    def check_written(self) -> None:
+        """After an operation or a sealed call that had imports: did it write to one?"""
+        foreign, self._foreign = self._foreign, []
+        for tensor, used in foreign:
+            if _version(used.value) != used.version:
+                used.version = _version(used.value)
+                self._write_through(tensor, used)
+
+    @property
+    def has_foreign(self) -> bool:
+        """Whether the operation under way was given imports."""
+        return bool(self._foreign)
+
+    def forget_foreign(self) -> None:
+        """An operation failed: its imports are not looked at."""
+        self._foreign = []
+
+    def _write_through(self, tensor: Tensor, used: Import) -> None:
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is None:
+            home = self.step.home_of(tensor)
+            assert home is not None
+            raise StateError(
+                f"{home.name!r} lives on stage {home.stage} and is written in "
+                f"place on stage {self.stage} ({users_line()}); let one stage write it, or {UNCUT}"
+            )
+        aliases = used.aliases
+        assert aliases is not None
+        if aliases.imported > 1:
+            raise CrossingError(
+                f"an operation on stage {self.stage} writes in place to a tensor of shape "
+                f"{tuple(tensor.shape)} made on stage {tag.stage}, of which views crossed as well "
+                f"({users_line()}): they would miss the write; clone() it first, or {UNCUT}"
+            )
+        aliases.written_on = self.hop
+        tag.newest = used.value
+        self.wrote_foreign = True
+
+    def _join_aliases(self, tensor: Tensor, made: Import) -> None:
+        storage = _storage(tensor)
+        if storage is None:
+            made.aliases = _Aliases()
+            return
+        aliases: _Aliases | None = getattr(storage, _ALIASES, None)
+        if aliases is None:
+            aliases = _Aliases()
+            setattr(storage, _ALIASES, aliases)
+        tag: Tag = getattr(tensor, TAG)
+        if tag.imports is None or len(tag.imports) <= 1:
+            aliases.imported += 1  # this tensor's first; a further hop adds no alias
+        copied = _storage(made.value)
+        if copied is not None and copied is not storage:
+            setattr(copied, _ALIASES, aliases)
+        made.aliases = aliases
+
+    def _check_current(self, tensor: Tensor, tag: Tag) -> None:
+        storage = _storage(tensor)
+        aliases: _Aliases | None = getattr(storage, _ALIASES, None) if storage is not None else None
+        if aliases is not None and aliases.written_on is not None and tag.hop < aliases.written_on:
+            raise CrossingError(
+                f"an operation on stage {self.stage} reads a tensor of shape "
+                f"{tuple(tensor.shape)} made on stage {tag.stage}, whose storage was written in "
+                f"place on a later stage through another view ({users_line()}): it would miss the "
+                f"write; clone() before writing, or {UNCUT}"
+            )
+
+    # --- inputs, results, and the way back
+
+    def take_input(self, tensor: Tensor, index: int = 0, hop: int = 0) -> Tensor:
+        """A micro-batch's slice of an input, on the hop's device, as made on that hop."""
+        stage = self.step.route[hop]
+        if not self.step.cut:
+            value = tensor.view_as(tensor)
+            device = self.step.device_of(stage)
+            value = value if device is None else value.to(device)
+            setattr(value, TAG, Tag(self.key, hop, stage))
+            return value
+        value = self.step.carried(tensor, stage)
+        if tensor.requires_grad and self.step.differentiable:
+            box: list[Tensor] = []
+            value = self._entry(box, value)
+            edge = get_gradient_edge(value)  # stands for the caller: -1 - index
+            self._graph(hop).crossings.append(Crossing(box, -1 - index, edge))
+        setattr(value, TAG, Tag(self.key, hop, stage))
+        return value
+
+    def hop_of(self, tensor: Tensor) -> int:
+        """The hop that a result of this journey was made on."""
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is not None and tag.key is self.key:
+            return tag.hop
+        home = self.step.home_of(tensor)
+        return self.hop if home is None else home.hop
+
+    def newest(self, tensor: Tensor) -> Tensor:
+        """A result as later hops left it, for the caller to have."""
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is None:
+            return tensor
+        while tag.newest is not None:
+            tensor = tag.newest
+            tag = cast(Tag, getattr(tensor, TAG))
+        if self.wrote_foreign:
+            self._check_current(tensor, tag)
+        return tensor
+
+    def add_root(self, hop: int, edge: GradientEdge, gradient: Tensor | None) -> None:
+        """Start the backward of a hop from here, too."""
+        self._graph(hop).roots.append((edge, gradient))
+
+    def backward(self, hop: int) -> None:
+        """Run one hop's backward and send the gradients of its crossings home."""
+        graph = self.graphs.pop(hop, None)
+        if graph is None:
+            return
+        if graph.roots:
+            edges, gradients = zip(*graph.roots, strict=True)
+            torch.autograd.backward(edges, gradients)
+        for crossing in graph.crossings:
+            if crossing.box:
+                self._send_home(crossing, crossing.box.pop())
+
+    def _send_home(self, crossing: Crossing, gradient: Tensor) -> None:
+        if crossing.to_hop < 0:
+            self.input_gradients[-1 - crossing.to_hop] = gradient
+            return
+        sent = self.step.carried(gradient, self.step.route[crossing.to_hop])
+        self.add_root(crossing.to_hop, crossing.to_edge, sent)
+
+    def _graph(self, hop: int) -> HopGraph:
+        graph = self.graphs.get(hop)
+        if graph is None:
+            graph = self.graphs[hop] = HopGraph()
+        return graph
+
+    def finish_forward(self) -> None:
+        """Let go of everything that only the forward needed."""
+        self._home_imports.clear()
+        self._foreign.clear()
+        self.on_border = None
+
+    def abandon(self) -> None:
+        """Let go of everything: the step has failed, or is over."""
+        self.finish_forward()
+        self.graphs.clear()
+
+    def recomputed(self, tensor: Tensor, hop: int) -> Tensor:
+        """In backward, for a recomputation in glue: the import that the forward had."""
+        tag: Tag | None = getattr(tensor, TAG, None)
+        stage = self.step.route[hop]
+        if tag is not None and tag.key is self.key and tag.hop != hop:
+            found = (tag.imports or {}).get(hop)
+            return found.value if found is not None else self.step.carried(tensor, stage)
+        home = self.step.home_of(tensor) if tag is None else None
+        if home is not None and home.stage != stage:
+            copied = self.step.copy_of(tensor, stage)
+            return copied.detach().requires_grad_(tensor.requires_grad)
+        return tensor
+
+    def localize(self, value: Any) -> Any:
+        """A nested value with every tensor in it as this hop may read it."""
+        return map_tensors(self.local, value)
+
+
+class FreeJourney(Journey):
+    """A journey that may take any way: for the uncut mode, whose one graph no route has to fit."""
+
+    def next_hop(self, stage: int) -> int:
+        return self.hop + 1
+
+    def is_sealed(self, hops: frozenset[int]) -> bool:
+        return self.cursor.stage in {self.step.route[hop] for hop in hops}
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
+def detached(value: Any) -> Any:
+    """A nested value with every tensor cut off from autograd, and from our tags."""
+    return map_tensors(Tensor.detach, value)

@@ -1,0 +1,300 @@
+"""Turns: who runs when, in which thread, and what happens when one fails.
+
+Every lane runs its actions in the schedule's order. A journey holds a thread while its forward is
+under way and waits at each border for its turn; each lane has one thread for backwards. The
+alternative, a worker for each stage and a barrier at every clock tick (torchgpipe), lets the
+slowest stage's Python gate all, and cannot run a forward that is one piece of Python.
+
+The first failure wins: everybody else stops at the next border, and the caller gets it once all
+threads have come home.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from .ambient import Ambient
+from .schedule import Action, Kind, Schedule
+
+
+class Abandoned(BaseException):
+    """Ends a journey whose step has failed elsewhere; never reaches the caller.
+
+    No ``Exception``: a user's ``except Exception`` must not keep a failed step going.
+    """
+
+
+class _Pool:
+    """Threads that wait between steps, for the whole process; made when needed, reused."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+
+    def submit(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            worker = self._idle.pop() if self._idle else None
+        if worker is None:
+            worker = _Worker(self)
+            worker.start()
+        worker.jobs.put(job)
+
+    def put_back(self, worker: "_Worker") -> None:
+        with self._lock:
+            self._idle.append(worker)
+
+    def close(self) -> None:
+        """End the idle threads and wait for them."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for worker in idle:
+            worker.jobs.put(None)
+        for worker in idle:
+            worker.join()
+
+    def forget(self) -> None:
+        """In a forked child the threads are not there."""
+        self._lock = threading.Lock()
+        self._idle = []
+
+
+class _Worker(threading.Thread):
+    def __init__(self, pool: _Pool) -> None:
+        super().__init__(name="blockpipe", daemon=True)
+        self.pool = pool
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.threads = 0
+
+    def run(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            job()
+            del job  # before waiting: a job holds its step
+            self.pool.put_back(self)
+
+
+_pool = _Pool()
+os.register_at_fork(after_in_child=_pool.forget)
+
+
+def close_idle_threads() -> None:
+    """End the threads that wait for the next step."""
+    _pool.close()
+
+
+def idle_threads() -> int:
+    """How many threads wait for the next step."""
+    return len(_pool._idle)
+
+
+class Turns:
+    """The state of one step's schedule: what each lane is at, what is done, what failed.
+
+    Args:
+        schedule: the order on every lane.
+        forward: runs one micro-batch's forward; calls :meth:`cross` at its borders.
+        backward: runs one backward action.
+        ambient: the caller's thread state.
+        baton: at most one journey runs Python forward code at a time (asynchronous devices).
+        threads: intra-operation threads for each of ours.
+        only: run the forward or the backward actions alone.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        forward: Callable[[int], None],
+        backward: Callable[[Action], None],
+        ambient: Ambient,
+        *,
+        baton: bool,
+        threads: int,
+        only: Kind | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._forward = forward
+        self._backward = backward
+        self._ambient = ambient
+        self._baton = threading.Lock() if baton else None
+        self._threads = threads
+        self._only = only
+        self._lock = threading.Lock()
+        self._moved = [threading.Condition(self._lock) for _ in schedule.lanes]
+        self._over = threading.Condition(self._lock)
+        self._position = [0] * len(schedule.lanes)
+        self._skipped: set[Action] = set()
+        self._started: set[int] = set()
+        self._finished: set[int] = set()
+        self._done: set[Action] = set()
+        self._running = 0
+        self._failure: BaseException | None = None
+
+    def run(self) -> None:
+        """Run the whole step; returns when every thread is done, or raises the first failure."""
+        caller_threads = torch.get_num_threads()
+        try:
+            with self._lock:
+                if self._only == "B":
+                    self._finished.update(range(self._schedule.microbatches))
+                if self._only != "F":
+                    for lane in range(len(self._schedule.lanes)):
+                        self._submit(lambda lane=lane: self._run_lane(lane), backward=True)
+                for lane in range(len(self._schedule.lanes)):
+                    self._settle(lane)
+            self._wait_until_over()
+        finally:
+            if self._threads != caller_threads:
+                torch.set_num_threads(caller_threads)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # the traceback holds this frame
+
+    def _wait_until_over(self) -> None:
+        while True:
+            try:
+                with self._lock:
+                    while self._running:
+                        self._over.wait()
+                return
+            except KeyboardInterrupt as interrupt:
+                if self._failure is not None:
+                    raise  # asked twice: do not wait for the user's code any longer
+                self.fail(interrupt)
+
+    def _submit(self, job: Callable[[], None], *, backward: bool) -> None:
+        """Run a job in a thread of the pool. The lock is held."""
+        self._running += 1
+
+        def work() -> None:
+            try:
+                worker = threading.current_thread()
+                if isinstance(worker, _Worker) and worker.threads != self._threads:
+                    torch.set_num_threads(self._threads)  # a new thread does not inherit it
+                    worker.threads = self._threads
+                self._ambient.run(job, backward=backward)
+            except Abandoned:
+                pass
+            except BaseException as error:
+                self.fail(error)
+            finally:
+                with self._lock:
+                    self._running -= 1
+                    self._over.notify_all()
+
+        _pool.submit(work)
+
+    def fail(self, error: BaseException) -> None:
+        """The first failure wins; everybody else is woken to stop."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = error
+            for condition in self._moved:
+                condition.notify_all()
+
+    # --- forward
+
+    def _run_journey(self, microbatch: int) -> None:
+        try:
+            self._forward(microbatch)
+        finally:
+            self._release_baton()
+
+    def cross(self, microbatch: int, before: int, after: int) -> None:
+        """A journey leaves one hop and waits for its turn on the next, ``-1`` being neither side.
+
+        Raises:
+            Abandoned: the step has failed meanwhile.
+        """
+        lanes = self._schedule.lane_of_hop
+        last = after if after >= 0 else len(lanes)
+        self._release_baton()
+        with self._lock:
+            if before >= 0:
+                self._advance(lanes[before])
+            for hop in range(before + 1, last):
+                self._skipped.add(Action("F", hop, microbatch))
+                self._settle(lanes[hop])
+            if after < 0:
+                self._finished.add(microbatch)
+                self._moved[lanes[-1]].notify_all()
+                self._settle(lanes[0])  # the next one may have waited for a thread
+                return
+            lane = lanes[after]
+            turn = Action("F", after, microbatch)
+            while self._failure is None and self._head(lane) != turn:
+                self._moved[lane].wait()
+            if self._failure is not None:
+                raise Abandoned
+        if self._baton is not None:
+            self._baton.acquire()
+            _holding.baton = self._baton
+
+    def _release_baton(self) -> None:
+        held, _holding.baton = _holding.baton, None
+        if held is not None:
+            held.release()
+
+    def _head(self, lane: int) -> Action | None:
+        actions = self._schedule.lanes[lane]
+        position = self._position[lane]
+        return actions[position] if position < len(actions) else None
+
+    def _advance(self, lane: int) -> None:
+        """The lane's action is done. The lock is held."""
+        self._position[lane] += 1
+        self._settle(lane)
+
+    def _settle(self, lane: int) -> None:
+        """Pass over what need not run, start the journey whose turn has come, wake the rest."""
+        while (head := self._head(lane)) is not None and (
+            head in self._skipped or self._only not in (None, head.kind)
+        ):
+            self._position[lane] += 1
+        if head is not None and head.kind == "F" and head.hop == 0:
+            self._start(head.microbatch)
+        self._moved[lane].notify_all()
+
+    def _start(self, microbatch: int) -> None:
+        # A thread is held while a forward is under way: no more of them than can be of use.
+        under_way = len(self._started) - len(self._finished)
+        if self._only == "F" and under_way > len(self._schedule.lane_of_hop):
+            return
+        if microbatch not in self._started and self._failure is None:
+            self._started.add(microbatch)
+            self._submit(lambda: self._run_journey(microbatch), backward=False)
+
+    # --- backward
+
+    def _run_lane(self, lane: int) -> None:
+        hops = len(self._schedule.lane_of_hop)
+        for action in self._schedule.lanes[lane]:
+            if action.kind != "B":
+                continue
+            later = Action("B", action.hop + 1, action.microbatch)
+            last = action.hop + 1 == hops
+            with self._lock:
+                while self._failure is None and not (
+                    self._head(lane) == action
+                    and (action.microbatch in self._finished if last else later in self._done)
+                ):
+                    self._moved[lane].wait()
+                if self._failure is not None:
+                    raise Abandoned
+            self._backward(action)
+            with self._lock:
+                self._done.add(action)
+                self._advance(lane)
+                if action.hop:
+                    self._moved[self._schedule.lane_of_hop[action.hop - 1]].notify_all()
+
+
+class _Holding(threading.local):
+    baton: "threading.Lock | None" = None
+
+
+_holding = _Holding()

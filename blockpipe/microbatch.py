@@ -1,0 +1,275 @@
+"""A batch into micro-batches, and their results into one.
+
+``torch.chunk`` on everything would drop or misalign rows where sizes differ (torchgpipe zips its
+chunk lists and loses some). Here one size is *the batch's*, and a tensor either has it or is no
+part of the batch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .errors import MicrobatchError
+from .tree import leaves, map_leaves, map_tensors, tensors
+
+BatchDims = int | Mapping[int | str, int | None] | None
+LossReduction = str | Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+@dataclass
+class Microbatch:
+    """One micro-batch's arguments, its target, and how many samples it has."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    size: int
+
+
+def split(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    chunks: int,
+    dims: BatchDims = None,
+    *,
+    cut: bool = True,
+) -> list[Microbatch]:
+    """At most ``chunks`` micro-batches, their sizes at most one apart, the larger ones first.
+
+    Args:
+        args: positional arguments; nested values are fine.
+        kwargs: keyword arguments.
+        target: what the loss compares with; split like the inputs.
+        chunks: how many micro-batches are wanted. A batch of fewer samples gives fewer.
+        dims: ``None``: every tensor whose dim 0 has the batch's size (that of the first tensor)
+            is split there. A number: the same on that dim. A mapping from an argument's position
+            or name (and ``"target"``) to its dim, or to ``None`` for "goes whole"; what it does
+            not name is treated as by ``None``.
+        cut: the pieces are leaves of their own; otherwise autograd sees the split.
+
+    Raises:
+        MicrobatchError: an empty batch, or tensors that do not fit together.
+
+    Example:
+        >>> [m.size for m in split((torch.zeros(5, 2),), {}, None, 3)]
+        [2, 2, 1]
+    """
+    named = [*enumerate(args), *kwargs.items()]
+    size = _batch_size(named, dims)
+    if size is None:
+        return [Microbatch(args, kwargs, target, 1)]
+    if size == 0:
+        raise MicrobatchError("a batch has at least one sample, but the first tensor has 0 rows")
+    _check_target(target, size, _dim_of("target", dims))
+    count = min(chunks, size)
+    if count == 1:
+        return [Microbatch(args, kwargs, target, size)]
+    bounds = [size // count + (i < size % count) for i in range(count)]
+
+    def parts(name: int | str, value: Any) -> list[Any]:
+        dim = _dim_of(name, dims)
+        if dim is _WHOLE:
+            return [value] * count
+        pieces: dict[int, Sequence[Tensor]] = {
+            id(t): _pieces(t, bounds, dim, cut)
+            for t in tensors(value)
+            if t.dim() > dim and t.shape[dim] == size
+        }
+        return [
+            map_tensors(lambda t, i=i: pieces[id(t)][i] if id(t) in pieces else t, value)
+            for i in range(count)
+        ]
+
+    positional = [parts(i, value) for i, value in enumerate(args)]
+    by_name = {name: parts(name, value) for name, value in kwargs.items()}
+    targets = parts("target", target)
+    return [
+        Microbatch(
+            tuple(column[i] for column in positional),
+            {name: column[i] for name, column in by_name.items()},
+            targets[i],
+            bounds[i],
+        )
+        for i in range(count)
+    ]
+
+
+def _pieces(tensor: Tensor, bounds: list[int], dim: int, cut: bool) -> list[Tensor]:
+    whole = tensor.detach() if cut else tensor
+    pieces = list(whole.split(bounds, dim))  # type: ignore[no-untyped-call]
+    if cut and tensor.requires_grad and torch.is_grad_enabled():
+        pieces = [piece.detach().requires_grad_() for piece in pieces]
+    return pieces
+
+
+_WHOLE: Any = object()
+
+
+def _dim_of(name: int | str, dims: BatchDims) -> Any:
+    if dims is None:
+        return 0
+    if isinstance(dims, int):
+        return dims
+    dim = dims.get(name, 0)
+    return _WHOLE if dim is None else dim
+
+
+def _batch_size(named: list[tuple[Any, Any]], dims: BatchDims) -> int | None:
+    for name, value in named:
+        dim = _dim_of(name, dims)
+        if dim is _WHOLE:
+            continue
+        for tensor in tensors(value):
+            if tensor.dim() > dim:
+                return int(tensor.shape[dim])
+    return None
+
+
+def _check_target(target: Any, size: int, dim: Any) -> None:
+    if dim is _WHOLE:
+        return
+    for tensor in tensors(target):
+        if tensor.dim() > dim and tensor.shape[dim] != size:
+            raise MicrobatchError(
+                f"a target splits like the inputs, whose batch has {size} samples, but a target "
+                f"of shape {tuple(tensor.shape)} has {tensor.shape[dim]} on dim {dim}; pass a "
+                "target for each sample, or batch_dims={'target': None} to give every micro-batch "
+                "the whole of it"
+            )
+
+
+def weights_of(
+    microbatches: Sequence[Microbatch], reduction: LossReduction
+) -> list[float]:
+    """What each micro-batch's loss counts in the batch's.
+
+    Args:
+        microbatches: as split.
+        reduction: ``"mean"``: its share of the samples; ``"sum"``: 1; a callable ``(args, kwargs,
+            target) -> number``: its share of those numbers (tokens that count, say).
+
+    Raises:
+        MicrobatchError: the numbers of the callable are negative, or all zero.
+    """
+    if reduction == "sum":
+        return [1.0] * len(microbatches)
+    if callable(reduction):
+        counts = [float(reduction(m.args, m.kwargs, m.target)) for m in microbatches]
+        if min(counts) < 0 or sum(counts) <= 0:
+            raise MicrobatchError(
+                f"loss_reduction gives weights from 0 on, not all 0, but {counts} came; count "
+                "what the loss averages over"
+            )
+    else:
+        counts = [float(m.size) for m in microbatches]
+    total = sum(counts)
+    return [count / total for count in counts]
+
+
+def join(
+    results: Sequence[Any],
+    sizes: Sequence[int],
+    weights: Sequence[float],
+    device: torch.device | None,
+    dim: int = 0,
+) -> tuple[Any, list["Joint"]]:
+    """One result out of the micro-batches'.
+
+    A tensor with a micro-batch's size on ``dim`` is concatenated; a 0-d floating-point tensor is
+    summed by weight; anything else is kept if all agree, and becomes a list, one entry a
+    micro-batch, if not.
+
+    Returns:
+        The result, and for each of its leaves how it was joined.
+
+    Raises:
+        MicrobatchError: the results have different structures.
+
+    Example:
+        >>> join([torch.zeros(2, 3), torch.zeros(1, 3)], [2, 1], [2 / 3, 1 / 3], None)[0].shape
+        torch.Size([3, 3])
+    """
+    columns = [list(leaves(result)) for result in results]
+    if len({len(column) for column in columns}) > 1:
+        raise MicrobatchError(
+            f"micro-batches give results of one structure, but they have "
+            f"{[len(c) for c in columns]} members; return the same members each time"
+        )
+    joints = [
+        Joint.of([column[i] for column in columns], sizes, weights, dim)
+        for i in range(len(columns[0]))
+    ]
+    values = iter([joint.value(device) for joint in joints])
+    return map_leaves(lambda _: next(values), results[0]), joints
+
+
+@dataclass
+class Joint:
+    """How one leaf of the micro-batches' results becomes one: values forward, gradients back."""
+
+    how: Literal["cat", "sum", "same", "list"]
+    parts: list[Any]
+    sizes: Sequence[int]
+    weights: Sequence[float]
+    dim: int
+
+    @classmethod
+    def of(
+        cls, parts: list[Any], sizes: Sequence[int], weights: Sequence[float], dim: int
+    ) -> "Joint":
+        """Choose how."""
+        first = parts[0]
+        how: Literal["cat", "sum", "same", "list"]
+        if not all(isinstance(part, Tensor) for part in parts):
+            how = "same" if all(_equal(part, first) for part in parts[1:]) else "list"
+        elif all(p.dim() > dim and p.shape[dim] == n for p, n in zip(parts, sizes, strict=True)):
+            how = "cat"
+        elif first.dim() == 0 and (first.is_floating_point() or first.is_complex()):
+            how = "sum"
+        else:
+            alike = all(p.shape == first.shape and _same(p, first) for p in parts[1:])
+            how = "same" if alike else "list"
+        return cls(how, parts, sizes, weights, dim)
+
+    def value(self, device: torch.device | None) -> Any:
+        """The joined leaf."""
+        parts = self.parts
+        if device is not None:
+            parts = [p.to(device) if isinstance(p, Tensor) else p for p in parts]
+        if self.how == "list":
+            return list(parts)
+        if len(parts) == 1 or self.how == "same":
+            return parts[0]
+        if self.how == "cat":
+            return torch.cat(parts, self.dim)
+        return sum(
+            (p * w for p, w in zip(parts[1:], self.weights[1:], strict=True)),
+            parts[0] * self.weights[0],
+        )
+
+    def gradients(self, gradient: Tensor) -> list[Tensor | None]:
+        """What each micro-batch's part gets of the joined leaf's gradient."""
+        if len(self.parts) == 1:
+            return [gradient]
+        if self.how == "cat":
+            return list(gradient.split(list(self.sizes), self.dim))  # type: ignore[no-untyped-call]
+        if self.how == "sum":
+            return [gradient * weight for weight in self.weights]
+        return [gradient, *[None] * (len(self.parts) - 1)]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b.to(a.device))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except (RuntimeError, ValueError, TypeError):
+        return False

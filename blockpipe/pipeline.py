@@ -1,0 +1,614 @@
+"""The front door: a marked model as a pipeline.
+
+Reads as the flow does: record → plan → place → schedule → replay.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from .ambient import Ambient
+from .blocks import Cursor, _cursor, set_cursor
+from .differentiable import attach, input_gradients
+from .errors import PlanError, ScheduleError, UsageError
+from .execution import Execution, Prepared
+from .glue import Doors, Glue
+from .journey import FreeJourney, Home, Step
+from .lanes import close_idle_threads
+from .microbatch import BatchDims, LossReduction, Microbatch, join, split, weights_of
+from .placement import Placement
+from .plan import StagePlan
+from .recording import Recording, record
+from .schedule import SCHEDULES
+from .summary import summarize
+from .transfer import Owner, check_device, default_devices, is_asynchronous, set_owner
+from .tree import leaves, map_tensors
+from .where import users_line
+
+
+class StepResult(NamedTuple):
+    """What :meth:`Pipeline.forward_backward` returns: values without graphs.
+
+    ``loss`` is 0-d, on the device of the last stage; ``outputs`` is ``None`` unless asked for.
+    """
+
+    loss: Tensor
+    outputs: Any
+
+
+_numbers = itertools.count()
+
+
+class Pipeline(nn.Module):
+    """Runs a marked model as a pipeline over the devices of one machine.
+
+    Args:
+        model: marked with :class:`Block`, :func:`BeginBlock` or :func:`begin_blocks`; it stays
+            the user's (``pipe.module is model``), and its parameters stay the same objects.
+        devices: one for each stage; a device may be named several times. ``None``: all
+            accelerator devices of the machine, or the CPU.
+        chunks: into how many micro-batches a batch is split; a batch of fewer samples makes
+            fewer.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"sequential"`` (one micro-batch at a time) or
+            ``"uncut"`` (one at a time, in one ordinary graph: for what the cut engine refuses).
+        checkpoint: recomputation; only ``"never"`` is there yet.
+        deferred_batch_norm: statistics of the whole batch; only ``False`` is there yet.
+        plan: stages that override the marks.
+        sample: ``(args, kwargs)`` to record and place at once; else that is done at the first
+            call.
+        batch_dims: what is split where; see :func:`blockpipe.microbatch.split`. ``None`` splits
+            on dim 0 every tensor that has the batch's size there.
+        loss_reduction: ``"mean"``, ``"sum"``, or a callable ``(args, kwargs, target) -> number``
+            that says what a micro-batch's mean is over (its number of tokens, say).
+        isolate: the stage sanitizer: slow, and proves that no operation reads another stage's
+            tensor.
+
+    Raises:
+        PlanError, ScheduleError, DeviceError, UsageError: an option that cannot be, before
+            anything moves.
+
+    Source: the calls follow torchgpipe's ``GPipe``, the marks PopTorch; 1F1B is PipeDream's.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+        >>> result = pipe.forward_backward(
+        ...     torch.ones(4, 4), target=torch.ones(4, 1), loss_fn=torch.nn.functional.mse_loss)
+        >>> net[0].weight.grad.shape
+        torch.Size([8, 4])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        devices: Sequence[Any] | None = None,
+        chunks: int = 1,
+        schedule: str = "1f1b",
+        checkpoint: str = "never",
+        deferred_batch_norm: bool = False,
+        plan: StagePlan | None = None,
+        sample: tuple[Any, ...] | None = None,
+        batch_dims: BatchDims = None,
+        loss_reduction: LossReduction = "mean",
+        isolate: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_options(model, chunks, schedule, checkpoint, deferred_batch_norm, loss_reduction)
+        if isolate and schedule == "uncut":
+            raise UsageError(
+                "isolate=True proves that stages are cut apart, but schedule='uncut' does not cut "
+                "them; use 'sequential' to look at one micro-batch at a time"
+            )
+        if plan is not None:
+            plan.check()
+        self.module = model
+        self.chunks = chunks
+        self.schedule = schedule
+        self.batch_dims = batch_dims
+        self.loss_reduction = loss_reduction
+        self.isolate = isolate
+        self._number = next(_numbers)
+        self._plan = plan
+        self._given_devices = _checked_devices(devices)
+        self._prepared: dict[Any, Prepared] = {}
+        self._placement: Placement | None = None
+        self._fingerprint: _Fingerprint | None = None
+        if chunks == 1 and len(set(self._given_devices or ())) > 1:
+            warnings.warn(
+                f"chunks=1 on {len(set(self._given_devices or ()))} devices: only one works at a "
+                "time; pass chunks=8 or so",
+                stacklevel=2,
+            )
+        if sample is not None:
+            args, kwargs = _as_sample(sample)
+            self._prepare(self._split(args, kwargs, None)[0])
+
+    # --- what it is
+
+    @property
+    def recording(self) -> Recording | None:
+        """The newest recording; ``None`` before the first call."""
+        last = None
+        for prepared in self._prepared.values():
+            last = prepared.recording
+        return last
+
+    @property
+    def plan(self) -> StagePlan | None:
+        """Which module call is on which stage; ``None`` before the recording."""
+        recording = self.recording
+        return self._plan if recording is None else recording.plan
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each stage.
+
+        Raises:
+            UsageError: no devices were given, and nothing is recorded yet.
+        """
+        if self._placement is not None:
+            return list(self._placement.devices)
+        if self._given_devices is None:
+            raise UsageError(
+                "the stages are not known before the recording; pass devices=…, or sample=…, or "
+                "call the pipeline first"
+            )
+        return list(self._given_devices)
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where the first stage is. Inputs may be anywhere: they are moved."""
+        return self.devices[0]
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where joined outputs and the loss are: the last stage's device."""
+        recording = self.recording
+        return self.devices[-1 if recording is None else recording.route[-1]]
+
+    def summary(self, *args: Any, **kwargs: Any) -> str:
+        """The stages as a table; records the model on the arguments, but places nothing.
+
+        Without arguments: of what was recorded last.
+        """
+        if args or kwargs:
+            batch = self._split(args, kwargs, None)[0]
+            recording = record(
+                self.module, batch.args, batch.kwargs, plan=self._plan, devices=self._placed()
+            )
+        else:
+            found = self.recording
+            if found is None:
+                raise UsageError("summary() needs a sample before the first call: summary(x)")
+            recording = found
+        devices = self._placed() or self._given_devices or default_devices()
+        if devices is None:
+            devices = [torch.device("cpu")] * recording.num_stages
+        recording.check(len(devices))
+        return summarize(recording, [str(device) for device in devices])
+
+    def _placed(self) -> list[torch.device] | None:
+        return None if self._placement is None else self._placement.devices
+
+    # --- what it does
+
+    def forward_backward(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
+        """One step's forwards and backwards, pipelined; gradients add up in ``.grad``.
+
+        Args:
+            *args: the model's arguments, for the whole batch.
+            target: given to ``loss_fn`` after the output; split like the inputs.
+            loss_fn: ``(output, target) -> loss`` (``(output) -> loss`` without a target), one
+                element. It runs in the journey, on the last hop. ``None``: the model's own loss.
+            return_outputs: also join the outputs.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            The batch's loss, and the outputs if asked for; both without a graph.
+
+        Raises:
+            The first exception of any micro-batch, with a note of stage, micro-batch and line.
+            ``.grad`` may then hold part of the step.
+        """
+        self._check_call()
+        ambient = Ambient()
+        microbatches = self._split(args, kwargs, target)
+        weights = weights_of(microbatches, self.loss_reduction)
+        prepared = self._prepare(microbatches[0])
+        if isinstance(loss_fn, nn.Module):
+            loss_fn.to(prepared.devices[prepared.route[-1]])
+        want = frozenset({"loss", "outputs"} if return_outputs else {"loss"})
+        execution = Execution(
+            prepared, microbatches, weights, self.schedule, ambient,
+            isolate_as=self._own_storages(prepared), loss_fn=loss_fn, want=want,
+        )
+        execution.run()
+        if self.schedule != "uncut":
+            self._give_input_gradients(execution, args, kwargs)
+        results = [r for r in execution.results if r is not None]
+        device = prepared.devices[prepared.route[-1]]
+        with torch.no_grad():
+            losses = [r.loss.to(device) for r in results if r.loss is not None]
+            loss = sum(
+                (x * w for x, w in zip(losses[1:], weights[1:], strict=True)),
+                losses[0] * weights[0],
+            )
+            outputs = None
+            if return_outputs:
+                sizes = [m.size for m in microbatches]
+                outputs, _ = join(
+                    [r.outputs for r in results], sizes, weights, device, self._output_dim()
+                )
+        assert isinstance(loss, Tensor)
+        return StepResult(loss.reshape(()), outputs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, pipelined and differentiable, outputs joined.
+
+        All micro-batches are alive until the loss is known, so with gradients it is always
+        GPipe; :meth:`forward_backward` can hold less. Under ``no_grad`` micro-batches stream
+        through the stages.
+        """
+        self._check_call()
+        ambient = Ambient()
+        cut = self.schedule != "uncut"
+        microbatches = self._split(args, kwargs, None)
+        weights = [m.size / sum(b.size for b in microbatches) for m in microbatches]
+        prepared = self._prepare(microbatches[0])
+        execution = Execution(
+            prepared, microbatches, weights, self.schedule, ambient,
+            isolate_as=self._own_storages(prepared), want=frozenset({"outputs"}),
+        )
+        execution.run_forward()
+        results = [r.outputs for r in execution.results if r is not None]
+        sizes = [m.size for m in microbatches]
+        device = prepared.devices[prepared.route[-1]]
+        output, joints = join(results, sizes, weights, device, self._output_dim())
+        if not cut or not execution.step.differentiable:
+            return output
+        inputs, dim_of = self._inputs_that_need_grad(execution, args, kwargs)
+        return attach(output, joints, execution, inputs, dim_of)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call another method of the placed model (``generate``, ``encode``), not pipelined.
+
+        Args:
+            function: a method of the model, or anything that calls it.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            UsageError: nothing is placed yet.
+        """
+        self._check_call()
+        if not self._prepared:
+            raise UsageError(
+                "run() works on a placed model; pass sample=… to Pipeline, or call it once first"
+            )
+        prepared = next(reversed(self._prepared.values()))
+        step = Step(
+            prepared.route, prepared.homes, prepared.devices,
+            differentiable=torch.is_grad_enabled(), cut=False,
+        )
+        cursor = Cursor(follow_marks=self._plan is None)
+        journey = FreeJourney(step, 0, cursor)
+        before = set_cursor(cursor)
+        try:
+            args, kwargs = map_tensors(journey.take_input, (args, kwargs))
+            with prepared.doors, _start_over(self.module, cursor), Glue(journey):
+                return map_tensors(journey.newest, function(*args, **kwargs))
+        finally:
+            set_cursor(before)
+            journey.abandon()
+
+    def unplace(self) -> nn.Module:
+        """Move the model's parameters and buffers back to where they were; returns the model."""
+        if self._placement is not None:
+            self._placement.unplace()
+            self._placement = None
+        self._prepared.clear()
+        return self.module
+
+    def close(self) -> None:
+        """End the threads that wait for a next step. The pipeline can be used again."""
+        close_idle_threads()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self.close()
+
+    # --- record → plan → place
+
+    def _prepare(self, batch: Microbatch) -> Prepared:
+        """The recording that fits a micro-batch, and the model placed by it."""
+        if self._fingerprint is not None and not self._fingerprint.fits():
+            self._prepared.clear()  # the model was changed: record anew
+        key = self._key(batch)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            recording = record(
+                self.module, batch.args, batch.kwargs, plan=self._plan, devices=self._placed()
+            )
+            devices = self._placed() or self._choose_devices(recording)
+            recording.check(len(devices))
+            prepared = self._place(recording, devices)
+            self._prepared[key] = prepared
+            self._fingerprint = _Fingerprint(self.module)
+        return prepared
+
+    def _choose_devices(self, recording: Recording) -> list[torch.device]:
+        devices = self._given_devices or default_devices()
+        return devices or [torch.device("cpu")] * recording.num_stages
+
+    def _place(self, recording: Recording, devices: list[torch.device]) -> Prepared:
+        first = self._placement is None
+        if self._placement is None:
+            self._placement = Placement(self.module, devices)
+        homes = self._placement.place(recording, keep=not first and not torch.is_grad_enabled())
+        planned: dict[str, dict[int, int]] = {}
+        if self._plan is not None:
+            for assignment in self._plan.assignments:
+                planned.setdefault(assignment.path, {})[assignment.call] = assignment.stage
+        return Prepared(
+            self.module,
+            recording,
+            recording.route,
+            {key: Home(*where) for key, where in homes.items()},
+            devices,
+            Doors(self.module, recording.sealed, planned),
+            planned=self._plan is not None,
+        )
+
+    def _key(self, batch: Microbatch) -> Any:
+        """What a recording depends on: modes, grad mode, structure. Sizes are not in it: a micro-
+        batch whose size leads elsewhere is noticed by its route."""
+        modes = tuple(module.training for module in self.module.modules())
+        shape = tuple(
+            (leaf.dtype, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor)
+            else _hashable(leaf)
+            for leaf in leaves((batch.args, batch.kwargs))
+        )
+        names = tuple(batch.kwargs)
+        return modes, torch.is_grad_enabled(), len(batch.args), names, shape
+
+    def _own_storages(self, prepared: Prepared) -> int | None:
+        if not self.isolate:
+            return None
+        for home in prepared.homes.values():
+            set_owner(home.tensor, Owner(self._number, home.stage))
+        return self._number
+
+    # --- batches
+
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> list[Microbatch]:
+        cut = self.schedule != "uncut"
+        return split(args, kwargs, target, self.chunks, self.batch_dims, cut=cut)
+
+    def _output_dim(self) -> int:
+        if isinstance(self.batch_dims, int):
+            return self.batch_dims
+        if isinstance(self.batch_dims, Mapping):
+            return self.batch_dims.get("output") or 0
+        return 0
+
+    def _inputs_that_need_grad(
+        self, execution: Execution, args: Any, kwargs: Any
+    ) -> tuple[list[tuple[int, Tensor]], Callable[[int], int | None]]:
+        seen: set[int] = set()
+        inputs: list[tuple[int, Tensor]] = []
+        named = [*enumerate(args), *kwargs.items()]
+        names = [name for name, value in named for _ in leaves(value)]
+        for index, leaf in enumerate(leaves((args, kwargs))):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in seen:
+                seen.add(id(leaf))
+                inputs.append((index, leaf))
+        tensors_at = dict(inputs)
+        size = sum(m.size for m in execution.microbatches)
+
+        def dim_of(index: int) -> int | None:
+            if index < 0 or len(execution.microbatches) == 1:
+                return None
+            dims = self.batch_dims
+            dim = dims.get(names[index], 0) if isinstance(dims, Mapping) else dims or 0
+            tensor = tensors_at[index]
+            whole = dim is None or tensor.dim() <= dim or tensor.shape[dim] != size
+            return None if whole else dim
+
+        return inputs, dim_of
+
+    def _give_input_gradients(self, execution: Execution, args: Any, kwargs: Any) -> None:
+        inputs, dim_of = self._inputs_that_need_grad(execution, args, kwargs)
+        if not inputs:
+            return
+        found = zip(inputs, input_gradients(execution, inputs, dim_of), strict=True)
+        given = [(tensor, gradient) for (_, tensor), gradient in found if gradient is not None]
+        if given:
+            torch.autograd.backward([t for t, _ in given], [g for _, g in given])
+
+    # --- what is refused, and what is the model's
+
+    def _check_call(self) -> None:
+        if _cursor.get() is not None:
+            raise UsageError(
+                "a pipeline was called inside a forward that Blockpipe runs; mark the inner "
+                f"model's modules as blocks of the outer one instead ({users_line()})"
+            )
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UsageError(
+                "torch.func transforms cannot go through a pipeline; transform the model's "
+                f"own functions, or use the plain model ({users_line()})"
+            )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> None:
+        # What DistributedDataParallel asks a module for first.
+        raise UsageError(
+            "DistributedDataParallel around a pipeline would reduce gradients once for each "
+            "micro-batch; all-reduce the gradients after forward_backward instead"
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Dtypes only: ``pipe.to(torch.bfloat16)``.
+
+        Raises:
+            UsageError: a device: each stage has its own.
+        """
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            raise UsageError(
+                f"a pipeline's stages have devices of their own, but .to({str(device)!r}) came; "
+                "pass devices=[…] to Pipeline, or call unplace() and move the model "
+                f"({users_line()})"
+            )
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> Self:
+        """Refused, as :meth:`to` a device is."""
+        return self.to(torch.device("cuda" if device is None else device))
+
+    def cpu(self) -> Self:
+        """Refused, as :meth:`to` a device is."""
+        return self.to(torch.device("cpu"))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain model's, with its keys."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the plain model's."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles take the model and the options along, and record anew."""
+        state = dict(self.__dict__)
+        state.update(_prepared={}, _placement=None, _fingerprint=None)
+        return state
+
+
+class _Fingerprint:
+    """What a recording knows of a model's structure, cheap to compare before each step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._children = [(m._modules, tuple(m._modules.values())) for m in model.modules()]
+        self._held = [
+            (names, key, tensor, tensor.device)
+            for m in model.modules()
+            for names in (m._parameters,)
+            for key, tensor in names.items()
+            if tensor is not None
+        ]
+        self._counts = [(m._parameters, len(m._parameters)) for m in model.modules()]
+
+    def fits(self) -> bool:
+        return (
+            all(tuple(now.values()) == then for now, then in self._children)
+            and all(
+                names.get(key) is tensor and tensor.device == device
+                for names, key, tensor, device in self._held
+            )
+            and all(len(names) == count for names, count in self._counts)
+        )
+
+
+class _start_over:  # noqa: N801 - a context manager that reads as a verb
+    """While entered, each call of the model begins on stage 0: ``generate`` calls it many times."""
+
+    def __init__(self, model: nn.Module, cursor: Cursor) -> None:
+        def start(*_: Any) -> None:
+            cursor.move(0, None)
+            cursor.highest = -1
+
+        self._handle = model.register_forward_pre_hook(start, prepend=True)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *failure: Any) -> None:
+        self._handle.remove()
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return type(value)
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
+
+
+def _as_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if (
+        isinstance(sample, tuple) and len(sample) == 2
+        and isinstance(sample[0], tuple | list) and isinstance(sample[1], Mapping)
+    ):
+        return tuple(sample[0]), dict(sample[1])
+    if isinstance(sample, tuple | list):
+        return tuple(sample), {}
+    return (sample,), {}
+
+
+def _checked_devices(devices: Sequence[Any] | None) -> list[torch.device] | None:
+    if devices is None:
+        return None
+    if isinstance(devices, str | torch.device | int):
+        raise PlanError(
+            f"devices is a list with one device for each stage, but {devices!r} came; "
+            f"write devices=[{devices!r}, …]"
+        )
+    checked = [check_device(device) for device in devices]
+    if not checked:
+        raise PlanError("devices is empty; pass one for each stage, or None for all there are")
+    kinds = {device.type for device in checked if is_asynchronous(device)}
+    if len(kinds) > 1:
+        raise PlanError(f"stages are on accelerators of one kind, but {sorted(kinds)} came")
+    return checked
+
+
+def _check_options(
+    model: object,
+    chunks: object,
+    schedule: object,
+    checkpoint: object,
+    deferred_batch_norm: object,
+    loss_reduction: object,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"Pipeline takes an nn.Module, but {type(model).__name__} came")
+    if isinstance(model, Pipeline):
+        raise UsageError("this model is a Pipeline already; pass its .module")
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise PlanError(f"chunks is a whole number from 1 on, but {chunks!r} came")
+    if schedule not in (*SCHEDULES, "uncut"):
+        raise ScheduleError(
+            f"schedule is one of {[*SCHEDULES, 'uncut']}, but {schedule!r} came"
+        )
+    if checkpoint != "never":
+        raise UsageError(f"checkpoint is 'never' in this version, but {checkpoint!r} came")
+    if deferred_batch_norm is not False:
+        raise UsageError("deferred_batch_norm is not in this version; leave it False")
+    if loss_reduction not in ("mean", "sum") and not callable(loss_reduction):
+        raise UsageError(
+            "loss_reduction is 'mean', 'sum' or a callable (args, kwargs, target) -> number, but "
+            f"{loss_reduction!r} came"
+        )
+
+
+

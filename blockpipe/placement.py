@@ -1,0 +1,98 @@
+"""Parameters and buffers to their stage's device, and back.
+
+In place: the same ``Parameter`` objects get other data, so an optimizer made before goes on
+working. ``Module.to`` on submodules was no alternative: a stage is no submodule, and a parameter
+tied across stages has one home.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .errors import PlanError
+from .recording import Recording
+
+
+class Placement:
+    """Where a model's tensors are, and where each came from.
+
+    Args:
+        model: whose parameters and buffers.
+        devices: one for each stage.
+    """
+
+    def __init__(self, model: nn.Module, devices: list[torch.device]) -> None:
+        self.model = model
+        self.devices = devices
+        self._origins: dict[int, tuple[Tensor, torch.device]] = {}
+
+    def place(self, recording: Recording, *, keep: bool) -> dict[int, tuple[Tensor, int, int, str]]:
+        """Move what is not where the recording wants it.
+
+        Args:
+            recording: says which stage each parameter and buffer lives on.
+            keep: leave what was placed before where it is (a recording without gradients does
+                not need its parameters' homes to be the first readers).
+
+        Returns:
+            From ``id`` to (tensor, first hop, stage, name), for all that some call reads.
+        """
+        named: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        named |= dict(self.model.named_buffers(remove_duplicate=False))
+        on_meta = [name for name, t in named.items() if t.device.type == "meta"]
+        if on_meta:
+            raise PlanError(
+                f"a pipeline needs values, but {on_meta[:3]} of {type(self.model).__name__} are on "
+                "the meta device; load or initialize the model first (record() and summaries work "
+                "on the meta device)"
+            )
+        homes: dict[int, tuple[Tensor, int, int, str]] = {}
+        for held in (*recording.parameters, *recording.buffers):
+            tensor = named[held.name]
+            stage = held.stage
+            known = self._origins.get(id(tensor))
+            if known is None or not (keep or held.hop is None):
+                self._move(tensor, self.devices[stage])
+            elif tensor.device != self.devices[stage]:
+                stage = self.devices.index(tensor.device)
+            if held.hop is not None:
+                homes[id(tensor)] = tensor, held.hop, stage, held.name
+        return homes
+
+    def unplace(self) -> None:
+        """Move everything back to where it came from."""
+        for tensor, device in list(self._origins.values()):
+            _to(tensor, device)
+        self._origins.clear()
+
+    def _move(self, tensor: Tensor, device: torch.device) -> None:
+        self._origins.setdefault(id(tensor), (tensor, tensor.device))
+        if tensor.device != device:
+            _follow_with_optimizer_state()
+            _to(tensor, device)
+
+
+def _to(tensor: Tensor, device: torch.device) -> None:
+    tensor.data = tensor.data.to(device)
+    if tensor.grad is not None:
+        tensor.grad.data = tensor.grad.data.to(device)
+
+
+_following: list[object] = []
+
+
+def _follow_with_optimizer_state() -> None:
+    """From the first move on: state that an optimizer loaded before goes where its parameter is."""
+    if not _following:
+        _following.append(register_optimizer_step_pre_hook(_move_optimizer_state))
+
+
+def _move_optimizer_state(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor):
+            continue
+        for key, value in state.items():
+            # 0-d `step` counters stay on the CPU by torch's own choice.
+            if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
+                state[key] = value.to(parameter.device)

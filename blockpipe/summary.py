@@ -1,0 +1,2 @@
+"""x"""
+def summarize(r, d=None): return str(r.route)

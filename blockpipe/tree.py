@@ -1,0 +1,98 @@
+"""Tensors inside nested values: tuples, lists, mappings, named tuples, dataclasses.
+
+``torch.utils._pytree`` knows only registered classes, so a user's dataclass or a Hugging Face
+output would be a leaf; and it rebuilds containers whose tensors stay the same, while a module that
+is handed a list may append to it. Here a container comes back *itself* if nothing in it changed.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in a nested value that is no container, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from leaves(item)
+    elif _is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from leaves(getattr(value, field.name, None))
+    else:
+        yield value
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nested value, in order."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same nested value with every leaf replaced; unchanged containers stay themselves."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple | list):
+        items = [map_leaves(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return _rebuilt_sequence(value, items)
+    if isinstance(value, Mapping):
+        changed = {}
+        for key, item in value.items():
+            new = map_leaves(function, item)
+            if new is not item:
+                changed[key] = new
+        return _changed_mapping(value, changed) if changed else value
+    if _is_dataclass(value):
+        changed = {}
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name, None)
+            new = map_leaves(function, item)
+            if new is not item:
+                changed[field.name] = new
+        return _changed_object(value, changed) if changed else value
+    return function(value)
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same nested value with every tensor replaced."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _rebuilt_sequence(value: Any, items: list[Any]) -> Any:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind(items)
+    if hasattr(kind, "_make"):  # a named tuple
+        return kind._make(items)
+    return kind(items)
+
+
+def _changed_mapping(value: Any, changed: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return {**value, **changed}
+    if not isinstance(value, MutableMapping):
+        return type(value)({**value, **changed})
+    new = copy.copy(value)
+    for key, item in changed.items():
+        new[key] = item
+    return new
+
+
+def _changed_object(value: Any, changed: dict[str, Any]) -> Any:
+    new = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(new, name, item)  # frozen ones too
+    return new
