@@ -190,5 +190,3 @@ def input_gradients(
                 )
             )
     return result
-
-

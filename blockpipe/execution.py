@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from .ambient import Ambient
 from .blocks import Cursor, set_cursor
@@ -24,7 +24,7 @@ from .microbatch import Microbatch
 from .recording import Recording
 from .sanitizer import Sanitizer
 from .schedule import Action, Kind, make_schedule
-from .transfer import is_asynchronous
+from .transfer import edge_of, is_asynchronous
 from .tree import leaves, map_tensors
 from .where import failing_line, users_line
 
@@ -319,7 +319,7 @@ class Execution:
                     "For a forward alone call the pipeline itself"
                 )
             weight = torch.full_like(loss.detach(), self.weights[m])
-            journey.add_root(journey.hop_of(loss), get_gradient_edge(loss), weight)
+            journey.add_root(journey.hop_of(loss), edge_of(loss), weight)
             result.loss = loss.detach()
         if "outputs" in self.want:
             if self.cut:
@@ -337,7 +337,7 @@ class Execution:
         leaf = journey.newest(leaf)
         if not leaf.requires_grad:
             return None
-        return journey.hop_of(leaf), get_gradient_edge(leaf)
+        return journey.hop_of(leaf), edge_of(leaf)
 
     # --- one backward action
 

@@ -22,11 +22,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from .blocks import Cursor
 from .errors import CrossingError, RouteError, StateError
-from .transfer import Owner, carry, set_owner
+from .transfer import Owner, carry, edge_of, set_owner
 from .tree import map_tensors, tensors
 from .where import users_line
 
@@ -364,11 +364,11 @@ class Journey:
         if tensor.requires_grad and self.step.differentiable:
             earlier = [hop for hop in imports if hop < self.hop and imports[hop].edge is not None]
             source = max(earlier, default=home_hop)
-            to_edge = imports[source].edge if earlier else get_gradient_edge(tensor)
+            to_edge = imports[source].edge if earlier else edge_of(tensor)
             assert to_edge is not None
             box: list[Tensor] = []
             value = self._entry(box, value)
-            edge = get_gradient_edge(value)
+            edge = edge_of(value)
             self._graph(self.hop).crossings.append(Crossing(box, source, to_edge))
         elif value is tensor:
             value = tensor.detach()
@@ -492,7 +492,7 @@ class Journey:
         if tensor.requires_grad and self.step.differentiable:
             box: list[Tensor] = []
             value = self._entry(box, value)
-            edge = get_gradient_edge(value)  # stands for the caller: -1 - index
+            edge = edge_of(value)  # stands for the caller: -1 - index
             self._graph(hop).crossings.append(Crossing(box, -1 - index, edge))
         setattr(value, TAG, Tag(self.key, hop, stage))
         return value

@@ -1,0 +1,153 @@
+"""The plain micro-batch loop, and how far a pipelined step is from it."""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import blockpipe as bp
+from blockpipe.microbatch import split, weights_of
+from blockpipe.tree import tensors
+
+LossFn = Callable[..., Tensor]
+
+
+def plain_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    loss_fn: LossFn,
+    chunks: int,
+    reduction: Any = "mean",
+) -> Tensor:
+    """One step of the plain loop over the same micro-batches; gradients add up in ``.grad``."""
+    batches = split(args, kwargs, target, chunks)
+    total = torch.zeros(())
+    for batch, weight in zip(batches, weights_of(batches, reduction), strict=True):
+        output = model(*batch.args, **batch.kwargs)
+        loss = loss_fn(output) if batch.target is None else loss_fn(output, batch.target)
+        (loss * weight).backward()
+        total = total + loss.detach() * weight
+    return total
+
+
+def any_loss(output: Any, target: Any = None) -> Tensor:
+    """A loss of every floating-point output, or the model's own."""
+    own = getattr(output, "loss", None)
+    if own is not None:
+        return own
+    found = [t for t in tensors(output) if t.is_floating_point() and t.requires_grad]
+    return torch.stack([t.float().square().mean() for t in found]).sum()
+
+
+@dataclass
+class Difference:
+    """How far two runs of a model are apart."""
+
+    loss: float
+    gradients: float  # worst over the parameters, relative to the global gradient norm
+    buffers: float
+    exact: bool
+
+
+def difference(a: nn.Module, b: nn.Module, loss_a: Tensor, loss_b: Tensor) -> Difference:
+    """Compare gradients and buffers of two copies of a model."""
+    norm = sum(p.grad.double().square().sum() for p in b.parameters() if p.grad is not None)
+    norm = max(float(norm) ** 0.5, 1e-30)
+    worst, exact = 0.0, torch.equal(loss_a, loss_b)
+    for (name, p), (_, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        if (p.grad is None) != (q.grad is None):
+            raise AssertionError(f"{name}: gradient is {p.grad is not None}, plain {q.grad is not None}")
+        if p.grad is not None:
+            if not torch.equal(p.grad, q.grad):
+                exact = False
+                worst = max(worst, float((p.grad.double() - q.grad.double()).norm()) / norm)
+            if not bool(torch.isfinite(q.grad).all()):
+                raise AssertionError(f"{name}: the plain gradient is not finite")
+    buffers = 0.0
+    for (_, p), (_, q) in zip(a.named_buffers(), b.named_buffers(), strict=True):
+        if not torch.equal(p, q):
+            exact = False
+            buffers = max(buffers, float((p.double() - q.double()).abs().max()))
+    return Difference(abs(float(loss_a - loss_b)), worst, buffers, exact)
+
+
+def without_randomness(model: nn.Module) -> nn.Module:
+    """Dropout and stochastic depth off: what is compared draws no numbers."""
+    for module in model.modules():
+        for name in ("p", "drop_prob", "dropout", "attention_dropout", "dropout_p", "layerdrop",
+                     "attn_drop", "dropout_prob", "activation_dropout"):
+            if isinstance(module.__dict__.get(name), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def block_marks(model: nn.Module, recording: bp.Recording, stages: int) -> dict[str, int]:
+    """Marks at the boundaries of the model's repeated blocks, evenly spread."""
+    lists = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    called = _called(recording)
+    blocks = [p for p in called if p.rpartition(".")[0] in lists]
+    outer = [p for p in blocks if not any(p.startswith(f"{q}.") for q in blocks)]
+    if len(outer) < stages:
+        outer = blocks if len(blocks) >= stages else [p for p in called if "." not in p]
+    if outer[:1] != called[:1]:
+        outer = [called[0], *outer]  # what runs before the blocks is stage 0
+    count = min(stages, len(outer))
+    return {outer[i * len(outer) // count]: i for i in range(1, count)}
+
+
+def random_marks(recording: bp.Recording, stages: int, rng: random.Random) -> dict[str, int]:
+    """Marks at random inner modules, in execution order, behind the first."""
+    called = _called(recording)
+    count = min(stages, len(called))
+    chosen = sorted(rng.sample(range(1, len(called)), count - 1))
+    return {called[at]: stage for stage, at in enumerate(chosen, start=1)}
+
+
+def _called(recording: bp.Recording) -> list[str]:
+    """The modules that do something, in the order of their first operation; leaves first there."""
+    order: dict[str, None] = {}
+    for call in recording.calls:
+        if call.path and call.hop is not None:
+            order.setdefault(call.path)
+    begun: list[str] = []
+    paths = list(order)
+    for path in paths:  # a module around the first operation cannot begin a later stage
+        if not any(other.startswith(f"{path}.") for other in paths[:1]):
+            begun.append(path)
+    first = next(p for p in paths if not any(q.startswith(f"{p}.") for q in paths))
+    return [first, *(p for p in begun if p != first and not first.startswith(f"{p}."))]
+
+
+def compare(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    marks: dict[str, int],
+    *,
+    loss_fn: LossFn = any_loss,
+    target: Any = None,
+    chunks: int | None = None,
+    schedule: str = "1f1b",
+    isolate: bool = True,
+    steps: int = 1,
+) -> tuple[Difference, bp.Pipeline]:
+    """A pipelined step of a marked copy beside the plain loop's."""
+    if chunks is None:
+        chunks = 3 if next(tensors((args, kwargs))).shape[0] >= 6 else 2
+    plain, marked = copy.deepcopy(model), copy.deepcopy(model)
+    bp.begin_blocks(marked, marks)
+    devices = ["cpu"] * (max(marks.values(), default=0) + 1)
+    pipe = bp.Pipeline(marked, devices=devices, chunks=chunks, schedule=schedule, isolate=isolate)
+    for _ in range(steps):
+        expected = plain_step(plain, args, kwargs, target, loss_fn, chunks)
+        own = loss_fn is any_loss and "labels" in kwargs
+        result = pipe.forward_backward(
+            *args, target=target, loss_fn=None if own else loss_fn, **kwargs
+        )
+    return difference(marked, plain, result.loss, expected), pipe
