@@ -512,6 +512,38 @@ def record(
     return recording
 
 
+def record_on_fake_devices(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    placed: Recording,
+    devices: list[torch.device],
+    plan: StagePlan | None = None,
+) -> Recording:
+    """Record with every tensor on a fake device of its stage; they need not be there.
+
+    Args:
+        model: as for :func:`record`.
+        args: as for :func:`record`.
+        kwargs: as for :func:`record`.
+        placed: an earlier recording: says which stage each parameter lives on.
+        devices: one for each stage.
+        plan: stages that override the marks.
+
+    Raises:
+        FakeTensorDeviceMismatchError: an operation got tensors of two devices.
+    """
+    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
+        args = (args,)
+    homes = {
+        name: devices[held.stage]
+        for held in (*placed.parameters, *placed.buffers)
+        for name in held.names
+    }
+    stages = _planned_stages(model, plan)
+    return _record_fake(model, tuple(args), dict(kwargs or {}), stages, devices, homes)
+
+
 def _planned_stages(
     model: nn.Module, plan: StagePlan | None
 ) -> dict[str, dict[int, int]]:
@@ -555,6 +587,8 @@ def _record_fake(
                         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
                     )
                 found = moved.requires_grad_(tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter):
+                    found = nn.Parameter(found, tensor.requires_grad)
             fakes[id(tensor)] = found
         return found
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .errors import DeviceError
@@ -95,7 +96,9 @@ def _carried(source: Tensor, device: torch.device | None, copy: bool) -> Tensor:
     if device is None or source.device == device:
         return _same_strides(source) if copy else source
     compact, expand = _compacted(source)
-    if is_asynchronous(source.device) and is_asynchronous(device):
+    if isinstance(source, FakeTensor):
+        moved = compact.to(device)  # of a device that need not be there: no streams
+    elif is_asynchronous(source.device) and is_asynchronous(device):
         moved = _across(compact, device)
     elif is_asynchronous(device):
         moved = compact.to(device, non_blocking=compact.is_pinned())

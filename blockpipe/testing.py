@@ -1,0 +1,67 @@
+"""Proof of placement without the devices: a fake run on several of them.
+
+The stage sanitizer (``Pipeline(..., isolate=True)``) runs for real on the CPU, and so cannot see a
+``torch.zeros(n)`` whose ``device=`` is missing: on the CPU it is right. Fake tensors carry a device
+without needing it, and an operation on two devices is an error for them as for real ones.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+
+from .errors import IsolationError
+from .plan import StagePlan
+from .recording import Recording, record, record_on_fake_devices
+from .where import failing_line
+
+
+def dry_run(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    plan: StagePlan | None = None,
+    device_type: str = "cuda",
+) -> Recording:
+    """Run a model's forward on fake devices, one for each stage, and say what does not fit.
+
+    Takes no device and no memory; nothing is computed. The model is left as it was.
+
+    Args:
+        model: a marked model.
+        args: the forward's positional arguments; a single tensor may come bare.
+        kwargs: its keyword arguments.
+        plan: stages that override the marks.
+        device_type: what the fake devices are called.
+
+    Returns:
+        The recording of the run on the fake devices.
+
+    Raises:
+        IsolationError: an operation got tensors of two devices: a ``device=`` is missing in the
+            forward, or a tensor is no parameter, buffer or argument. The message has the line.
+        RecordingError: the model reads values, which fake tensors do not have.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> from blockpipe.testing import dry_run
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> dry_run(net, torch.zeros(8, 4)).route
+        [0, 1]
+    """
+    planned = record(model, args, kwargs, plan=plan)
+    planned.check()
+    devices = [torch.device(device_type, i) for i in range(planned.num_stages)]
+    try:
+        return record_on_fake_devices(model, args, kwargs, planned, devices, plan)
+    except FakeTensorDeviceMismatchError as error:
+        raise IsolationError(
+            f"on one device a stage this forward mixes devices: {error} "
+            f"({failing_line(error.__traceback__)}); create tensors with device=x.device, and register constants as "
+            "buffers"
+        ) from error
+
