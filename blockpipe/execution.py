@@ -264,11 +264,12 @@ class Execution:
         args, kwargs, target = self._inputs(journey, batch)
         with Glue(journey):
             output = self.prepared.model(*args, **kwargs)
-            loss = None
-            if "loss" in self.want:
-                loss = self._loss(output, target)
             if journey.hop < 0:
                 journey.arrive()
+            # The loss is computed where the forward's last operation was: an inner block may have
+            # ended since, and its end moved the cursor.
+            journey.cursor.stage = journey.stage
+            loss = self._loss(output, target) if "loss" in self.want else None
         return self._result(journey, output, loss)
 
     def _inputs(self, journey: Journey, batch: Microbatch) -> tuple[Any, Any, Any]:

@@ -481,7 +481,7 @@ class Journey:
 
     def take_input(self, tensor: Tensor, index: int = 0, hop: int = 0) -> Tensor:
         """A micro-batch's slice of an input, on the hop's device, as made on that hop."""
-        stage = self.step.route[hop]
+        stage = self.step.route[hop] if self.step.route else 0
         if not self.step.cut:
             value = tensor.view_as(tensor)
             device = self.step.device_of(stage)

@@ -100,7 +100,9 @@ def split(
 
 def _pieces(tensor: Tensor, bounds: list[int], dim: int, cut: bool) -> list[Tensor]:
     whole = tensor.detach() if cut else tensor
-    pieces = list(whole.split(bounds, dim))  # type: ignore[no-untyped-call]
+    # Narrowed one by one: autograd forbids writing to the views that one `split` returns.
+    starts = [sum(bounds[:i]) for i in range(len(bounds))]
+    pieces = [whole.narrow(dim, at, n) for at, n in zip(starts, bounds, strict=True)]
     if cut and tensor.requires_grad and torch.is_grad_enabled():
         pieces = [piece.detach().requires_grad_() for piece in pieces]
     return pieces

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .ambient import Ambient
 from .blocks import Cursor, _cursor, set_cursor
 from .differentiable import attach, input_gradients
-from .errors import PlanError, ScheduleError, UsageError
+from .errors import PlanError, ScheduleError, StateError, UsageError
 from .execution import Execution, Prepared
 from .glue import Doors, Glue
 from .journey import FreeJourney, Home, Step
@@ -348,10 +348,27 @@ class Pipeline(nn.Module):
             )
             devices = self._placed() or self._choose_devices(recording)
             recording.check(len(devices))
+            self._check_state(recording, devices)
             prepared = self._place(recording, devices)
             self._prepared[key] = prepared
             self._fingerprint = _Fingerprint(self.module)
         return prepared
+
+    def _check_state(self, recording: Recording, devices: list[torch.device]) -> None:
+        """Buffers that the forward writes are read in the plain loop's order, or it is an error."""
+        for held in recording.shared_state:
+            on = [held.stage, *held.also_read_on]
+            one_device = len({devices[stage] for stage in on}) == 1
+            if self.schedule == "uncut" and one_device:
+                continue
+            if self.schedule == "sequential" and len(on) == 1:
+                continue
+            remedy = "'sequential'" if len(on) == 1 else "'uncut' with both stages on one device"
+            raise StateError(
+                f"buffer {held.name!r} is written by the forward and read on hops {held.hops} "
+                f"(stages {on}; {held.where}): micro-batches under way at once would mix in it; "
+                f"read and write it on one hop, or use schedule={remedy}"
+            )
 
     def _choose_devices(self, recording: Recording) -> list[torch.device]:
         devices = self._given_devices or default_devices()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .errors import PlanError
-from .recording import Recording
+from .recording import Recording, named_slots
 
 
 class Placement:
@@ -38,8 +38,8 @@ class Placement:
         Returns:
             From ``id`` to (tensor, first hop, stage, name), for all that some call reads.
         """
-        named: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
-        named |= dict(self.model.named_buffers(remove_duplicate=False))
+        named = dict(named_slots(self.model, "_parameters"))
+        named |= dict(named_slots(self.model, "_buffers"))
         on_meta = [name for name, t in named.items() if t.device.type == "meta"]
         if on_meta:
             raise PlanError(

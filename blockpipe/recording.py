@@ -23,15 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module  # type: ignore[attr-defined]
 
 from .blocks import Cursor, Mark, set_cursor
-from .errors import BlockpipeError, CrossingError, RecordingError, StateError
+from .errors import BlockpipeError, CrossingError, PlanError, RecordingError
 from .glue import CustomFunctions, Doors, Glue
 from .journey import Home, Journey, Step
-from .plan import Assignment, StagePlan, gaps
+from .plan import Assignment, StagePlan, gaps, too_few_devices
+from .transfer import carry
 from .tree import map_tensors, tensors
 from .where import users_line
-
-UNCUT_HINT = "put both on one stage, or use schedule='uncut'"
-
 
 @dataclass
 class Hop:
@@ -73,7 +71,9 @@ class Held:
     is_buffer: bool
     stage: int = 0
     hop: int | None = None  # the first that reads it; None: no call does
-    also_read_on: list[int] = field(default_factory=list)
+    hops: list[int] = field(default_factory=list)  # all that read it
+    also_read_on: list[int] = field(default_factory=list)  # stages other than its own
+    written: bool = False  # in place, by the forward
     where: str = ""
 
     @property
@@ -156,15 +156,18 @@ class Recording:
         return [p for p in self.parameters if len(p.names) > 1 or p.also_read_on]
 
     @property
+    def shared_state(self) -> list[Held]:
+        """Buffers that the forward writes and that several hops read: micro-batches under way at
+        once would mix in them."""
+        return [b for b in self.buffers if b.written and len(b.hops) > 1]
+
+    @property
     def unused(self) -> list[Held]:
         """Parameters that no call reads."""
         return [p for p in self.parameters if p.hop is None]
 
     def check(self, devices: int | None = None) -> None:
         """Raise one :class:`PlanError` for gaps in the stages, or too few devices."""
-        from .errors import PlanError
-        from .plan import too_few_devices
-
         problems = gaps(self.route)
         if devices is not None and self.num_stages > devices:
             marks = ", ".join(f"stage {h.stage} at {h.where}" for h in self.hops)
@@ -228,9 +231,6 @@ class Recorder(Journey):
 
     def _check_device(self, stage: int) -> None:
         if self.step.devices is not None and stage >= len(self.step.devices):
-            from .errors import PlanError
-            from .plan import too_few_devices
-
             mark = self.cursor.mark
             where = mark.where if mark else users_line()
             raise PlanError(f"{too_few_devices(stage + 1, len(self.step.devices))} ({where})")
@@ -287,6 +287,8 @@ class Recorder(Journey):
             self.step.homes[id(tensor)] = Home(tensor, self.hop, self.stage, held.name)
         elif self.stage != held.stage and self.stage not in held.also_read_on:
             held.also_read_on.append(self.stage)
+        if self.hop not in held.hops:
+            held.hops.append(self.hop)
         home_hop = held.hop
         for call, _, _ in self.stack:
             self.reads.setdefault(id(call), set()).add(home_hop)
@@ -413,9 +415,8 @@ class ModelState:
                 names.update(before)
         for container, before in self._containers:
             if isinstance(container, dict):
-                if list(container.items()) != list(before.items()):
-                    container.clear()
-                    container.update(before)
+                container.clear()
+                container.update(before)
             elif isinstance(container, set):
                 container.clear()
                 container.update(before)
@@ -549,8 +550,6 @@ def _planned_stages(
 ) -> dict[str, dict[int, int]]:
     if plan is None:
         return {}
-    from .errors import PlanError
-
     paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
     unknown = sorted({a.path for a in plan.assignments} - paths)
     if unknown:
@@ -593,11 +592,9 @@ def _record_fake(
         return found
 
     state = ModelState(model, values=False)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    named |= dict(model.named_buffers(remove_duplicate=False))
     swapped = {
         name: faked(tensor, None if homes is None else homes.get(name))
-        for name, tensor in named.items()
+        for name, tensor in (*named_slots(model, "_parameters"), *named_slots(model, "_buffers"))
     }
     try:
         with _random_states(), _reparametrize_module(model, swapped, tie_weights=False):
@@ -619,6 +616,8 @@ def _record_real(
     state = ModelState(model, values=True)
     try:
         with _random_states():
+            # Copies: the forward may write to its inputs, and it will run again.
+            args, kwargs = map_tensors(_copy_of, (args, kwargs))
             return _run(model, args, kwargs, stages, devices, fake=False)
     except BlockpipeError:
         raise
@@ -629,6 +628,10 @@ def _record_real(
         ) from error
     finally:
         state.restore()
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    return carry(tensor, None, copy=True).requires_grad_(tensor.requires_grad)
 
 
 def _run(
@@ -679,34 +682,34 @@ def _eager() -> Iterator[None]:
 
 def _as_inputs(recorder: Recorder, value: Any) -> Any:
     """Inputs are made on hop 0, before there is one: tagged so, on stage 0's device."""
-    from .journey import TAG, Tag
-    from .transfer import carry
-
     memo: dict[int, Tensor] = {}
 
     def taken(tensor: Tensor) -> Tensor:
         if id(tensor) in recorder.held:
             return tensor
         if id(tensor) not in memo:
-            new = carry(tensor, recorder.step.device_of(0))
-            if tensor.requires_grad:
-                new = new.requires_grad_()
-                new = new.view_as(new)
-            setattr(new, TAG, Tag(recorder.key, 0, 0))
-            memo[id(tensor)] = new
+            memo[id(tensor)] = recorder.take_input(tensor)
         return memo[id(tensor)]
 
     return map_tensors(taken, value)
 
 
+def named_slots(model: nn.Module, slots: str) -> Iterator[tuple[str, Tensor]]:
+    """Every place of a module that holds a tensor, once, tied tensors under each of their names.
+
+    ``named_parameters(remove_duplicate=False)`` names a module that is registered twice twice.
+    """
+    for path, module in model.named_modules():
+        for key, tensor in getattr(module, slots).items():
+            if tensor is not None:
+                yield (f"{path}.{key}" if path else key), tensor
+
+
 def _hold(
     model: nn.Module, recorder: Recorder, devices: list[torch.device] | None
 ) -> None:
-    for is_buffer, named in (
-        (False, model.named_parameters(remove_duplicate=False)),
-        (True, model.named_buffers(remove_duplicate=False)),
-    ):
-        for name, tensor in named:
+    for is_buffer, slots in ((False, "_parameters"), (True, "_buffers")):
+        for name, tensor in named_slots(model, slots):
             held = recorder.held.get(id(tensor))
             if held is not None:
                 held.names.append(name)
@@ -725,16 +728,10 @@ def _conclude(
 ) -> None:
     """What follows from the whole run: who is sealed, where unread parameters live, what is wrong."""
     result = recorder.result
-    held_in = {id(h): h for h in recorder.held.values()}
     for key, (buffer, version) in versions.items():
         held = recorder.held.get(key)
-        if held is not None and buffer._version != version and held.also_read_on:
-            raise StateError(
-                f"buffer {held.name!r} is written in the forward and read on stages "
-                f"{[held.stage, *held.also_read_on]} ({held.where}): micro-batches under way would "
-                f"mix; {UNCUT_HINT}"
-            )
-    del held_in
+        if held is not None:
+            held.written = buffer._version != version
     good: dict[str, set[int]] = {}
     bad: dict[str, set[int]] = {}
     everywhere: set[str] = set()

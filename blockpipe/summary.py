@@ -190,6 +190,8 @@ def _notes(recording: Recording) -> str:
     for held in recording.tied:
         where = f", read on {held.also_read_on} too" if held.also_read_on else ""
         notes.append(f"tied: {' = '.join(held.names)} lives on stage {held.stage}{where}")
+    for held in recording.shared_state:
+        notes.append(f"buffer {held.name} is written, and read on several hops: {held.hops}")
     unused = [p.name for p in recording.unused]
     if unused:
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""

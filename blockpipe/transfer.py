@@ -86,7 +86,9 @@ def carry(tensor: Tensor, device: torch.device | None, *, copy: bool = False) ->
     """
     _carrying.active = True
     try:
-        with torch.no_grad():
+        # With grad on, also where the user's code has it off: autograd would forbid a later write
+        # to an alias made without. What is detached gets no graph either way.
+        with torch.enable_grad():
             return _carried(tensor.detach(), device, copy)
     finally:
         _carrying.active = False

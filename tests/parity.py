@@ -81,7 +81,7 @@ def without_randomness(model: nn.Module) -> nn.Module:
     """Dropout and stochastic depth off: what is compared draws no numbers."""
     for module in model.modules():
         for name in ("p", "drop_prob", "dropout", "attention_dropout", "dropout_p", "layerdrop",
-                     "attn_drop", "dropout_prob", "activation_dropout"):
+                     "attn_drop", "dropout_prob", "activation_dropout", "drop_rate"):
             if isinstance(module.__dict__.get(name), float):
                 setattr(module, name, 0.0)
     return model

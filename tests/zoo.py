@@ -50,7 +50,7 @@ def torchvision_entries() -> list[Entry]:
 
 
 TIMM = {
-    "beit_base_patch16_224": 32, "botnet26t_256": 256, "cait_xxs24_224": 32, "coat_lite_tiny": 64,
+    "beit_base_patch16_224": 32, "botnet26t_256": 256, "cait_xxs24_224": 32, "coat_lite_tiny": 224,
     "coatnet_nano_rw_224": 224, "convit_tiny": 224, "convmixer_768_32": 64, "convnext_atto": 64,
     "convnextv2_atto": 64, "crossvit_9_240": 240, "cs3darknet_s": 64, "davit_tiny": 224,
     "deit3_small_patch16_224": 32, "densenet121": 64, "dla34": 64, "dm_nfnet_f0": 64, "dpn68": 64,

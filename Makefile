@@ -1,0 +1,49 @@
+# Each target sets up what it needs in .venv; a second run finds it there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A torch to install instead of the newest (CI tests the lower bound with it).
+TORCH ?= torch torchvision
+
+.PHONY: demo test lint types docs sweep benchmarks clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[examples]'
+	touch $@
+
+$(VENV)/.test: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test]'
+	touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/digits_resnet.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/python -m mypy
+
+docs: $(VENV)/.dev
+	$(BIN)/python -m sphinx -W -q -b html docs docs/_build/html
+
+sweep: $(VENV)/.test
+	$(BIN)/python -m tests.sweep
+
+benchmarks: $(VENV)/.test
+	$(BIN)/python examples/benchmarks/two_stages.py
+	$(BIN)/python examples/benchmarks/one_stage.py
+
+clean:
+	rm -rf $(VENV) docs/_build

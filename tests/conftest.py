@@ -1,0 +1,26 @@
+"""What all tests share."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from blockpipe.lanes import close_idle_threads
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_one_seed() -> Iterator[None]:
+    """Equality to the bit is promised at equal intra-operation threads: one, here."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    yield
+    close_idle_threads()
+    gc.collect()

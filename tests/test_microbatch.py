@@ -1,0 +1,101 @@
+"""Splitting a batch and putting results together."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockpipe.errors import MicrobatchError
+from blockpipe.microbatch import join, split, weights_of
+from blockpipe.tree import leaves, map_tensors, tensors
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: object
+
+
+@dataclass(frozen=True)
+class Record:
+    x: torch.Tensor
+    note: str
+
+
+@given(st.integers(1, 20), st.integers(1, 8))
+def test_split_then_join_is_the_identity(size, chunks):
+    """Sizes are at most one apart, and nothing is lost or moved."""
+    x = torch.arange(size * 2.0).reshape(size, 2)
+    nested = {"x": x, "pair": Pair(x + 1, None), "record": Record(x + 2, "kept"), "n": 3}
+    parts = split((nested,), {}, None, chunks)
+    sizes = [p.size for p in parts]
+    assert len(parts) == min(chunks, size)
+    assert sum(sizes) == size
+    assert max(sizes) - min(sizes) <= 1
+    joined, _ = join([p.args[0] for p in parts], sizes, weights_of(parts, "mean"), None)
+    assert type(joined["pair"]) is Pair
+    assert joined["record"].note == "kept"
+    for got, wanted in zip(leaves(joined), leaves(nested), strict=True):
+        assert torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted
+
+
+def test_other_sizes_go_whole():
+    """A tensor without the batch's size on dim 0 goes to every micro-batch."""
+    x, table, scalar = torch.zeros(4, 2), torch.zeros(7, 2), torch.tensor(1.0)
+    parts = split((x, table), {"scale": scalar}, None, 2)
+    assert all(p.args[1] is table and p.kwargs["scale"] is scalar for p in parts)
+
+
+def test_batch_dims_name_what_is_split_where():
+    """A number, or a mapping by position and name."""
+    x, mask = torch.zeros(3, 4), torch.zeros(4, 4)
+    parts = split((x,), {"mask": mask}, None, 2, {0: 1, "mask": None})
+    assert [p.args[0].shape for p in parts] == [(3, 2), (3, 2)]
+    assert parts[0].kwargs["mask"] is mask
+    assert split((x,), {}, None, 2, 1)[0].args[0].shape == (3, 2)
+
+
+def test_a_target_of_another_size_is_an_error():
+    """A target is compared row by row, so it splits like the inputs."""
+    with pytest.raises(MicrobatchError, match=r"batch has 4 samples, but a target of shape \(3,\)"):
+        split((torch.zeros(4, 1),), {}, torch.zeros(3), 2)
+
+
+def test_an_empty_batch_is_an_error():
+    """There is no micro-batch of nothing."""
+    with pytest.raises(MicrobatchError, match="at least one sample"):
+        split((torch.zeros(0, 3),), {}, None, 2)
+
+
+def test_weights():
+    """Shares of samples, ones, or shares of a callable's numbers."""
+    parts = split((torch.zeros(5, 1),), {}, torch.tensor([1, -1, 1, 1, -1]), 2)
+    assert weights_of(parts, "mean") == [0.6, 0.4]
+    assert weights_of(parts, "sum") == [1.0, 1.0]
+    assert weights_of(parts, lambda a, k, t: (t > 0).sum()) == [2 / 3, 1 / 3]
+    with pytest.raises(MicrobatchError, match="not all 0"):
+        weights_of(parts, lambda a, k, t: 0)
+
+
+def test_join_keeps_reduces_and_lists():
+    """Scalars are weighted, equal things kept, different things listed."""
+    results = [(torch.tensor(1.0), "same", 1, torch.ones(9)), (torch.tensor(3.0), "same", 2, torch.ones(9))]
+    (loss, name, number, whole), _ = join(results, [3, 1], [0.75, 0.25], None)
+    assert (loss.item(), name, number, whole.shape) == (1.5, "same", [1, 2], (9,))
+
+
+def test_join_of_different_structures_is_an_error():
+    """Members would be misaligned."""
+    with pytest.raises(MicrobatchError, match="results of one structure"):
+        join([(1,), (1, 2)], [1, 1], [0.5, 0.5], None)
+
+
+def test_map_tensors_keeps_what_does_not_change():
+    """A container none of whose tensors changes comes back itself."""
+    value = {"a": [torch.zeros(1)], "b": (1, None)}
+    assert map_tensors(lambda t: t, value) is value
+    changed = map_tensors(lambda t: t + 1, value)
+    assert changed["b"] is value["b"]
+    assert [t.item() for t in tensors(changed)] == [1.0]

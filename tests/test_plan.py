@@ -1,0 +1,71 @@
+"""Plans: data that survives JSON and is checked as a whole."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import blockpipe as bp
+from blockpipe.errors import PlanError
+
+from .parity import plain_step
+
+plans = st.lists(
+    st.tuples(st.text("abc.0", min_size=1, max_size=5), st.integers(0, 2)), unique=True, max_size=6
+).map(lambda keys: bp.StagePlan([bp.Assignment(p, c, i) for i, (p, c) in enumerate(keys)]))
+
+
+@given(plans)
+def test_a_plan_survives_json(plan):
+    """What is read is what was written."""
+    assert bp.StagePlan.from_json(plan.to_json()) == plan
+
+
+def test_everything_wrong_is_said_at_once():
+    """Gaps and too few devices, in one error."""
+    plan = bp.StagePlan([bp.Assignment("a", 0, 0), bp.Assignment("b", 0, 3)])
+    with pytest.raises(PlanError, match=r"\[1, 2\] are not.*4 stages \(0..3\), but there are 2 devices"):
+        plan.check(devices=2)
+
+
+def test_text_that_is_no_plan():
+    """The message shows what a plan looks like."""
+    with pytest.raises(PlanError, match="a plan is"):
+        bp.StagePlan.from_json("[1]")
+
+
+def test_assign_by_pattern_and_its_near_misses():
+    """A pattern names modules and all inside them."""
+    net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    plan = bp.record(net, torch.zeros(1, 2)).plan
+    plan.assign("1", 1)
+    assert [a.stage for a in plan.assignments if a.path == "1"] == [1]
+    with pytest.raises(PlanError, match="the plan has no module '7'"):
+        plan.assign("7", 1)
+
+
+def test_a_plan_overrides_the_marks():
+    """Marks are not followed under a plan, and gradients stay equal."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    twin = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    twin.load_state_dict(net.state_dict())
+    net[1] = bp.BeginBlock(net[1], stage=1)
+    x = torch.randn(6, 4)
+    plan = bp.record(net, x).plan
+    for path, stage in {"0": 0, "1": 0, "2": 1, "3": 2}.items():
+        plan.assign(path, stage)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=3, plan=plan, isolate=True)
+    pipe.forward_backward(x, loss_fn=lambda o: o.square().mean())
+    assert pipe.recording.route == [0, 1, 2]
+    plain_step(twin, (x,), {}, None, lambda o: o.square().mean(), 3)
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_a_plan_of_another_model_is_refused():
+    """It names modules that are not there."""
+    plan = bp.StagePlan([bp.Assignment("stem", 0, 0)])
+    with pytest.raises(PlanError, match=r"assigns \['stem'\], which Linear does not have"):
+        bp.record(nn.Linear(1, 1), torch.zeros(1, 1), plan=plan)
