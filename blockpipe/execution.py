@@ -5,7 +5,7 @@ goes out and comes back before the next, which needs the least memory of all ord
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .ambient import Ambient
-from .blocks import Cursor, set_cursor
-from .errors import UsageError
+from .blocks import Cursor, Mark, set_cursor
+from .errors import RouteError, UsageError
 from .glue import CustomFunctions, Doors, Glue
-from .journey import TAG, FreeJourney, Home, Journey, Step, Tag
+from .journey import TAG, FreeJourney, Home, Journey, Step, Tag, detached
 from .lanes import Abandoned, Turns
 from .microbatch import Microbatch
 from .recording import Recording
 from .sanitizer import Sanitizer
 from .schedule import Action, Kind, make_schedule
 from .transfer import edge_of, is_asynchronous
-from .tree import leaves, map_tensors
+from .tree import leaves, map_tensors, tensors
 from .where import failing_line, users_line
 
 _microbatch: ContextVar[int | None] = ContextVar("blockpipe_microbatch", default=None)
@@ -132,6 +132,11 @@ class Execution:
             len(set(lanes)) == 1 or len(microbatches) == 1 or schedule in ("sequential", "uncut")
         )
         self._turns: Turns | None = None
+        self._roots: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        first = microbatches[0]
+        self._inputs_need_grad = differentiable and any(
+            t.requires_grad for t in tensors((first.args, first.kwargs))
+        )
 
     # --- the three ways through
 
@@ -141,12 +146,13 @@ class Execution:
             if not self.inline:
                 self._run_lanes(None, self.schedule)
                 return
+            one_hop = self._is_one_hop()
             for m in range(len(self.microbatches)):
-                with self.ambient.uncached_autocast():
-                    self._forward(m)
-                with self.ambient.no_autocast():
-                    for hop in reversed(range(len(self.prepared.route))):
-                        self._backward(Action("B", hop, m))
+                if one_hop:
+                    self._run_one_hop(m)
+                else:
+                    self._forward_inline(m)
+                    self._backward_inline(m)
 
     def run_forward(self) -> None:
         """All forwards; their graphs stay, for a backward that the caller starts."""
@@ -155,8 +161,7 @@ class Execution:
                 self._run_lanes("F", "gpipe")
                 return
             for m in range(len(self.microbatches)):
-                with self.ambient.uncached_autocast():
-                    self._forward(m)
+                self._forward_inline(m)
 
     def run_backward(self) -> None:
         """All backwards, after roots were added to the journeys."""
@@ -164,10 +169,60 @@ class Execution:
             if not self.inline:
                 self._run_lanes("B", "gpipe")
                 return
-            with torch.enable_grad(), self.ambient.no_autocast():
+            with torch.enable_grad():
                 for m in range(len(self.microbatches)):
-                    for hop in reversed(range(len(self.prepared.route))):
-                        self._backward(Action("B", hop, m))
+                    self._backward_inline(m)
+
+    def _is_one_hop(self) -> bool:
+        """Whether nothing can cross: then there is nothing to intercept, and the step is a loop."""
+        recording = self.prepared.recording
+        return (
+            len(recording.hops) == 1 and not recording.moves and not self.prepared.planned
+            and self.cut and self.isolate_as is None and not self._inputs_need_grad
+        )
+
+    def _run_one_hop(self, m: int) -> None:
+        """A micro-batch forward and back, as the plain loop has it."""
+        batch, stage = self.microbatches[m], self.prepared.route[0]
+        before, outer = set_cursor(_FixedCursor(stage, m)), _microbatch.set(m)
+        phase = "forward"
+        try:
+            self._be_on(stage)
+
+            def here(tensor: Tensor) -> Tensor:
+                return self.step.carried(tensor, stage)
+
+            with self.ambient.uncached_autocast() if self.ambient.autocasts else nullcontext():
+                output = self.prepared.model(
+                    *map_tensors(here, batch.args), **map_tensors(here, batch.kwargs)
+                )
+                loss = self._loss(output, map_tensors(here, batch.target))
+            _check_differentiable(loss)
+            result = self.results[m] = Result(loss.detach())
+            if "outputs" in self.want:
+                result.outputs = detached(output)
+            del output
+            phase = "backward"
+            with self.ambient.no_autocast() if self.ambient.autocasts else nullcontext():
+                loss.backward(self._root(m, loss))  # type: ignore[no-untyped-call]
+        except BaseException as error:
+            _note(error, phase, m, stage)
+            raise
+        finally:
+            set_cursor(before)
+            _microbatch.reset(outer)
+
+    def _forward_inline(self, m: int) -> None:
+        if not self.ambient.autocasts:
+            self._forward(m)
+            return
+        with self.ambient.uncached_autocast():
+            self._forward(m)
+
+    def _backward_inline(self, m: int) -> None:
+        with self.ambient.no_autocast() if self.ambient.autocasts else nullcontext():
+            for hop in reversed(range(len(self.prepared.route))):
+                self._backward(Action("B", hop, m))
 
     def _run_lanes(self, only: Kind | None, schedule: str) -> None:
         threads = torch.get_num_threads()
@@ -216,24 +271,18 @@ class Execution:
         journey = self.journeys[m] = kind(self.step, m, cursor)
         before, outer = set_cursor(cursor), _microbatch.set(m)
         try:
-            with ExitStack() as stack:
-                sanitizer = None
-                if self.isolate_as is not None:
-                    first = self.prepared.route[0]
-                    sanitizer = Sanitizer(self.isolate_as, m, first, "forward")
-                    stack.enter_context(sanitizer)
-                journey.on_border = self._border(journey, sanitizer)
+            sanitizer = None
+            if self.isolate_as is not None:
+                sanitizer = Sanitizer(self.isolate_as, m, self.prepared.route[0], "forward")
+            journey.on_border = self._border(journey, sanitizer)
+            with sanitizer if sanitizer is not None else nullcontext():
                 self.results[m] = self._travel(journey, self.microbatches[m])
             if self._turns is not None:
                 self._turns.cross(m, journey.hop, -1)
         except Abandoned:
             raise
         except BaseException as error:
-            stage = max(journey.stage, 0)
-            error.add_note(
-                f"blockpipe: in the forward of micro-batch {m} on stage {stage}, "
-                f"at {failing_line(error.__traceback__)}"
-            )
+            _note(error, "forward", m, max(journey.stage, 0))
             raise
         finally:
             journey.finish_forward()
@@ -274,17 +323,15 @@ class Execution:
 
     def _inputs(self, journey: Journey, batch: Microbatch) -> tuple[Any, Any, Any]:
         memo: dict[int, Tensor] = {}
-        positions: dict[int, int] = {}
+        positions = self._positions_of_grad(batch) if self._inputs_need_grad else {}
 
         def taken(tensor: Tensor) -> Tensor:
             if id(tensor) not in memo:
                 memo[id(tensor)] = journey.take_input(tensor, positions.get(id(tensor), 0))
             return memo[id(tensor)]
 
-        for index, tensor in enumerate(t for t in leaves((batch.args, batch.kwargs))):
-            if isinstance(tensor, Tensor):
-                positions.setdefault(id(tensor), index)
-        args, kwargs = map_tensors(taken, (batch.args, batch.kwargs))
+        args = map_tensors(taken, batch.args)
+        kwargs = map_tensors(taken, batch.kwargs) if batch.kwargs else batch.kwargs
         last = len(self.prepared.route) - 1
 
         def as_target(tensor: Tensor) -> Tensor:
@@ -293,6 +340,14 @@ class Execution:
             return value
 
         return args, kwargs, map_tensors(as_target, batch.target)
+
+    def _positions_of_grad(self, batch: Microbatch) -> dict[int, int]:
+        """Where the inputs that need grad are among the leaves."""
+        found: dict[int, int] = {}
+        for index, leaf in enumerate(leaves((batch.args, batch.kwargs))):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                found.setdefault(id(leaf), index)
+        return found
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         if self.loss_fn is not None:
@@ -313,17 +368,11 @@ class Execution:
         m = journey.microbatch
         if loss is not None:
             loss = journey.newest(loss)
-            if not loss.requires_grad:
-                raise UsageError(
-                    "forward_backward needs a loss with a gradient path, but this loss does not "
-                    "require grad: are all parameters frozen, or is this called under no_grad? "
-                    "For a forward alone call the pipeline itself"
-                )
-            weight = torch.full_like(loss.detach(), self.weights[m])
-            journey.add_root(journey.hop_of(loss), edge_of(loss), weight)
+            _check_differentiable(loss)
             result.loss = loss.detach()
+            journey.add_root(journey.hop_of(loss), edge_of(loss), self._root(m, result.loss))
         if "outputs" in self.want:
-            if self.cut:
+            if self.cut and "loss" not in self.want:
                 for leaf in leaves(output):
                     result.edges.append(self._edge(journey, leaf))
             result.outputs = map_tensors(
@@ -331,6 +380,15 @@ class Execution:
                 output,
             )
         return result
+
+    def _root(self, m: int, loss: Tensor) -> Tensor:
+        """The gradient that a micro-batch's loss starts from: its weight."""
+        if self.isolate_as is not None:
+            return torch.full_like(loss, self.weights[m])
+        key = self.weights[m], loss.dtype, loss.device
+        if key not in self._roots:
+            self._roots[key] = torch.full_like(loss, self.weights[m])
+        return self._roots[key].view(loss.shape)
 
     def _edge(self, journey: Journey, leaf: Any) -> tuple[int, GradientEdge] | None:
         if not isinstance(leaf, Tensor):
@@ -361,11 +419,40 @@ class Execution:
         except Abandoned:
             raise
         except BaseException as error:
-            error.add_note(
-                f"blockpipe: in the backward of micro-batch {action.microbatch} on stage {stage}, "
-                f"at {failing_line(error.__traceback__)}"
-            )
+            _note(error, "backward", action.microbatch, stage)
             raise
+
+
+class _FixedCursor(Cursor):
+    """The cursor where the recording saw no mark move it."""
+
+    def __init__(self, stage: int, microbatch: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self.microbatch = microbatch
+
+    def move(self, stage: int, mark: Mark | None) -> None:
+        if stage != self.stage:
+            raise RouteError(
+                f"micro-batch {self.microbatch} goes to stage {stage}, but the recorded route is "
+                f"[{self.stage}] ({users_line()}); give Pipeline a sample that takes this way"
+            )
+
+
+def _note(error: BaseException, phase: str, microbatch: int, stage: int) -> None:
+    error.add_note(
+        f"blockpipe: in the {phase} of micro-batch {microbatch} on stage {stage}, "
+        f"at {failing_line(error.__traceback__)}"
+    )
+
+
+def _check_differentiable(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise UsageError(
+            "forward_backward needs a loss with a gradient path, but this loss does not "
+            "require grad: are all parameters frozen, or is this called under no_grad? "
+            "For a forward alone call the pipeline itself"
+        )
 
 
 def _own_loss(output: Any) -> Any:

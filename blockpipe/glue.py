@@ -10,8 +10,7 @@ outside of them, and between steps the model is exactly the user's.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -127,16 +126,15 @@ class Glue(TorchFunctionMode):
             ]
         )
         if kwargs:
-            kwargs = {key: map_tensors(local, value) for key, value in kwargs.items()}
-        if not journey.has_foreign:
-            result = func(*args, **kwargs)
-        else:
-            try:
-                result = func(*args, **kwargs)
-            except BaseException:
-                journey.forget_foreign()
-                raise
-            journey.check_written()
+            kwargs = {
+                k: local(v) if isinstance(v, Tensor)
+                else map_tensors(local, v) if isinstance(v, list | tuple) else v
+                for k, v in kwargs.items()
+            }
+        foreign = journey.take_foreign()
+        result = func(*args, **kwargs)
+        if foreign:
+            journey.check_written(foreign)
         journey.claim(result)
         return result
 
@@ -161,46 +159,48 @@ class Glue(TorchFunctionMode):
         if self.recompute is not None:
             hop = self.recompute
             args, kwargs = map_tensors(lambda t: journey.recomputed(t, hop), (args, kwargs))
-            with self._off():
+            above = self._take_off()
+            try:
                 return function(*args, **kwargs)
+            finally:
+                self._put_back(above)
         journey.arrive()
-        with self._off():
+        above = self._take_off()
+        try:
             own = _Containers()
             args = own.localize(journey.local, args)
-            kwargs = own.localize(journey.local, kwargs)
-            foreign, journey._foreign = journey._foreign, []
+            kwargs = own.localize(journey.local, kwargs) if kwargs else kwargs
+            foreign = journey.take_foreign()
             journey.sealed += 1
             try:
                 result = function(*args, **kwargs)
             finally:
                 journey.sealed -= 1
                 own.write_back()
-            journey._foreign = foreign
-            journey.check_written()
+            if foreign:
+                journey.check_written(foreign)
             journey.claim(result)
             return result
+        finally:
+            self._put_back(above)
 
-    @contextmanager
-    def _off(self) -> Iterator[None]:
-        """Take this mode, and only this one, off the stack; put it back after."""
+    def _take_off(self) -> list[Any]:
+        """Take this mode, and only this one, off the stack; returns those that were above it."""
         above = []
-        while True:
-            mode = _pop_mode()
-            if mode is self:
-                break
+        while (mode := _pop_mode()) is not self:
             above.append(mode)
         for mode in reversed(above):
             _push_mode(mode)
         self.inside = True
-        try:
-            yield
-        finally:
-            self.inside = False
-            for _ in above:
-                _pop_mode()
-            _push_mode(self)
-            for mode in reversed(above):
-                _push_mode(mode)
+        return above
+
+    def _put_back(self, above: list[Any]) -> None:
+        self.inside = False
+        for _ in above:
+            _pop_mode()
+        _push_mode(self)
+        for mode in reversed(above):
+            _push_mode(mode)
 
 
 class _Containers:

@@ -411,22 +411,20 @@ class Journey:
         if self.step.home_of(tensor) is None:
             setattr(tensor, TAG, Tag(self.key, self.hop, self.stage))
 
-    def check_written(self) -> None:
-        """After an operation or a sealed call that had imports: did it write to one?"""
-        foreign, self._foreign = self._foreign, []
+    def take_foreign(self) -> list[tuple[Tensor, Import]]:
+        """The imports that the operation about to run was given."""
+        foreign = self._foreign
+        if foreign:
+            self._foreign = []
+        return foreign
+
+    def check_written(self, foreign: list[tuple[Tensor, Import]]) -> None:
+        """After an operation or a sealed call: did it write to one of its imports?"""
         for tensor, used in foreign:
-            if _version(used.value) != used.version:
-                used.version = _version(used.value)
+            version = _version(used.value)
+            if version != used.version:
+                used.version = version
                 self._write_through(tensor, used)
-
-    @property
-    def has_foreign(self) -> bool:
-        """Whether the operation under way was given imports."""
-        return bool(self._foreign)
-
-    def forget_foreign(self) -> None:
-        """An operation failed: its imports are not looked at."""
-        self._foreign = []
 
     def _write_through(self, tensor: Tensor, used: Import) -> None:
         tag: Tag | None = getattr(tensor, TAG, None)

@@ -99,10 +99,13 @@ def split(
 
 
 def _pieces(tensor: Tensor, bounds: list[int], dim: int, cut: bool) -> list[Tensor]:
-    whole = tensor.detach() if cut else tensor
-    # Narrowed one by one: autograd forbids writing to the views that one `split` returns.
+    # Narrowed one by one, and each from a base of its own: autograd forbids writing to the views
+    # that one `split` returns, and a write to one view would be in the graph of the next.
     starts = [sum(bounds[:i]) for i in range(len(bounds))]
-    pieces = [whole.narrow(dim, at, n) for at, n in zip(starts, bounds, strict=True)]
+    pieces = [
+        (tensor.detach() if cut else tensor).narrow(dim, at, n)
+        for at, n in zip(starts, bounds, strict=True)
+    ]
     if cut and tensor.requires_grad and torch.is_grad_enabled():
         pieces = [piece.detach().requires_grad_() for piece in pieces]
     return pieces

@@ -132,6 +132,7 @@ class Recording:
     sealed: dict[str, frozenset[int]] = field(default_factory=dict)
     custom_functions: list[str] = field(default_factory=list)
     recomputes: bool = False
+    moves: bool = False  # whether a mark ever asked for another stage
     why_real: str | None = None
     types: dict[str, str] = field(default_factory=dict)
 
@@ -237,6 +238,7 @@ class Recorder(Journey):
 
     def moved(self) -> None:
         """A mark moves the cursor: no module whose call is under way stays on one stage."""
+        self.result.moves = True
         for call, _, _ in self.stack:
             call.sealed = False
 

@@ -84,6 +84,8 @@ def carry(tensor: Tensor, device: torch.device | None, *, copy: bool = False) ->
         An alias where no copy is needed. An expanded tensor stays expanded: the copy holds each
         stored element once.
     """
+    if not copy and (device is None or tensor.device == device) and torch.is_grad_enabled():
+        return tensor.detach()
     _carrying.active = True
     try:
         # With grad on, also where the user's code has it off: autograd would forbid a later write
@@ -183,6 +185,8 @@ _carrying = _Carrying()
 
 def edge_of(tensor: Tensor) -> GradientEdge:
     """A tensor's place in the autograd graph, whatever grad mode is, and however its stage."""
+    if tensor.grad_fn is not None:
+        return GradientEdge(tensor.grad_fn, tensor.output_nr)
     # torch finds a leaf's place through a view of it: no read, but the sanitizer would see one.
     before, _carrying.active = _carrying.active, True
     try:

@@ -13,13 +13,17 @@ from typing import Any
 from torch import Tensor
 
 
+# What is a leaf at first sight: checks against abstract classes are slow, and these are common.
+_PLAIN = frozenset([int, float, bool, str, type(None), complex, bytes])
+
+
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def leaves(value: Any) -> Iterator[Any]:
     """Everything in a nested value that is no container, in order."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or type(value) in _PLAIN:
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
@@ -41,7 +45,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """The same nested value with every leaf replaced; unchanged containers stay themselves."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or type(value) in _PLAIN:
         return function(value)
     if isinstance(value, tuple | list):
         items = [map_leaves(function, item) for item in value]
@@ -68,6 +72,14 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same nested value with every tensor replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    kind = type(value)
+    if kind in _PLAIN or (kind in (tuple, list, dict) and not value):
+        return value
+    if kind is tuple and len(value) == 1 and isinstance(value[0], Tensor):  # the common arguments
+        new = function(value[0])
+        return value if new is value[0] else (new,)
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 

@@ -1,6 +1,6 @@
 """Draws models, batches and marks: random programs over [batch, 4] tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +32,20 @@ ops = st.builds(
     Op,
     st.sampled_from((*UNARY, *BINARY, "linear", "linear", "add")),
     st.integers(0, 5), st.integers(0, 5), st.integers(0, LAYERS - 1),
-    st.sampled_from(["", "", "begin", "nested"]), st.integers(0, STAGES - 1),
+    st.sampled_from(["", "begin", "begin", "nested"]), st.integers(0, STAGES - 1),
 )
-programs = st.lists(ops, min_size=2, max_size=10)
+
+
+def _dense(instructions: list[Op]) -> list[Op]:
+    """Stages renumbered in the order they come, from 0: what a user would write."""
+    number = {0: 0}
+    return [
+        replace(op, stage=number.setdefault(op.stage, len(number))) if op.mark else op
+        for op in instructions
+    ]
+
+
+programs = st.lists(ops, min_size=2, max_size=10).map(_dense)
 
 
 class Program(nn.Module):

@@ -456,28 +456,26 @@ def _raise_signal() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("deliver", [_raise_signal, _thread.interrupt_main])
+def _signal_main() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+PLACES = [
+    (("module", 1, 1), "forward_backward"),
+    (("module", 1, 1), "call"),
+    (("module backward", 1, 1), "forward_backward"),
+    (("module backward", 1, 1), "call"),
+]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize(
-    ("place", "how"),
-    [
-        (("module", 1, 1), "forward_backward"),
-        (("module", 1, 1), "call"),
-        (("module backward", 1, 1), "forward_backward"),
-        (("module backward", 1, 1), "call"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("place", "how"), PLACES, ids=str)
 def test_interrupt_of_the_main_thread(
-    deliver: Callable[[], None],
-    schedule: str,
-    place: tuple[str, int, int],
-    how: str,
-    monkeypatch: pytest.MonkeyPatch,
+    schedule: str, place: tuple[str, int, int], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while journeys run in other threads ends the step, and the next call works."""
     bomb, net, plain, pipe = make(schedule)
-    gate = Gate(deliver)
+    gate = Gate(_signal_main)
     failed = Turns.fail
 
     def fail(self: Turns, error: BaseException) -> None:
@@ -486,12 +484,8 @@ def test_interrupt_of_the_main_thread(
             gate.taken.set()
 
     monkeypatch.setattr(Turns, "fail", fail)
-
-    class Late(ValueError):
-        """Raised after the interrupt: it lost."""
-
     bomb.before = gate
-    bomb.arm(*place, Late)
+    bomb.arm(*place, ValueError)  # raised after the interrupt: it lost
     bomb.visits.clear()
     with pytest.raises(KeyboardInterrupt, match="^$"):
         step(pipe, bomb, how)
@@ -499,6 +493,29 @@ def test_interrupt_of_the_main_thread(
     if place[0] == "module":
         assert ("module", 2, 1) not in bomb.visits
     bomb.before = lambda: None
+    assert_recovers(net, plain, pipe, bomb)
+
+
+@pytest.mark.parametrize("deliver", [_raise_signal, _thread.interrupt_main])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("place", "how"), PLACES, ids=str)
+def test_interrupt_sent_by_a_journey(
+    deliver: Callable[[], None], schedule: str, place: tuple[str, int, int], how: str
+) -> None:
+    """An interrupt that a journey sends, which wakes nobody, is raised by the end of the step."""
+    bomb, net, plain, pipe = make(schedule)
+
+    class Sent(Bomb):
+        def visit(self, place: str, stage: int, microbatch: int | None) -> None:
+            if (place, stage, microbatch) == self.at:
+                deliver()
+
+    sender = Sent()
+    sender.at = place
+    bomb.visit = sender.visit  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        step(pipe, bomb, how)
+    sender.at = None
     assert_recovers(net, plain, pipe, bomb)
 
 

@@ -1,0 +1,50 @@
+"""What the benchmarks share: runs interleaved in one process, medians with their spread."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: one thread a stage
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def interleaved(
+    candidates: dict[str, Callable[[], object]], repeats: int, warmup: int = 3
+) -> dict[str, list[float]]:
+    """Seconds of each candidate's runs, taken in turn so that a noisy moment hits all alike."""
+    for run in candidates.values():
+        for _ in range(warmup):
+            run()
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(repeats):
+        for name, run in candidates.items():
+            begun = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - begun)
+    return times
+
+
+def table(times: dict[str, list[float]], baseline: str) -> str:
+    """A line for each candidate: median, least and most in ms, and the ratio to the baseline."""
+    base = statistics.median(times[baseline])
+    width = max(map(len, times))
+    lines = [f"{'':<{width}}  median ms     min     max   ratio"]
+    for name, values in times.items():
+        median = statistics.median(values)
+        lines.append(
+            f"{name:<{width}}  {1e3 * median:9.2f} {1e3 * min(values):7.2f} "
+            f"{1e3 * max(values):7.2f}  {median / base:6.3f}"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """What the figures were taken on."""
+    return (
+        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"{os.cpu_count()} CPUs ({platform.machine()}), {torch.get_num_threads()} thread(s)"
+    )
