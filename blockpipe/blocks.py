@@ -51,6 +51,7 @@ class Cursor:
         self.highest = -1
         self._scopes: list[int] = []
         self.in_scope = False
+        self.on_move: Callable[[int], None] | None = None
         self.block_ended = False  # the last thing that happened was the end of an outermost block
 
     def begin(self, mark: Mark) -> None:
@@ -76,9 +77,11 @@ class Cursor:
             self.move(outer, self.mark)
 
     def move(self, stage: int, mark: Mark | None) -> None:
-        """Set the stage. The recording overrides this to see it."""
+        """Set the stage, and tell the journey."""
         self.stage = stage
         self.mark = mark
+        if self.on_move is not None:
+            self.on_move(stage)
 
 
 _cursor: ContextVar[Cursor | None] = ContextVar("blockpipe_cursor", default=None)

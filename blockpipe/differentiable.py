@@ -21,6 +21,7 @@ from .errors import UsageError
 from .execution import Execution
 
 from .microbatch import Joint
+from .transfer import edge_of
 from .tree import leaves, map_leaves
 
 
@@ -66,13 +67,20 @@ class _Backward:
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way_back: _Backward, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, way_back: _Backward, token: Tensor, *inputs: Tensor) -> Tensor:
         ctx.way_back = way_back
+        ctx.token = edge_of(token).node  # runs in an ordinary backward, and in no other
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.way_back.run()
+        if not torch._C._will_engine_execute_node(ctx.token):
+            raise UsageError(
+                "autograd.grad, or backward(inputs=…), asks for some gradients, but a pipelined "
+                "backward adds all of them up in .grad; call backward() and read .grad, or use "
+                "schedule='uncut'"
+            )
+        return None, None, *ctx.way_back.run()
 
 
 class _Gather(torch.autograd.Function):
@@ -124,10 +132,8 @@ def attach(
             places.append((leaf, None))
     if not places:
         return output
-    sources = [t for _, t in inputs] or [torch.zeros((), requires_grad=True)]
-    phony = _Launch.apply(way_back, *sources)
-    if not inputs:
-        way_back.inputs = [(-1, sources[0])]
+    token = torch.zeros((), requires_grad=True)
+    phony = _Launch.apply(way_back, token, *(t for _, t in inputs))
     flat: dict[int, Any] = dict(enumerate(_leaves_by_joint(output, joints)))
     values = [flat[leaf] if part is None else flat[leaf][part] for leaf, part in places]
     attached = _Gather.apply(way_back, places, phony, *values)

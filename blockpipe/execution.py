@@ -123,6 +123,7 @@ class Execution:
         self.step = Step(
             prepared.route, prepared.homes, prepared.devices,
             differentiable=differentiable, isolate_as=isolate_as, cut=self.cut,
+            begins=[hop.mark for hop in prepared.recording.hops],
         )
         self.results: list[Result | None] = [None] * len(microbatches)
         self.journeys: dict[int, Journey] = {}
@@ -366,6 +367,7 @@ class Execution:
     def _result(self, journey: Journey, output: Any, loss: Tensor | None) -> Result:
         result = Result()
         m = journey.microbatch
+        journey.notice_writes()
         if loss is not None:
             loss = journey.newest(loss)
             _check_differentiable(loss)
@@ -405,7 +407,8 @@ class Execution:
         stage = self.prepared.route[action.hop]
         try:
             self._be_on(stage)
-            if self.isolate_as is None and not self.prepared.recording.recomputes:
+            recomputes = self.prepared.recording.recomputes and self.cut
+            if self.isolate_as is None and not recomputes:
                 journey.backward(action.hop)
                 return
             with ExitStack() as stack:
@@ -413,7 +416,7 @@ class Execution:
                     stack.enter_context(
                         Sanitizer(self.isolate_as, action.microbatch, stage, "backward")
                     )
-                if self.prepared.recording.recomputes:
+                if recomputes:
                     stack.enter_context(Glue(journey, recompute=action.hop))
                 journey.backward(action.hop)
         except Abandoned:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from .journey import Journey
-from .tree import map_tensors
+from .tree import map_tensors, tensors
 
 # Questions that need no copy, and hooks, which belong on the tensor itself.
 _METADATA: frozenset[Any] = frozenset(
@@ -46,6 +46,11 @@ _METADATA: frozenset[Any] = frozenset(
 _HOOKS = frozenset(
     [Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook]
 )
+# What replaces a tensor's data or history: nothing that a copy could stand in for.
+_REBINDS = frozenset(
+    [Tensor.data.__set__, Tensor.detach_, Tensor.set_, Tensor.resize_, Tensor.requires_grad_]  # type: ignore[attr-defined]
+)
+_DIFFERENTIATES = frozenset([torch.autograd.grad])
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 
 
@@ -117,6 +122,10 @@ class Glue(TorchFunctionMode):
         if self.recompute is not None:
             return self._recomputed(func, args, kwargs)
         journey.arrive()
+        if func in _REBINDS:
+            journey.refuse_foreign(func.__name__, args[:1])
+        elif func in _DIFFERENTIATES:
+            journey.refuse_foreign("autograd.grad", tensors((args, kwargs)))
         local = journey.local
         args = tuple(
             [

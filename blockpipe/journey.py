@@ -16,9 +16,11 @@ the storage (:class:`_Aliases`): both die with what they describe, and neither r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from torch.autograd.graph import GradientEdge
 
 from .blocks import Cursor
 from .errors import CrossingError, RouteError, StateError
-from .transfer import Owner, carry, edge_of, set_owner
+from .transfer import Owner, carry, edge_of, owner_of, set_owner
 from .tree import map_tensors, tensors
 from .where import users_line
 
@@ -38,7 +40,7 @@ UNCUT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class JourneyKey:
     """Which journey a tensor belongs to; compared by identity, printed in errors."""
 
@@ -59,7 +61,7 @@ class Tag:
         self.newest: Tensor | None = None  # where a later hop wrote to it: the tensor that counts
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Import:
     """A tensor's copy on a hop, and the place in that hop's graph where it came in."""
 
@@ -90,10 +92,18 @@ class Home:
 
 
 @dataclass(slots=True)
+class Box:
+    """Where a gradient arrives, while its hop's backward runs; closed at any other time."""
+
+    gradient: Tensor | None = None
+    open: bool = False
+
+
+@dataclass(slots=True)
 class Crossing:
     """One import's way back: the gradient arrives in the box and goes to an edge of a hop."""
 
-    box: list[Tensor]
+    box: Box
     to_hop: int
     to_edge: GradientEdge
 
@@ -114,15 +124,20 @@ class _Entry(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, box: list[Tensor], phony: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, box: Box, phony: Tensor, value: Tensor) -> Tensor:
         ctx.box = box
         ctx.set_materialize_grads(False)
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
-        if gradient is not None:
-            ctx.box.append(gradient)
+        if not ctx.box.open:
+            raise CrossingError(
+                "a backward in the forward, or a second one after it, comes to where a tensor "
+                "crossed from another stage, and its graph is cut there; use schedule='uncut', or "
+                "detach() what the inner backward does not need"
+            )
+        ctx.box.gradient = gradient
         return None, None, None
 
 
@@ -143,9 +158,11 @@ class Step:
         differentiable: bool,
         isolate_as: int | None = None,
         cut: bool = True,
+        begins: Sequence[int] = (),
     ) -> None:
         self.number = next(Step._numbers)
         self.route = route
+        self.begins = begins  # for each hop, which of the forward's marks it began with
         self.homes = homes
         self.devices = devices
         self.differentiable = differentiable
@@ -212,6 +229,10 @@ class Journey:
         self._home_imports: dict[int, dict[int, Import]] = {}
         self._calls: dict[int, int] = {}
         self._foreign: list[tuple[Tensor, Import]] = []  # of the operation under way
+        # This hop's imports: a write may reach one through a view of it, with no import in sight.
+        self._hop_imports: list[tuple[weakref.ref[Tensor], weakref.ref[Import]]] = []
+        self._marks = 0
+        cursor.on_move = self._marked
 
     # --- where the journey is
 
@@ -253,7 +274,23 @@ class Journey:
         self._calls[id(what)] = count + 1
         return count
 
+    def _marked(self, stage: int) -> None:
+        """A mark asks for a stage. Where the recording had a hop begin with this very mark, wait
+        for the turn at once: the user's code may read its own state before its first operation."""
+        self._marks += 1
+        following = self.hop + 1
+        begins = self.step.begins
+        if stage != self.stage and (
+            self.sealed
+            or following < len(begins)
+            and begins[following] == self._marks
+            and self.step.route[following] == stage
+        ):
+            self.arrive()
+
     def _cross(self, hop: int) -> None:
+        self.notice_writes()
+        self._hop_imports.clear()
         before = self.hop
         self.hop, self.stage = hop, self.cursor.stage
         if self.on_border is not None:
@@ -281,6 +318,10 @@ class Journey:
         home = self.step.home_of(tensor)
         if home is not None:
             return self._at_home(tensor, home)
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return tensor  # inside a torch.func transform, which stays on its stage
+        if not self.step.cut:
+            return self._differentiable_copy(tensor)
         if tensor.requires_grad and self.step.differentiable:
             if tensor.grad_fn is not None:
                 raise CrossingError(
@@ -294,11 +335,18 @@ class Journey:
 
     def _constant(self, tensor: Tensor) -> Tensor:
         device = self.step.device_of(self.stage)
-        if self.step.isolate:
-            return self.step.copy_of(tensor, self.stage)
-        if device is None or tensor.device == device or tensor.dim() == 0:
+        isolate_as = self.step.isolate_as
+        if isolate_as is not None:
+            here, owner = Owner(isolate_as, self.stage), owner_of(tensor)
+            if owner is None or owner.pipeline != isolate_as:
+                set_owner(tensor, here)
+            if owner is None or owner.pipeline != isolate_as or owner == here:
+                return tensor
+        elif device is None or tensor.device == device or tensor.dim() == 0:
             return tensor
-        return carry(tensor, device)
+        value = self.step.carried(tensor, self.stage)
+        self._foreign.append((tensor, Import(value, None, _version(value), None)))
+        return value
 
     def _at_home(self, tensor: Tensor, home: Home) -> Tensor:
         if home.hop == self.hop or not self.step.cut:
@@ -342,6 +390,9 @@ class Journey:
             tag.imports = {}
         found = tag.imports.get(self.hop)
         if found is None:
+            if self._hop_imports:
+                self.notice_writes()
+                self._check_current(tensor, tag)
             if self.step.cut:
                 value = self.step.carried(tensor, self.stage)
                 found = self._enter(tensor, value, tag.imports, tag.hop)
@@ -366,7 +417,7 @@ class Journey:
             source = max(earlier, default=home_hop)
             to_edge = imports[source].edge if earlier else edge_of(tensor)
             assert to_edge is not None
-            box: list[Tensor] = []
+            box = Box()
             value = self._entry(box, value)
             edge = edge_of(value)
             self._graph(self.hop).crossings.append(Crossing(box, source, to_edge))
@@ -375,9 +426,10 @@ class Journey:
         made = Import(value, edge, _version(value), None)
         if not torch.is_inference_mode_enabled():
             imports[self.hop] = made
+            self._hop_imports.append((weakref.ref(tensor), weakref.ref(made)))
         return made
 
-    def _entry(self, box: list[Tensor], value: Tensor) -> Tensor:
+    def _entry(self, box: Box, value: Tensor) -> Tensor:
         # With grad also where the user's code is under no_grad: the copy is kept, and a later
         # reader may need the gradient.
         with torch.enable_grad():
@@ -409,7 +461,10 @@ class Journey:
         if tag is not None and tag.key is self.key:
             return
         if self.step.home_of(tensor) is None:
-            setattr(tensor, TAG, Tag(self.key, self.hop, self.stage))
+            setattr(tensor, TAG, self._make_tag())
+
+    def _make_tag(self) -> Tag:
+        return Tag(self.key, self.hop, self.stage)
 
     def take_foreign(self) -> list[tuple[Tensor, Import]]:
         """The imports that the operation about to run was given."""
@@ -426,13 +481,21 @@ class Journey:
                 used.version = version
                 self._write_through(tensor, used)
 
+    def notice_writes(self) -> None:
+        """Which of this hop's imports were written to, by whatever way."""
+        for tensor_ref, import_ref in self._hop_imports:
+            tensor, used = tensor_ref(), import_ref()
+            if tensor is not None and used is not None:
+                self.check_written([(tensor, used)])
+
     def _write_through(self, tensor: Tensor, used: Import) -> None:
         tag: Tag | None = getattr(tensor, TAG, None)
         if tag is None:
             home = self.step.home_of(tensor)
-            assert home is not None
+            what = "a constant" if home is None else f"{home.name!r}"
+            lives = "elsewhere" if home is None else f"on stage {home.stage}"
             raise StateError(
-                f"{home.name!r} lives on stage {home.stage} and is written in "
+                f"{what} of shape {tuple(tensor.shape)} lives {lives} and is written in "
                 f"place on stage {self.stage} ({users_line()}); let one stage write it, or {UNCUT}"
             )
         aliases = used.aliases
@@ -452,21 +515,33 @@ class Journey:
         if storage is None:
             made.aliases = _Aliases()
             return
-        aliases: _Aliases | None = getattr(storage, _ALIASES, None)
+        aliases = self._aliases_of(storage)
         if aliases is None:
             aliases = _Aliases()
-            setattr(storage, _ALIASES, aliases)
+            self._set_aliases(storage, aliases)
         tag: Tag = getattr(tensor, TAG)
         if tag.imports is None or len(tag.imports) <= 1:
             aliases.imported += 1  # this tensor's first; a further hop adds no alias
         copied = _storage(made.value)
         if copied is not None and copied is not storage:
-            setattr(copied, _ALIASES, aliases)
+            self._set_aliases(copied, aliases)
         made.aliases = aliases
+
+    def _aliases_of(self, storage: torch.UntypedStorage) -> _Aliases | None:
+        known = getattr(storage, _ALIASES, None)
+        return None if known is None else known.get(self.key)
+
+    def _set_aliases(self, storage: torch.UntypedStorage, aliases: _Aliases) -> None:
+        # By journey: slices of one batch share a storage, and are no aliases of each other.
+        known = getattr(storage, _ALIASES, None)
+        if known is None:
+            known = WeakKeyDictionary()
+            setattr(storage, _ALIASES, known)
+        known[self.key] = aliases
 
     def _check_current(self, tensor: Tensor, tag: Tag) -> None:
         storage = _storage(tensor)
-        aliases: _Aliases | None = getattr(storage, _ALIASES, None) if storage is not None else None
+        aliases = self._aliases_of(storage) if storage is not None else None
         if aliases is not None and aliases.written_on is not None and tag.hop < aliases.written_on:
             raise CrossingError(
                 f"an operation on stage {self.stage} reads a tensor of shape "
@@ -488,7 +563,7 @@ class Journey:
             return value
         value = self.step.carried(tensor, stage)
         if tensor.requires_grad and self.step.differentiable:
-            box: list[Tensor] = []
+            box = Box()
             value = self._entry(box, value)
             edge = edge_of(value)  # stands for the caller: -1 - index
             self._graph(hop).crossings.append(Crossing(box, -1 - index, edge))
@@ -526,10 +601,15 @@ class Journey:
             return
         if graph.roots:
             edges, gradients = zip(*graph.roots, strict=True)
+            for crossing in graph.crossings:
+                crossing.box.open = True
             torch.autograd.backward(edges, gradients)
         for crossing in graph.crossings:
-            if crossing.box:
-                self._send_home(crossing, crossing.box.pop())
+            box = crossing.box
+            box.open = False
+            if box.gradient is not None:
+                gradient, box.gradient = box.gradient, None
+                self._send_home(crossing, gradient)
 
     def _send_home(self, crossing: Crossing, gradient: Tensor) -> None:
         if crossing.to_hop < 0:
@@ -546,6 +626,8 @@ class Journey:
 
     def finish_forward(self) -> None:
         """Let go of everything that only the forward needed."""
+        self.cursor.on_move = None
+        self._hop_imports.clear()
         self._home_imports.clear()
         self._foreign.clear()
         self.on_border = None
@@ -567,6 +649,24 @@ class Journey:
             copied = self.step.copy_of(tensor, stage)
             return copied.detach().requires_grad_(tensor.requires_grad)
         return tensor
+
+    def is_foreign(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made, or lives, on another hop than this one."""
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is not None:
+            return tag.key is not self.key or tag.hop != self.hop or tag.newest is not None
+        home = self.step.home_of(tensor)
+        return home is not None and home.hop != self.hop
+
+    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
+        """Raise if an operation that autograd cannot follow over a cut is handed such a tensor."""
+        for tensor in tensors_:
+            if self.step.cut and self.is_foreign(tensor):
+                raise CrossingError(
+                    f"{what} on stage {self.stage} is given a tensor of shape "
+                    f"{tuple(tensor.shape)} of another stage ({users_line()}): the graph is cut "
+                    f"between them; {UNCUT}"
+                )
 
     def localize(self, value: Any) -> Any:
         """A nested value with every tensor in it as this hop may read it."""

@@ -181,7 +181,8 @@ class Pipeline(nn.Module):
         if args or kwargs:
             batch = self._split(args, kwargs, None)[0]
             recording = record(
-                self.module, batch.args, batch.kwargs, plan=self._plan, devices=self._placed()
+                self.module, batch.args, batch.kwargs, plan=self._plan, devices=self._placed(),
+                cut=self.schedule != "uncut",
             )
         else:
             found = self.recording
@@ -344,7 +345,8 @@ class Pipeline(nn.Module):
         prepared = self._prepared.get(key)
         if prepared is None:
             recording = record(
-                self.module, batch.args, batch.kwargs, plan=self._plan, devices=self._placed()
+                self.module, batch.args, batch.kwargs, plan=self._plan, devices=self._placed(),
+                cut=self.schedule != "uncut",
             )
             devices = self._placed() or self._choose_devices(recording)
             recording.check(len(devices))

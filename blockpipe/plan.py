@@ -136,9 +136,11 @@ def gaps(used: Iterable[int]) -> list[str]:
 
 def too_few_devices(stages: int, devices: int) -> str:
     """What to say when there are more stages than devices."""
-    have = "only device 0" if devices == 1 else f"{devices} devices (stages 0..{devices - 1})"
+    have = (
+        "is 1 device (stage 0)" if devices == 1 else f"are {devices} devices (stages 0..{devices - 1})"
+    )
     return (
-        f"the model has {stages} stages (0..{stages - 1}), but there are {have}; pass {stages} "
+        f"the model has {stages} stages (0..{stages - 1}), but there {have}; pass {stages} "
         "devices (a device may be named several times), or mark fewer stages"
     )
 

@@ -13,19 +13,23 @@ import contextlib
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorDeviceMismatchError,
+    FakeTensorMode,
+)
 from torch.nn.utils.stateless import _reparametrize_module  # type: ignore[attr-defined]
 
 from .blocks import Cursor, Mark, set_cursor
 from .errors import BlockpipeError, CrossingError, PlanError, RecordingError
 from .glue import CustomFunctions, Doors, Glue
-from .journey import Home, Journey, Step
+from .journey import TAG, Home, Journey, JourneyKey, Step, Tag
 from .plan import Assignment, StagePlan, gaps, too_few_devices
 from .transfer import carry
 from .tree import map_tensors, tensors
@@ -39,10 +43,11 @@ class Hop:
     stage: int
     name: str | None
     where: str
+    mark: int = 0  # which of the forward's marks it began with; 0: none
     operations: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One call of a module: its path, which of its calls, and where it ran."""
 
@@ -56,6 +61,7 @@ class Call:
     sealed: bool = True
     parent: Call | None = field(default=None, repr=False)
     stage: int = 0
+    under_way: bool = field(default=True, repr=False)
 
 
 @dataclass
@@ -185,12 +191,25 @@ class Recording:
         return summarize(self, devices)
 
 
+class _RecordedTag(Tag):
+    """A tag that knows inside which calls its tensor was made, and which of them returned it."""
+
+    __slots__ = ("calls", "returned_by")
+
+    def __init__(self, key: JourneyKey, hop: int, stage: int, calls: set[Call]) -> None:
+        super().__init__(key, hop, stage)
+        self.calls = calls
+        self.returned_by: set[Call] = set()
+
+
 class _WatchedCursor(Cursor):
     """A cursor that tells the recording when a mark moves it."""
 
     recorder: Recorder
+    moves = 0
 
     def move(self, stage: int, mark: Mark | None) -> None:
+        self.moves += 1
         if stage != self.stage:
             self.recorder.moved()
         super().move(stage, mark)
@@ -204,6 +223,8 @@ class Recorder(Journey):
     def __init__(self, step: Step, cursor: _WatchedCursor, result: Recording) -> None:
         super().__init__(step, 0, cursor)
         cursor.recorder = self
+        cursor.on_move = None
+        self.cursor: _WatchedCursor = cursor
         self.result = result
         self.marked = False
         self.stack: list[tuple[Call, set[int], object]] = []
@@ -213,6 +234,7 @@ class Recorder(Journey):
         self.recomputed_in: list[Call | None] = []
         self.custom_in: list[tuple[str, Call | None]] = []
         self.hook_calls: list[Call | None] = []
+        self.untracked: list[tuple[CrossingError, Call | None]] = []
         self._ambient_hooks = _saved_tensor_hooks()
 
     # --- the route
@@ -226,7 +248,10 @@ class Recorder(Journey):
         self.step.route.append(stage)
         mark = self.cursor.mark
         self.result.hops.append(
-            Hop(hop, stage, mark and mark.name, mark.where if mark else "the start")
+            Hop(
+                hop, stage, mark and mark.name, mark.where if mark else "the start",
+                self.cursor.moves,
+            )
         )
         super()._cross(hop)
 
@@ -276,12 +301,37 @@ class Recorder(Journey):
         held = self.held.get(key)
         if held is not None:
             self._note_read(tensor, held)
+        newest = self.newest(original)
+        tag: Tag | None = getattr(newest, TAG, None)
+        if isinstance(tag, _RecordedTag):
+            for call in tag.calls - tag.returned_by:
+                if not call.under_way:
+                    call.sealed = False  # it came out by another way than the door: state, a list
+        foreign = self.is_foreign(newest)
         found = super().local(tensor)
-        if found is not original and found is not self.newest(original):
+        if foreign:
             for call, given, _ in self.stack:
-                if key not in given and id(self.newest(original)) not in given:
+                if key not in given and id(newest) not in given:
                     call.sealed = False
         return found
+
+    def _local_untagged(self, tensor: Tensor) -> Tensor:
+        try:
+            return super()._local_untagged(tensor)
+        except CrossingError as error:
+            # In a sealed module nobody will look (torch.func makes such tensors): see _conclude.
+            call = self.stack[-1][0] if self.stack else None
+            self.untracked.append((error.with_traceback(None), call))
+            self._tag(tensor)
+            return tensor
+
+    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
+        # What a call under way was given, its door will have imported.
+        given: set[int] = set().union(*(known for _, known, _ in self.stack[1:]))
+        super().refuse_foreign(what, [t for t in tensors_ if id(t) not in given])
+
+    def _make_tag(self) -> Tag:
+        return _RecordedTag(self.key, self.hop, self.stage, {c for c, _, _ in self.stack})
 
     def _note_read(self, tensor: Tensor, held: Held) -> None:
         if held.hop is None:
@@ -318,9 +368,14 @@ class Recorder(Journey):
         self.stack.append((call, given, args))
         return call
 
-    def end_call(self, call: Call) -> None:
+    def end_call(self, call: Call, result: Any) -> None:
         """A module's forward ended."""
         self.stack.pop()
+        call.under_way = False
+        for tensor in tensors(result):
+            tag = getattr(tensor, TAG, None)
+            if isinstance(tag, _RecordedTag):
+                tag.returned_by.add(call)
         call.stage = self.step.route[call.hop] if call.hop is not None else call.stage
 
     def custom_function(self, name: str) -> None:
@@ -374,10 +429,12 @@ class _RecordingDoor:
         call = recorder.begin_call(
             self.path, type(self.module).__name__, self.module, (args, kwargs)
         )
+        result = None
         try:
-            return self.forward(*args, **kwargs)
+            result = self.forward(*args, **kwargs)
+            return result
         finally:
-            recorder.end_call(call)
+            recorder.end_call(call, result)
 
 
 def _saved_tensor_hooks() -> Any:
@@ -458,6 +515,7 @@ def record(
     fake: bool = True,
     plan: StagePlan | None = None,
     devices: list[torch.device] | None = None,
+    cut: bool = True,
 ) -> Recording:
     """Run a model's forward once and write down what is on which stage.
 
@@ -473,6 +531,7 @@ def record(
             ``False`` it runs for real at once.
         plan: stages that override the marks.
         devices: where the stages of a placed model are.
+        cut: whether autograd is cut between the stages, as all schedules but ``"uncut"`` do.
 
     Returns:
         A :class:`Recording`.
@@ -498,7 +557,7 @@ def record(
     why_real: str | None = None
     if fake:
         try:
-            return _record_fake(model, tuple(args), kwargs, stages, devices)
+            return _record_fake(model, tuple(args), kwargs, stages, devices, cut=cut)
         except BlockpipeError:
             raise
         except Exception as error:
@@ -510,7 +569,7 @@ def record(
                     f"real: {type(error).__name__}: {error}"
                 ) from error
             why_real = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    recording = _record_real(model, tuple(args), kwargs, stages, devices)
+    recording = _record_real(model, tuple(args), kwargs, stages, devices, cut=cut)
     recording.why_real = why_real
     return recording
 
@@ -544,7 +603,17 @@ def record_on_fake_devices(
         for name in held.names
     }
     stages = _planned_stages(model, plan)
-    return _record_fake(model, tuple(args), dict(kwargs or {}), stages, devices, homes)
+    kwargs = dict(kwargs or {})
+    try:
+        return _record_fake(model, tuple(args), kwargs, stages, devices, homes)
+    except (BlockpipeError, FakeTensorDeviceMismatchError):
+        raise
+    except Exception as error:
+        raise RecordingError(
+            f"{type(model).__name__}'s forward does not run on fake tensors "
+            f"({_signature(args, kwargs)}): {type(error).__name__}: {error}; a model that reads "
+            "values can be checked by Pipeline(..., isolate=True)"
+        ) from error
 
 
 def _planned_stages(
@@ -572,6 +641,8 @@ def _record_fake(
     stages: dict[str, dict[int, int]],
     devices: list[torch.device] | None,
     homes: Mapping[str, torch.device] | None = None,
+    *,
+    cut: bool = True,
 ) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
@@ -600,10 +671,14 @@ def _record_fake(
     }
     try:
         with _random_states(), _reparametrize_module(model, swapped, tie_weights=False):
-            fake_args = map_tensors(faked, args)
-            fake_kwargs = map_tensors(faked, kwargs)
+            # A meta model takes any sample: only its shapes count.
+            on_meta = any(t.device.type == "meta" for t in swapped.values())
+            sample_device = torch.device("meta") if on_meta else None
+            fake_args, fake_kwargs = map_tensors(
+                lambda t: faked(t, sample_device), (args, kwargs)
+            )
             with mode:
-                return _run(model, fake_args, fake_kwargs, stages, devices, fake=True)
+                return _run(model, fake_args, fake_kwargs, stages, devices, fake=True, cut=cut)
     finally:
         state.restore()
 
@@ -614,13 +689,15 @@ def _record_real(
     kwargs: dict[str, Any],
     stages: dict[str, dict[int, int]],
     devices: list[torch.device] | None,
+    *,
+    cut: bool,
 ) -> Recording:
     state = ModelState(model, values=True)
     try:
         with _random_states():
             # Copies: the forward may write to its inputs, and it will run again.
             args, kwargs = map_tensors(_copy_of, (args, kwargs))
-            return _run(model, args, kwargs, stages, devices, fake=False)
+            return _run(model, args, kwargs, stages, devices, fake=False, cut=cut)
     except BlockpipeError:
         raise
     except Exception as error:
@@ -644,11 +721,12 @@ def _run(
     devices: list[torch.device] | None,
     *,
     fake: bool,
+    cut: bool,
 ) -> Recording:
     result = Recording(type(model).__name__, fake)
     cursor = _WatchedCursor(follow_marks=not stages)
     differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    step = Step([], {}, devices, differentiable=differentiable)
+    step = Step([], {}, devices, differentiable=differentiable, cut=cut)
     recorder = Recorder(step, cursor, result)
     _hold(model, recorder, devices)
     versions = {id(b): (b, b._version) for b in model.buffers() if not b.is_inference()}
@@ -767,6 +845,9 @@ def _conclude(
     result.custom_functions = sorted(
         {name for name, c in recorder.custom_in if c is None or id(c) not in sealed_calls}
     )
+    for error, untracked_in in recorder.untracked:
+        if not _in_sealed(untracked_in):
+            raise error
     for path, module in model.named_modules():
         compiled = hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl")
         if compiled and path in bad:

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,7 +214,7 @@ def test_failure_in_forward(schedule: str, place: tuple[str, int, int]) -> None:
     for how in ("forward_backward", "call"):
         bomb, net, plain, pipe = make(schedule)
         bomb.arm(*place, ValueError)
-        error = catch(ValueError, lambda how=how: step(pipe, bomb, how))
+        error = catch(ValueError, partial(step, pipe, bomb, how))
         assert_says_where(error, "forward", *place[1:])
         assert_recovers(net, plain, pipe, bomb)
 
@@ -358,7 +359,7 @@ def test_catching_everything_does_not_keep_a_failed_step_going(how: str) -> None
     x, y = batch()
     net.armed = True
     reached.clear()
-    with pytest.raises(ValueError, match="boom"):
+    with pytest.raises(ValueError, match="boom"):  # noqa: PT012
         if how == "call":
             pipe(x)
         else:
@@ -377,7 +378,7 @@ def test_failed_backward_of_a_call_cannot_be_tried_again() -> None:
     bomb.arm("module backward", 1, 1, ValueError)
     catch(ValueError, loss.backward)
     bomb.at = None
-    with pytest.raises((UsageError, RuntimeError), match="already|second time"):
+    with pytest.raises((UsageError, RuntimeError), match=r"already|second time"):
         loss.backward()
     assert_recovers(net, plain, pipe, bomb)
 
@@ -487,7 +488,7 @@ def test_interrupt_of_the_main_thread(
     bomb.before = gate
     bomb.arm(*place, ValueError)  # raised after the interrupt: it lost
     bomb.visits.clear()
-    with pytest.raises(KeyboardInterrupt, match="^$"):
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
         step(pipe, bomb, how)
     assert gate.delivered
     if place[0] == "module":
@@ -513,7 +514,7 @@ def test_interrupt_sent_by_a_journey(
     sender = Sent()
     sender.at = place
     bomb.visit = sender.visit  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt, match="^$"):
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
         step(pipe, bomb, how)
     sender.at = None
     assert_recovers(net, plain, pipe, bomb)
@@ -525,7 +526,7 @@ def test_interrupt_of_an_inline_step(how: str) -> None:
     bomb, net, plain, pipe = make("sequential")
     bomb.before = _raise_signal
     bomb.arm("module", 1, 2, ValueError)
-    with pytest.raises(KeyboardInterrupt, match="^$"):
+    with pytest.raises(KeyboardInterrupt, match="in the forward of micro-batch 2 on stage 1"):
         step(pipe, bomb, how)
     bomb.before = lambda: None
     assert_recovers(net, plain, pipe, bomb)
@@ -556,7 +557,7 @@ def test_interrupt_before_the_caller_waits(monkeypatch: pytest.MonkeyPatch) -> N
     bomb.before = hold
     bomb.arm("module", 0, 0, ValueError)
     try:
-        with pytest.raises(KeyboardInterrupt, match="^$"):
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
             step(pipe, bomb, "forward_backward")
         assert ended.is_set(), "the call returned while its journeys were still running"
     finally:
