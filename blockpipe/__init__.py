@@ -1,11 +1,12 @@
 """Declarative pipeline parallelism for any PyTorch model, from marks in its own forward."""
 
 from .blocks import BeginBlock, Block, BlockFunction, begin_blocks, current_stage, remove_blocks
+from .capture import record
 from .errors import BlockpipeError
 from .execution import current_microbatch
 from .pipeline import Pipeline, StepResult
 from .plan import Assignment, StagePlan
-from .recording import Recording, record
+from .recording import Recording
 
 __version__ = "0.1.0"
 

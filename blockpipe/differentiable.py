@@ -7,8 +7,8 @@
                  └── run all backwards ◄┘ gradients, kept
 
 ``_Gather`` keeps the gradients of the outputs; ``_Launch`` runs the backwards. The phony between
-them is a CPU tensor, so the engine runs ``_Launch`` in the thread that called ``backward()``: run on
-a device's autograd thread it would wait for work that this very thread has to do.
+them is a CPU tensor, so the engine runs ``_Launch`` in the thread that called ``backward()``: run
+on a device's autograd thread it would wait for work that this very thread has to do.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .errors import UsageError
 from .execution import Execution
-
 from .microbatch import Joint
 from .transfer import edge_of
 from .tree import leaves, map_leaves
@@ -86,7 +85,10 @@ class _Launch(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, way_back: _Backward, places: list[tuple[int, int | None]], phony: Tensor,
+        ctx: Any,
+        way_back: _Backward,
+        places: list[tuple[int, int | None]],
+        phony: Tensor,
         *values: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.way_back, ctx.places = way_back, places
@@ -185,7 +187,7 @@ def input_gradients(
             given = [part for part in parts if part is not None]
             result.append(sum(given[1:], given[0]))
         else:
-            pieces = tensor.detach().split([b.size for b in execution.microbatches], dim)  # type: ignore[no-untyped-call]
+            pieces = tensor.detach().split([b.size for b in execution.microbatches], dim)
             result.append(
                 torch.cat(
                     [

@@ -16,9 +16,10 @@ from torch.autograd.graph import GradientEdge
 
 from .ambient import Ambient
 from .blocks import Cursor, Mark, set_cursor
+from .crossing import TAG, Home, Step, Tag
 from .errors import RouteError, UsageError
 from .glue import CustomFunctions, Doors, Glue
-from .journey import TAG, FreeJourney, Home, Journey, Step, Tag, detached
+from .journey import FreeJourney, Journey, detached
 from .lanes import Abandoned, Turns
 from .microbatch import Microbatch
 from .recording import Recording
@@ -121,8 +122,12 @@ class Execution:
         self.cut = schedule != "uncut"
         differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self.step = Step(
-            prepared.route, prepared.homes, prepared.devices,
-            differentiable=differentiable, isolate_as=isolate_as, cut=self.cut,
+            prepared.route,
+            prepared.homes,
+            prepared.devices,
+            differentiable=differentiable,
+            isolate_as=isolate_as,
+            cut=self.cut,
             begins=[hop.mark for hop in prepared.recording.hops],
         )
         self.results: list[Result | None] = [None] * len(microbatches)
@@ -178,8 +183,12 @@ class Execution:
         """Whether nothing can cross: then there is nothing to intercept, and the step is a loop."""
         recording = self.prepared.recording
         return (
-            len(recording.hops) == 1 and not recording.moves and not self.prepared.planned
-            and self.cut and self.isolate_as is None and not self._inputs_need_grad
+            len(recording.hops) == 1
+            and not recording.moves
+            and not self.prepared.planned
+            and self.cut
+            and self.isolate_as is None
+            and not self._inputs_need_grad
         )
 
     def _run_one_hop(self, m: int) -> None:
@@ -205,7 +214,7 @@ class Execution:
             del output
             phase = "backward"
             with self.ambient.no_autocast() if self.ambient.autocasts else nullcontext():
-                loss.backward(self._root(m, loss))  # type: ignore[no-untyped-call]
+                loss.backward(self._root(m, loss))
         except BaseException as error:
             _note(error, phase, m, stage)
             raise
@@ -231,8 +240,12 @@ class Execution:
             threads = max(1, threads // len(set(self._lanes)))
         turns = Turns(
             make_schedule(schedule, self._lanes, len(self.microbatches)),
-            self._forward, self._backward, self.ambient,
-            baton=self.prepared.is_asynchronous, threads=threads, only=only,
+            self._forward,
+            self._backward,
+            self.ambient,
+            baton=self.prepared.is_asynchronous,
+            threads=threads,
+            only=only,
         )
         self._turns = turns
         try:
@@ -290,9 +303,7 @@ class Execution:
             set_cursor(before)
             _microbatch.reset(outer)
 
-    def _border(
-        self, journey: Journey, sanitizer: Sanitizer | None
-    ) -> Callable[[int, int], None]:
+    def _border(self, journey: Journey, sanitizer: Sanitizer | None) -> Callable[[int, int], None]:
         turns, m = self._turns, journey.microbatch
 
         def cross(before: int, after: int) -> None:

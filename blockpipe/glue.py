@@ -17,41 +17,36 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from .crossing import Entry
 from .journey import Journey
 from .tree import map_tensors, tensors
 
 # Questions that need no copy, and hooks, which belong on the tensor itself.
-_METADATA: frozenset[Any] = frozenset(
-    [
-        getattr(Tensor, name).__get__
-        for name in (
-            "shape dtype ndim layout requires_grad is_leaf grad_fn names is_cuda is_cpu is_meta "
-            "is_sparse is_quantized is_mkldnn is_xpu is_mps is_nested itemsize nbytes output_nr "
-            "_version retains_grad"
-        ).split()
-        if hasattr(Tensor, name) and hasattr(getattr(Tensor, name), "__get__")
-    ]
-    + [
-        getattr(Tensor, name)
-        for name in (
-            "size dim stride numel nelement ndimension element_size storage_offset is_contiguous "
-            "is_floating_point is_complex is_signed get_device __len__ __hash__ register_hook "
-            "retain_grad register_post_accumulate_grad_hook is_shared is_pinned is_inference "
-            "is_same_size has_names"
-        ).split()
-        if hasattr(Tensor, name)
-    ]
-    + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor]
-)
+_PROPERTIES = """shape dtype ndim layout requires_grad is_leaf grad_fn names is_cuda is_cpu is_meta
+    is_sparse is_quantized is_mkldnn is_xpu is_mps is_nested itemsize nbytes output_nr _version
+    retains_grad"""
+_METHODS = """size dim stride numel nelement ndimension element_size storage_offset is_contiguous
+    is_floating_point is_complex is_signed get_device __len__ __hash__ is_shared is_pinned
+    is_inference is_same_size has_names"""
 _HOOKS = frozenset(
     [Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook]
+)
+_METADATA: frozenset[Any] = _HOOKS.union(
+    [getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(Tensor, name)],
+    [getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)],
+    [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor],
 )
 # What replaces a tensor's data or history: nothing that a copy could stand in for.
 _REBINDS = frozenset(
     [Tensor.data.__set__, Tensor.detach_, Tensor.set_, Tensor.resize_, Tensor.requires_grad_]  # type: ignore[attr-defined]
 )
 _DIFFERENTIATES = frozenset([torch.autograd.grad])
-_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = Tensor.device.__get__
+
+
+def is_question(function: Callable[..., Any]) -> bool:
+    """Whether a torch function asks about a tensor, and computes nothing."""
+    return function in _METADATA or function is _DEVICE
 
 
 class _Active(threading.local):
@@ -94,11 +89,11 @@ class Glue(TorchFunctionMode):
     def __enter__(self) -> "Glue":
         self._outer = _active.glue
         _active.glue = self
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
         _active.glue = self._outer
         self._outer = None
 
@@ -129,15 +124,21 @@ class Glue(TorchFunctionMode):
         local = journey.local
         args = tuple(
             [
-                local(a) if isinstance(a, Tensor)
-                else map_tensors(local, a) if isinstance(a, list | tuple) else a
+                local(a)
+                if isinstance(a, Tensor)
+                else map_tensors(local, a)
+                if isinstance(a, list | tuple)
+                else a
                 for a in args
             ]
         )
         if kwargs:
             kwargs = {
-                k: local(v) if isinstance(v, Tensor)
-                else map_tensors(local, v) if isinstance(v, list | tuple) else v
+                k: local(v)
+                if isinstance(v, Tensor)
+                else map_tensors(local, v)
+                if isinstance(v, list | tuple)
+                else v
                 for k, v in kwargs.items()
             }
         foreign = journey.take_foreign()
@@ -297,9 +298,7 @@ class Doors:
             # A module compiled in place runs its compiled call instead of `forward`.
             compiled = module.__dict__.get("_compiled_call_impl")
             name = "forward" if compiled is None else "_compiled_call_impl"
-            door = Door(
-                getattr(module, name), sealed.get(path, frozenset()), planned.get(path)
-            )
+            door = Door(getattr(module, name), sealed.get(path, frozenset()), planned.get(path))
             self._places.append((module.__dict__, name, door))
         self._depth = 0
         self._before: list[Any] = []
@@ -344,22 +343,19 @@ class CustomFunctions:
         with CustomFunctions._lock:
             CustomFunctions._entered += 1
             if CustomFunctions._entered == 1:
-                torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
+                torch.autograd.Function.apply = classmethod(_apply)
 
     def __exit__(self, *failure: Any) -> None:
         with CustomFunctions._lock:
             CustomFunctions._entered -= 1
             if CustomFunctions._entered == 0:
-                torch.autograd.Function.apply = _original_apply  # type: ignore[method-assign]
+                torch.autograd.Function.apply = _original_apply
 
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     original = _original_apply.__get__(None, cls)
     glue = active_glue()
-    if glue is None or glue.inside or glue.recompute is not None or cls.__module__ == _OUR_MODULE:
+    if glue is None or glue.inside or glue.recompute is not None or cls is Entry:
         return original(*args, **kwargs)
     glue.saw_custom_function(cls)
     return glue.call_sealed(original, args, kwargs)
-
-
-_OUR_MODULE = Journey.__module__

@@ -6,203 +6,42 @@ came from, whose gradient is carried back when this hop's backward has run. So e
 micro-batch) has a small graph of its own, and its backward is an action like any other.
 
 Same gradients, to the bit (design rule 1): a tensor read on several hops is imported from the
-*previous* hop that read it, so that the later hop's partial sum enters the earlier hop's backward as
-one more root gradient, and sums come about in the plain run's order.
-
-What is known of a tensor is kept on the tensor (:class:`Tag`), and what is known of a storage on
-the storage (:class:`_Aliases`): both die with what they describe, and neither refers back to it.
+*previous* hop that read it, so that the later hop's partial sum enters the earlier hop's backward
+as one more root gradient, and sums come about in the plain run's order.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .blocks import Cursor
+from .crossing import (
+    TAG,
+    UNCUT,
+    Aliases,
+    Box,
+    Crossing,
+    Home,
+    HopGraph,
+    Import,
+    JourneyKey,
+    Step,
+    Tag,
+    aliases_of,
+    enter_graph,
+    set_aliases,
+    version_of,
+)
 from .errors import CrossingError, RouteError, StateError
-from .transfer import Owner, carry, edge_of, owner_of, set_owner
+from .transfer import Owner, edge_of, owner_of, set_owner
 from .tree import map_tensors, tensors
 from .where import users_line
-
-TAG = "_blockpipe_tag"
-_ALIASES = "_blockpipe_aliases"
-UNCUT = (
-    "use schedule='uncut' (one ordinary graph, one micro-batch at a time), "
-    "or put both operations on one stage"
-)
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class JourneyKey:
-    """Which journey a tensor belongs to; compared by identity, printed in errors."""
-
-    step: int
-    microbatch: int
-
-
-class Tag:
-    """What a tensor is to a journey: whose, made on which hop, where it was imported to."""
-
-    __slots__ = ("hop", "imports", "key", "newest", "stage")
-
-    def __init__(self, key: JourneyKey, hop: int, stage: int) -> None:
-        self.key = key
-        self.hop = hop
-        self.stage = stage
-        self.imports: dict[int, Import] | None = None
-        self.newest: Tensor | None = None  # where a later hop wrote to it: the tensor that counts
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class Import:
-    """A tensor's copy on a hop, and the place in that hop's graph where it came in."""
-
-    value: Tensor
-    edge: GradientEdge | None
-    version: int
-    aliases: _Aliases | None
-
-
-class _Aliases:
-    """What shares a storage, across its copies: how many were imported, where it was written."""
-
-    __slots__ = ("imported", "written_on")
-
-    def __init__(self) -> None:
-        self.imported = 0
-        self.written_on: int | None = None
-
-
-@dataclass(slots=True)
-class Home:
-    """Where a parameter or buffer lives. It holds the tensor, so that its id stays its own."""
-
-    tensor: Tensor
-    hop: int
-    stage: int
-    name: str
-
-
-@dataclass(slots=True)
-class Box:
-    """Where a gradient arrives, while its hop's backward runs; closed at any other time."""
-
-    gradient: Tensor | None = None
-    open: bool = False
-
-
-@dataclass(slots=True)
-class Crossing:
-    """One import's way back: the gradient arrives in the box and goes to an edge of a hop."""
-
-    box: Box
-    to_hop: int
-    to_edge: GradientEdge
-
-
-@dataclass(slots=True)
-class HopGraph:
-    """What a hop's backward starts from, and what it hands on."""
-
-    roots: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)
-    crossings: list[Crossing] = field(default_factory=list)
-
-
-class _Entry(torch.autograd.Function):
-    """Where a crossing enters a hop's graph: keeps the gradient, and nothing of the data.
-
-    Not a leaf: the user's operation may write to it in place. Its output is a ``detach`` made
-    without grad, which autograd takes for no view.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, box: Box, phony: Tensor, value: Tensor) -> Tensor:
-        ctx.box = box
-        ctx.set_materialize_grads(False)
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
-        if not ctx.box.open:
-            raise CrossingError(
-                "a backward in the forward, or a second one after it, comes to where a tensor "
-                "crossed from another stage, and its graph is cut there; use schedule='uncut', or "
-                "detach() what the inner backward does not need"
-            )
-        ctx.box.gradient = gradient
-        return None, None, None
-
-
-_phony = torch.zeros((), requires_grad=True)  # makes entries differentiable; gets no gradient
-
-
-class Step:
-    """What the journeys of one step share: the homes, the devices, and values copied once."""
-
-    _numbers = iter(range(1 << 62))
-
-    def __init__(
-        self,
-        route: list[int],
-        homes: dict[int, Home],
-        devices: list[torch.device] | None,
-        *,
-        differentiable: bool,
-        isolate_as: int | None = None,
-        cut: bool = True,
-        begins: Sequence[int] = (),
-    ) -> None:
-        self.number = next(Step._numbers)
-        self.route = route
-        self.begins = begins  # for each hop, which of the forward's marks it began with
-        self.homes = homes
-        self.devices = devices
-        self.differentiable = differentiable
-        self.isolate_as = isolate_as  # the pipeline's number in the sanitizer's book
-        self.isolate = isolate_as is not None
-        self.cut = cut
-        self._lock = threading.Lock()
-        self._copies: dict[tuple[int, int], Tensor] = {}
-        self._adopted: dict[int, Home] = {}  # of this step: not the model's, so not kept longer
-
-    def device_of(self, stage: int) -> torch.device | None:
-        """The device of a stage, or ``None`` where nothing is placed."""
-        return None if self.devices is None else self.devices[stage]
-
-    def copy_of(self, tensor: Tensor, stage: int) -> Tensor:
-        """A parameter's or buffer's value on another stage, copied once in the step."""
-        key = id(tensor), stage
-        with self._lock:
-            if key not in self._copies:
-                self._copies[key] = self.carried(tensor, stage)
-            return self._copies[key]
-
-    def carried(self, tensor: Tensor, stage: int) -> Tensor:
-        """A tensor's values on a stage: an alias on the same device, unless isolated."""
-        moved = carry(tensor, self.device_of(stage), copy=self.isolate)
-        if self.isolate_as is not None:
-            set_owner(moved, Owner(self.isolate_as, stage))
-        return moved
-
-    def adopt(self, tensor: Tensor, hop: int, stage: int) -> Home:
-        """A leaf that no module registered and that needs a gradient: its home is where it is read.
-
-        A parameter of a loss function, say.
-        """
-        with self._lock:
-            return self._adopted.setdefault(id(tensor), Home(tensor, hop, stage, "<unregistered>"))
-
-    def home_of(self, tensor: Tensor) -> Home | None:
-        """Where a parameter or buffer lives; ``None`` for any other tensor."""
-        return self.homes.get(id(tensor)) or self._adopted.get(id(tensor))
 
 
 class Journey:
@@ -282,9 +121,11 @@ class Journey:
         begins = self.step.begins
         if stage != self.stage and (
             self.sealed
-            or following < len(begins)
-            and begins[following] == self._marks
-            and self.step.route[following] == stage
+            or (
+                following < len(begins)
+                and begins[following] == self._marks
+                and self.step.route[following] == stage
+            )
         ):
             self.arrive()
 
@@ -345,7 +186,7 @@ class Journey:
         elif device is None or tensor.device == device or tensor.dim() == 0:
             return tensor
         value = self.step.carried(tensor, self.stage)
-        self._foreign.append((tensor, Import(value, None, _version(value), None)))
+        self._foreign.append((tensor, Import(value, None, version_of(value), None)))
         return value
 
     def _at_home(self, tensor: Tensor, home: Home) -> Tensor:
@@ -365,7 +206,8 @@ class Journey:
         found = imports.get(self.hop)
         if found is None:
             value = (
-                tensor if home.stage == self.stage and not self.step.isolate
+                tensor
+                if home.stage == self.stage and not self.step.isolate
                 else self.step.copy_of(tensor, self.stage)
             )
             found = self._enter(tensor, value, imports, home.hop)
@@ -400,7 +242,7 @@ class Journey:
                 value = self._differentiable_copy(tensor)
                 if value is tensor:
                     return tensor
-                found = tag.imports[self.hop] = Import(value, None, _version(value), None)
+                found = tag.imports[self.hop] = Import(value, None, version_of(value), None)
             self._tag(found.value)
             self._join_aliases(tensor, found)
             self.note_import(tensor, tag.hop, None)
@@ -418,22 +260,16 @@ class Journey:
             to_edge = imports[source].edge if earlier else edge_of(tensor)
             assert to_edge is not None
             box = Box()
-            value = self._entry(box, value)
+            value = enter_graph(box, value)
             edge = edge_of(value)
             self._graph(self.hop).crossings.append(Crossing(box, source, to_edge))
         elif value is tensor:
             value = tensor.detach()
-        made = Import(value, edge, _version(value), None)
+        made = Import(value, edge, version_of(value), None)
         if not torch.is_inference_mode_enabled():
             imports[self.hop] = made
             self._hop_imports.append((weakref.ref(tensor), weakref.ref(made)))
         return made
-
-    def _entry(self, box: Box, value: Tensor) -> Tensor:
-        # With grad also where the user's code is under no_grad: the copy is kept, and a later
-        # reader may need the gradient.
-        with torch.enable_grad():
-            return cast(Tensor, _Entry.apply(box, _phony, value))
 
     def _differentiable_copy(self, tensor: Tensor) -> Tensor:
         """Uncut: the copy is one more operation of one ordinary graph."""
@@ -476,7 +312,7 @@ class Journey:
     def check_written(self, foreign: list[tuple[Tensor, Import]]) -> None:
         """After an operation or a sealed call: did it write to one of its imports?"""
         for tensor, used in foreign:
-            version = _version(used.value)
+            version = version_of(used.value)
             if version != used.version:
                 used.version = version
                 self._write_through(tensor, used)
@@ -511,37 +347,18 @@ class Journey:
         self.wrote_foreign = True
 
     def _join_aliases(self, tensor: Tensor, made: Import) -> None:
-        storage = _storage(tensor)
-        if storage is None:
-            made.aliases = _Aliases()
-            return
-        aliases = self._aliases_of(storage)
+        aliases = aliases_of(tensor, self.key)
         if aliases is None:
-            aliases = _Aliases()
-            self._set_aliases(storage, aliases)
+            aliases = Aliases()
+            set_aliases(tensor, self.key, aliases)
         tag: Tag = getattr(tensor, TAG)
         if tag.imports is None or len(tag.imports) <= 1:
             aliases.imported += 1  # this tensor's first; a further hop adds no alias
-        copied = _storage(made.value)
-        if copied is not None and copied is not storage:
-            self._set_aliases(copied, aliases)
+        set_aliases(made.value, self.key, aliases)
         made.aliases = aliases
 
-    def _aliases_of(self, storage: torch.UntypedStorage) -> _Aliases | None:
-        known = getattr(storage, _ALIASES, None)
-        return None if known is None else known.get(self.key)
-
-    def _set_aliases(self, storage: torch.UntypedStorage, aliases: _Aliases) -> None:
-        # By journey: slices of one batch share a storage, and are no aliases of each other.
-        known = getattr(storage, _ALIASES, None)
-        if known is None:
-            known = WeakKeyDictionary()
-            setattr(storage, _ALIASES, known)
-        known[self.key] = aliases
-
     def _check_current(self, tensor: Tensor, tag: Tag) -> None:
-        storage = _storage(tensor)
-        aliases = self._aliases_of(storage) if storage is not None else None
+        aliases = aliases_of(tensor, self.key)
         if aliases is not None and aliases.written_on is not None and tag.hop < aliases.written_on:
             raise CrossingError(
                 f"an operation on stage {self.stage} reads a tensor of shape "
@@ -564,7 +381,7 @@ class Journey:
         value = self.step.carried(tensor, stage)
         if tensor.requires_grad and self.step.differentiable:
             box = Box()
-            value = self._entry(box, value)
+            value = enter_graph(box, value)
             edge = edge_of(value)  # stands for the caller: -1 - index
             self._graph(hop).crossings.append(Crossing(box, -1 - index, edge))
         setattr(value, TAG, Tag(self.key, hop, stage))
@@ -681,14 +498,6 @@ class FreeJourney(Journey):
 
     def is_sealed(self, hops: frozenset[int]) -> bool:
         return self.cursor.stage in {self.step.route[hop] for hop in hops}
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 
 def detached(value: Any) -> Any:

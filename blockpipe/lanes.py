@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -140,7 +141,7 @@ class Turns:
                     self._finished.update(range(self._schedule.microbatches))
                 if self._only != "F":
                     for lane in range(len(self._schedule.lanes)):
-                        self._submit(lambda lane=lane: self._run_lane(lane), backward=True)
+                        self._submit(partial(self._run_lane, lane), backward=True)
                 for lane in range(len(self._schedule.lanes)):
                     self._settle(lane)
             self._wait_until_over()
@@ -266,7 +267,7 @@ class Turns:
             return
         if microbatch not in self._started and self._failure is None:
             self._started.add(microbatch)
-            self._submit(lambda: self._run_journey(microbatch), backward=False)
+            self._submit(partial(self._run_journey, microbatch), backward=False)
 
     # --- backward
 

@@ -79,10 +79,11 @@ def split(
             for t in tensors(value)
             if t.dim() > dim and t.shape[dim] == size
         }
-        return [
-            map_tensors(lambda t, i=i: pieces[id(t)][i] if id(t) in pieces else t, value)
-            for i in range(count)
-        ]
+
+        def part(i: int) -> Any:
+            return map_tensors(lambda t: pieces[id(t)][i] if id(t) in pieces else t, value)
+
+        return [part(i) for i in range(count)]
 
     positional = [parts(i, value) for i, value in enumerate(args)]
     by_name = {name: parts(name, value) for name, value in kwargs.items()}
@@ -147,9 +148,7 @@ def _check_target(target: Any, size: int, dim: Any) -> None:
             )
 
 
-def weights_of(
-    microbatches: Sequence[Microbatch], reduction: LossReduction
-) -> list[float]:
+def weights_of(microbatches: Sequence[Microbatch], reduction: LossReduction) -> list[float]:
     """What each micro-batch's loss counts in the batch's.
 
     Args:
@@ -261,7 +260,7 @@ class Joint:
         if len(self.parts) == 1:
             return [gradient]
         if self.how == "cat":
-            return list(gradient.split(list(self.sizes), self.dim))  # type: ignore[no-untyped-call]
+            return list(gradient.split(list(self.sizes), self.dim))
         if self.how == "sum":
             return [gradient * weight for weight in self.weights]
         return [gradient, *[None] * (len(self.parts) - 1)]

@@ -13,19 +13,21 @@ from torch import Tensor, nn
 
 from .ambient import Ambient
 from .blocks import Cursor, _cursor, set_cursor
+from .capture import record
+from .crossing import Home, Step
 from .differentiable import attach, input_gradients
-from .errors import PlanError, ScheduleError, StateError, UsageError
+from .errors import StateError, UsageError
 from .execution import Execution, Prepared
 from .glue import Doors, Glue
-from .journey import FreeJourney, Home, Step
+from .journey import FreeJourney
 from .lanes import close_idle_threads
 from .microbatch import BatchDims, LossReduction, Microbatch, join, split, weights_of
-from .placement import Placement
+from .options import as_sample, check_options, checked_devices
+from .placement import Fingerprint, Placement
 from .plan import StagePlan
-from .recording import Recording, record
-from .schedule import SCHEDULES
+from .recording import Recording
 from .summary import summarize
-from .transfer import Owner, check_device, default_devices, is_asynchronous, set_owner
+from .transfer import Owner, default_devices, set_owner
 from .tree import leaves, map_tensors
 from .where import users_line
 
@@ -100,7 +102,9 @@ class Pipeline(nn.Module):
         isolate: bool = False,
     ) -> None:
         super().__init__()
-        _check_options(model, chunks, schedule, checkpoint, deferred_batch_norm, loss_reduction)
+        if isinstance(model, Pipeline):
+            raise UsageError("this model is a Pipeline already; pass its .module")
+        check_options(model, chunks, schedule, checkpoint, deferred_batch_norm, loss_reduction)
         if isolate and schedule == "uncut":
             raise UsageError(
                 "isolate=True proves that stages are cut apart, but schedule='uncut' does not cut "
@@ -116,10 +120,10 @@ class Pipeline(nn.Module):
         self.isolate = isolate
         self._number = next(_numbers)
         self._plan = plan
-        self._given_devices = _checked_devices(devices)
+        self._given_devices = checked_devices(devices)
         self._prepared: dict[Any, Prepared] = {}
         self._placement: Placement | None = None
-        self._fingerprint: _Fingerprint | None = None
+        self._fingerprint: Fingerprint | None = None
         if chunks == 1 and len(set(self._given_devices or ())) > 1:
             warnings.warn(
                 f"chunks=1 on {len(set(self._given_devices or ()))} devices: only one works at a "
@@ -127,7 +131,7 @@ class Pipeline(nn.Module):
                 stacklevel=2,
             )
         if sample is not None:
-            args, kwargs = _as_sample(sample)
+            args, kwargs = as_sample(sample)
             self._prepare(self._split(args, kwargs, None)[0])
 
     # --- what it is
@@ -181,7 +185,11 @@ class Pipeline(nn.Module):
         if args or kwargs:
             batch = self._split(args, kwargs, None)[0]
             recording = record(
-                self.module, batch.args, batch.kwargs, plan=self._plan, devices=self._placed(),
+                self.module,
+                batch.args,
+                batch.kwargs,
+                plan=self._plan,
+                devices=self._placed(),
                 cut=self.schedule != "uncut",
             )
         else:
@@ -234,8 +242,14 @@ class Pipeline(nn.Module):
             loss_fn.to(prepared.devices[prepared.route[-1]])
         want = frozenset({"loss", "outputs"} if return_outputs else {"loss"})
         execution = Execution(
-            prepared, microbatches, weights, self.schedule, ambient,
-            isolate_as=self._own_storages(prepared), loss_fn=loss_fn, want=want,
+            prepared,
+            microbatches,
+            weights,
+            self.schedule,
+            ambient,
+            isolate_as=self._own_storages(prepared),
+            loss_fn=loss_fn,
+            want=want,
         )
         execution.run()
         if self.schedule != "uncut":
@@ -271,8 +285,13 @@ class Pipeline(nn.Module):
         weights = [m.size / sum(b.size for b in microbatches) for m in microbatches]
         prepared = self._prepare(microbatches[0])
         execution = Execution(
-            prepared, microbatches, weights, self.schedule, ambient,
-            isolate_as=self._own_storages(prepared), want=frozenset({"outputs"}),
+            prepared,
+            microbatches,
+            weights,
+            self.schedule,
+            ambient,
+            isolate_as=self._own_storages(prepared),
+            want=frozenset({"outputs"}),
         )
         execution.run_forward()
         results = [r.outputs for r in execution.results if r is not None]
@@ -303,8 +322,11 @@ class Pipeline(nn.Module):
             )
         prepared = next(reversed(self._prepared.values()))
         step = Step(
-            prepared.route, prepared.homes, prepared.devices,
-            differentiable=torch.is_grad_enabled(), cut=False,
+            prepared.route,
+            prepared.homes,
+            prepared.devices,
+            differentiable=torch.is_grad_enabled(),
+            cut=False,
         )
         cursor = Cursor(follow_marks=self._plan is None)
         journey = FreeJourney(step, 0, cursor)
@@ -345,7 +367,11 @@ class Pipeline(nn.Module):
         prepared = self._prepared.get(key)
         if prepared is None:
             recording = record(
-                self.module, batch.args, batch.kwargs, plan=self._plan, devices=self._placed(),
+                self.module,
+                batch.args,
+                batch.kwargs,
+                plan=self._plan,
+                devices=self._placed(),
                 cut=self.schedule != "uncut",
             )
             devices = self._placed() or self._choose_devices(recording)
@@ -353,7 +379,7 @@ class Pipeline(nn.Module):
             self._check_state(recording, devices)
             prepared = self._place(recording, devices)
             self._prepared[key] = prepared
-            self._fingerprint = _Fingerprint(self.module)
+            self._fingerprint = Fingerprint(self.module)
         return prepared
 
     def _check_state(self, recording: Recording, devices: list[torch.device]) -> None:
@@ -400,7 +426,8 @@ class Pipeline(nn.Module):
         batch whose size leads elsewhere is noticed by its route."""
         modes = tuple(module.training for module in self.module.modules())
         shape = tuple(
-            (leaf.dtype, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor)
+            (leaf.dtype, leaf.dim(), leaf.requires_grad)
+            if isinstance(leaf, Tensor)
             else _hashable(leaf)
             for leaf in leaves((batch.args, batch.kwargs))
         )
@@ -523,31 +550,6 @@ class Pipeline(nn.Module):
         return state
 
 
-class _Fingerprint:
-    """What a recording knows of a model's structure, cheap to compare before each step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._children = [(m._modules, tuple(m._modules.values())) for m in model.modules()]
-        self._held = [
-            (names, key, tensor, tensor.device)
-            for m in model.modules()
-            for names in (m._parameters,)
-            for key, tensor in names.items()
-            if tensor is not None
-        ]
-        self._counts = [(m._parameters, len(m._parameters)) for m in model.modules()]
-
-    def fits(self) -> bool:
-        return (
-            all(tuple(now.values()) == then for now, then in self._children)
-            and all(
-                names.get(key) is tensor and tensor.device == device
-                for names, key, tensor, device in self._held
-            )
-            and all(len(names) == count for names, count in self._counts)
-        )
-
-
 class _start_over:  # noqa: N801 - a context manager that reads as a verb
     """While entered, each call of the model begins on stage 0: ``generate`` calls it many times."""
 
@@ -571,63 +573,3 @@ def _hashable(value: Any) -> Any:
     except TypeError:
         return type(value)
     return value if isinstance(value, bool | int | float | str | None) else type(value)
-
-
-def _as_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if (
-        isinstance(sample, tuple) and len(sample) == 2
-        and isinstance(sample[0], tuple | list) and isinstance(sample[1], Mapping)
-    ):
-        return tuple(sample[0]), dict(sample[1])
-    if isinstance(sample, tuple | list):
-        return tuple(sample), {}
-    return (sample,), {}
-
-
-def _checked_devices(devices: Sequence[Any] | None) -> list[torch.device] | None:
-    if devices is None:
-        return None
-    if isinstance(devices, str | torch.device | int):
-        raise PlanError(
-            f"devices is a list with one device for each stage, but {devices!r} came; "
-            f"write devices=[{devices!r}, …]"
-        )
-    checked = [check_device(device) for device in devices]
-    if not checked:
-        raise PlanError("devices is empty; pass one for each stage, or None for all there are")
-    kinds = {device.type for device in checked if is_asynchronous(device)}
-    if len(kinds) > 1:
-        raise PlanError(f"stages are on accelerators of one kind, but {sorted(kinds)} came")
-    return checked
-
-
-def _check_options(
-    model: object,
-    chunks: object,
-    schedule: object,
-    checkpoint: object,
-    deferred_batch_norm: object,
-    loss_reduction: object,
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"Pipeline takes an nn.Module, but {type(model).__name__} came")
-    if isinstance(model, Pipeline):
-        raise UsageError("this model is a Pipeline already; pass its .module")
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise PlanError(f"chunks is a whole number from 1 on, but {chunks!r} came")
-    if schedule not in (*SCHEDULES, "uncut"):
-        raise ScheduleError(
-            f"schedule is one of {[*SCHEDULES, 'uncut']}, but {schedule!r} came"
-        )
-    if checkpoint != "never":
-        raise UsageError(f"checkpoint is 'never' in this version, but {checkpoint!r} came")
-    if deferred_batch_norm is not False:
-        raise UsageError("deferred_batch_norm is not in this version; leave it False")
-    if loss_reduction not in ("mean", "sum") and not callable(loss_reduction):
-        raise UsageError(
-            "loss_reduction is 'mean', 'sum' or a callable (args, kwargs, target) -> number, but "
-            f"{loss_reduction!r} came"
-        )
-
-
-

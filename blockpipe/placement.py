@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .errors import PlanError
-from .recording import Recording, named_slots
+from .recorder import named_slots
+from .recording import Recording
 
 
 class Placement:
@@ -96,3 +97,28 @@ def _move_optimizer_state(optimizer: Optimizer, args: object, kwargs: object) ->
             # 0-d `step` counters stay on the CPU by torch's own choice.
             if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
                 state[key] = value.to(parameter.device)
+
+
+class Fingerprint:
+    """What a recording knows of a model's structure, cheap to compare before each step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._children = [(m._modules, tuple(m._modules.values())) for m in model.modules()]
+        self._held = [
+            (names, key, tensor, tensor.device)
+            for m in model.modules()
+            for names in (m._parameters,)
+            for key, tensor in names.items()
+            if tensor is not None
+        ]
+        self._counts = [(m._parameters, len(m._parameters)) for m in model.modules()]
+
+    def fits(self) -> bool:
+        return (
+            all(tuple(now.values()) == then for now, then in self._children)
+            and all(
+                names.get(key) is tensor and tensor.device == device
+                for names, key, tensor, device in self._held
+            )
+            and all(len(names) == count for names, count in self._counts)
+        )

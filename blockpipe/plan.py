@@ -137,7 +137,9 @@ def gaps(used: Iterable[int]) -> list[str]:
 def too_few_devices(stages: int, devices: int) -> str:
     """What to say when there are more stages than devices."""
     have = (
-        "is 1 device (stage 0)" if devices == 1 else f"are {devices} devices (stages 0..{devices - 1})"
+        "is 1 device (stage 0)"
+        if devices == 1
+        else f"are {devices} devices (stages 0..{devices - 1})"
     )
     return (
         f"the model has {stages} stages (0..{stages - 1}), but there {have}; pass {stages} "

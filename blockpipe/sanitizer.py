@@ -29,7 +29,7 @@ class Sanitizer(TorchDispatchMode):
     """
 
     def __init__(self, pipeline: int, microbatch: int, stage: int, phase: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.pipeline = pipeline
         self.microbatch = microbatch
         self.stage = stage

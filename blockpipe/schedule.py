@@ -52,7 +52,8 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(
-            f"lane {lane}: " + " ".join(map(str, actions)) for lane, actions in enumerate(self.lanes)
+            f"lane {lane}: " + " ".join(map(str, actions))
+            for lane, actions in enumerate(self.lanes)
         )
 
 
@@ -120,9 +121,7 @@ def one_f_one_b(lane_of_hop: Sequence[int], microbatches: int) -> Schedule:
     return gpipe_or_less("1f1b", lane_of_hop, microbatches, limit=len(lane_of_hop))
 
 
-def gpipe_or_less(
-    name: str, lane_of_hop: Sequence[int], microbatches: int, limit: int
-) -> Schedule:
+def gpipe_or_less(name: str, lane_of_hop: Sequence[int], microbatches: int, limit: int) -> Schedule:
     """Greedy list scheduling: backward first, lowest micro-batch first, ``limit`` in flight.
 
     Time runs in unit steps. At each, every lane takes the best action whose inputs were ready

@@ -5,10 +5,14 @@ is opened. So the table of a deep model is about as long as the model has stages
 for a pipeline is on one screen.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from .recording import Call, CrossingInfo, Recording
+if TYPE_CHECKING:  # a recording can print itself; its summary needs only its fields
+    from .recording import Call, CrossingInfo, Recording
 
 
 @dataclass
@@ -75,17 +79,21 @@ def _rows(recording: Recording) -> list[_Row]:
     for path, call in first.items():
         if any(path != c and _is_inside(path, c) for c in closed):
             continue
-        at = sorted(stages[path])
+        on = sorted(stages[path])
         own = path
-        if len(at) == 1 or not any(p != path and _is_inside(p, path) for p in first):
+        if len(on) == 1 or not any(p != path and _is_inside(p, path) for p in first):
             closed.append(path)
             inside = [h for h in held if _is_inside(h.name, path)]
         else:
             inside = [h for h in held if h.name.rpartition(".")[0] == own]
         rows.append(
             _Row(
-                path, call.kind, _depth(path, first), tuple(at),
-                sum(h.elements for h in inside if not h.is_buffer), sum(h.bytes for h in inside),
+                path,
+                call.kind,
+                _depth(path, first),
+                tuple(on),
+                sum(h.elements for h in inside if not h.is_buffer),
+                sum(h.bytes for h in inside),
                 call.where,
             )
         )
@@ -114,8 +122,12 @@ def _merged(rows: list[_Row]) -> list[_Row]:
         first, last = run[0], run[-1]
         if len(run) > 1:
             first = _Row(
-                f"{first.path} … {last.path.rpartition('.')[2]}", f"{len(run)} × {first.kind}",
-                first.depth, first.stages, sum(r.elements for r in run), sum(r.bytes for r in run),
+                f"{first.path} … {last.path.rpartition('.')[2]}",
+                f"{len(run)} × {first.kind}",
+                first.depth,
+                first.stages,
+                sum(r.elements for r in run),
+                sum(r.bytes for r in run),
             )
         merged.append(first)
     return merged
@@ -133,9 +145,13 @@ def _stages(recording: Recording, devices: list[str] | None) -> str:
         named = next((f"{h.name!r}, " for h in hops if h.name), "")
         table.append(
             [
-                str(stage), f"{named}{begins}", ", ".join(str(h.index) for h in hops),
-                str(sum(h.operations for h in hops)), f"{sum(p.elements for p in parameters):,}",
-                _bytes(size), f"{100 * size / total:.0f} %",
+                str(stage),
+                f"{named}{begins}",
+                ", ".join(str(h.index) for h in hops),
+                str(sum(h.operations for h in hops)),
+                f"{sum(p.elements for p in parameters):,}",
+                _bytes(size),
+                f"{100 * size / total:.0f} %",
             ]
         )
         if devices is not None:
@@ -161,9 +177,8 @@ def _crossings(recording: Recording) -> str:
         table.append(
             [
                 f"{crossing.from_stage} → {crossing.to_stage}",
-                f"{crossing.dtype} {list(crossing.shape)}" + (
-                    f" {crossing.what}" if crossing.what else ""
-                ),
+                f"{crossing.dtype} {list(crossing.shape)}"
+                + (f" {crossing.what}" if crossing.what else ""),
                 _bytes(crossing.bytes),
                 "and back" if crossing.needs_grad else "one way",
                 _short(crossing.where),
@@ -180,8 +195,10 @@ def _notes(recording: Recording) -> str:
     for unmarked in recording.unmarked:
         if recording.num_stages == 1:
             break
-        after = "before the first mark" if unmarked.after is None else (
-            f"after the block at {_short(unmarked.after)} ended"
+        after = (
+            "before the first mark"
+            if unmarked.after is None
+            else (f"after the block at {_short(unmarked.after)} ended")
         )
         notes.append(
             f"{unmarked.operations} operations {after} are on stage {unmarked.stage} "

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
+from .capture import record, record_on_fake_devices
 from .errors import IsolationError
 from .plan import StagePlan
-from .recording import Recording, record, record_on_fake_devices
+from .recording import Recording
 from .where import failing_line
 
 
@@ -61,7 +62,6 @@ def dry_run(
     except FakeTensorDeviceMismatchError as error:
         raise IsolationError(
             f"on one device a stage this forward mixes devices: {error} "
-            f"({failing_line(error.__traceback__)}); create tensors with device=x.device, and register constants as "
-            "buffers"
+            f"({failing_line(error.__traceback__)}); create tensors with device=x.device, and "
+            "register constants as buffers"
         ) from error
-

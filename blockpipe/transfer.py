@@ -132,8 +132,11 @@ def _compacted(tensor: Tensor) -> tuple[Tensor, bool]:
     """The tensor with every expanded dimension narrowed to one, and whether there was one."""
     if tensor.layout is not torch.strided or 0 not in tensor.stride():
         return tensor, False
-    expanded = [d for d, (n, s) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-                if s == 0 and n > 1]
+    expanded = [
+        d
+        for d, (n, s) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+        if s == 0 and n > 1
+    ]
     for dim in expanded:
         tensor = tensor.narrow(dim, 0, 1)
     return tensor, bool(expanded)

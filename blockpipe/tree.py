@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-
 # What is a leaf at first sight: checks against abstract classes are slow, and these are common.
 _PLAIN = frozenset([int, float, bool, str, type(None), complex, bytes])
 

@@ -9,10 +9,10 @@ output projection, which shares its weight, on the last.
 
 import argparse
 import math
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
-from pydoc_data.topics import topics
 from torch import Tensor, nn
 
 import blockpipe as bp

@@ -62,7 +62,9 @@ def difference(a: nn.Module, b: nn.Module, loss_a: Tensor, loss_b: Tensor) -> Di
     worst, exact = 0.0, torch.equal(loss_a, loss_b)
     for (name, p), (_, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
         if (p.grad is None) != (q.grad is None):
-            raise AssertionError(f"{name}: gradient is {p.grad is not None}, plain {q.grad is not None}")
+            raise AssertionError(
+                f"{name}: gradient is {p.grad is not None}, plain {q.grad is not None}"
+            )
         if p.grad is not None:
             if not torch.equal(p.grad, q.grad):
                 exact = False
@@ -80,8 +82,18 @@ def difference(a: nn.Module, b: nn.Module, loss_a: Tensor, loss_b: Tensor) -> Di
 def without_randomness(model: nn.Module) -> nn.Module:
     """Dropout and stochastic depth off: what is compared draws no numbers."""
     for module in model.modules():
-        for name in ("p", "drop_prob", "dropout", "attention_dropout", "dropout_p", "layerdrop",
-                     "attn_drop", "dropout_prob", "activation_dropout", "drop_rate"):
+        for name in (
+            "p",
+            "drop_prob",
+            "dropout",
+            "attention_dropout",
+            "dropout_p",
+            "layerdrop",
+            "attn_drop",
+            "dropout_prob",
+            "activation_dropout",
+            "drop_rate",
+        ):
             if isinstance(module.__dict__.get(name), float):
                 setattr(module, name, 0.0)
     return model

@@ -10,8 +10,22 @@ from torch import nn
 import blockpipe as bp
 
 LAYERS = 4
-UNARY = ("linear", "tanh", "tied", "frozen", "embed", "detach", "no_grad", "half", "norm",
-         "relu_", "module_relu_", "expand", "split_cat", "buffer")
+UNARY = (
+    "linear",
+    "tanh",
+    "tied",
+    "frozen",
+    "embed",
+    "detach",
+    "no_grad",
+    "half",
+    "norm",
+    "relu_",
+    "module_relu_",
+    "expand",
+    "split_cat",
+    "buffer",
+)
 BINARY = ("add", "mul", "cat_mean", "add_", "out")
 STAGES = 3
 
@@ -31,8 +45,11 @@ class Op:
 ops = st.builds(
     Op,
     st.sampled_from((*UNARY, *BINARY, "linear", "linear", "add")),
-    st.integers(0, 5), st.integers(0, 5), st.integers(0, LAYERS - 1),
-    st.sampled_from(["", "begin", "begin", "nested"]), st.integers(0, STAGES - 1),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.integers(0, LAYERS - 1),
+    st.sampled_from(["", "begin", "begin", "nested"]),
+    st.integers(0, STAGES - 1),
 )
 
 

@@ -55,7 +55,11 @@ def check(entry: Entry, cuts: tuple[str, ...] = CUTS, seed: int = 0) -> dict[str
 
 
 def _random_cut(
-    model: torch.nn.Module, args: Any, kwargs: Any, recording: bp.Recording, stages: int,
+    model: torch.nn.Module,
+    args: Any,
+    kwargs: Any,
+    recording: bp.Recording,
+    stages: int,
     rng: random.Random,
 ) -> dict[str, int]:
     """Random marks with something on every stage: two marks may have nothing between them."""

@@ -67,13 +67,32 @@ def train(pipe: bp.Pipeline, inputs: Tensor | None = None) -> Any:
 def state_of(model: nn.Module) -> Any:
     """Everything of a model that wrong use must not change."""
     return (
-        [(n, id(m), type(m), sorted(m.__dict__), len(m._forward_pre_hooks), m.training,
-          getattr(m.__dict__.get("_blockpipe_mark"), "stage", None))
-         for n, m in model.named_modules()],
-        [(n, id(p), type(p), str(p.device), p.requires_grad, p.grad is None,
-          None if p.is_meta or isinstance(p, nn.UninitializedParameter)
-          else (p.data_ptr(), p.detach().flatten().tolist()))
-         for n, p in (*model.named_parameters(), *model.named_buffers())],
+        [
+            (
+                n,
+                id(m),
+                type(m),
+                sorted(m.__dict__),
+                len(m._forward_pre_hooks),
+                m.training,
+                getattr(m.__dict__.get("_blockpipe_mark"), "stage", None),
+            )
+            for n, m in model.named_modules()
+        ],
+        [
+            (
+                n,
+                id(p),
+                type(p),
+                str(p.device),
+                p.requires_grad,
+                p.grad is None,
+                None
+                if p.is_meta or isinstance(p, nn.UninitializedParameter)
+                else (p.data_ptr(), p.detach().flatten().tolist()),
+            )
+            for n, p in (*model.named_parameters(), *model.named_buffers())
+        ],
     )
 
 
@@ -351,9 +370,7 @@ def test_target_that_does_not_split_like_the_inputs(rows: int) -> None:
     net = marked_net()
     with unchanged(net):
         with pytest.raises(MicrobatchError, match=rf"8 samples.*\({rows}, 4\).*batch_dims"):
-            pipeline(net).forward_backward(
-                x(), target=torch.zeros(rows, 4), loss_fn=F.mse_loss
-            )
+            pipeline(net).forward_backward(x(), target=torch.zeros(rows, 4), loss_fn=F.mse_loss)
 
 
 def test_empty_batch() -> None:
@@ -734,8 +751,7 @@ def test_tensor_from_outside_with_a_gradient_path() -> None:
         lambda pipe: pipe.to_empty(device="meta"),
         lambda pipe: nn.ModuleDict({"pipe": pipe}).to("meta"),
     ],
-    ids=["to_cuda", "to_meta", "to_cpu", "to_like", "cuda", "cuda1", "cpu", "to_empty",
-         "parent"],
+    ids=["to_cuda", "to_meta", "to_cpu", "to_like", "cuda", "cuda1", "cpu", "to_empty", "parent"],
 )
 def test_moving_a_pipeline(move: Callable[[bp.Pipeline], Any]) -> None:
     """A pipeline is not moved as a whole, nor by a module around it: a UsageError with the line."""

@@ -88,7 +88,9 @@ def test_automatic_numbers_restart_at_each_forward():
             return net.layers[1](x)
 
     net = Scripted(script)
-    assert bp.record(net, torch.zeros(1, 4)).route == bp.record(net, torch.zeros(1, 4)).route == [0, 1]
+    assert (
+        bp.record(net, torch.zeros(1, 4)).route == bp.record(net, torch.zeros(1, 4)).route == [0, 1]
+    )
 
 
 def test_a_mark_with_nothing_behind_it_makes_no_hop():
@@ -235,7 +237,9 @@ def test_marks_do_nothing_outside_blockpipe():
     assert bp.current_stage() is None
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
 def test_marks_survive_copies(copied):
     """Copies and pickles keep the mark, and their own."""
     net = two_layers()

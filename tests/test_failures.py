@@ -113,8 +113,12 @@ def make(schedule: str, **options: Any) -> tuple[Bomb, Net, nn.Module, bp.Pipeli
     net = Net(bomb)
     plain = copy.deepcopy(net)
     pipe = bp.Pipeline(
-        net, devices=["cpu"] * STAGES, chunks=CHUNKS, schedule=schedule,
-        sample=((torch.zeros(ROWS, 4),), {}), **options,
+        net,
+        devices=["cpu"] * STAGES,
+        chunks=CHUNKS,
+        schedule=schedule,
+        sample=((torch.zeros(ROWS, 4),), {}),
+        **options,
     )
     return bomb, net, plain, pipe
 
@@ -236,9 +240,7 @@ def test_exit_and_interrupt_in_forward(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("microbatch", range(CHUNKS))
-def test_failure_in_loss_fn(
-    schedule: str, error: type[BaseException], microbatch: int
-) -> None:
+def test_failure_in_loss_fn(schedule: str, error: type[BaseException], microbatch: int) -> None:
     """An exception in loss_fn is one of the last stage's forward."""
     bomb, net, plain, pipe = make(schedule)
     bomb.arm("loss", STAGES - 1, microbatch, error)

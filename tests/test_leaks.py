@@ -81,8 +81,12 @@ def make(schedule: str, net: Net | None = None, **options: Any) -> tuple[Net, bp
     net = Net() if net is None else net
     width = net.layers[0].in_features
     pipe = bp.Pipeline(
-        net, devices=["cpu"] * STAGES, chunks=CHUNKS, schedule=schedule,
-        sample=((torch.zeros(ROWS, width),), {}), **options,
+        net,
+        devices=["cpu"] * STAGES,
+        chunks=CHUNKS,
+        schedule=schedule,
+        sample=((torch.zeros(ROWS, width),), {}),
+        **options,
     )
     net.seen.clear()
     return net, pipe

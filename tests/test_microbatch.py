@@ -81,7 +81,10 @@ def test_weights():
 
 def test_join_keeps_reduces_and_lists():
     """Scalars are weighted, equal things kept, different things listed."""
-    results = [(torch.tensor(1.0), "same", 1, torch.ones(9)), (torch.tensor(3.0), "same", 2, torch.ones(9))]
+    results = [
+        (torch.tensor(1.0), "same", 1, torch.ones(9)),
+        (torch.tensor(3.0), "same", 2, torch.ones(9)),
+    ]
     (loss, name, number, whole), _ = join(results, [3, 1], [0.75, 0.25], None)
     assert (loss.item(), name, number, whole.shape) == (1.5, "same", [1, 2], (9,))
 

@@ -33,8 +33,12 @@ def plain_or_none(program, args, target, chunks):
 
 @settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
-    programs, st.integers(1, 7), st.integers(1, 4),
-    st.sampled_from(["1f1b", "gpipe", "sequential"]), st.booleans(), st.integers(0, 99),
+    programs,
+    st.integers(1, 7),
+    st.integers(1, 4),
+    st.sampled_from(["1f1b", "gpipe", "sequential"]),
+    st.booleans(),
+    st.integers(0, 99),
 )
 def test_random_programs_train_as_plain(instructions, batch, chunks, schedule, isolate, seed):
     """Loss, every gradient and every buffer equal the plain loop's to the bit, or it is refused."""

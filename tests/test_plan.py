@@ -25,7 +25,9 @@ def test_a_plan_survives_json(plan):
 def test_everything_wrong_is_said_at_once():
     """Gaps and too few devices, in one error."""
     plan = bp.StagePlan([bp.Assignment("a", 0, 0), bp.Assignment("b", 0, 3)])
-    with pytest.raises(PlanError, match=r"\[1, 2\] are not.*4 stages \(0..3\), but there are 2 devices"):
+    with pytest.raises(
+        PlanError, match=r"\[1, 2\] are not.*4 stages \(0..3\), but there are 2 devices"
+    ):
         plan.check(devices=2)
 
 

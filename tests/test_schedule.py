@@ -15,7 +15,10 @@ def test_the_1f1b_table():
     schedule = make_schedule("1f1b", [0, 1, 2, 3], 5)
     kinds = ["".join(f"{a.kind}{a.microbatch}" for a in lane) for lane in schedule.lanes]
     assert kinds == [
-        "F0F1F2F3B0F4B1B2B3B4", "F0F1F2B0F3B1F4B2B3B4", "F0F1B0F2B1F3B2F4B3B4", "F0B0F1B1F2B2F3B3F4B4",
+        "F0F1F2F3B0F4B1B2B3B4",
+        "F0F1F2B0F3B1F4B2B3B4",
+        "F0F1B0F2B1F3B2F4B3B4",
+        "F0B0F1B1F2B2F3B3F4B4",
     ]
     assert schedule.in_flight() == 4
 
@@ -60,7 +63,9 @@ def test_an_impossible_schedule_names_its_first_impossible_action():
     """A backward before its forward cannot run."""
     good = make_schedule("gpipe", [0, 1], 1)
     bad = replace(good, lanes=(good.lanes[0][::-1], good.lanes[1]))
-    with pytest.raises(ScheduleError, match=r"lane 0 of gpipe comes to B0.0 \(entry 0\) which needs B1.0"):
+    with pytest.raises(
+        ScheduleError, match=r"lane 0 of gpipe comes to B0.0 \(entry 0\) which needs B1.0"
+    ):
         validate(bad)
     twice = replace(good, lanes=(good.lanes[0] + (Action("F", 0, 0),), good.lanes[1]))
     with pytest.raises(ScheduleError, match="F0.0 is missing, double or unknown"):

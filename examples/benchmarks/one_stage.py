@@ -9,9 +9,8 @@ about 1 ms a micro-batch, so that it shows.
 import copy
 import statistics
 
-from measure import interleaved, machine, table  # sets OMP_NUM_THREADS before torch loads
-
 import torch
+from measure import interleaved, machine, table  # sets OMP_NUM_THREADS before torch loads
 from torch import Tensor, nn
 
 import blockpipe as bp
@@ -54,7 +53,8 @@ def main() -> None:
         assert torch.equal(p.grad, q.grad), "gradients differ"
     times = interleaved({"plain loop": run_plain, "one stage": run_pipe}, repeats=300, warmup=20)
     print(machine())
-    print(f"{chunks} micro-batches, {1e3 * statistics.median(times['plain loop']) / chunks:.2f} ms each")
+    each = 1e3 * statistics.median(times["plain loop"]) / chunks
+    print(f"{chunks} micro-batches, {each:.2f} ms each")
     print(table(times, "plain loop"))
     ratios = [b / a for a, b in zip(*times.values(), strict=True)]
     print(f"overhead, median of the pairs: {100 * (statistics.median(ratios) - 1):.1f} %")

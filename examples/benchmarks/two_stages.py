@@ -11,9 +11,8 @@ import copy
 import statistics
 import threading
 
-from measure import interleaved, machine, table  # sets OMP_NUM_THREADS before torch loads
-
 import torch
+from measure import interleaved, machine, table  # sets OMP_NUM_THREADS before torch loads
 from torch import Tensor, nn
 
 import blockpipe as bp
@@ -24,9 +23,7 @@ def net(width: int, layers: int) -> nn.Sequential:
     half = layers // 2
     return nn.Sequential(
         *(
-            nn.Sequential(
-                *(m for _ in range(half) for m in (nn.Linear(width, width), nn.Tanh()))
-            )
+            nn.Sequential(*(m for _ in range(half) for m in (nn.Linear(width, width), nn.Tanh())))
             for _ in range(2)
         )
     )

@@ -1,0 +1,311 @@
+"""The recording pass: one micro-batch's forward, run once to be watched.
+
+With fake tensors it takes no device memory and does no arithmetic; where a model reads values
+(``if x.sum() > 0``), it runs for real. The model is left as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorDeviceMismatchError,
+    FakeTensorMode,
+)
+from torch.nn.utils.stateless import _reparametrize_module
+
+from .blocks import set_cursor
+from .crossing import Step
+from .errors import BlockpipeError, PlanError, RecordingError
+from .glue import CustomFunctions
+from .plan import StagePlan
+from .recorder import (
+    Recorder,
+    RecordingDoor,
+    RecordingGlue,
+    WatchedCursor,
+    conclude,
+    hold,
+    named_slots,
+)
+from .recording import Hop, Recording
+from .snapshot import ModelState, random_states
+from .transfer import carry
+from .tree import map_tensors, tensors
+from .where import users_line
+
+
+def record(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    fake: bool = True,
+    plan: StagePlan | None = None,
+    devices: list[torch.device] | None = None,
+    cut: bool = True,
+) -> Recording:
+    """Run a model's forward once and write down what is on which stage.
+
+    The model is left as it was: parameters, buffers, attributes, random states.
+
+    Args:
+        model: a marked model (or an unmarked one: everything is on stage 0). On the meta device
+            too.
+        args: the forward's positional arguments; a single tensor may come bare.
+        kwargs: its keyword arguments.
+        fake: use fake tensors: no device memory, no arithmetic. A model that reads values is run
+            for real instead, and :attr:`Recording.why_real` says what it asked for; with
+            ``False`` it runs for real at once.
+        plan: stages that override the marks.
+        devices: where the stages of a placed model are.
+        cut: whether autograd is cut between the stages, as all schedules but ``"uncut"`` do.
+
+    Returns:
+        A :class:`Recording`.
+
+    Raises:
+        RecordingError: the forward does what no pipeline can do, or does not run on the sample
+            (then with the forward's own error as its cause).
+        PlanError: the plan names a module that is not there.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> print(bp.record(torch.nn.Linear(4, 2), torch.zeros(1, 4)).route)
+        [0]
+    """
+    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
+        args = (args,)
+    kwargs = dict(kwargs or {})
+    if not isinstance(model, nn.Module):
+        raise RecordingError(
+            f"record takes an nn.Module, but {type(model).__name__} came ({users_line()})"
+        )
+    stages = _planned_stages(model, plan)
+    why_real: str | None = None
+    if fake:
+        try:
+            return _record_fake(model, tuple(args), kwargs, stages, devices, cut=cut)
+        except BlockpipeError:
+            raise
+        except Exception as error:
+            on_meta = any(p.device.type == "meta" for p in model.parameters())
+            if on_meta:
+                raise RecordingError(
+                    f"{type(model).__name__}'s forward does not run on fake tensors made from the "
+                    f"sample ({_signature(args, kwargs)}), and on the meta device it cannot run "
+                    f"for real: {type(error).__name__}: {error}"
+                ) from error
+            why_real = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    recording = _record_real(model, tuple(args), kwargs, stages, devices, cut=cut)
+    recording.why_real = why_real
+    return recording
+
+
+def record_on_fake_devices(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    placed: Recording,
+    devices: list[torch.device],
+    plan: StagePlan | None = None,
+) -> Recording:
+    """Record with every tensor on a fake device of its stage; they need not be there.
+
+    Args:
+        model: as for :func:`record`.
+        args: as for :func:`record`.
+        kwargs: as for :func:`record`.
+        placed: an earlier recording: says which stage each parameter lives on.
+        devices: one for each stage.
+        plan: stages that override the marks.
+
+    Raises:
+        FakeTensorDeviceMismatchError: an operation got tensors of two devices.
+    """
+    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
+        args = (args,)
+    homes = {
+        name: devices[held.stage]
+        for held in (*placed.parameters, *placed.buffers)
+        for name in held.names
+    }
+    stages = _planned_stages(model, plan)
+    kwargs = dict(kwargs or {})
+    try:
+        return _record_fake(model, tuple(args), kwargs, stages, devices, homes)
+    except (BlockpipeError, FakeTensorDeviceMismatchError):
+        raise
+    except Exception as error:
+        raise RecordingError(
+            f"{type(model).__name__}'s forward does not run on fake tensors "
+            f"({_signature(args, kwargs)}): {type(error).__name__}: {error}; a model that reads "
+            "values can be checked by Pipeline(..., isolate=True)"
+        ) from error
+
+
+def _planned_stages(model: nn.Module, plan: StagePlan | None) -> dict[str, dict[int, int]]:
+    if plan is None:
+        return {}
+    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    unknown = sorted({a.path for a in plan.assignments} - paths)
+    if unknown:
+        raise PlanError(
+            f"the plan assigns {unknown[:5]}, which {type(model).__name__} does not have; "
+            "make the plan from a recording of this model"
+        )
+    stages: dict[str, dict[int, int]] = {}
+    for assignment in plan.assignments:
+        stages.setdefault(assignment.path, {})[assignment.call] = assignment.stage
+    return stages
+
+
+def _record_fake(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stages: dict[str, dict[int, int]],
+    devices: list[torch.device] | None,
+    homes: Mapping[str, torch.device] | None = None,
+    *,
+    cut: bool = True,
+) -> Recording:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, Tensor] = {}
+
+    def faked(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        found = fakes.get(id(tensor))
+        if found is None:
+            found = mode.from_tensor(tensor)
+            if device is not None:
+                with mode, torch.no_grad():
+                    moved = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                    )
+                found = moved.requires_grad_(tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter):
+                    found = nn.Parameter(found, tensor.requires_grad)
+            fakes[id(tensor)] = found
+        return found
+
+    state = ModelState(model, values=False)
+    swapped = {
+        name: faked(tensor, None if homes is None else homes.get(name))
+        for name, tensor in (*named_slots(model, "_parameters"), *named_slots(model, "_buffers"))
+    }
+    try:
+        with random_states(), _reparametrize_module(model, swapped, tie_weights=False):
+            # A meta model takes any sample: only its shapes count.
+            on_meta = any(t.device.type == "meta" for t in swapped.values())
+            sample_device = torch.device("meta") if on_meta else None
+            fake_args, fake_kwargs = map_tensors(lambda t: faked(t, sample_device), (args, kwargs))
+            with mode:
+                return _run(model, fake_args, fake_kwargs, stages, devices, fake=True, cut=cut)
+    finally:
+        state.restore()
+
+
+def _record_real(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stages: dict[str, dict[int, int]],
+    devices: list[torch.device] | None,
+    *,
+    cut: bool,
+) -> Recording:
+    state = ModelState(model, values=True)
+    try:
+        with random_states():
+            # Copies: the forward may write to its inputs, and it will run again.
+            args, kwargs = map_tensors(_copy_of, (args, kwargs))
+            return _run(model, args, kwargs, stages, devices, fake=False, cut=cut)
+    except BlockpipeError:
+        raise
+    except Exception as error:
+        raise RecordingError(
+            f"{type(model).__name__}'s forward fails on the sample ({_signature(args, kwargs)}): "
+            f"{type(error).__name__}: {error}; pass what the forward takes"
+        ) from error
+    finally:
+        state.restore()
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    return carry(tensor, None, copy=True).requires_grad_(tensor.requires_grad)
+
+
+def _run(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stages: dict[str, dict[int, int]],
+    devices: list[torch.device] | None,
+    *,
+    fake: bool,
+    cut: bool,
+) -> Recording:
+    result = Recording(type(model).__name__, fake)
+    cursor = WatchedCursor(follow_marks=not stages)
+    differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    step = Step([], {}, devices, differentiable=differentiable, cut=cut)
+    recorder = Recorder(step, cursor, result)
+    hold(model, recorder, devices)
+    versions = {id(b): (b, b._version) for b in model.buffers() if not b.is_inference()}
+    for path, module in model.named_modules():
+        result.types[path] = type(module).__name__
+        names = module.__dict__
+        names["forward"] = RecordingDoor(module.forward, path, module, recorder, stages.get(path))
+        names.pop("_compiled_call_impl", None)
+    before = set_cursor(cursor)
+    try:
+        args, kwargs = _as_inputs(recorder, (args, kwargs))
+        with CustomFunctions(), _eager(), RecordingGlue(recorder):
+            output = model(*args, **kwargs)
+            for tensor in tensors(output):
+                recorder.newest(tensor)
+    finally:
+        set_cursor(before)
+        recorder.abandon()
+    if not result.hops:
+        result.hops.append(Hop(0, 0, None, "the start"))
+    conclude(model, recorder, versions)
+    return result
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled modules run as they were written, so that their marks and reads are seen."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _as_inputs(recorder: Recorder, value: Any) -> Any:
+    """Inputs are made on hop 0, before there is one: tagged so, on stage 0's device."""
+    memo: dict[int, Tensor] = {}
+
+    def taken(tensor: Tensor) -> Tensor:
+        if id(tensor) in recorder.held:
+            return tensor
+        if id(tensor) not in memo:
+            memo[id(tensor)] = recorder.take_input(tensor)
+        return memo[id(tensor)]
+
+    return map_tensors(taken, value)
+
+
+def _signature(args: Any, kwargs: Any) -> str:
+    def shown(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return repr(value)[:40]
+
+    parts = [shown(a) for a in args] + [f"{k}={shown(v)}" for k, v in kwargs.items()]
+    return ", ".join(parts)

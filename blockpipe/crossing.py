@@ -1,0 +1,227 @@
+"""What a crossing is made of: tags, imports, entries into a hop's graph, homes; and the step.
+
+What is known of a tensor is kept on the tensor (:class:`Tag`), and what is known of a storage on
+the storage (:class:`Aliases`): both die with what they describe, and neither refers back to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from .errors import CrossingError
+from .transfer import Owner, carry, set_owner
+
+TAG = "_blockpipe_tag"
+_ALIASES = "_blockpipe_aliases"
+UNCUT = (
+    "use schedule='uncut' (one ordinary graph, one micro-batch at a time), "
+    "or put both operations on one stage"
+)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class JourneyKey:
+    """Which journey a tensor belongs to; compared by identity, printed in errors."""
+
+    step: int
+    microbatch: int
+
+
+class Tag:
+    """What a tensor is to a journey: whose, made on which hop, where it was imported to."""
+
+    __slots__ = ("hop", "imports", "key", "newest", "stage")
+
+    def __init__(self, key: JourneyKey, hop: int, stage: int) -> None:
+        self.key = key
+        self.hop = hop
+        self.stage = stage
+        self.imports: dict[int, Import] | None = None
+        self.newest: Tensor | None = None  # where a later hop wrote to it: the tensor that counts
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Import:
+    """A tensor's copy on a hop, and the place in that hop's graph where it came in."""
+
+    value: Tensor
+    edge: GradientEdge | None
+    version: int
+    aliases: Aliases | None
+
+
+class Aliases:
+    """What shares a storage, across its copies: how many were imported, where it was written."""
+
+    __slots__ = ("imported", "written_on")
+
+    def __init__(self) -> None:
+        self.imported = 0
+        self.written_on: int | None = None
+
+
+@dataclass(slots=True)
+class Home:
+    """Where a parameter or buffer lives. It holds the tensor, so that its id stays its own."""
+
+    tensor: Tensor
+    hop: int
+    stage: int
+    name: str
+
+
+@dataclass(slots=True)
+class Box:
+    """Where a gradient arrives, while its hop's backward runs; closed at any other time."""
+
+    gradient: Tensor | None = None
+    open: bool = False
+
+
+@dataclass(slots=True)
+class Crossing:
+    """One import's way back: the gradient arrives in the box and goes to an edge of a hop."""
+
+    box: Box
+    to_hop: int
+    to_edge: GradientEdge
+
+
+@dataclass(slots=True)
+class HopGraph:
+    """What a hop's backward starts from, and what it hands on."""
+
+    roots: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)
+    crossings: list[Crossing] = field(default_factory=list)
+
+
+class Entry(torch.autograd.Function):
+    """Where a crossing enters a hop's graph: keeps the gradient, and nothing of the data.
+
+    Not a leaf: the user's operation may write to it in place. Its output is a ``detach`` made
+    without grad, which autograd takes for no view.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, box: Box, phony: Tensor, value: Tensor) -> Tensor:
+        ctx.box = box
+        ctx.set_materialize_grads(False)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
+        if not ctx.box.open:
+            raise CrossingError(
+                "a backward in the forward, or a second one after it, comes to where a tensor "
+                "crossed from another stage, and its graph is cut there; use schedule='uncut', or "
+                "detach() what the inner backward does not need"
+            )
+        ctx.box.gradient = gradient
+        return None, None, None
+
+
+_phony = torch.zeros((), requires_grad=True)  # makes entries differentiable; gets no gradient
+
+
+class Step:
+    """What the journeys of one step share: the homes, the devices, and values copied once."""
+
+    _numbers = iter(range(1 << 62))
+
+    def __init__(
+        self,
+        route: list[int],
+        homes: dict[int, Home],
+        devices: list[torch.device] | None,
+        *,
+        differentiable: bool,
+        isolate_as: int | None = None,
+        cut: bool = True,
+        begins: Sequence[int] = (),
+    ) -> None:
+        self.number = next(Step._numbers)
+        self.route = route
+        self.begins = begins  # for each hop, which of the forward's marks it began with
+        self.homes = homes
+        self.devices = devices
+        self.differentiable = differentiable
+        self.isolate_as = isolate_as  # the pipeline's number in the sanitizer's book
+        self.isolate = isolate_as is not None
+        self.cut = cut
+        self._lock = threading.Lock()
+        self._copies: dict[tuple[int, int], Tensor] = {}
+        self._adopted: dict[int, Home] = {}  # of this step: not the model's, so not kept longer
+
+    def device_of(self, stage: int) -> torch.device | None:
+        """The device of a stage, or ``None`` where nothing is placed."""
+        return None if self.devices is None else self.devices[stage]
+
+    def copy_of(self, tensor: Tensor, stage: int) -> Tensor:
+        """A parameter's or buffer's value on another stage, copied once in the step."""
+        key = id(tensor), stage
+        with self._lock:
+            if key not in self._copies:
+                self._copies[key] = self.carried(tensor, stage)
+            return self._copies[key]
+
+    def carried(self, tensor: Tensor, stage: int) -> Tensor:
+        """A tensor's values on a stage: an alias on the same device, unless isolated."""
+        moved = carry(tensor, self.device_of(stage), copy=self.isolate)
+        if self.isolate_as is not None:
+            set_owner(moved, Owner(self.isolate_as, stage))
+        return moved
+
+    def adopt(self, tensor: Tensor, hop: int, stage: int) -> Home:
+        """A leaf that no module registered and that needs a gradient: its home is where it is read.
+
+        A parameter of a loss function, say.
+        """
+        with self._lock:
+            return self._adopted.setdefault(id(tensor), Home(tensor, hop, stage, "<unregistered>"))
+
+    def home_of(self, tensor: Tensor) -> Home | None:
+        """Where a parameter or buffer lives; ``None`` for any other tensor."""
+        return self.homes.get(id(tensor)) or self._adopted.get(id(tensor))
+
+
+def enter_graph(box: Box, value: Tensor) -> Tensor:
+    """A value as an entry into this hop's graph; its gradient will be in the box."""
+    # With grad also where the user's code is under no_grad: the copy is kept, and a later
+    # reader may need the gradient.
+    with torch.enable_grad():
+        return cast(Tensor, Entry.apply(box, _phony, value))
+
+
+def aliases_of(tensor: Tensor, key: JourneyKey) -> Aliases | None:
+    """What a journey knows of a tensor's storage."""
+    storage = _storage(tensor)
+    known = None if storage is None else getattr(storage, _ALIASES, None)
+    return None if known is None else known.get(key)
+
+
+def set_aliases(tensor: Tensor, key: JourneyKey, aliases: Aliases) -> None:
+    """Note it, by journey: slices of one batch share a storage, and are no aliases."""
+    storage = _storage(tensor)
+    if storage is None:
+        return
+    known = getattr(storage, _ALIASES, None)
+    if known is None:
+        known = WeakKeyDictionary()
+        setattr(storage, _ALIASES, known)
+    known[key] = aliases
+
+
+def version_of(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None

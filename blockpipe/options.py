@@ -1,0 +1,66 @@
+"""The options of a pipeline, checked before anything moves."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import PlanError, ScheduleError, UsageError
+from .schedule import SCHEDULES
+from .transfer import check_device, is_asynchronous
+
+
+def as_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if (
+        isinstance(sample, tuple)
+        and len(sample) == 2
+        and isinstance(sample[0], tuple | list)
+        and isinstance(sample[1], Mapping)
+    ):
+        return tuple(sample[0]), dict(sample[1])
+    if isinstance(sample, tuple | list):
+        return tuple(sample), {}
+    return (sample,), {}
+
+
+def checked_devices(devices: Sequence[Any] | None) -> list[torch.device] | None:
+    if devices is None:
+        return None
+    if isinstance(devices, str | torch.device | int):
+        raise PlanError(
+            f"devices is a list with one device for each stage, but {devices!r} came; "
+            f"write devices=[{devices!r}, …]"
+        )
+    checked = [check_device(device) for device in devices]
+    if not checked:
+        raise PlanError("devices is empty; pass one for each stage, or None for all there are")
+    kinds = {device.type for device in checked if is_asynchronous(device)}
+    if len(kinds) > 1:
+        raise PlanError(f"stages are on accelerators of one kind, but {sorted(kinds)} came")
+    return checked
+
+
+def check_options(
+    model: object,
+    chunks: object,
+    schedule: object,
+    checkpoint: object,
+    deferred_batch_norm: object,
+    loss_reduction: object,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"Pipeline takes an nn.Module, but {type(model).__name__} came")
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise PlanError(f"chunks is a whole number from 1 on, but {chunks!r} came")
+    if schedule not in (*SCHEDULES, "uncut"):
+        raise ScheduleError(f"schedule is one of {[*SCHEDULES, 'uncut']}, but {schedule!r} came")
+    if checkpoint != "never":
+        raise UsageError(f"checkpoint is 'never' in this version, but {checkpoint!r} came")
+    if deferred_batch_norm is not False:
+        raise UsageError("deferred_batch_norm is not in this version; leave it False")
+    if loss_reduction not in ("mean", "sum") and not callable(loss_reduction):
+        raise UsageError(
+            "loss_reduction is 'mean', 'sum' or a callable (args, kwargs, target) -> number, but "
+            f"{loss_reduction!r} came"
+        )

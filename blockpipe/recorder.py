@@ -1,0 +1,394 @@
+"""The watched journey: what the recording pass sees, and what follows from it.
+
+It is a journey like every other, with every operation intercepted, inside modules too; so what it
+sees is what a replay will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .blocks import Cursor, Mark
+from .crossing import TAG, Home, JourneyKey, Step, Tag
+from .errors import CrossingError, PlanError
+from .glue import Glue, is_question
+from .journey import Journey
+from .plan import too_few_devices
+from .recording import Call, CrossingInfo, Held, Hop, Recording, Unmarked
+from .tree import tensors
+from .where import users_line
+
+
+class _RecordedTag(Tag):
+    """A tag that knows inside which calls its tensor was made, and which of them returned it."""
+
+    __slots__ = ("calls", "returned_by")
+
+    def __init__(self, key: JourneyKey, hop: int, stage: int, calls: set[Call]) -> None:
+        super().__init__(key, hop, stage)
+        self.calls = calls
+        self.returned_by: set[Call] = set()
+
+
+class WatchedCursor(Cursor):
+    """A cursor that tells the recording when a mark moves it."""
+
+    recorder: Recorder
+    moves = 0
+
+    def move(self, stage: int, mark: Mark | None) -> None:
+        self.moves += 1
+        if stage != self.stage:
+            self.recorder.moved()
+        super().move(stage, mark)
+        if mark is not None:
+            self.recorder.marked = True
+
+
+class Recorder(Journey):
+    """The journey of the recording pass."""
+
+    def __init__(self, step: Step, cursor: WatchedCursor, result: Recording) -> None:
+        super().__init__(step, 0, cursor)
+        cursor.recorder = self
+        cursor.on_move = None
+        self.cursor: WatchedCursor = cursor
+        self.result = result
+        self.marked = False
+        self.stack: list[tuple[Call, set[int], object]] = []
+        self.held: dict[int, Held] = {}
+        self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
+        self.writers: dict[int, set[int]] = {}
+        self.recomputed_in: list[Call | None] = []
+        self.custom_in: list[tuple[str, Call | None]] = []
+        self.hook_calls: list[Call | None] = []
+        self.untracked: list[tuple[CrossingError, Call | None]] = []
+        self._ambient_hooks = _saved_tensor_hooks()
+
+    # --- the route
+
+    def next_hop(self, stage: int) -> int:
+        return self.hop + 1
+
+    def _cross(self, hop: int) -> None:
+        stage = self.cursor.stage
+        self._check_device(stage)
+        self.step.route.append(stage)
+        mark = self.cursor.mark
+        self.result.hops.append(
+            Hop(
+                hop,
+                stage,
+                mark.name if mark else None,
+                mark.where if mark else "the start",
+                self.cursor.moves,
+            )
+        )
+        super()._cross(hop)
+
+    def _check_device(self, stage: int) -> None:
+        if self.step.devices is not None and stage >= len(self.step.devices):
+            mark = self.cursor.mark
+            where = mark.where if mark else users_line()
+            raise PlanError(f"{too_few_devices(stage + 1, len(self.step.devices))} ({where})")
+
+    def moved(self) -> None:
+        """A mark moves the cursor: no module whose call is under way stays on one stage."""
+        self.result.moves = True
+        for call, _, _ in self.stack:
+            call.sealed = False
+
+    # --- operations
+
+    def operation(self) -> None:
+        """An operation runs here: which calls is it a part of?"""
+        hop = self.arrive()
+        info = self.result.hops[hop]
+        info.operations += 1
+        for call, _, _ in self.stack:
+            if call.hop is None:
+                call.hop = hop
+            elif call.last_hop != hop and call.last_hop is not None:
+                call.sealed = False
+            call.last_hop = hop
+        if not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
+            self._note_unmarked(hop)
+        hooks = _saved_tensor_hooks()
+        if hooks is not None and hooks is not self._ambient_hooks:
+            self.hook_calls.append(self.stack[-1][0] if self.stack else None)
+
+    def _note_unmarked(self, hop: int) -> None:
+        last = self.result.unmarked[-1] if self.result.unmarked else None
+        mark = self.cursor.mark
+        after = mark.where if mark is not None else None
+        if last is not None and last.stage == self.stage and last.after == after:
+            last.operations += 1
+        else:
+            self.result.unmarked.append(Unmarked(self.stage, users_line(), 1, after))
+
+    def local(self, tensor: Tensor) -> Tensor:
+        original = tensor
+        key = id(tensor)
+        held = self.held.get(key)
+        if held is not None:
+            self._note_read(tensor, held)
+        newest = self.newest(original)
+        tag: Tag | None = getattr(newest, TAG, None)
+        if isinstance(tag, _RecordedTag):
+            for call in tag.calls - tag.returned_by:
+                if not call.under_way:
+                    call.sealed = False  # it came out by another way than the door: state, a list
+        foreign = self.is_foreign(newest)
+        found = super().local(tensor)
+        if foreign:
+            for call, given, _ in self.stack:
+                if key not in given and id(newest) not in given:
+                    call.sealed = False
+        return found
+
+    def _local_untagged(self, tensor: Tensor) -> Tensor:
+        try:
+            return super()._local_untagged(tensor)
+        except CrossingError as error:
+            # In a sealed module nobody will look (torch.func makes such tensors): see conclude.
+            call = self.stack[-1][0] if self.stack else None
+            self.untracked.append((error.with_traceback(None), call))
+            self._tag(tensor)
+            return tensor
+
+    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
+        # What a call under way was given, its door will have imported.
+        given: set[int] = set().union(*(known for _, known, _ in self.stack[1:]))
+        super().refuse_foreign(what, [t for t in tensors_ if id(t) not in given])
+
+    def _make_tag(self) -> Tag:
+        return _RecordedTag(self.key, self.hop, self.stage, {c for c, _, _ in self.stack})
+
+    def _note_read(self, tensor: Tensor, held: Held) -> None:
+        if held.hop is None:
+            held.hop, held.stage, held.where = self.hop, self.stage, users_line()
+            self.step.homes[id(tensor)] = Home(tensor, self.hop, self.stage, held.name)
+        elif self.stage != held.stage and self.stage not in held.also_read_on:
+            held.also_read_on.append(self.stage)
+        if self.hop not in held.hops:
+            held.hops.append(self.hop)
+        home_hop = held.hop
+        for call, _, _ in self.stack:
+            self.reads.setdefault(id(call), set()).add(home_hop)
+
+    def note_import(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
+        stage = self.step.route[home_hop]
+        self.result.crossings.append(
+            CrossingInfo(
+                home_hop,
+                self.hop,
+                stage,
+                self.stage,
+                tuple(tensor.shape),
+                _dtype(tensor),
+                tensor.numel() * tensor.element_size(),
+                tensor.requires_grad and self.step.differentiable,
+                name,
+                users_line(),
+            )
+        )
+
+    # --- module calls
+
+    def begin_call(self, path: str, kind: str, module: object, args: Any) -> Call:
+        """A module's forward begins."""
+        call = Call(
+            path,
+            kind,
+            self.count_call(module),
+            len(self.stack),
+            users_line(),
+            parent=self.stack[-1][0] if self.stack else None,
+            stage=self.cursor.stage,
+        )
+        self.result.calls.append(call)
+        given = {id(t) for t in tensors(args)} | {id(self.newest(t)) for t in tensors(args)}
+        self.stack.append((call, given, args))
+        return call
+
+    def end_call(self, call: Call, result: Any) -> None:
+        """A module's forward ended."""
+        self.stack.pop()
+        call.under_way = False
+        for tensor in tensors(result):
+            tag = getattr(tensor, TAG, None)
+            if isinstance(tag, _RecordedTag):
+                tag.returned_by.add(call)
+        call.stage = self.step.route[call.hop] if call.hop is not None else call.stage
+
+    def custom_function(self, name: str) -> None:
+        """A custom autograd function was applied."""
+        self.custom_in.append((name, self.stack[-1][0] if self.stack else None))
+
+
+class RecordingGlue(Glue):
+    journey: Recorder
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if not is_question(func):
+            self.journey.operation()
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
+        self.journey.operation()
+        self.journey.custom_function(cls.__qualname__)
+
+
+class RecordingDoor:
+    """Stands around every module's forward and writes the call down."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        path: str,
+        module: nn.Module,
+        recorder: Recorder,
+        stages: Mapping[int, int] | None,
+    ) -> None:
+        self.forward = forward
+        self.path = path
+        self.module = module
+        self.recorder = recorder
+        self.stages = stages
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = self.recorder
+        if self.stages is not None:
+            call_number = recorder.count_call(self)
+            recorder.cursor.move(self.stages.get(call_number, recorder.cursor.stage), None)
+        call = recorder.begin_call(
+            self.path, type(self.module).__name__, self.module, (args, kwargs)
+        )
+        result = None
+        try:
+            result = self.forward(*args, **kwargs)
+            return result
+        finally:
+            recorder.end_call(call, result)
+
+
+def _saved_tensor_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def named_slots(model: nn.Module, slots: str) -> Iterator[tuple[str, Tensor]]:
+    """Every place of a module that holds a tensor, once, tied tensors under each of their names.
+
+    ``named_parameters(remove_duplicate=False)`` names a module that is registered twice twice.
+    """
+    for path, module in model.named_modules():
+        for key, tensor in getattr(module, slots).items():
+            if tensor is not None:
+                yield (f"{path}.{key}" if path else key), tensor
+
+
+def hold(model: nn.Module, recorder: Recorder, devices: list[torch.device] | None) -> None:
+    for is_buffer, slots in ((False, "_parameters"), (True, "_buffers")):
+        for name, tensor in named_slots(model, slots):
+            held = recorder.held.get(id(tensor))
+            if held is not None:
+                held.names.append(name)
+                continue
+            held = Held(
+                [name],
+                tuple(tensor.shape),
+                _dtype(tensor),
+                tensor.numel() * tensor.element_size(),
+                tensor.numel(),
+                tensor.requires_grad,
+                is_buffer,
+            )
+            recorder.held[id(tensor)] = held
+            (recorder.result.buffers if is_buffer else recorder.result.parameters).append(held)
+
+
+def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Tensor, int]]) -> None:
+    """What follows from the whole run: what is sealed, where unread parameters live."""
+    result = recorder.result
+    for key, (buffer, version) in versions.items():
+        held = recorder.held.get(key)
+        if held is not None:
+            held.written = buffer._version != version
+    good: dict[str, set[int]] = {}
+    bad: dict[str, set[int]] = {}
+    everywhere: set[str] = set()
+    needs_door: set[str] = set()
+    with_parameters: dict[str, bool] = {}
+    every_hop = set(range(len(result.hops)))
+    for call in result.calls:
+        visited = {h for h in (call.hop, call.last_hop) if h is not None}
+        if call.sealed:
+            good.setdefault(call.path, set()).update(visited)
+            if id(call) not in recorder.reads:
+                everywhere.add(call.path)
+            else:
+                with_parameters[call.path] = True
+        else:
+            first = call.hop if call.hop is not None else 0
+            last = call.last_hop if call.last_hop is not None else first
+            bad.setdefault(call.path, set()).update(range(first, last + 1))
+        if call.parent is None or not call.parent.sealed:
+            needs_door.add(call.path)
+    for path in needs_door:
+        hops = set(good.get(path, set()))
+        if path in everywhere and path not in with_parameters:
+            hops = set(every_hop)
+        hops -= bad.get(path, set())
+        if hops:
+            result.sealed[path] = frozenset(hops)
+    _place_unread(model, recorder)
+    sealed_calls = {id(c) for c in result.calls if _in_sealed(c)}
+    result.recomputes = any(c is None or id(c) not in sealed_calls for c in recorder.hook_calls)
+    result.custom_functions = sorted(
+        {name for name, c in recorder.custom_in if c is None or id(c) not in sealed_calls}
+    )
+    for error, untracked_in in recorder.untracked:
+        if not _in_sealed(untracked_in):
+            raise error
+    for path, module in model.named_modules():
+        compiled = hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl")
+        if compiled and path in bad:
+            raise CrossingError(
+                f"compiled module {path or '(the model)'!r} spans stages "
+                f"{sorted({result.hops[h].stage for h in bad[path]})}, but a compiled call runs as "
+                "a whole; compile its parts (one stage each) instead"
+            )
+
+
+def _in_sealed(call: Call | None) -> bool:
+    while call is not None:
+        if call.sealed:
+            return True
+        call = call.parent
+    return False
+
+
+def _place_unread(model: nn.Module, recorder: Recorder) -> None:
+    """A parameter that no call reads lives where its module runs, or the nearest one around it."""
+    stage_of = {call.path: call.stage for call in reversed(recorder.result.calls)}
+    for held in recorder.held.values():
+        if held.hop is not None:
+            continue
+        path = held.name
+        while path and path not in stage_of:
+            path = path.rpartition(".")[0]
+        held.stage = stage_of.get(path, 0)
