@@ -301,6 +301,14 @@ def _marked_callable(function: Marked, mark: Mark) -> Marked:
             f"pass the module itself, not its output or its name ({mark.where})"
         )
 
+    before: Mark | None = getattr(function, _MARK, None)
+    if before is not None:
+        raise MarkError(
+            f"{getattr(function, '__name__', 'this callable')} is marked as stage {before.stage} "
+            f"already ({before.where}), and now as stage {mark.stage} ({mark.where}); mark the "
+            "function itself"
+        )
+
     @functools.wraps(function)
     def begin_and_call(*args: Any, **kwargs: Any) -> Any:
         cursor = _active_cursor()
@@ -308,6 +316,7 @@ def _marked_callable(function: Marked, mark: Mark) -> Marked:
             cursor.begin(mark)
         return function(*args, **kwargs)
 
+    setattr(begin_and_call, _MARK, mark)
     return cast(Marked, begin_and_call)
 
 
@@ -336,6 +345,10 @@ def matching_paths(pattern: str, paths: list[str]) -> list[str]:
     Raises:
         MarkError: none is named; the message has near misses.
     """
+    if not isinstance(pattern, str):
+        raise MarkError(
+            f"a path pattern is text such as 'layer3', not {pattern!r} ({users_line()})"
+        )
     wanted = pattern.split(".")
     found = [
         path
@@ -373,6 +386,12 @@ def begin_blocks(model: nn.Module, stages: Mapping[str, int]) -> nn.Module:
         >>> bp.record(net, torch.zeros(1, 4)).route
         [0, 1]
     """
+    if not isinstance(model, nn.Module) or not isinstance(stages, Mapping):
+        raise MarkError(
+            "begin_blocks takes an nn.Module and a mapping from path patterns to stages, but "
+            f"{type(model).__name__} and {stages!r} came; write begin_blocks(model, "
+            f"{{'layer3': 1}}) ({users_line()})"
+        )
     modules = dict(model.named_modules())
     paths = [path for path in modules if path]
     chosen = [(path, s) for pattern, s in stages.items() for path in matching_paths(pattern, paths)]

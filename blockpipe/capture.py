@@ -149,9 +149,9 @@ def record_on_fake_devices(
         ) from error
 
 
-def _planned_stages(model: nn.Module, plan: StagePlan | None) -> dict[str, dict[int, int]]:
+def _planned_stages(model: nn.Module, plan: StagePlan | None) -> dict[str, dict[int, int]] | None:
     if plan is None:
-        return {}
+        return None
     paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
     unknown = sorted({a.path for a in plan.assignments} - paths)
     if unknown:
@@ -169,7 +169,7 @@ def _record_fake(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    stages: dict[str, dict[int, int]],
+    stages: dict[str, dict[int, int]] | None,
     devices: list[torch.device] | None,
     homes: Mapping[str, torch.device] | None = None,
     *,
@@ -216,7 +216,7 @@ def _record_real(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    stages: dict[str, dict[int, int]],
+    stages: dict[str, dict[int, int]] | None,
     devices: list[torch.device] | None,
     *,
     cut: bool,
@@ -246,14 +246,14 @@ def _run(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    stages: dict[str, dict[int, int]],
+    stages: dict[str, dict[int, int]] | None,
     devices: list[torch.device] | None,
     *,
     fake: bool,
     cut: bool,
 ) -> Recording:
     result = Recording(type(model).__name__, fake)
-    cursor = WatchedCursor(follow_marks=not stages)
+    cursor = WatchedCursor(follow_marks=stages is None)
     differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     step = Step([], {}, devices, differentiable=differentiable, cut=cut)
     recorder = Recorder(step, cursor, result)
@@ -262,7 +262,9 @@ def _run(
     for path, module in model.named_modules():
         result.types[path] = type(module).__name__
         names = module.__dict__
-        names["forward"] = RecordingDoor(module.forward, path, module, recorder, stages.get(path))
+        names["forward"] = RecordingDoor(
+            module.forward, path, module, recorder, (stages or {}).get(path)
+        )
         names.pop("_compiled_call_impl", None)
     before = set_cursor(cursor)
     try:
@@ -271,13 +273,44 @@ def _run(
             output = model(*args, **kwargs)
             for tensor in tensors(output):
                 recorder.newest(tensor)
+        recorder.keepers = _keepers(model, recorder)
     finally:
         set_cursor(before)
         recorder.abandon()
     if not result.hops:
         result.hops.append(Hop(0, 0, None, "the start"))
     conclude(model, recorder, versions)
+    _check_calls(result, stages or {})
     return result
+
+
+def _check_calls(result: Recording, stages: Mapping[str, Mapping[int, int]]) -> None:
+    """A plan's calls happen; a module that is not called at all may be (in another mode)."""
+    made = {(call.path, call.call) for call in result.calls}
+    called = {path for path, _ in made}
+    missing = [
+        f"{path!r} call {call}"
+        for path, calls in stages.items()
+        for call in calls
+        if path in called and (path, call) not in made
+    ]
+    if missing:
+        raise PlanError(
+            f"the plan assigns {', '.join(missing[:5])}, but the forward does not make these "
+            "calls; make the plan from a recording of this model"
+        )
+
+
+def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:
+    """Modules on which the forward left a tensor with a gradient path: the next micro-batch will
+    read it there, so their calls are looked into."""
+    return [
+        path
+        for path, module in model.named_modules()
+        for value in module.__dict__.values()
+        if isinstance(value, Tensor | list | tuple)
+        and any(t.requires_grad and recorder.made(t) for t in tensors(value))
+    ]
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from .errors import CrossingError
 from .transfer import Owner, carry, set_owner
 
 TAG = "_blockpipe_tag"
+RECORDING = -1  # the number of the recording's step
 _ALIASES = "_blockpipe_aliases"
 UNCUT = (
     "use schedule='uncut' (one ordinary graph, one micro-batch at a time), "

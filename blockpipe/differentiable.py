@@ -60,6 +60,7 @@ class _Backward:
                     sent = execution.step.carried(piece, execution.prepared.route[hop])
                     journey.add_root(hop, edge, sent)
         self.gradients.clear()
+        self.joints = []
         execution.run_backward()
         return input_gradients(execution, self.inputs, self.batch_dim)
 

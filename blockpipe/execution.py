@@ -471,7 +471,7 @@ def _check_differentiable(loss: Tensor) -> None:
 
 def _own_loss(output: Any) -> Any:
     if isinstance(output, Tensor):
-        return output if output.dim() == 0 else None
+        return output  # its caller says what is wrong if it has more than one element
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, dict):
         loss = output.get("loss")

@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge
 
 from .blocks import Cursor
 from .crossing import (
+    RECORDING,
     TAG,
     UNCUT,
     Aliases,
@@ -218,7 +219,13 @@ class Journey:
     def _of_another(self, tensor: Tensor, tag: Tag) -> Tensor:
         if tag.stage == self.stage and not tensor.requires_grad:
             return tensor  # running state: a lane takes the micro-batches in order
-        step = "this step" if tag.key.step == self.key.step else "an earlier step"
+        step = (
+            "this step"
+            if tag.key.step == self.key.step
+            else "the recording (it is still there: clear it)"
+            if tag.key.step == RECORDING
+            else "an earlier step"
+        )
         why = "has a gradient path" if tensor.requires_grad else f"was made on stage {tag.stage}"
         raise StateError(
             f"micro-batch {self.microbatch} on stage {self.stage} reads a tensor of shape "

@@ -136,14 +136,10 @@ class Turns:
         """Run the whole step; returns when every thread is done, or raises the first failure."""
         caller_threads = torch.get_num_threads()
         try:
-            with self._lock:
-                if self._only == "B":
-                    self._finished.update(range(self._schedule.microbatches))
-                if self._only != "F":
-                    for lane in range(len(self._schedule.lanes)):
-                        self._submit(partial(self._run_lane, lane), backward=True)
-                for lane in range(len(self._schedule.lanes)):
-                    self._settle(lane)
+            try:
+                self._begin()
+            except BaseException as error:  # Ctrl-C while threads were being started
+                self.fail(error)
             self._wait_until_over()
         finally:
             if self._threads != caller_threads:
@@ -155,7 +151,18 @@ class Turns:
             finally:
                 del failure  # the traceback holds this frame
 
+    def _begin(self) -> None:
+        with self._lock:
+            if self._only == "B":
+                self._finished.update(range(self._schedule.microbatches))
+            if self._only != "F":
+                for lane in range(len(self._schedule.lanes)):
+                    self._submit(partial(self._run_lane, lane), backward=True)
+            for lane in range(len(self._schedule.lanes)):
+                self._settle(lane)
+
     def _wait_until_over(self) -> None:
+        interrupted = False
         while True:
             try:
                 with self._lock:
@@ -163,8 +170,9 @@ class Turns:
                         self._over.wait()
                 return
             except KeyboardInterrupt as interrupt:
-                if self._failure is not None:
+                if interrupted:
                     raise  # asked twice: do not wait for the user's code any longer
+                interrupted = True
                 self.fail(interrupt)
 
     def _submit(self, job: Callable[[], None], *, backward: bool) -> None:

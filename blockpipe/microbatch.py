@@ -5,6 +5,7 @@ chunk lists and loses some). Here one size is *the batch's*, and a tensor either
 part of the batch.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -59,6 +60,14 @@ def split(
         [2, 2, 1]
     """
     named = [*enumerate(args), *kwargs.items()]
+    if isinstance(dims, Mapping):
+        known = {name for name, _ in named} | {"target", "output"}
+        unknown = [name for name in dims if name not in known]
+        if unknown:
+            raise MicrobatchError(
+                f"batch_dims names {unknown}, but the arguments are {[n for n, _ in named]}; use "
+                "positions and names of this call's arguments, 'target' and 'output'"
+            )
     size = _batch_size(named, dims)
     if size is None:
         return [Microbatch(args, kwargs, target, 1)]
@@ -66,14 +75,14 @@ def split(
         raise MicrobatchError("a batch has at least one sample, but the first tensor has 0 rows")
     _check_target(target, size, _dim_of("target", dims))
     count = min(chunks, size)
-    if count == 1:
-        return [Microbatch(args, kwargs, target, size)]
     bounds = [size // count + (i < size % count) for i in range(count)]
 
     def parts(name: int | str, value: Any) -> list[Any]:
         dim = _dim_of(name, dims)
         if dim is _WHOLE:
             return [value] * count
+        if isinstance(dims, int) or (isinstance(dims, Mapping) and name in dims):
+            _check_named(name, value, dim, size)
         pieces: dict[int, Sequence[Tensor]] = {
             id(t): _pieces(t, bounds, dim, cut)
             for t in tensors(value)
@@ -85,6 +94,10 @@ def split(
 
         return [part(i) for i in range(count)]
 
+    if count == 1:
+        for name, value in named:
+            parts(name, value)  # for its checks
+        return [Microbatch(args, kwargs, target, size)]
     positional = [parts(i, value) for i, value in enumerate(args)]
     by_name = {name: parts(name, value) for name, value in kwargs.items()}
     targets = parts("target", target)
@@ -97,6 +110,17 @@ def split(
         )
         for i in range(count)
     ]
+
+
+def _check_named(name: int | str, value: Any, dim: int, size: int) -> None:
+    """A dim that was asked for is there, and has the batch's size."""
+    for tensor in tensors(value):
+        if tensor.dim() and (tensor.dim() <= dim or tensor.shape[dim] != size):
+            raise MicrobatchError(
+                f"batch_dims splits argument {name!r} on dim {dim}, where the batch has {size} "
+                f"samples, but a tensor of shape {tuple(tensor.shape)} came; name the dim that "
+                f"has them, or batch_dims={{{name!r}: None}} to give every micro-batch the whole"
+            )
 
 
 def _pieces(tensor: Tensor, bounds: list[int], dim: int, cut: bool) -> list[Tensor]:
@@ -132,6 +156,8 @@ def _batch_size(named: list[tuple[Any, Any]], dims: BatchDims) -> int | None:
         for tensor in tensors(value):
             if tensor.dim() > dim:
                 return int(tensor.shape[dim])
+            if tensor.dim() and dims is not None:
+                _check_named(name, tensor, dim, 0)
     return None
 
 
@@ -162,11 +188,15 @@ def weights_of(microbatches: Sequence[Microbatch], reduction: LossReduction) -> 
     if reduction == "sum":
         return [1.0] * len(microbatches)
     if callable(reduction):
-        counts = [float(reduction(m.args, m.kwargs, m.target)) for m in microbatches]
-        if min(counts) < 0 or sum(counts) <= 0:
+        given = [reduction(m.args, m.kwargs, m.target) for m in microbatches]
+        try:
+            counts = [float(number) for number in given]
+        except (TypeError, ValueError):
+            counts = [-1.0]
+        if not all(math.isfinite(n) and n >= 0 for n in counts) or sum(counts) <= 0:
             raise MicrobatchError(
-                f"loss_reduction gives weights from 0 on, not all 0, but {counts} came; count "
-                "what the loss averages over"
+                f"loss_reduction gives finite weights from 0 on, not all 0, but {given} came; "
+                "count what the loss averages over"
             )
     else:
         counts = [float(m.size) for m in microbatches]

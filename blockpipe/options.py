@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import PlanError, ScheduleError, UsageError
+from .errors import MicrobatchError, PlanError, ScheduleError, UsageError
+from .plan import StagePlan
 from .schedule import SCHEDULES
 from .transfer import check_device, is_asynchronous
 
@@ -39,6 +40,29 @@ def checked_devices(devices: Sequence[Any] | None) -> list[torch.device] | None:
     if len(kinds) > 1:
         raise PlanError(f"stages are on accelerators of one kind, but {sorted(kinds)} came")
     return checked
+
+
+def check_plan(plan: object) -> None:
+    """Raise :class:`PlanError` for what is no plan, or none that can be carried out."""
+    if plan is None:
+        return
+    if not isinstance(plan, StagePlan):
+        raise PlanError(
+            f"plan is a StagePlan, but {type(plan).__name__} came; make one by "
+            "record(model, args).plan, or StagePlan.from_json(text)"
+        )
+    plan.check()
+
+
+def check_batch_dims(dims: object) -> None:
+    """Raise :class:`MicrobatchError` for what names no dims."""
+    values = list(dims.values()) if isinstance(dims, Mapping) else [dims]
+    for value in values:
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise MicrobatchError(
+                "batch_dims is None, a number, or a mapping from an argument's position or name "
+                f"to a number or None, but {dims!r} came"
+            )
 
 
 def check_options(

@@ -4,12 +4,14 @@ Reads as the flow does: record → plan → place → schedule → replay.
 """
 
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from .ambient import Ambient
 from .blocks import Cursor, _cursor, set_cursor
@@ -22,14 +24,14 @@ from .glue import Doors, Glue
 from .journey import FreeJourney
 from .lanes import close_idle_threads
 from .microbatch import BatchDims, LossReduction, Microbatch, join, split, weights_of
-from .options import as_sample, check_options, checked_devices
+from .options import as_sample, check_batch_dims, check_options, check_plan, checked_devices
 from .placement import Fingerprint, Placement
 from .plan import StagePlan
 from .recording import Recording
 from .summary import summarize
 from .transfer import Owner, default_devices, set_owner
 from .tree import leaves, map_tensors
-from .where import users_line
+from .where import called_from_here, users_line
 
 
 class StepResult(NamedTuple):
@@ -110,8 +112,8 @@ class Pipeline(nn.Module):
                 "isolate=True proves that stages are cut apart, but schedule='uncut' does not cut "
                 "them; use 'sequential' to look at one micro-batch at a time"
             )
-        if plan is not None:
-            plan.check()
+        check_plan(plan)
+        check_batch_dims(batch_dims)
         self.module = model
         self.chunks = chunks
         self.schedule = schedule
@@ -234,6 +236,16 @@ class Pipeline(nn.Module):
             ``.grad`` may then hold part of the step.
         """
         self._check_call()
+        if loss_fn is not None and not callable(loss_fn):
+            raise UsageError(
+                f"loss_fn is a callable (output, target) -> loss, but {loss_fn!r} came "
+                f"({users_line()})"
+            )
+        if target is not None and loss_fn is None:
+            raise UsageError(
+                "a target needs a loss_fn to be compared by, but none came; pass loss_fn=…, or "
+                f"give the model its labels as an argument ({users_line()})"
+            )
         ambient = Ambient()
         microbatches = self._split(args, kwargs, target)
         weights = weights_of(microbatches, self.loss_reduction)
@@ -251,7 +263,8 @@ class Pipeline(nn.Module):
             loss_fn=loss_fn,
             want=want,
         )
-        execution.run()
+        with called_from_here():
+            execution.run()
         if self.schedule != "uncut":
             self._give_input_gradients(execution, args, kwargs)
         results = [r for r in execution.results if r is not None]
@@ -293,7 +306,8 @@ class Pipeline(nn.Module):
             isolate_as=self._own_storages(prepared),
             want=frozenset({"outputs"}),
         )
-        execution.run_forward()
+        with called_from_here():
+            execution.run_forward()
         results = [r.outputs for r in execution.results if r is not None]
         sizes = [m.size for m in microbatches]
         device = prepared.devices[prepared.route[-1]]
@@ -316,6 +330,10 @@ class Pipeline(nn.Module):
             UsageError: nothing is placed yet.
         """
         self._check_call()
+        if not callable(function):
+            raise UsageError(
+                f"run() calls a method of the model, but {function!r} came ({users_line()})"
+            )
         if not self._prepared:
             raise UsageError(
                 "run() works on a placed model; pass sample=… to Pipeline, or call it once first"
@@ -493,6 +511,16 @@ class Pipeline(nn.Module):
     # --- what is refused, and what is the model's
 
     def _check_call(self) -> None:
+        if torch.compiler.is_compiling():
+            raise UsageError(
+                "torch.compile around a pipeline cannot see its stages; compile the modules "
+                "inside the stages instead"
+            )
+        if forward_ad._current_level >= 0:
+            raise UsageError(
+                "forward-mode AD cannot go through a pipeline: its graph is cut between the "
+                f"stages; use the plain model ({users_line()})"
+            )
         if _cursor.get() is not None:
             raise UsageError(
                 "a pipeline was called inside a forward that Blockpipe runs; mark the inner "
@@ -506,10 +534,26 @@ class Pipeline(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> None:
-        # What DistributedDataParallel asks a module for first.
+        # What DistributedDataParallel asks a module for first; anybody else has no such attribute.
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.nn.parallel"):
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise UsageError(
             "DistributedDataParallel around a pipeline would reduce gradients once for each "
             "micro-batch; all-reduce the gradients after forward_backward instead"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # What `to`, `to_empty`, `cuda` and a module around the pipeline end in.
+        probe = fn(torch.empty(0))
+        if probe.device.type != "cpu":
+            self._refuse_device(probe.device)
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _refuse_device(self, device: torch.device) -> None:
+        raise UsageError(
+            f"a pipeline's stages have devices of their own, but .to({str(device)!r}) came; "
+            "pass devices=[…] to Pipeline, or call unplace() and move the model "
+            f"({users_line()})"
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -520,11 +564,7 @@ class Pipeline(nn.Module):
         """
         device, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None:
-            raise UsageError(
-                f"a pipeline's stages have devices of their own, but .to({str(device)!r}) came; "
-                "pass devices=[…] to Pipeline, or call unplace() and move the model "
-                f"({users_line()})"
-            )
+            self._refuse_device(device)
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> Self:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .errors import PlanError
+from .errors import PlanError, UsageError
 from .recorder import named_slots
 from .recording import Recording
 
@@ -47,6 +47,13 @@ class Placement:
                 f"a pipeline needs values, but {on_meta[:3]} of {type(self.model).__name__} are on "
                 "the meta device; load or initialize the model first (record() and summaries work "
                 "on the meta device)"
+            )
+        computed = [name for name, t in named.items() if t.grad_fn is not None]
+        if computed:
+            raise UsageError(
+                f"a pipeline's parameters are leaves, but {computed[:3]} are computed from others "
+                "(functional_call?): each micro-batch's backward would run through that; use "
+                "parametrizations, which compute them in the forward"
             )
         homes: dict[int, tuple[Tensor, int, int, str]] = {}
         for held in (*recording.parameters, *recording.buffers):

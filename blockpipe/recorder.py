@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Cursor, Mark
-from .crossing import TAG, Home, JourneyKey, Step, Tag
+from .crossing import RECORDING, TAG, Home, JourneyKey, Step, Tag
 from .errors import CrossingError, PlanError
 from .glue import Glue, is_question
 from .journey import Journey
@@ -37,11 +37,12 @@ class _RecordedTag(Tag):
 class WatchedCursor(Cursor):
     """A cursor that tells the recording when a mark moves it."""
 
-    recorder: Recorder
+    recorder: Recorder | None = None
     moves = 0
 
     def move(self, stage: int, mark: Mark | None) -> None:
         self.moves += 1
+        assert self.recorder is not None
         if stage != self.stage:
             self.recorder.moved()
         super().move(stage, mark)
@@ -54,6 +55,7 @@ class Recorder(Journey):
 
     def __init__(self, step: Step, cursor: WatchedCursor, result: Recording) -> None:
         super().__init__(step, 0, cursor)
+        self.key = JourneyKey(RECORDING, 0)
         cursor.recorder = self
         cursor.on_move = None
         self.cursor: WatchedCursor = cursor
@@ -66,6 +68,7 @@ class Recorder(Journey):
         self.recomputed_in: list[Call | None] = []
         self.custom_in: list[tuple[str, Call | None]] = []
         self.hook_calls: list[Call | None] = []
+        self.keepers: list[str] = []
         self.untracked: list[tuple[CrossingError, Call | None]] = []
         self._ambient_hooks = _saved_tensor_hooks()
 
@@ -157,7 +160,6 @@ class Recorder(Journey):
             # In a sealed module nobody will look (torch.func makes such tensors): see conclude.
             call = self.stack[-1][0] if self.stack else None
             self.untracked.append((error.with_traceback(None), call))
-            self._tag(tensor)
             return tensor
 
     def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
@@ -179,6 +181,15 @@ class Recorder(Journey):
         home_hop = held.hop
         for call, _, _ in self.stack:
             self.reads.setdefault(id(call), set()).add(home_hop)
+
+    def made(self, tensor: Tensor) -> bool:
+        """Whether this forward made a tensor."""
+        tag: Tag | None = getattr(tensor, TAG, None)
+        return tag is not None and tag.key is self.key
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.cursor.recorder = None
 
     def note_import(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
         stage = self.step.route[home_hop]
@@ -335,6 +346,8 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     with_parameters: dict[str, bool] = {}
     every_hop = set(range(len(result.hops)))
     for call in result.calls:
+        if any(_around(call.path, path) for path in recorder.keepers):
+            call.sealed = False
         visited = {h for h in (call.hop, call.last_hop) if h is not None}
         if call.sealed:
             good.setdefault(call.path, set()).update(visited)
@@ -372,6 +385,10 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
                 f"{sorted({result.hops[h].stage for h in bad[path]})}, but a compiled call runs as "
                 "a whole; compile its parts (one stage each) instead"
             )
+
+
+def _around(path: str, inner: str) -> bool:
+    return path in ("", inner) or inner.startswith(f"{path}.")
 
 
 def _in_sealed(call: Call | None) -> bool:

@@ -51,6 +51,11 @@ def check_device(device: Any) -> torch.device:
         raise DeviceError(
             f"a device is a torch.device or a name such as 'cpu' or 'cuda:0', but {device!r} came"
         ) from error
+    if found.type == "meta":
+        raise DeviceError(
+            "a stage computes, but device 'meta' holds no values; record(model, args) and its "
+            "summary work without devices"
+        )
     if not is_asynchronous(found):
         return torch.device(found.type)
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -5,6 +5,10 @@ only a name and a number, so the frames are walked by hand.
 """
 
 import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import CodeType, TracebackType
 
@@ -12,27 +16,44 @@ import torch
 
 _OURS = str(Path(__file__).parent) + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
+_STDLIB = sysconfig.get_paths()["stdlib"] + "/"
+_PACKAGES = sysconfig.get_paths()["purelib"] + "/"
 _SKIPPED = (_OURS, _TORCH, "<frozen", "<string>")
+
+# Where the user called the pipeline: for a thread of ours, whose own frames do not go back there.
+_call_line: ContextVar[str] = ContextVar("blockpipe_call_line", default="<unknown>")
 
 
 def _is_users(code: CodeType) -> bool:
     name = code.co_filename
-    return not name.startswith(_SKIPPED) and not name.endswith(("contextlib.py", "functools.py"))
+    if name.startswith(_SKIPPED):
+        return False
+    return not name.startswith(_STDLIB) or name.startswith(_PACKAGES)
+
+
+@contextmanager
+def called_from_here() -> Iterator[None]:
+    """While entered, what has no line of the user's own is said to be at the line that called."""
+    token = _call_line.set(users_line())
+    try:
+        yield
+    finally:
+        _call_line.reset(token)
 
 
 def users_line() -> str:
-    """``file.py:41`` of the innermost frame of the user's, or ``<unknown>``."""
+    """``file.py:41`` of the innermost frame of the user's, or of the call that led here."""
     frame = sys._getframe(1)
     while frame is not None:
         if _is_users(frame.f_code):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
-    return "<unknown>"
+    return _call_line.get()
 
 
 def failing_line(traceback: TracebackType | None) -> str:
     """``file.py:41`` of the innermost frame of the user's in a traceback."""
-    line = "<unknown>"
+    line = _call_line.get()
     while traceback is not None:
         if _is_users(traceback.tb_frame.f_code):
             line = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
