@@ -388,9 +388,9 @@ def begin_blocks(model: nn.Module, stages: Mapping[str, int]) -> nn.Module:
     """
     if not isinstance(model, nn.Module) or not isinstance(stages, Mapping):
         raise MarkError(
-            "begin_blocks takes an nn.Module and a mapping from path patterns to stages, but "
-            f"{type(model).__name__} and {stages!r} came; write begin_blocks(model, "
-            f"{{'layer3': 1}}) ({users_line()})"
+            "begin_blocks takes an nn.Module and a mapping from path patterns to stages, but for "
+            f"the mapping {stages!r}, and for the model {type(model).__name__} came; write "
+            f"begin_blocks(model, {{'layer3': 1}}) ({users_line()})"
         )
     modules = dict(model.named_modules())
     paths = [path for path in modules if path]

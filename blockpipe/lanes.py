@@ -138,9 +138,10 @@ class Turns:
         try:
             try:
                 self._begin()
-            except BaseException as error:  # Ctrl-C while threads were being started
-                self.fail(error)
-            self._wait_until_over()
+                self._wait_until_over()
+            except KeyboardInterrupt as interrupt:  # wherever it struck
+                self.fail(interrupt)
+                self._join()  # asked twice, it raises: the user's code may never end
         finally:
             if self._threads != caller_threads:
                 torch.set_num_threads(caller_threads)
@@ -162,18 +163,12 @@ class Turns:
                 self._settle(lane)
 
     def _wait_until_over(self) -> None:
-        interrupted = False
-        while True:
-            try:
-                with self._lock:
-                    while self._running:
-                        self._over.wait()
-                return
-            except KeyboardInterrupt as interrupt:
-                if interrupted:
-                    raise  # asked twice: do not wait for the user's code any longer
-                interrupted = True
-                self.fail(interrupt)
+        self._join()
+
+    def _join(self) -> None:
+        with self._lock:
+            while self._running:
+                self._over.wait()
 
     def _submit(self, job: Callable[[], None], *, backward: bool) -> None:
         """Run a job in a thread of the pool. The lock is held."""

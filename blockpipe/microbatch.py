@@ -59,7 +59,7 @@ def split(
         >>> [m.size for m in split((torch.zeros(5, 2),), {}, None, 3)]
         [2, 2, 1]
     """
-    named = [*enumerate(args), *kwargs.items()]
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     if isinstance(dims, Mapping):
         known = {name for name, _ in named} | {"target", "output"}
         unknown = [name for name in dims if name not in known]
@@ -95,8 +95,8 @@ def split(
         return [part(i) for i in range(count)]
 
     if count == 1:
-        for name, value in named:
-            parts(name, value)  # for its checks
+        for position, value in named:
+            parts(position, value)  # for its checks
         return [Microbatch(args, kwargs, target, size)]
     positional = [parts(i, value) for i, value in enumerate(args)]
     by_name = {name: parts(name, value) for name, value in kwargs.items()}

@@ -31,7 +31,7 @@ from .recording import Recording
 from .summary import summarize
 from .transfer import Owner, default_devices, set_owner
 from .tree import leaves, map_tensors
-from .where import called_from_here, users_line
+from .where import remembers_caller, users_line
 
 
 class StepResult(NamedTuple):
@@ -179,6 +179,7 @@ class Pipeline(nn.Module):
         recording = self.recording
         return self.devices[-1 if recording is None else recording.route[-1]]
 
+    @remembers_caller
     def summary(self, *args: Any, **kwargs: Any) -> str:
         """The stages as a table; records the model on the arguments, but places nothing.
 
@@ -210,6 +211,7 @@ class Pipeline(nn.Module):
 
     # --- what it does
 
+    @remembers_caller
     def forward_backward(
         self,
         *args: Any,
@@ -263,8 +265,7 @@ class Pipeline(nn.Module):
             loss_fn=loss_fn,
             want=want,
         )
-        with called_from_here():
-            execution.run()
+        execution.run()
         if self.schedule != "uncut":
             self._give_input_gradients(execution, args, kwargs)
         results = [r for r in execution.results if r is not None]
@@ -284,6 +285,7 @@ class Pipeline(nn.Module):
         assert isinstance(loss, Tensor)
         return StepResult(loss.reshape(()), outputs)
 
+    @remembers_caller
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, pipelined and differentiable, outputs joined.
 
@@ -306,8 +308,7 @@ class Pipeline(nn.Module):
             isolate_as=self._own_storages(prepared),
             want=frozenset({"outputs"}),
         )
-        with called_from_here():
-            execution.run_forward()
+        execution.run_forward()
         results = [r.outputs for r in execution.results if r is not None]
         sizes = [m.size for m in microbatches]
         device = prepared.devices[prepared.route[-1]]
@@ -317,6 +318,7 @@ class Pipeline(nn.Module):
         inputs, dim_of = self._inputs_that_need_grad(execution, args, kwargs)
         return attach(output, joints, execution, inputs, dim_of)
 
+    @remembers_caller
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another method of the placed model (``generate``, ``encode``), not pipelined.
 
@@ -332,7 +334,8 @@ class Pipeline(nn.Module):
         self._check_call()
         if not callable(function):
             raise UsageError(
-                f"run() calls a method of the model, but {function!r} came ({users_line()})"
+                f"run() calls a method of the model, but {function!r} "
+                f"({type(function).__name__}) came ({users_line()})"
             )
         if not self._prepared:
             raise UsageError(
@@ -487,11 +490,12 @@ class Pipeline(nn.Module):
                 inputs.append((index, leaf))
         tensors_at = dict(inputs)
         size = sum(m.size for m in execution.microbatches)
+        is_one = len(execution.microbatches) == 1
+        dims = self.batch_dims
 
         def dim_of(index: int) -> int | None:
-            if index < 0 or len(execution.microbatches) == 1:
+            if is_one:
                 return None
-            dims = self.batch_dims
             dim = dims.get(names[index], 0) if isinstance(dims, Mapping) else dims or 0
             tensor = tensors_at[index]
             whole = dim is None or tensor.dim() <= dim or tensor.shape[dim] != size
@@ -511,16 +515,6 @@ class Pipeline(nn.Module):
     # --- what is refused, and what is the model's
 
     def _check_call(self) -> None:
-        if torch.compiler.is_compiling():
-            raise UsageError(
-                "torch.compile around a pipeline cannot see its stages; compile the modules "
-                "inside the stages instead"
-            )
-        if forward_ad._current_level >= 0:
-            raise UsageError(
-                "forward-mode AD cannot go through a pipeline: its graph is cut between the "
-                f"stages; use the plain model ({users_line()})"
-            )
         if _cursor.get() is not None:
             raise UsageError(
                 "a pipeline was called inside a forward that Blockpipe runs; mark the inner "
@@ -531,6 +525,25 @@ class Pipeline(nn.Module):
                 "torch.func transforms cannot go through a pipeline; transform the model's "
                 f"own functions, or use the plain model ({users_line()})"
             )
+        if forward_ad._current_level >= 0:
+            raise UsageError(
+                "forward-mode AD cannot go through a pipeline: its graph is cut between the "
+                f"stages; use the plain model ({users_line()})"
+            )
+
+    @property
+    def _initialize_hook(self) -> None:
+        # What torch.compile asks a module for first.
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo"):
+            raise AttributeError("_initialize_hook")
+        self.compile()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: compile the modules inside the stages."""
+        raise UsageError(
+            "torch.compile around a pipeline cannot see its stages; compile the modules inside "
+            f"the stages instead, each on one stage ({users_line()})"
+        )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> None:

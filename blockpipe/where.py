@@ -4,15 +4,19 @@
 only a name and a number, so the frames are walked by hand.
 """
 
+import functools
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from types import CodeType, TracebackType
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _OURS = str(Path(__file__).parent) + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
@@ -31,14 +35,18 @@ def _is_users(code: CodeType) -> bool:
     return not name.startswith(_STDLIB) or name.startswith(_PACKAGES)
 
 
-@contextmanager
-def called_from_here() -> Iterator[None]:
-    """While entered, what has no line of the user's own is said to be at the line that called."""
-    token = _call_line.set(users_line())
-    try:
-        yield
-    finally:
-        _call_line.reset(token)
+def remembers_caller(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorates what users call: what has no line of theirs is then said to be at that call's."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        token = _call_line.set(users_line())
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _call_line.reset(token)
+
+    return call
 
 
 def users_line() -> str:
