@@ -9,8 +9,9 @@ about 1 ms a micro-batch, so that it shows.
 import copy
 import statistics
 
+from measure import interleaved, machine, table  # before torch: it sets OMP_NUM_THREADS
+
 import torch
-from measure import interleaved, machine, table  # sets OMP_NUM_THREADS before torch loads
 from torch import Tensor, nn
 
 import blockpipe as bp
@@ -31,7 +32,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 def main() -> None:
     """Check the gradients, then time both sides in turn."""
     torch.manual_seed(0)
-    chunks, rows = 8, 16
+    chunks, rows = 8, 32
     plain = net(192)
     piped = copy.deepcopy(plain)
     pipe = bp.Pipeline(piped, devices=["cpu"], chunks=chunks)

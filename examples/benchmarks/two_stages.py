@@ -11,8 +11,9 @@ import copy
 import statistics
 import threading
 
+from measure import interleaved, machine, table  # before torch: it sets OMP_NUM_THREADS
+
 import torch
-from measure import interleaved, machine, table  # sets OMP_NUM_THREADS before torch loads
 from torch import Tensor, nn
 
 import blockpipe as bp
@@ -54,7 +55,7 @@ def main() -> None:
 def measure(chunks: int, repeats: int) -> None:
     """One table."""
     torch.manual_seed(0)
-    rows, width = 64, 512
+    rows, width = 128, 512
     plain = net(width, 8)
     twins = [copy.deepcopy(plain) for _ in range(2)]
     piped = copy.deepcopy(plain)
