@@ -32,7 +32,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 def main() -> None:
     """Check the gradients, then time both sides in turn."""
     torch.manual_seed(0)
-    chunks, rows = 8, 32
+    chunks, rows = 8, 40
     plain = net(192)
     piped = copy.deepcopy(plain)
     pipe = bp.Pipeline(piped, devices=["cpu"], chunks=chunks)

@@ -1,0 +1,423 @@
+"""The crossing table: each row is handled, found at recording, or found at replay; never silent."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import blockpipe as bp
+from blockpipe.errors import CrossingError, StateError
+
+from .parity import difference, plain_step
+
+B = bp.Block
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g * weight * 2, (g * x * 2).sum(0)
+
+
+class Net(nn.Module):
+    """Three layers, and a forward that is given."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.script = forward
+
+    def forward(self, x):
+        return self.script(self, x)
+
+
+def row(forward):
+    forward.is_row = True
+    return forward
+
+
+class Handled:
+    """Rows whose gradients equal the plain run's, to the bit."""
+
+    @row
+    def read_by_skips_of_any_length(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            y = s.b(h)
+        with B(2):
+            return s.c(y) + h + x
+
+    @row
+    def in_place_on_a_foreign_tensor_result_dropped(s, x):
+        with B(0):
+            h = s.a(x) * 1
+        with B(1):
+            h.add_(s.b.bias)
+        with B(2):
+            return s.c(h) + h
+
+    @row
+    def in_place_through_a_view_of_the_import(s, x):
+        with B(0):
+            h = s.a(x) * 1
+        with B(1):
+            h[:, :2].mul_(2)
+        with B(2):
+            return s.c(h) + h
+
+    @row
+    def in_place_through_detach(s, x):
+        with B(0):
+            h = s.a(x) + 0
+        with B(1):
+            h.detach().mul_(2)
+            y = s.b(x)
+        with B(2):
+            return s.c(y) + h
+
+    @row
+    def setitem(s, x):
+        with B(0):
+            h = s.a(x) * 1
+        with B(1):
+            h[:, 0] = s.b.bias[0]
+        with B(2):
+            return s.c(h) * h
+
+    @row
+    def relu_inplace_at_the_door(s, x):
+        relu = nn.ReLU(inplace=True)
+        with B(0):
+            h = s.a(x) * 1
+        with B(1):
+            y = s.b(relu(h))
+        with B(2):
+            return s.c(y) + h
+
+    @row
+    def first_read_under_no_grad(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            with torch.no_grad():
+                scale = h.abs().mean()
+            return s.b(h) * scale
+
+    @row
+    def custom_function_in_glue(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            return s.b(Double.apply(h, s.b.weight[0]))
+
+    @row
+    def out_argument(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            made = torch.empty_like(h)
+            torch.mul(h.detach(), 2, out=made)
+            return s.b(h) + made
+
+    @row
+    def expanded_and_transposed(s, x):
+        with B(0):
+            h = s.a(x).mean(1, keepdim=True).expand(-1, 4)
+            t = s.a.weight.t() * 2
+        with B(1):
+            return s.b(h) + h @ t
+
+    @row
+    def integers_bools_and_no_grad_tensors(s, x):
+        with B(0):
+            h = s.a(x)
+            index, mask, fixed = h.argmax(1), h > 0, h.detach()
+        with B(1):
+            return torch.where(mask, s.b(h), fixed)[torch.arange(len(x)), index]
+
+    @row
+    def inside_containers(s, x):
+        with B(0):
+            h = {"a": [s.a(x)], "n": None, "k": 3}
+        with B(1):
+            (y,) = h["a"]
+            return torch.stack([s.b(y), y]).sum(0) * h["k"]
+
+    @row
+    def metadata_without_a_copy(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            assert h.shape == (len(x), 4)
+            assert h.requires_grad
+            assert h.dim() == 2
+            return s.b(torch.ones(h.shape, dtype=h.dtype, device=h.device))
+
+    @row
+    def tied_parameters(s, x):
+        with B(0):
+            h = F.linear(x, s.a.weight)
+        with B(1):
+            h = F.linear(h, s.a.weight) + s.b(h)
+        with B(2):
+            return F.linear(h, s.a.weight)
+
+    @row
+    def checkpoint_in_glue(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            return checkpoint(lambda t: s.b(t).tanh() * h, h, use_reentrant=False)
+
+    @row
+    def saved_tensor_hooks_in_glue(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1), torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
+            return s.b(h) * h
+
+    @row
+    def tensor_hook_fires_once_with_the_sum(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            h.register_hook(lambda g: g.clamp(-0.01, 0.01))
+            y = s.b(h)
+        with B(2):
+            return s.c(y) + h
+
+    @row
+    def autograd_grad_within_a_stage(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            y = (s.b(h) * 1).requires_grad_()
+            (g,) = torch.autograd.grad(y.square().sum(), y, create_graph=True)
+            return s.c(g)
+
+    @row
+    def return_to_a_stage(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            y = s.b(h)
+        with B(0):
+            return s.a(y) + s.c(h)
+
+
+ROWS = {name: f for name, f in vars(Handled).items() if getattr(f, "is_row", False)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "uncut"])
+@pytest.mark.parametrize("name", list(ROWS))
+def test_handled(name, schedule):
+    """The gradients, the loss and the outputs are the plain run's, isolated too."""
+    net = Net(ROWS[name])
+    x = torch.randn(6, 4)
+    for isolate in (False, True) if schedule != "uncut" else (False,):
+        plain, piped = copy.deepcopy(net), copy.deepcopy(net)
+        expected = plain_step(plain, (x,), {}, None, lambda o: o.square().mean(), 3)
+        pipe = bp.Pipeline(
+            piped, devices=["cpu"] * 3, chunks=3, schedule=schedule, isolate=isolate
+        )
+        loss = pipe.forward_backward(x, loss_fn=lambda o: o.square().mean()).loss
+        assert difference(piped, plain, loss, expected).exact
+
+
+def found(forward, error, match):
+    net = Net(forward)
+    before = copy.deepcopy(net.state_dict())
+    for isolate in (False, True):
+        pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=3, isolate=isolate)
+        with pytest.raises(error, match=match):
+            for _ in range(2):
+                pipe.forward_backward(torch.randn(6, 4), loss_fn=lambda o: o.square().mean())
+        net.zero_grad()
+    assert all(torch.equal(v, net.state_dict()[k]) for k, v in before.items())
+
+
+def test_view_and_base_written_on_another_stage():
+    """Versions belong to the storage: a view that crossed would miss the write."""
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x) * 1
+            v = h[:, :2]
+        with B(1):
+            w = v * 2
+            h.mul_(3)
+        with B(2):
+            return s.c(h) + w.sum()
+
+    found(forward, CrossingError, "of which views crossed as well")
+
+
+def test_base_read_after_its_view_was_written_on_another_stage():
+    """The base was not handed to the write, and would miss it."""
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x) * 1
+            v = h[:, :2]
+        with B(1):
+            v.mul_(3)
+        with B(2):
+            return s.c(h)
+
+    found(forward, CrossingError, "written in place on a later stage through another view")
+
+
+def test_rebinding_a_foreign_tensor():
+    """``.data =``, ``detach_`` and the like have no copy to stand in for them."""
+
+    def detach(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            h.detach_()
+            return s.b(h)
+
+    def data(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            h.data = torch.zeros_like(h)
+            return s.b(h)
+
+    found(detach, CrossingError, "detach_ on stage 1 is given a tensor")
+    found(data, CrossingError, "of another stage")
+
+
+def test_autograd_grad_across_stages():
+    """The graph is cut between them."""
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            y = s.b(h)
+            (g,) = torch.autograd.grad(y.sum(), h, create_graph=True)
+            return y + g
+
+    found(forward, CrossingError, "autograd.grad on stage 1 is given a tensor")
+
+
+def test_backward_in_the_forward_across_stages():
+    """It would come to the cut, and lose what lies behind."""
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            y = s.b(h)
+            (y.sum() * 0.1).backward(retain_graph=True)
+            return y
+
+    found(forward, CrossingError, "a backward in the forward")
+
+
+def test_gradient_path_from_outside():
+    """An untagged tensor with a gradient path is an error, not a guess."""
+    outside = torch.ones(4, requires_grad=True) * 2
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            return s.b(h) + outside
+
+    found(forward, CrossingError, "made outside of this forward")
+
+
+def test_parameter_written_on_another_stage():
+    """One stage owns it."""
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            with torch.no_grad():
+                s.a.bias.add_(1)
+            return s.b(h)
+
+    found(forward, StateError, "'a.bias' of shape .* lives on stage 0 and is written")
+
+
+def test_buffer_written_on_one_stage_and_read_on_another():
+    """Micro-batches under way at once would mix in it."""
+
+    class Counting(Net):
+        def __init__(self, forward):
+            super().__init__(forward)
+            self.register_buffer("seen", torch.zeros(()))
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x)
+            s.seen.add_(1)
+        with B(1):
+            return s.b(h) * s.seen
+
+    pipe = bp.Pipeline(Counting(forward), devices=["cpu"] * 2, chunks=3)
+    with pytest.raises(StateError, match=r"buffer 'seen' is written .* on hops \[0, 1\]"):
+        pipe.forward_backward(torch.randn(6, 4), loss_fn=torch.sum)
+
+
+def test_running_state_on_one_stage_is_ordinary():
+    """An EMA that is written and read on one stage is as in the plain loop."""
+
+    class Averaging(Net):
+        def __init__(self, forward):
+            super().__init__(forward)
+            self.register_buffer("mean", torch.zeros(4))
+            self.count = 0
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            count = s.count
+            s.mean = s.mean * 0.9 + h.detach().mean(0) * 0.1
+            y = s.b(h) - s.mean
+            s.count = count + 1
+            return y
+
+    net = Averaging(forward)
+    plain = copy.deepcopy(net)
+    x = torch.randn(6, 4)
+    expected = plain_step(plain, (x,), {}, None, lambda o: o.square().mean(), 3)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3, isolate=True)
+    loss = pipe.forward_backward(x, loss_fn=lambda o: o.square().mean()).loss
+    assert difference(net, plain, loss, expected).exact
+    assert net.count == plain.count == 3
+
+
+def test_uncut_is_the_remedy_for_autograd_grad():
+    """A force model: the gradient of an energy by its input, inside the forward."""
+
+    def forward(s, x):
+        with B(0):
+            x = x.detach().requires_grad_()
+            h = s.a(x).tanh()
+        with B(1):
+            energy = s.b(h).square().sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return force
+
+    net = Net(forward)
+    plain = copy.deepcopy(net)
+    x = torch.randn(6, 4)
+    expected = plain_step(plain, (x,), {}, None, lambda o: o.square().mean(), 3)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3, schedule="uncut")
+    loss = pipe.forward_backward(x, loss_fn=lambda o: o.square().mean()).loss
+    assert difference(net, plain, loss, expected).exact
