@@ -227,9 +227,7 @@ def test_handled(name, schedule):
     for isolate in (False, True) if schedule != "uncut" else (False,):
         plain, piped = copy.deepcopy(net), copy.deepcopy(net)
         expected = plain_step(plain, (x,), {}, None, lambda o: o.square().mean(), 3)
-        pipe = bp.Pipeline(
-            piped, devices=["cpu"] * 3, chunks=3, schedule=schedule, isolate=isolate
-        )
+        pipe = bp.Pipeline(piped, devices=["cpu"] * 3, chunks=3, schedule=schedule, isolate=isolate)
         loss = pipe.forward_backward(x, loss_fn=lambda o: o.square().mean()).loss
         assert difference(piped, plain, loss, expected).exact
 

@@ -93,7 +93,9 @@ def test_buffers_of_a_real_run_are_put_back():
 def test_a_meta_model_is_recorded():
     """No memory is needed, and any sample will do."""
     with torch.device("meta"):
-        net = nn.Sequential(nn.Linear(4, 1 << 20), nn.Linear(1 << 20, 1 << 20), nn.Linear(1 << 20, 4))
+        net = nn.Sequential(
+            nn.Linear(4, 1 << 20), nn.Linear(1 << 20, 1 << 20), nn.Linear(1 << 20, 4)
+        )
     bp.begin_blocks(net, {"1": 1, "2": 2})
     for device in ("cpu", "meta"):
         recording = bp.record(net, torch.zeros(2, 4, device=device))
@@ -104,7 +106,9 @@ def test_a_meta_model_is_recorded():
 
 def test_a_sample_that_does_not_fit():
     """The error has the sample's shapes and the forward's own error."""
-    with pytest.raises(RecordingError, match=r"Linear's forward fails on the sample \(float32\[2, 3\]\)"):
+    with pytest.raises(
+        RecordingError, match=r"Linear's forward fails on the sample \(float32\[2, 3\]\)"
+    ):
         bp.record(nn.Linear(4, 4), torch.zeros(2, 3))
 
 

@@ -1,0 +1,57 @@
+"""The shape of the package: imports without circles, and what is public."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import blockpipe
+
+PACKAGE = Path(blockpipe.__file__).parent
+
+
+def _imports() -> dict[str, set[str]]:
+    graph = {}
+    for path in PACKAGE.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        graph[path.stem] = {
+            node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module
+        }
+    return graph
+
+
+def test_no_import_circle():
+    """Imports go one way; the one exception is for types alone."""
+    graph = _imports()
+    graph["summary"] -= {"recording"}  # under TYPE_CHECKING
+    graph.pop("__init__")
+    while graph:
+        free = [name for name, needs in graph.items() if not needs & graph.keys()]
+        assert free, f"a circle among {sorted(graph)}"
+        for name in free:
+            del graph[name]
+
+
+def test_data_does_not_need_torch():
+    """Schedules and plans import errors alone, and nothing imports the pipeline but the doors."""
+    graph = _imports()
+    assert graph["schedule"] == graph["plan"] == {"errors"}
+    assert [name for name, needs in graph.items() if "pipeline" in needs] == ["__init__"]
+
+
+def test_every_public_name_has_a_docstring():
+    """And is importable from the top."""
+    for name in blockpipe.__all__:
+        assert getattr(blockpipe, name).__doc__, name
+
+
+def test_importing_changes_nothing():
+    """No hook, mode or thread is left by the import."""
+    program = (
+        "import torch, threading; before = torch.autograd.Function.apply;"
+        "import blockpipe; assert torch.autograd.Function.apply == before;"
+        "assert threading.active_count() == 1"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,33 @@
+"""The examples run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_digits() -> None:
+    """The demo reaches its accuracy, and its gradients are the plain model's."""
+    pytest.importorskip("sklearn")
+    out = run("examples/digits_resnet.py")
+    assert "test accuracy: 9" in out
+    assert "gradients: " in out
+
+
+def test_gpt() -> None:
+    """The GPT learns English."""
+    out = run("examples/gpt_text.py", "--steps", "60")
+    assert "bottom" in out
+    assert "tied" in out or "embed.weight" in out

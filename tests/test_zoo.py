@@ -1,0 +1,52 @@
+"""The representative part of the model sweep; all of it is ``python -m tests.sweep``."""
+
+import pytest
+
+pytest.importorskip("timm")
+pytest.importorskip("transformers")
+
+from . import sweep
+from .zoo import FAMILIES
+
+CHOSEN = {
+    "torchvision": [
+        "densenet121",
+        "googlenet",
+        "mobilenet_v3_small",
+        "resnet18",
+        "shufflenet_v2_x0_5",
+        "swin_t",
+    ],
+    "timm": [
+        "convnext_atto",
+        "edgenext_xx_small",
+        "ghostnet_050",
+        "res2net50_14w_8s",
+        "vit_tiny_patch16_224",
+        "xcit_nano_12_p16_224",
+    ],
+    "huggingface": [
+        "albert",
+        "bart",
+        "bert",
+        "clip",
+        "gemma2",
+        "gpt2",
+        "llama_tied",
+        "mixtral",
+        "segformer",
+        "t5",
+    ],
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family, names in CHOSEN.items() for name in names]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_real_model_trains_as_plain(family: str, name: str) -> None:
+    """Cut into 2 and 4 stages at blocks and at random modules: loss, gradients and buffers equal."""
+    (entry,) = [e for e in FAMILIES[family]() if e.name == name]
+    found = sweep.check(entry)
+    assert all(value == "exact" for value in found.values()), found
