@@ -49,170 +49,170 @@ class Handled:
     """Rows whose gradients equal the plain run's, to the bit."""
 
     @row
-    def read_by_skips_of_any_length(s, x):
+    def read_by_skips_of_any_length(self, x):
         with B(0):
-            h = s.a(x)
+            h = self.a(x)
         with B(1):
-            y = s.b(h)
+            y = self.b(h)
         with B(2):
-            return s.c(y) + h + x
+            return self.c(y) + h + x
 
     @row
-    def in_place_on_a_foreign_tensor_result_dropped(s, x):
+    def in_place_on_a_foreign_tensor_result_dropped(self, x):
         with B(0):
-            h = s.a(x) * 1
+            h = self.a(x) * 1
         with B(1):
-            h.add_(s.b.bias)
+            h.add_(self.b.bias)
         with B(2):
-            return s.c(h) + h
+            return self.c(h) + h
 
     @row
-    def in_place_through_a_view_of_the_import(s, x):
+    def in_place_through_a_view_of_the_import(self, x):
         with B(0):
-            h = s.a(x) * 1
+            h = self.a(x) * 1
         with B(1):
             h[:, :2].mul_(2)
         with B(2):
-            return s.c(h) + h
+            return self.c(h) + h
 
     @row
-    def in_place_through_detach(s, x):
+    def in_place_through_detach(self, x):
         with B(0):
-            h = s.a(x) + 0
+            h = self.a(x) + 0
         with B(1):
             h.detach().mul_(2)
-            y = s.b(x)
+            y = self.b(x)
         with B(2):
-            return s.c(y) + h
+            return self.c(y) + h
 
     @row
-    def setitem(s, x):
+    def setitem(self, x):
         with B(0):
-            h = s.a(x) * 1
+            h = self.a(x) * 1
         with B(1):
-            h[:, 0] = s.b.bias[0]
+            h[:, 0] = self.b.bias[0]
         with B(2):
-            return s.c(h) * h
+            return self.c(h) * h
 
     @row
-    def relu_inplace_at_the_door(s, x):
+    def relu_inplace_at_the_door(self, x):
         relu = nn.ReLU(inplace=True)
         with B(0):
-            h = s.a(x) * 1
+            h = self.a(x) * 1
         with B(1):
-            y = s.b(relu(h))
+            y = self.b(relu(h))
         with B(2):
-            return s.c(y) + h
+            return self.c(y) + h
 
     @row
-    def first_read_under_no_grad(s, x):
+    def first_read_under_no_grad(self, x):
         with B(0):
-            h = s.a(x)
+            h = self.a(x)
         with B(1):
             with torch.no_grad():
                 scale = h.abs().mean()
-            return s.b(h) * scale
+            return self.b(h) * scale
 
     @row
-    def custom_function_in_glue(s, x):
+    def custom_function_in_glue(self, x):
         with B(0):
-            h = s.a(x)
+            h = self.a(x)
         with B(1):
-            return s.b(Double.apply(h, s.b.weight[0]))
+            return self.b(Double.apply(h, self.b.weight[0]))
 
     @row
-    def out_argument(s, x):
+    def out_argument(self, x):
         with B(0):
-            h = s.a(x)
+            h = self.a(x)
         with B(1):
             made = torch.empty_like(h)
             torch.mul(h.detach(), 2, out=made)
-            return s.b(h) + made
+            return self.b(h) + made
 
     @row
-    def expanded_and_transposed(s, x):
+    def expanded_and_transposed(self, x):
         with B(0):
-            h = s.a(x).mean(1, keepdim=True).expand(-1, 4)
-            t = s.a.weight.t() * 2
+            h = self.a(x).mean(1, keepdim=True).expand(-1, 4)
+            t = self.a.weight.t() * 2
         with B(1):
-            return s.b(h) + h @ t
+            return self.b(h) + h @ t
 
     @row
-    def integers_bools_and_no_grad_tensors(s, x):
+    def integers_bools_and_no_grad_tensors(self, x):
         with B(0):
-            h = s.a(x)
+            h = self.a(x)
             index, mask, fixed = h.argmax(1), h > 0, h.detach()
         with B(1):
-            return torch.where(mask, s.b(h), fixed)[torch.arange(len(x)), index]
+            return torch.where(mask, self.b(h), fixed)[torch.arange(len(x)), index]
 
     @row
-    def inside_containers(s, x):
+    def inside_containers(self, x):
         with B(0):
-            h = {"a": [s.a(x)], "n": None, "k": 3}
+            h = {"a": [self.a(x)], "n": None, "k": 3}
         with B(1):
             (y,) = h["a"]
-            return torch.stack([s.b(y), y]).sum(0) * h["k"]
+            return torch.stack([self.b(y), y]).sum(0) * h["k"]
 
     @row
-    def metadata_without_a_copy(s, x):
+    def metadata_without_a_copy(self, x):
         with B(0):
-            h = s.a(x)
+            h = self.a(x)
         with B(1):
             assert h.shape == (len(x), 4)
             assert h.requires_grad
             assert h.dim() == 2
-            return s.b(torch.ones(h.shape, dtype=h.dtype, device=h.device))
+            return self.b(torch.ones(h.shape, dtype=h.dtype, device=h.device))
 
     @row
-    def tied_parameters(s, x):
+    def tied_parameters(self, x):
         with B(0):
-            h = F.linear(x, s.a.weight)
+            h = F.linear(x, self.a.weight)
         with B(1):
-            h = F.linear(h, s.a.weight) + s.b(h)
+            h = F.linear(h, self.a.weight) + self.b(h)
         with B(2):
-            return F.linear(h, s.a.weight)
+            return F.linear(h, self.a.weight)
 
     @row
-    def checkpoint_in_glue(s, x):
+    def checkpoint_in_glue(self, x):
         with B(0):
-            h = s.a(x)
+            h = self.a(x)
         with B(1):
-            return checkpoint(lambda t: s.b(t).tanh() * h, h, use_reentrant=False)
+            return checkpoint(lambda t: self.b(t).tanh() * h, h, use_reentrant=False)
 
     @row
-    def saved_tensor_hooks_in_glue(s, x):
+    def saved_tensor_hooks_in_glue(self, x):
         with B(0):
-            h = s.a(x)
+            h = self.a(x)
         with B(1), torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
-            return s.b(h) * h
+            return self.b(h) * h
 
     @row
-    def tensor_hook_fires_once_with_the_sum(s, x):
+    def tensor_hook_fires_once_with_the_sum(self, x):
         with B(0):
-            h = s.a(x)
+            h = self.a(x)
         with B(1):
             h.register_hook(lambda g: g.clamp(-0.01, 0.01))
-            y = s.b(h)
+            y = self.b(h)
         with B(2):
-            return s.c(y) + h
+            return self.c(y) + h
 
     @row
-    def autograd_grad_within_a_stage(s, x):
+    def autograd_grad_within_a_stage(self, x):
         with B(0):
-            h = s.a(x)
+            h = self.a(x)
         with B(1):
-            y = (s.b(h) * 1).requires_grad_()
+            y = (self.b(h) * 1).requires_grad_()
             (g,) = torch.autograd.grad(y.square().sum(), y, create_graph=True)
-            return s.c(g)
+            return self.c(g)
 
     @row
-    def return_to_a_stage(s, x):
+    def return_to_a_stage(self, x):
         with B(0):
-            h = s.a(x)
+            h = self.a(x)
         with B(1):
-            y = s.b(h)
+            y = self.b(h)
         with B(0):
-            return s.a(y) + s.c(h)
+            return self.a(y) + self.c(h)
 
 
 ROWS = {name: f for name, f in vars(Handled).items() if getattr(f, "is_row", False)}
@@ -238,8 +238,7 @@ def found(forward, error, match):
     for isolate in (False, True):
         pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=3, isolate=isolate)
         with pytest.raises(error, match=match):
-            for _ in range(2):
-                pipe.forward_backward(torch.randn(6, 4), loss_fn=lambda o: o.square().mean())
+            pipe.forward_backward(torch.randn(6, 4), loss_fn=lambda o: o.square().mean())
         net.zero_grad()
     assert all(torch.equal(v, net.state_dict()[k]) for k, v in before.items())
 
