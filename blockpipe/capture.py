@@ -12,16 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorDeviceMismatchError,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
 from .blocks import set_cursor
 from .crossing import Step
-from .errors import BlockpipeError, PlanError, RecordingError
+from .errors import BlockpipeError, IsolationError, PlanError, RecordingError
 from .glue import CustomFunctions
 from .plan import StagePlan
 from .recorder import (
@@ -37,7 +33,7 @@ from .recording import Hop, Recording
 from .snapshot import ModelState, random_states
 from .transfer import carry
 from .tree import map_tensors, tensors
-from .where import users_line
+from .where import failing_line, users_line
 
 
 def record(
@@ -126,7 +122,8 @@ def record_on_fake_devices(
         plan: stages that override the marks.
 
     Raises:
-        FakeTensorDeviceMismatchError: an operation got tensors of two devices.
+        IsolationError: an operation got tensors of two devices.
+        RecordingError: the forward does not run on fake tensors.
     """
     if isinstance(args, Tensor) or not isinstance(args, tuple | list):
         args = (args,)
@@ -139,14 +136,26 @@ def record_on_fake_devices(
     kwargs = dict(kwargs or {})
     try:
         return _record_fake(model, tuple(args), kwargs, stages, devices, homes)
-    except (BlockpipeError, FakeTensorDeviceMismatchError):
+    except BlockpipeError:
         raise
     except Exception as error:
+        if _is_device_mismatch(error):
+            raise IsolationError(
+                f"on one device a stage this forward mixes devices: {error} "
+                f"({failing_line(error.__traceback__)}); create tensors with device=x.device, and "
+                "register constants as buffers"
+            ) from error
         raise RecordingError(
             f"{type(model).__name__}'s forward does not run on fake tensors "
             f"({_signature(args, kwargs)}): {type(error).__name__}: {error}; a model that reads "
             "values can be checked by Pipeline(..., isolate=True)"
         ) from error
+
+
+def _is_device_mismatch(error: Exception) -> bool:
+    # A class of its own since torch 2.12 or so; before, a RuntimeError with these words.
+    known = ("found two different devices", "found at least two devices")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in known)
 
 
 def _planned_stages(model: nn.Module, plan: StagePlan | None) -> dict[str, dict[int, int]] | None:

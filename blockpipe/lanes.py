@@ -38,8 +38,11 @@ class _Pool:
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
 
-    def submit(self, job: Callable[[], None], cores: frozenset[int]) -> None:
-        """Run a job in a thread that is on these cores already when it is woken."""
+    def submit(
+        self, job: Callable[[], None], done: Callable[[], None], cores: frozenset[int]
+    ) -> None:
+        """Run a job in a thread that is on these cores already when it is woken; then ``done``,
+        when the thread is back in the pool."""
         with self._lock:
             worker = self._idle.pop() if self._idle else None
         if worker is None:
@@ -48,7 +51,7 @@ class _Pool:
         if cores != worker.cores:
             worker.cores = cores
             os.sched_setaffinity(worker.native_id or 0, cores)
-        worker.jobs.put(job)
+        worker.jobs.put((job, done))
 
     def put_back(self, worker: "_Worker") -> None:
         with self._lock:
@@ -73,15 +76,19 @@ class _Worker(threading.Thread):
     def __init__(self, pool: _Pool) -> None:
         super().__init__(name="blockpipe", daemon=True)
         self.pool = pool
-        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
         self.threads = 0
         self.cores = _all_cores()
 
     def run(self) -> None:
-        while (job := self.jobs.get()) is not None:
+        while (work := self.jobs.get()) is not None:
+            job, done = work
             job()
-            del job  # before waiting: a job holds its step
             self.pool.put_back(self)
+            done()
+            del work, job, done  # before waiting: they hold their step
 
 
 _pool = _Pool()
@@ -195,12 +202,13 @@ class Turns:
                 pass
             except BaseException as error:
                 self.fail(error)
-            finally:
-                with self._lock:
-                    self._running -= 1
-                    self._over.notify_all()
 
-        _pool.submit(work, self._cores[lane])
+        _pool.submit(work, self._one_less, self._cores[lane])
+
+    def _one_less(self) -> None:
+        with self._lock:
+            self._running -= 1
+            self._over.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """The first failure wins; everybody else is woken to stop."""

@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from .capture import record, record_on_fake_devices
-from .errors import IsolationError
 from .plan import StagePlan
 from .recording import Recording
-from .where import failing_line
 
 
 def dry_run(
@@ -57,11 +54,4 @@ def dry_run(
     planned = record(model, args, kwargs, plan=plan)
     planned.check()
     devices = [torch.device(device_type, i) for i in range(planned.num_stages)]
-    try:
-        return record_on_fake_devices(model, args, kwargs, planned, devices, plan)
-    except FakeTensorDeviceMismatchError as error:
-        raise IsolationError(
-            f"on one device a stage this forward mixes devices: {error} "
-            f"({failing_line(error.__traceback__)}); create tensors with device=x.device, and "
-            "register constants as buffers"
-        ) from error
+    return record_on_fake_devices(model, args, kwargs, planned, devices, plan)
