@@ -193,8 +193,10 @@ _carrying = _Carrying()
 
 def edge_of(tensor: Tensor) -> GradientEdge:
     """A tensor's place in the autograd graph, whatever grad mode is, and however its stage."""
-    if tensor.grad_fn is not None:
-        return GradientEdge(tensor.grad_fn, tensor.output_nr)
+    node = tensor.grad_fn
+    if node is not None and not isinstance(node, torch._C._FunctionBase):
+        return GradientEdge(node, tensor.output_nr)
+    # A custom function's node does not keep its own graph alive: torch adds what does.
     # torch finds a leaf's place through a view of it: no read, but the sanitizer would see one.
     before, _carrying.active = _carrying.active, True
     try:
