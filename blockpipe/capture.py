@@ -266,10 +266,9 @@ def _run(
     differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     step = Step([], {}, devices, differentiable=differentiable, cut=cut)
     recorder = Recorder(step, cursor, result)
-    hold(model, recorder, devices)
+    hold(model, recorder)
     versions = {id(b): (b, b._version) for b in model.buffers() if not b.is_inference()}
     for path, module in model.named_modules():
-        result.types[path] = type(module).__name__
         names = module.__dict__
         names["forward"] = RecordingDoor(
             module.forward, path, module, recorder, (stages or {}).get(path)
@@ -280,6 +279,7 @@ def _run(
         args, kwargs = _as_inputs(recorder, (args, kwargs))
         with CustomFunctions(), _eager(), RecordingGlue(recorder):
             output = model(*args, **kwargs)
+            recorder.notice_writes()
             for tensor in tensors(output):
                 recorder.newest(tensor)
         recorder.keepers = _keepers(model, recorder)

@@ -494,10 +494,6 @@ class Journey:
                     f"between them; {UNCUT}"
                 )
 
-    def localize(self, value: Any) -> Any:
-        """A nested value with every tensor in it as this hop may read it."""
-        return map_tensors(self.local, value)
-
 
 class FreeJourney(Journey):
     """A journey that may take any way: for the uncut mode, whose one graph no route has to fit."""

@@ -186,15 +186,7 @@ class Pipeline(WrappedModel):
         Without arguments: of what was recorded last.
         """
         if args or kwargs:
-            batch = self._split(args, kwargs, None)[0]
-            recording = record(
-                self.module,
-                batch.args,
-                batch.kwargs,
-                plan=self._plan,
-                devices=self._placed(),
-                cut=self.schedule != "uncut",
-            )
+            recording = self._record(self._split(args, kwargs, None)[0])
         else:
             found = self.recording
             if found is None:
@@ -387,14 +379,7 @@ class Pipeline(WrappedModel):
         key = self._key(batch)
         prepared = self._prepared.get(key)
         if prepared is None:
-            recording = record(
-                self.module,
-                batch.args,
-                batch.kwargs,
-                plan=self._plan,
-                devices=self._placed(),
-                cut=self.schedule != "uncut",
-            )
+            recording = self._record(batch)
             devices = self._placed() or self._choose_devices(recording)
             recording.check(len(devices))
             self._check_state(recording, devices)
@@ -402,6 +387,16 @@ class Pipeline(WrappedModel):
             self._prepared[key] = prepared
             self._fingerprint = Fingerprint(self.module)
         return prepared
+
+    def _record(self, batch: Microbatch) -> Recording:
+        return record(
+            self.module,
+            batch.args,
+            batch.kwargs,
+            plan=self._plan,
+            devices=self._placed(),
+            cut=self.schedule != "uncut",
+        )
 
     def _check_state(self, recording: Recording, devices: list[torch.device]) -> None:
         """Buffers that the forward writes are read in the plain loop's order, or it is an error."""

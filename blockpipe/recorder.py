@@ -312,7 +312,8 @@ def named_slots(model: nn.Module, slots: str) -> Iterator[tuple[str, Tensor]]:
                 yield (f"{path}.{key}" if path else key), tensor
 
 
-def hold(model: nn.Module, recorder: Recorder, devices: list[torch.device] | None) -> None:
+def hold(model: nn.Module, recorder: Recorder) -> None:
+    """Make a note of every parameter and buffer, tied ones once."""
     for is_buffer, slots in ((False, "_parameters"), (True, "_buffers")):
         for name, tensor in named_slots(model, slots):
             held = recorder.held.get(id(tensor))

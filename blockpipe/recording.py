@@ -117,7 +117,6 @@ class Recording:
     recomputes: bool = False
     moves: bool = False  # whether a mark ever asked for another stage
     why_real: str | None = None
-    types: dict[str, str] = field(default_factory=dict)
 
     @property
     def route(self) -> list[int]:
