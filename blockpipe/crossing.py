@@ -28,7 +28,7 @@ UNCUT = (
 )
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class JourneyKey:
     """Which journey a tensor belongs to; compared by identity, printed in errors."""
 
