@@ -64,8 +64,6 @@ class Recorder(Journey):
         self.stack: list[tuple[Call, set[int], object]] = []
         self.held: dict[int, Held] = {}
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
-        self.writers: dict[int, set[int]] = {}
-        self.recomputed_in: list[Call | None] = []
         self.custom_in: list[tuple[str, Call | None]] = []
         self.hook_calls: list[Call | None] = []
         self.keepers: list[str] = []
