@@ -22,7 +22,7 @@ from .execution import Execution, Prepared
 from .glue import Doors, Glue
 from .journey import FreeJourney
 from .lanes import close_idle_threads
-from .microbatch import BatchDims, LossReduction, Microbatch, join, split, weights_of
+from .microbatch import BatchDims, Joint, LossReduction, Microbatch, join, split, weights_of
 from .options import as_sample, check_batch_dims, check_options, check_plan, checked_devices
 from .placement import Fingerprint, Placement
 from .plan import StagePlan
@@ -263,18 +263,13 @@ class Pipeline(WrappedModel):
         results = [r for r in execution.results if r is not None]
         device = prepared.devices[prepared.route[-1]]
         with torch.no_grad():
-            losses = [r.loss.to(device) for r in results if r.loss is not None]
-            loss = sum(
-                (x * w for x, w in zip(losses[1:], weights[1:], strict=True)),
-                losses[0] * weights[0],
-            )
+            sizes = [m.size for m in microbatches]
+            loss = Joint("sum", [r.loss for r in results], sizes, weights, 0).value(device)
             outputs = None
             if return_outputs:
-                sizes = [m.size for m in microbatches]
                 outputs, _ = join(
                     [r.outputs for r in results], sizes, weights, device, self._output_dim()
                 )
-        assert isinstance(loss, Tensor)
         return StepResult(loss.reshape(()), outputs)
 
     @remembers_caller
