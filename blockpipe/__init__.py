@@ -4,9 +4,12 @@ from .blocks import BeginBlock, Block, BlockFunction, begin_blocks, current_stag
 from .capture import record
 from .errors import BlockpipeError
 from .execution import current_microbatch
+from .meter import host_syncs
 from .pipeline import Pipeline, StepResult
 from .plan import Assignment, StagePlan
 from .recording import Recording
+from .schedule import Action, Schedule
+from .simulate import Costs, simulate
 
 __version__ = "0.1.0"
 
@@ -25,9 +28,15 @@ __all__ = [
     "Recording",
     "StagePlan",
     "record",
+    # Schedules
+    "Action",
+    "Costs",
+    "Schedule",
+    "simulate",
     # The pipeline
     "Pipeline",
     "StepResult",
+    "host_syncs",
     # Errors
     "BlockpipeError",
 ]

@@ -19,6 +19,7 @@ from .blocks import set_cursor
 from .crossing import Step
 from .errors import BlockpipeError, IsolationError, PlanError, RecordingError
 from .glue import CustomFunctions
+from .meter import Meter
 from .plan import StagePlan
 from .recorder import (
     Recorder,
@@ -277,11 +278,13 @@ def _run(
     before = set_cursor(cursor)
     try:
         args, kwargs = _as_inputs(recorder, (args, kwargs))
-        with CustomFunctions(), _eager(), RecordingGlue(recorder):
+        meter = Meter(recorder.spent, recorder.waited)
+        with CustomFunctions(), _eager(), RecordingGlue(recorder), meter:
             output = model(*args, **kwargs)
             recorder.notice_writes()
             for tensor in tensors(output):
                 recorder.newest(tensor)
+        recorder.note_whole(output)
         recorder.keepers = _keepers(model, recorder)
     finally:
         set_cursor(before)

@@ -91,6 +91,7 @@ class Box:
 class Crossing:
     """One import's way back: the gradient arrives in the box and goes to an edge of a hop."""
 
+    entry: GradientEdge
     box: Box
     to_hop: int
     to_edge: GradientEdge

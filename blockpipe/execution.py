@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .ambient import Ambient
 from .blocks import Cursor, Mark, set_cursor
-from .crossing import TAG, Home, Step, Tag
+from .crossing import TAG, Step, Tag
 from .errors import RouteError, UsageError
-from .glue import CustomFunctions, Doors, Glue
+from .glue import CustomFunctions, Glue
 from .journey import FreeJourney, Journey, detached
 from .lanes import Abandoned, Turns
 from .microbatch import Microbatch
-from .recording import Recording
+from .prepared import Prepared, ScheduleOption
 from .sanitizer import Sanitizer
-from .schedule import Action, Kind, make_schedule
+from .schedule import Action, Kind, Schedule
 from .transfer import edge_of, is_asynchronous
 from .tree import leaves, map_tensors, tensors
 from .where import failing_line, users_line
@@ -48,35 +48,6 @@ def current_microbatch() -> int | None:
 
 
 @dataclass
-class Prepared:
-    """What is worked out once for each recording, and used by every step."""
-
-    model: nn.Module
-    recording: Recording
-    route: list[int]
-    homes: dict[int, Home]
-    devices: list[torch.device]
-    doors: Doors
-    planned: bool
-
-    @property
-    def lane_of_hop(self) -> list[int]:
-        """A lane for each accelerator device, and for each stage on the CPU."""
-        lanes: dict[Any, int] = {}
-        result = []
-        for stage in self.route:
-            device = self.devices[stage]
-            key = device if is_asynchronous(device) else stage
-            result.append(lanes.setdefault(key, len(lanes)))
-        return result
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether any stage is on an accelerator."""
-        return any(is_asynchronous(device) for device in self.devices)
-
-
-@dataclass
 class Result:
     """What one micro-batch's forward came to: values cut off, and places in the graph."""
 
@@ -92,7 +63,7 @@ class Execution:
         prepared: of the recording that fits them.
         microbatches: in order.
         weights: of their losses.
-        schedule: its name.
+        schedule: a name, "auto", "uncut", or the user's own.
         ambient: the caller's thread state.
         isolate_as: the pipeline's number for the sanitizer; ``None``: not isolated.
         loss_fn: called with outputs and target; ``None``: the model's own loss.
@@ -104,7 +75,7 @@ class Execution:
         prepared: Prepared,
         microbatches: list[Microbatch],
         weights: list[float],
-        schedule: str,
+        schedule: ScheduleOption,
         ambient: Ambient,
         *,
         isolate_as: int | None = None,
@@ -128,15 +99,15 @@ class Execution:
             differentiable=differentiable,
             isolate_as=isolate_as,
             cut=self.cut,
-            begins=[hop.mark for hop in prepared.recording.hops],
+            begins=prepared.begins,
         )
         self.results: list[Result | None] = [None] * len(microbatches)
         self.journeys: dict[int, Journey] = {}
-        lanes = prepared.lane_of_hop
-        self._lanes = lanes
-        self.inline = (
-            len(set(lanes)) == 1 or len(microbatches) == 1 or schedule in ("sequential", "uncut")
+        self.inline = len(microbatches) == 1 or (
+            isinstance(schedule, str)
+            and (schedule in ("sequential", "uncut") or prepared.has_one_lane)
         )
+        self._split: set[tuple[int, int]] = set()
         self._turns: Turns | None = None
         self._roots: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         first = microbatches[0]
@@ -148,23 +119,25 @@ class Execution:
 
     def run(self) -> None:
         """All forwards and backwards."""
+        if self._is_plain():
+            with self._current_device_kept():
+                for m in range(len(self.microbatches)):
+                    self._run_plain(m)
+            return
         with self._doors(), self._cleaned_up():
             if not self.inline:
-                self._run_lanes(None, self.schedule)
-                return
-            one_hop = self._is_one_hop()
-            for m in range(len(self.microbatches)):
-                if one_hop:
-                    self._run_one_hop(m)
-                else:
+                self._run_lanes(self.prepared.schedule(self.schedule, len(self.microbatches)), None)
+            else:
+                for m in range(len(self.microbatches)):
                     self._forward_inline(m)
                     self._backward_inline(m)
+        self.prepared.steps += 1
 
     def run_forward(self) -> None:
         """All forwards; their graphs stay, for a backward that the caller starts."""
         with self._doors(), self._cleaned_up(only_on_failure=True):
             if not self.inline:
-                self._run_lanes("F", "gpipe")
+                self._run_lanes(self.prepared.schedule("gpipe", len(self.microbatches)), "F")
                 return
             for m in range(len(self.microbatches)):
                 self._forward_inline(m)
@@ -173,34 +146,44 @@ class Execution:
         """All backwards, after roots were added to the journeys."""
         with self._doors(), self._cleaned_up():
             if not self.inline:
-                self._run_lanes("B", "gpipe")
+                self._run_lanes(self.prepared.schedule("gpipe", len(self.microbatches)), "B")
                 return
             with torch.enable_grad():
                 for m in range(len(self.microbatches)):
                     self._backward_inline(m)
 
-    def _is_one_hop(self) -> bool:
-        """Whether nothing can cross: then there is nothing to intercept, and the step is a loop."""
-        recording = self.prepared.recording
+    def _is_plain(self) -> bool:
+        """Whether the step is the plain loop: one thread and one device, so that cutting the graph
+        would gain nothing. The first step is cut all the same: it finds what a cut would not bear
+        on the machine that the model is meant for."""
         return (
-            len(recording.hops) == 1
-            and not recording.moves
-            and not self.prepared.planned
+            self.inline
             and self.cut
+            and not self.prepared.planned
             and self.isolate_as is None
             and not self._inputs_need_grad
+            and (
+                self.prepared.is_one_hop
+                or (
+                    self.schedule != "sequential"
+                    and self.prepared.has_one_lane
+                    and self.prepared.on_one_device
+                    and self.prepared.steps > 0
+                )
+            )
         )
 
-    def _run_one_hop(self, m: int) -> None:
+    def _run_plain(self, m: int) -> None:
         """A micro-batch forward and back, as the plain loop has it."""
-        batch, stage = self.microbatches[m], self.prepared.route[0]
-        before, outer = set_cursor(_FixedCursor(stage, m)), _microbatch.set(m)
+        batch, first = self.microbatches[m], self.prepared.route[0]
+        cursor = _FixedCursor(first, m) if self.prepared.is_one_hop else Cursor()
+        before, outer = set_cursor(cursor), _microbatch.set(m)
         phase = "forward"
         try:
-            self._be_on(stage)
+            self._be_on(first)
 
             def here(tensor: Tensor) -> Tensor:
-                return self.step.carried(tensor, stage)
+                return self.step.carried(tensor, first)
 
             with self.ambient.uncached_autocast() if self.ambient.autocasts else nullcontext():
                 output = self.prepared.model(
@@ -216,7 +199,8 @@ class Execution:
             with self.ambient.no_autocast() if self.ambient.autocasts else nullcontext():
                 loss.backward(self._root(m, loss))
         except BaseException as error:
-            _note(error, phase, m, stage)
+            known = phase == "forward" or self.prepared.is_one_hop
+            _note(error, phase, m, cursor.stage if known else None)
             raise
         finally:
             set_cursor(before)
@@ -234,12 +218,13 @@ class Execution:
             for hop in reversed(range(len(self.prepared.route))):
                 self._backward(Action("B", hop, m))
 
-    def _run_lanes(self, only: Kind | None, schedule: str) -> None:
+    def _run_lanes(self, schedule: Schedule, only: Kind | None) -> None:
         threads = torch.get_num_threads()
         if not self.prepared.is_asynchronous:
-            threads = max(1, threads // len(set(self._lanes)))
+            threads = max(1, threads // len(schedule.lanes))
+        self._split = schedule.split() if only is None else set()
         turns = Turns(
-            make_schedule(schedule, self._lanes, len(self.microbatches)),
+            schedule,
             self._forward,
             self._backward,
             self.ambient,
@@ -259,11 +244,19 @@ class Execution:
             stack.enter_context(self.prepared.doors)
             if self.prepared.recording.custom_functions:
                 stack.enter_context(CustomFunctions())
-            if self.prepared.is_asynchronous:
-                stack.callback(
-                    torch.accelerator.set_device_index, torch.accelerator.current_device_index()
-                )
+            stack.enter_context(self._current_device_kept())
             yield
+
+    @contextmanager
+    def _current_device_kept(self) -> Iterator[None]:
+        if not self.prepared.is_asynchronous:
+            yield
+            return
+        before = torch.accelerator.current_device_index()
+        try:
+            yield
+        finally:
+            torch.accelerator.set_device_index(before)
 
     @contextmanager
     def _cleaned_up(self, *, only_on_failure: bool = False) -> Iterator[None]:
@@ -420,7 +413,7 @@ class Execution:
             self._be_on(stage)
             recomputes = self.prepared.recording.recomputes and self.cut
             if self.isolate_as is None and not recomputes:
-                journey.backward(action.hop)
+                self._run_backward(journey, action)
                 return
             with ExitStack() as stack:
                 if self.isolate_as is not None:
@@ -429,12 +422,20 @@ class Execution:
                     )
                 if recomputes:
                     stack.enter_context(Glue(journey, recompute=action.hop))
-                journey.backward(action.hop)
+                self._run_backward(journey, action)
         except Abandoned:
             raise
         except BaseException as error:
             _note(error, "backward", action.microbatch, stage)
             raise
+
+    def _run_backward(self, journey: Journey, action: Action) -> None:
+        hop = action.hop
+        if action.kind == "W":
+            journey.finish_backward(hop)
+        else:
+            split = (hop, action.microbatch) in self._split
+            journey.backward(hop, split=split and self.prepared.recording.separable[hop])
 
 
 class _FixedCursor(Cursor):
@@ -453,9 +454,10 @@ class _FixedCursor(Cursor):
             )
 
 
-def _note(error: BaseException, phase: str, microbatch: int, stage: int) -> None:
+def _note(error: BaseException, phase: str, microbatch: int, stage: int | None) -> None:
+    where = "" if stage is None else f" on stage {stage}"
     error.add_note(
-        f"blockpipe: in the {phase} of micro-batch {microbatch} on stage {stage}, "
+        f"blockpipe: in the {phase} of micro-batch {microbatch}{where}, "
         f"at {failing_line(error.__traceback__)}"
     )
 

@@ -42,11 +42,18 @@ _REBINDS = frozenset(
 )
 _DIFFERENTIATES = frozenset([torch.autograd.grad])
 _DEVICE = Tensor.device.__get__
+_QUESTIONS = _METADATA | {_DEVICE}
+_LOOKS_AT_GRAPH = _HOOKS | {getattr(Tensor, name).__get__ for name in ("grad_fn",)}
 
 
 def is_question(function: Callable[..., Any]) -> bool:
     """Whether a torch function asks about a tensor, and computes nothing."""
-    return function in _METADATA or function is _DEVICE
+    return function in _QUESTIONS
+
+
+def looks_at_graph(function: Callable[..., Any]) -> bool:
+    """Whether a torch function hooks into a tensor's graph, or asks for it."""
+    return function in _LOOKS_AT_GRAPH
 
 
 class _Active(threading.local):
@@ -106,14 +113,8 @@ class Glue(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         journey = self.journey
-        if func in _METADATA:
-            if func in _HOOKS or journey.wrote_foreign:
-                args = (journey.newest(args[0]), *args[1:])
-            return func(*args, **kwargs)
-        if func is _DEVICE:
-            device = journey.step.device_of(max(journey.cursor.stage, 0))
-            own = func(*args, **kwargs)
-            return own if device is None or own.type == "meta" else device
+        if func in _QUESTIONS:
+            return self._answered(func, args, kwargs)
         if self.recompute is not None:
             return self._recomputed(func, args, kwargs)
         journey.arrive()
@@ -147,6 +148,19 @@ class Glue(TorchFunctionMode):
             journey.check_written(foreign)
         journey.claim(result)
         return result
+
+    def _answered(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What needs no copy. A tensor's device is that of the stage which asks."""
+        journey = self.journey
+        if func in _HOOKS or journey.wrote_foreign:
+            args = (journey.newest(args[0]), *args[1:])
+        own = func(*args, **kwargs)
+        if func != _DEVICE:
+            return own
+        device = journey.step.device_of(max(journey.cursor.stage, 0))
+        return own if device is None or own.type == "meta" else device
 
     def _recomputed(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -18,8 +18,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
+from .backward import WeightPart, run_input_part, run_whole
 from .blocks import Cursor
 from .crossing import (
     RECORDING,
@@ -67,6 +68,7 @@ class Journey:
         self.on_border: Callable[[int, int], None] | None = None
         self.wrote_foreign = False  # whether any foreign tensor was written to
         self._home_imports: dict[int, dict[int, Import]] = {}
+        self._weights: dict[int, WeightPart] = {}
         self._calls: dict[int, int] = {}
         self._foreign: list[tuple[Tensor, Import]] = []  # of the operation under way
         # This hop's imports: a write may reach one through a view of it, with no import in sight.
@@ -269,7 +271,7 @@ class Journey:
             box = Box()
             value = enter_graph(box, value)
             edge = edge_of(value)
-            self._graph(self.hop).crossings.append(Crossing(box, source, to_edge))
+            self._graph(self.hop).crossings.append(Crossing(edge, box, source, to_edge))
         elif value is tensor:
             value = tensor.detach()
         made = Import(value, edge, version_of(value), None)
@@ -390,7 +392,7 @@ class Journey:
             box = Box()
             value = enter_graph(box, value)
             edge = edge_of(value)  # stands for the caller: -1 - index
-            self._graph(hop).crossings.append(Crossing(box, -1 - index, edge))
+            self._graph(hop).crossings.append(Crossing(edge, box, -1 - index, edge))
         setattr(value, TAG, Tag(self.key, hop, stage))
         return value
 
@@ -418,24 +420,34 @@ class Journey:
         """Start the backward of a hop from here, too."""
         self._graph(hop).roots.append((edge, gradient))
 
-    def backward(self, hop: int) -> None:
-        """Run one hop's backward and send the gradients of its crossings home."""
+    def backward(self, hop: int, *, split: bool = False) -> None:
+        """Run one hop's backward and send the gradients of its crossings home.
+
+        Args:
+            hop: which.
+            split: leave the gradients of the parameters to :meth:`finish_backward`, if they can
+                be told apart.
+        """
         graph = self.graphs.pop(hop, None)
         if graph is None:
             return
-        if graph.roots:
-            edges, gradients = zip(*graph.roots, strict=True)
-            for crossing in graph.crossings:
-                crossing.box.open = True
-            # torch.autograd.backward, less its check of the gradients, which (in torch 2.11) cannot
-            # look at an edge into a custom function such as ours.
-            _engine_run_backward(edges, gradients, False, False, (), True, True)
+        if split:
+            rest = run_input_part(graph)
+            if rest is not None:
+                self._weights[hop] = rest
+        else:
+            run_whole(graph)
         for crossing in graph.crossings:
             box = crossing.box
-            box.open = False
             if box.gradient is not None:
                 gradient, box.gradient = box.gradient, None
                 self._send_home(crossing, gradient)
+
+    def finish_backward(self, hop: int) -> None:
+        """The gradients of a hop's parameters, where its backward is in two parts."""
+        rest = self._weights.pop(hop, None)
+        if rest is not None:
+            rest.run()
 
     def _send_home(self, crossing: Crossing, gradient: Tensor) -> None:
         if crossing.to_hop < 0:
@@ -462,6 +474,7 @@ class Journey:
         """Let go of everything: the step has failed, or is over."""
         self.finish_forward()
         self.graphs.clear()
+        self._weights.clear()
 
     def recomputed(self, tensor: Tensor, hop: int) -> Tensor:
         """In backward, for a recomputation in glue: the import that the forward had."""

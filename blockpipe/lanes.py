@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from .ambient import Ambient
-from .schedule import Action, Kind, Schedule
+from .schedule import Action, Actions, Kind, Schedule
 
 _CAN_PIN = hasattr(os, "sched_setaffinity")  # for one thread: Linux
 
@@ -130,6 +130,7 @@ class Turns:
         only: Kind | None = None,
     ) -> None:
         self._schedule = schedule
+        self._actions = [lane.unpacked() for lane in schedule.lanes if isinstance(lane, Actions)]
         self._forward = forward
         self._backward = backward
         self._ambient = ambient
@@ -264,7 +265,7 @@ class Turns:
             held.release()
 
     def _head(self, lane: int) -> Action | None:
-        actions = self._schedule.lanes[lane]
+        actions = self._actions[lane]
         position = self._position[lane]
         return actions[position] if position < len(actions) else None
 
@@ -297,15 +298,18 @@ class Turns:
 
     def _run_lane(self, lane: int) -> None:
         hops = len(self._schedule.lane_of_hop)
-        for action in self._schedule.lanes[lane]:
-            if action.kind != "B":
+        for action in self._actions[lane]:
+            if action.kind == "F" or (action.kind == "W" and self._only is not None):
                 continue
             later = Action("B", action.hop + 1, action.microbatch)
             last = action.hop + 1 == hops
             with self._lock:
                 while self._failure is None and not (
                     self._head(lane) == action
-                    and (action.microbatch in self._finished if last else later in self._done)
+                    and (
+                        action.kind == "W"
+                        or (action.microbatch in self._finished if last else later in self._done)
+                    )
                 ):
                     self._moved[lane].wait()
                 if self._failure is not None:

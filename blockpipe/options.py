@@ -8,7 +8,8 @@ from torch import nn
 
 from .errors import MicrobatchError, PlanError, ScheduleError, UsageError
 from .plan import StagePlan
-from .schedule import SCHEDULES
+from .schedule import Schedule
+from .scheduler import SCHEDULES, check_in_flight
 from .transfer import check_device, is_asynchronous
 
 
@@ -69,6 +70,7 @@ def check_options(
     model: object,
     chunks: object,
     schedule: object,
+    in_flight: object,
     checkpoint: object,
     deferred_batch_norm: object,
     loss_reduction: object,
@@ -77,8 +79,8 @@ def check_options(
         raise UsageError(f"Pipeline takes an nn.Module, but {type(model).__name__} came")
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise PlanError(f"chunks is a whole number from 1 on, but {chunks!r} came")
-    if schedule not in (*SCHEDULES, "uncut"):
-        raise ScheduleError(f"schedule is one of {[*SCHEDULES, 'uncut']}, but {schedule!r} came")
+    _check_schedule(schedule, chunks)
+    check_in_flight(in_flight)
     if checkpoint != "never":
         raise UsageError(f"checkpoint is 'never' in this version, but {checkpoint!r} came")
     if deferred_batch_norm is not False:
@@ -87,4 +89,19 @@ def check_options(
         raise UsageError(
             "loss_reduction is 'mean', 'sum' or a callable (args, kwargs, target) -> number, but "
             f"{loss_reduction!r} came"
+        )
+
+
+def _check_schedule(schedule: object, chunks: int) -> None:
+    names = [*SCHEDULES, "auto", "uncut"]
+    if isinstance(schedule, Schedule):
+        if schedule.microbatches != chunks:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} is for {schedule.microbatches} micro-batches, but "
+                f"chunks={chunks}; pass chunks={schedule.microbatches}"
+            )
+    elif schedule not in names and not callable(schedule):
+        raise ScheduleError(
+            f"schedule is one of {names}, a Schedule, or a function (lane_of_hop, microbatches) -> "
+            f"Schedule, but {schedule!r} came"
         )

@@ -18,7 +18,7 @@ from .capture import record
 from .crossing import Home, Step
 from .differentiable import attach, input_gradients
 from .errors import StateError, UsageError
-from .execution import Execution, Prepared
+from .execution import Execution
 from .glue import Doors, Glue
 from .journey import FreeJourney
 from .lanes import close_idle_threads
@@ -26,6 +26,7 @@ from .microbatch import BatchDims, Joint, LossReduction, Microbatch, join, split
 from .options import as_sample, check_batch_dims, check_options, check_plan, checked_devices
 from .placement import Fingerprint, Placement
 from .plan import StagePlan
+from .prepared import Prepared, ScheduleOption, lanes_of
 from .recording import Recording
 from .summary import summarize
 from .transfer import Owner, default_devices, set_owner
@@ -53,12 +54,20 @@ class Pipeline(WrappedModel):
     Args:
         model: marked with :class:`Block`, :func:`BeginBlock` or :func:`begin_blocks`; it stays
             the user's (``pipe.module is model``), and its parameters stay the same objects.
-        devices: one for each stage; a device may be named several times. ``None``: all
-            accelerator devices of the machine, or the CPU.
+        devices: one for each stage; a device may be named several times, and then does the work
+            of several stages in turns. On the CPU each stage has a thread of its own; stages that
+            are to share one have a number in common (``["cpu:0", "cpu:1", "cpu:1", "cpu:0"]``).
+            ``None``: all accelerator devices of the machine, or the CPU.
         chunks: into how many micro-batches a batch is split; a batch of fewer samples makes
             fewer.
-        schedule: ``"1f1b"``, ``"gpipe"``, ``"sequential"`` (one micro-batch at a time) or
-            ``"uncut"`` (one at a time, in one ordinary graph: for what the cut engine refuses).
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` (several stages a device),
+            ``"zb-h1"`` or ``"zb-v"`` (the backward in two parts), ``"sequential"`` (one
+            micro-batch at a time), ``"auto"`` (the one that is predicted to be the fastest), or
+            ``"uncut"`` (one at a time, in one ordinary graph: for what the cut engine refuses); or
+            a :class:`Schedule` of one's own, or a function ``(lane_of_hop, microbatches) ->
+            Schedule``. See :func:`blockpipe.scheduler.make_schedule`.
+        in_flight: at most so many micro-batches are under way at once; ``None``: what the schedule
+            says.
         checkpoint: recomputation; only ``"never"`` is there yet.
         deferred_batch_norm: statistics of the whole batch; only ``False`` is there yet.
         plan: stages that override the marks.
@@ -94,7 +103,8 @@ class Pipeline(WrappedModel):
         *,
         devices: Sequence[Any] | None = None,
         chunks: int = 1,
-        schedule: str = "1f1b",
+        schedule: ScheduleOption = "1f1b",
+        in_flight: int | None = None,
         checkpoint: str = "never",
         deferred_batch_norm: bool = False,
         plan: StagePlan | None = None,
@@ -106,7 +116,9 @@ class Pipeline(WrappedModel):
         super().__init__()
         if isinstance(model, Pipeline):
             raise UsageError("this model is a Pipeline already; pass its .module")
-        check_options(model, chunks, schedule, checkpoint, deferred_batch_norm, loss_reduction)
+        check_options(
+            model, chunks, schedule, in_flight, checkpoint, deferred_batch_norm, loss_reduction
+        )
         if isolate and schedule == "uncut":
             raise UsageError(
                 "isolate=True proves that stages are cut apart, but schedule='uncut' does not cut "
@@ -116,13 +128,16 @@ class Pipeline(WrappedModel):
         check_batch_dims(batch_dims)
         self.module = model
         self.chunks = chunks
-        self.schedule = schedule
+        self.schedule: ScheduleOption = schedule
+        self.in_flight = in_flight
         self.batch_dims = batch_dims
         self.loss_reduction = loss_reduction
         self.isolate = isolate
         self._number = next(_numbers)
         self._plan = plan
         self._given_devices = checked_devices(devices)
+        given = self._given_devices
+        self._given_lanes = None if given is None else lanes_of(given, devices or ())
         self._prepared: dict[Any, Prepared] = {}
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
@@ -196,7 +211,9 @@ class Pipeline(WrappedModel):
         if devices is None:
             devices = [torch.device("cpu")] * recording.num_stages
         recording.check(len(devices))
-        return summarize(recording, [str(device) for device in devices])
+        prepared = [p for p in self._prepared.values() if p.recording is recording]
+        notes = [note for p in prepared for note in p.notes()]
+        return summarize(recording, [str(device) for device in devices], notes)
 
     def _placed(self) -> list[torch.device] | None:
         return None if self._placement is None else self._placement.devices
@@ -428,8 +445,10 @@ class Pipeline(WrappedModel):
             recording.route,
             {key: Home(*where) for key, where in homes.items()},
             devices,
+            self._given_lanes or lanes_of(devices, devices),
             Doors(self.module, recording.sealed, planned),
             planned=self._plan is not None,
+            in_flight=self.in_flight,
         )
 
     def _key(self, batch: Microbatch) -> Any:

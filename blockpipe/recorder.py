@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .backward import Root, why_whole
 from .blocks import Cursor, Mark
-from .crossing import RECORDING, TAG, Home, JourneyKey, Step, Tag
+from .crossing import RECORDING, TAG, Home, HopGraph, JourneyKey, Step, Tag
 from .errors import CrossingError, PlanError
-from .glue import Glue, is_question
+from .glue import Glue, is_question, looks_at_graph
 from .journey import Journey
+from .meter import ACCELERATOR, CPU, HostSync
 from .plan import too_few_devices
 from .recording import Call, CrossingInfo, Held, Hop, Recording, Unmarked
+from .transfer import edge_of
 from .tree import tensors
 from .where import users_line
 
@@ -120,6 +123,7 @@ class Recorder(Journey):
             self._note_unmarked(hop)
         hooks = _saved_tensor_hooks()
         if hooks is not None and hooks is not self._ambient_hooks:
+            info.whole = "it recomputes, or packs what it saves"
             self.hook_calls.append(self.stack[-1][0] if self.stack else None)
 
     def _note_unmarked(self, hop: int) -> None:
@@ -234,6 +238,42 @@ class Recorder(Journey):
                 tag.returned_by.add(call)
         call.stage = self.step.route[call.hop] if call.hop is not None else call.stage
 
+    def spent(self, flops: float, moved: int, made: int) -> None:
+        """An operation ran below autograd: what it cost."""
+        if self.hop < 0:
+            return
+        hop = self.result.hops[self.hop]
+        hop.kernels += 1
+        hop.flops += flops
+        hop.cpu_seconds += CPU.seconds(flops, moved)
+        hop.accelerator_seconds += ACCELERATOR.seconds(flops, moved)
+        hop.made_bytes += made
+
+    def waited(self, sync: HostSync) -> None:
+        """The host would wait for a device here."""
+        if sync not in self.result.host_syncs:
+            self.result.host_syncs.append(sync)
+
+    def looked_at_graph(self) -> None:
+        """The forward hooks into its graph, or asks for it."""
+        if self.hop >= 0:
+            self.result.hops[self.hop].whole = f"a hook, or a look at the graph ({_line()})"
+
+    def note_whole(self, output: Any) -> None:
+        """Which hops' backwards cannot be split: a look at their graphs, after the forward."""
+        roots: dict[int, list[Root]] = {}
+        for graph in self.graphs.values():
+            for crossing in graph.crossings:
+                roots.setdefault(crossing.to_hop, []).append((crossing.to_edge, None))
+        for tensor in map(self.newest, tensors(output)):
+            if tensor.requires_grad and self.made(tensor):
+                roots.setdefault(self.hop_of(tensor), []).append((edge_of(tensor), None))
+        for hop in self.result.hops:
+            graph = self.graphs.get(hop.index, HopGraph())
+            entries = [crossing.entry.node for crossing in graph.crossings]
+            why = why_whole(roots.get(hop.index, []), entries)
+            hop.whole = hop.whole if why is None else why
+
     def custom_function(self, name: str) -> None:
         """A custom autograd function was applied."""
         self.custom_in.append((name, self.stack[-1][0] if self.stack else None))
@@ -251,6 +291,8 @@ class RecordingGlue(Glue):
     ) -> Any:
         if not is_question(func):
             self.journey.operation()
+        elif looks_at_graph(func):
+            self.journey.looked_at_graph()
         return super().__torch_function__(func, types, args, kwargs)
 
     def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
@@ -293,6 +335,10 @@ class RecordingDoor:
 
 def _saved_tensor_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _line() -> str:
+    return users_line().rpartition("/")[2]
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -376,14 +422,27 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     for error, untracked_in in recorder.untracked:
         if not _in_sealed(untracked_in):
             raise error
+    _say_what_is_whole(model, result)
     for path, module in model.named_modules():
-        compiled = hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl")
-        if compiled and path in bad:
+        if is_compiled(module) and path in bad:
             raise CrossingError(
                 f"compiled module {path or '(the model)'!r} spans stages "
                 f"{sorted({result.hops[h].stage for h in bad[path]})}, but a compiled call runs as "
                 "a whole; compile its parts (one stage each) instead"
             )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` wraps a module, or compiled it in place."""
+    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def _say_what_is_whole(model: nn.Module, result: Recording) -> None:
+    """Which hops' backwards do not come in two parts, besides those that were seen to."""
+    compiled = {path for path, module in model.named_modules() if is_compiled(module)}
+    for call in result.calls:
+        if call.path in compiled and call.hop is not None:
+            result.hops[call.hop].whole = f"compiled module {call.path or '(the model)'}"
 
 
 def _around(path: str, inner: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .errors import PlanError
+from .meter import HostSync
 from .plan import Assignment, StagePlan, gaps, too_few_devices
 from .summary import summarize
 
@@ -22,6 +23,12 @@ class Hop:
     where: str
     mark: int = 0  # which of the forward's marks it began with; 0: none
     operations: int = 0
+    kernels: int = 0  # operations below autograd that do more than make a view
+    flops: float = 0.0  # of one micro-batch's forward
+    cpu_seconds: float = 0.0  # by a roofline: to compare hops with
+    accelerator_seconds: float = 0.0
+    made_bytes: int = 0  # of what the forward's operations make here: what it keeps at the most
+    whole: str | None = None  # why its backward is not split in two parts; None: it can be
 
 
 @dataclass(eq=False)
@@ -115,6 +122,7 @@ class Recording:
     sealed: dict[str, frozenset[int]] = field(default_factory=dict)
     custom_functions: list[str] = field(default_factory=list)
     recomputes: bool = False
+    host_syncs: list[HostSync] = field(default_factory=list)
     moves: bool = False  # whether a mark ever asked for another stage
     why_real: str | None = None
 
@@ -127,6 +135,12 @@ class Recording:
     def num_stages(self) -> int:
         """How many stages there are."""
         return max(self.route, default=0) + 1
+
+    @property
+    def separable(self) -> list[bool]:
+        """For each hop, whether its backward can be split in two parts, as zero-bubble schedules
+        have it: gradients of what came in, and gradients of parameters."""
+        return [hop.whole is None for hop in self.hops]
 
     @property
     def plan(self) -> StagePlan:

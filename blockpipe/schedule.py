@@ -1,28 +1,34 @@
-"""Schedules as data: for each lane, the order of its actions.
+"""A schedule as data: for each lane, the order of its actions.
 
-A schedule is a plain value, one list of actions for each lane, so that a test can write one out
-and a person can print one. All kinds come from one greedy list scheduler that plays the pipeline
-out with unit costs: the known formulas hold for plain chains only, and a route may return to a
-stage. For a chain of four hops under ``"1f1b"`` it gives the well-known table::
+A schedule is a plain value, so that a test can write one out, a person can print one, and a user
+can bring one along, as a value or as CSV. The actions of a lane are packed into an array of
+numbers: as tuples, those of 1000 stages and 10 000 micro-batches would not fit in memory.
 
-    lane 0: F0 F1 F2 F3 B0 F4 B1 …
-    lane 1:    F0 F1 F2 B0 F3 B1 …
-    lane 2:       F0 F1 B0 F2 B1 …
-    lane 3:          F0 B0 F1 B1 …
+What makes schedules is in ``scheduler.py``, what plays them out in ``simulate.py``.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast, overload
 
 from .errors import ScheduleError
 
-Kind = Literal["F", "B"]
-SCHEDULES = ("sequential", "gpipe", "1f1b")
+Kind = Literal["F", "B", "W"]
+KINDS = ("F", "B", "W")
+F, B, W = range(3)
+
+# A packed action: kind in the lowest 2 bits, then 20 bits of hop, then the micro-batch.
+HOP_SHIFT, MICROBATCH_SHIFT, HOP_MASK = 2, 22, (1 << 20) - 1
 
 
 class Action(NamedTuple):
-    """One entry of a schedule: forward or backward of one micro-batch on one hop."""
+    """One entry of a schedule: what one micro-batch does on one hop.
+
+    ``"F"`` is a forward and ``"B"`` a backward. Where a ``"W"`` of the same hop and micro-batch
+    follows, ``"B"`` computes the gradients of what came in only, and ``"W"`` those of the
+    parameters.
+    """
 
     kind: Kind
     hop: int
@@ -32,186 +38,189 @@ class Action(NamedTuple):
         return f"{self.kind}{self.hop}.{self.microbatch}"
 
 
+def pack(kind: int, hop: int, microbatch: int) -> int:
+    """An action as one number."""
+    return microbatch << MICROBATCH_SHIFT | hop << HOP_SHIFT | kind
+
+
+def unpack(code: int) -> Action:
+    """The action that a number stands for."""
+    return Action(
+        cast(Kind, KINDS[code & 3]), code >> HOP_SHIFT & HOP_MASK, code >> MICROBATCH_SHIFT
+    )
+
+
+class Actions(Sequence[Action]):
+    """A lane's actions, in order: reads as a sequence of :class:`Action`, kept as numbers."""
+
+    __slots__ = ("_unpacked", "codes")
+
+    def __init__(self, actions: "Iterable[Action] | array[int]" = ()) -> None:
+        self._unpacked: list[Action] | None = None
+        if isinstance(actions, array):
+            self.codes: array[int] = actions
+        else:
+            self.codes = array("q", (_packed(action) for action in actions))
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Actions": ...
+    def __getitem__(self, index: int | slice) -> "Action | Actions":
+        if isinstance(index, slice):
+            return Actions(self.codes[index])
+        return unpack(self.codes[index])
+
+    def __iter__(self) -> Iterator[Action]:
+        return map(unpack, self.codes)
+
+    def unpacked(self) -> list[Action]:
+        """As a list, made once: for who reads them many times."""
+        if self._unpacked is None:
+            self._unpacked = list(self)
+        return self._unpacked
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Actions):
+            return self.codes == other.codes
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(self.codes.tobytes())
+
+    def __repr__(self) -> str:
+        return " ".join(map(str, self))
+
+
+def _packed(action: Any) -> int:
+    try:
+        kind, hop, microbatch = action
+        if not (0 <= hop <= HOP_MASK and microbatch >= 0):
+            raise ValueError
+        return pack(KINDS.index(kind), hop, microbatch)
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(
+            "an action is Action('F', 'B' or 'W', hop, microbatch), with numbers from 0 on, but "
+            f"{action!r} came"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """What every lane does, in order; ``lane_of_hop[h]`` is the lane of hop ``h``."""
+    """What every lane does, in order.
+
+    Args:
+        name: for messages and tables.
+        lane_of_hop: the lane of each hop of the route. A lane runs one action at a time.
+        microbatches: how many there are.
+        lanes: for each lane its actions; any sequences of :class:`Action`.
+
+    Raises:
+        ScheduleError: something in ``lanes`` is no action. Whether the whole can run is for
+            :func:`blockpipe.simulate.validate` to say, which a pipeline asks.
+
+    Example:
+        >>> from blockpipe.schedule import Action, Schedule
+        >>> schedule = Schedule("mine", (0,), 1, ([Action("F", 0, 0), Action("B", 0, 0)],))
+        >>> print(schedule)
+        lane 0: F0.0 B0.0
+        >>> Schedule.from_csv(schedule.to_csv(), name="mine") == schedule
+        True
+    """
 
     name: str
     lane_of_hop: tuple[int, ...]
     microbatches: int
-    lanes: tuple[tuple[Action, ...], ...]
+    lanes: tuple[Sequence[Action], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lane_of_hop", tuple(self.lane_of_hop))
+        lanes = (a if isinstance(a, Actions) else Actions(a) for a in self.lanes)
+        object.__setattr__(self, "lanes", tuple(lanes))
+
+    @property
+    def codes(self) -> "list[array[int]]":
+        """For each lane its actions as numbers, see :func:`unpack`."""
+        return [lane.codes for lane in self.lanes if isinstance(lane, Actions)]
 
     def in_flight(self) -> int:
         """The most micro-batches that are under way at once: begun, and not back at the start."""
         begun = most = 0
-        for action in self.lanes[self.lane_of_hop[0]]:
-            if action.hop == 0:
-                begun += 1 if action.kind == "F" else -1
+        first = self.codes[self.lane_of_hop[0]]
+        splits = any(code & 3 == W and not code >> HOP_SHIFT & HOP_MASK for code in first)
+        ends = W if splits else B
+        for code in first:
+            if not code >> HOP_SHIFT & HOP_MASK:
+                kind = code & 3
+                begun += (kind == F) - (kind == ends)
                 most = max(most, begun)
         return most
 
+    def split(self) -> set[tuple[int, int]]:
+        """The (hop, micro-batch) pairs whose backward is in two parts."""
+        return {
+            (code >> HOP_SHIFT & HOP_MASK, code >> MICROBATCH_SHIFT)
+            for lane in self.codes
+            for code in lane
+            if code & 3 == W
+        }
+
     def __str__(self) -> str:
-        return "\n".join(
-            f"lane {lane}: " + " ".join(map(str, actions))
-            for lane, actions in enumerate(self.lanes)
-        )
+        return "\n".join(f"lane {lane}: {actions!r}" for lane, actions in enumerate(self.lanes))
 
+    def to_csv(self) -> str:
+        """As CSV in the form that ``torch.distributed.pipelining`` writes: a row for each lane
+        (there, a rank), a cell for each action, such as ``0F3``: hop, kind, micro-batch. A
+        backward in two parts is ``I`` (inputs) and ``W`` (weights), a whole one ``B``."""
+        split = self.split()
 
-def make_schedule(name: str, lane_of_hop: Sequence[int], microbatches: int) -> Schedule:
-    """The schedule of that name over a route.
+        def cell(action: Action) -> str:
+            kind, hop, m = action
+            return f"{hop}{'I' if kind == 'B' and (hop, m) in split else kind}{m}"
 
-    Args:
-        name: ``"sequential"`` (one micro-batch at a time: for debugging), ``"gpipe"`` (all
-            forwards, then all backwards) or ``"1f1b"`` (a backward as soon as there is one; at
-            most as many micro-batches in flight as there are hops).
-        lane_of_hop: the lane that each hop of the route runs on.
-        microbatches: how many there are.
+        return "".join(",".join(map(cell, lane)) + "\n" for lane in self.lanes)
 
-    Raises:
-        ScheduleError: an unknown name, no hop, or no micro-batch.
+    @classmethod
+    def from_csv(cls, text: str, name: str = "csv") -> "Schedule":
+        """A schedule from CSV, see :meth:`to_csv`. Empty cells are bubbles, and mean nothing.
 
-    Source: GPipe (Huang et al., 2019); 1F1B: PipeDream-Flush (Narayanan et al., 2021).
-
-    Example:
-        >>> print(make_schedule("1f1b", [0, 1], 3))
-        lane 0: F0.0 F0.1 B0.0 F0.2 B0.1 B0.2
-        lane 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
-    """
-    if not lane_of_hop or microbatches < 1:
-        raise ScheduleError(
-            f"a schedule needs a hop and a micro-batch, but {len(lane_of_hop)} hops and "
-            f"{microbatches} micro-batches came"
-        )
-    if name == "sequential":
-        return gpipe_or_less(name, lane_of_hop, microbatches, limit=1)
-    if name == "gpipe":
-        return gpipe(lane_of_hop, microbatches)
-    if name == "1f1b":
-        return one_f_one_b(lane_of_hop, microbatches)
-    raise ScheduleError(
-        f"a schedule is one of {', '.join(map(repr, SCHEDULES))}, but {name!r} came"
-    )
-
-
-def gpipe(lane_of_hop: Sequence[int], microbatches: int) -> Schedule:
-    """All forwards, then all backwards, in micro-batch order on every lane."""
-    hops = range(len(lane_of_hop))
-    lanes = range(max(lane_of_hop) + 1)
-    forward: list[list[Action]] = [[] for _ in lanes]
-    backward: list[list[Action]] = [[] for _ in lanes]
-    # Clock cycles: at clock t, hop h runs micro-batch t - h; backwards run them mirrored.
-    for clock in range(len(lane_of_hop) + microbatches - 1):
-        for hop in hops:
-            if 0 <= clock - hop < microbatches:
-                forward[lane_of_hop[hop]].append(Action("F", hop, clock - hop))
-        for hop in reversed(hops):
-            microbatch = clock - (len(lane_of_hop) - 1 - hop)
-            if 0 <= microbatch < microbatches:
-                backward[lane_of_hop[hop]].append(Action("B", hop, microbatch))
-    return Schedule(
-        "gpipe",
-        tuple(lane_of_hop),
-        microbatches,
-        tuple((*f, *b) for f, b in zip(forward, backward, strict=True)),
-    )
-
-
-def one_f_one_b(lane_of_hop: Sequence[int], microbatches: int) -> Schedule:
-    """A backward as soon as there is one; hop ``h`` of ``H`` holds at most ``H - h`` in flight."""
-    return gpipe_or_less("1f1b", lane_of_hop, microbatches, limit=len(lane_of_hop))
-
-
-def gpipe_or_less(name: str, lane_of_hop: Sequence[int], microbatches: int, limit: int) -> Schedule:
-    """Greedy list scheduling: backward first, lowest micro-batch first, ``limit`` in flight.
-
-    Time runs in unit steps. At each, every lane takes the best action whose inputs were ready
-    before the step; hop ``h`` begins no forward while ``max(1, limit - h)`` are between their
-    forward and their backward there, which is what bounds the memory.
-    """
-    hops = len(lane_of_hop)
-    lanes: list[list[Action]] = [[] for _ in range(max(lane_of_hop) + 1)]
-    next_forward = [0] * hops  # the next micro-batch of each hop; order is kept on every hop
-    next_backward = [0] * hops
-    remaining = 2 * hops * microbatches
-    while remaining:
-        forwards, backwards = list(next_forward), list(next_backward)  # as before this step
-        taken: dict[int, Action] = {}
-        for hop in range(hops):
-            lane = lane_of_hop[hop]
-            microbatch = backwards[hop]
-            done_forward = forwards[hop] > microbatch
-            done_after = hop == hops - 1 or backwards[hop + 1] > microbatch
-            if microbatch < microbatches and done_forward and done_after:
-                _offer(taken, lane, Action("B", hop, microbatch))
-            microbatch = forwards[hop]
-            arrived = hop == 0 or forwards[hop - 1] > microbatch
-            in_flight = microbatch - backwards[hop]
-            room = in_flight < max(1, limit - hop)
-            if microbatch < microbatches and arrived and room:
-                _offer(taken, lane, Action("F", hop, microbatch))
-        for lane, action in taken.items():
-            lanes[lane].append(action)
-            ahead = next_forward if action.kind == "F" else next_backward
-            ahead[action.hop] += 1
-        remaining -= len(taken)
-    return Schedule(name, tuple(lane_of_hop), microbatches, tuple(map(tuple, lanes)))
-
-
-def _offer(taken: dict[int, Action], lane: int, action: Action) -> None:
-    def rank(a: Action) -> tuple[bool, int, int]:
-        return a.kind == "F", a.microbatch, -a.hop
-
-    if lane not in taken or rank(action) < rank(taken[lane]):
-        taken[lane] = action
-
-
-def validate(schedule: Schedule) -> None:
-    """Play a schedule out; an error names the first action that can never run.
-
-    Raises:
-        ScheduleError: an action is missing, is there twice, or comes before what it needs.
-
-    Example:
-        >>> validate(make_schedule("gpipe", [0, 1, 2], 4))
-    """
-    hops = len(schedule.lane_of_hop)
-    wanted = {
-        Action(kind, hop, m)
-        for kind in ("F", "B")
-        for hop in range(hops)
-        for m in range(schedule.microbatches)
-    }
-    every = [action for lane in schedule.lanes for action in lane]
-    if len(every) != len(wanted) or set(every) != wanted:
-        odd = sorted(wanted.symmetric_difference(every)) or sorted(
-            a for a in wanted if every.count(a) > 1
-        )
-        raise ScheduleError(
-            f"every action runs once, but {odd[0]} is missing, double or unknown in {schedule.name}"
-        )
-    done: set[Action] = set()
-    position = [0] * len(schedule.lanes)
-    moved = True
-    while moved:
-        moved = False
-        for lane, actions in enumerate(schedule.lanes):
-            while position[lane] < len(actions) and _needs(actions[position[lane]], hops) <= done:
-                done.add(actions[position[lane]])
-                position[lane] += 1
-                moved = True
-    for lane, actions in enumerate(schedule.lanes):
-        if position[lane] < len(actions):
-            action = actions[position[lane]]
-            missing = sorted(_needs(action, hops) - done)[0]
+        Raises:
+            ScheduleError: a cell that is no action (with its row and column), or a hop on two
+                rows.
+        """
+        lanes: list[list[Action]] = []
+        lane_of: dict[int, int] = {}
+        rows = [row for row in text.splitlines() if row.strip()]
+        for lane, row in enumerate(rows):
+            lanes.append([])
+            for column, cell in enumerate(row.split(",")):
+                if not cell.strip():
+                    continue
+                action = _from_cell(cell.strip(), lane, column)
+                lanes[lane].append(action)
+                if lane_of.setdefault(action.hop, lane) != lane:
+                    raise ScheduleError(
+                        f"row {lane + 1}, column {column + 1}: hop {action.hop} is on row "
+                        f"{lane_of[action.hop] + 1} too; a hop has one lane"
+                    )
+        missing = sorted(set(range(max(lane_of, default=0) + 1)) - lane_of.keys())
+        if missing:
             raise ScheduleError(
-                f"lane {lane} of {schedule.name} comes to {action} (entry {position[lane]}) which "
-                f"needs {missing}, and that never runs before it"
+                f"hops are numbered 0, 1, … without gaps, but {missing} have no action in the CSV"
             )
+        count = 1 + max(action.microbatch for actions in lanes for action in actions)
+        return cls(name, tuple(lane_of[h] for h in sorted(lane_of)), count, tuple(lanes))
 
 
-def _needs(action: Action, hops: int) -> set[Action]:
-    kind, hop, m = action
-    if kind == "F":
-        return {Action("F", hop - 1, m)} if hop else set()
-    after = Action("B", hop + 1, m) if hop + 1 < hops else Action("F", hop, m)
-    return {after, Action("F", hop, m)}
+def _from_cell(cell: str, row: int, column: int) -> Action:
+    kind = next((k for k in "FBIW" if k in cell), "")
+    hop, _, microbatch = cell.partition(kind) if kind else ("", "", "")
+    if not (hop.isdecimal() and microbatch.isdecimal()):
+        raise ScheduleError(
+            f"row {row + 1}, column {column + 1}: a cell is a hop, one of F, B (whole), I (inputs) "
+            f"or W (weights), and a micro-batch, such as 0F3, but {cell!r} came"
+        )
+    return Action(cast(Kind, "B" if kind == "I" else kind), int(hop), int(microbatch))

@@ -7,6 +7,7 @@ for a pipeline is on one screen.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -26,18 +27,21 @@ class _Row:
     where: str = ""
 
 
-def summarize(recording: Recording, devices: list[str] | None = None) -> str:
+def summarize(
+    recording: Recording, devices: list[str] | None = None, notes: Iterable[str] = ()
+) -> str:
     """The table as text.
 
     Args:
         recording: what to show.
         devices: the name of each stage's device; ``None`` leaves the column out.
+        notes: what there is to say beside the recording.
     """
     parts = [
         _modules(recording, devices),
         _stages(recording, devices),
         _crossings(recording),
-        _notes(recording),
+        "\n".join(f"note: {note}" for note in (*_notes(recording), *notes)),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -190,7 +194,7 @@ def _crossings(recording: Recording) -> str:
     return _table(head, shown, left=2)
 
 
-def _notes(recording: Recording) -> str:
+def _notes(recording: Recording) -> list[str]:
     notes = []
     for unmarked in recording.unmarked:
         if recording.num_stages == 1:
@@ -217,9 +221,16 @@ def _notes(recording: Recording) -> str:
         notes.append("nothing is marked: everything is on stage 0")
     if len(recording.route) > recording.num_stages:
         notes.append(f"the route returns to a stage: {recording.route}")
+    for hop in recording.hops:
+        if hop.whole and recording.num_stages > 1:
+            notes.append(
+                f"zero-bubble schedules leave hop {hop.index}'s backward whole: {hop.whole}"
+            )
+    for sync in recording.host_syncs if recording.num_stages > 1 else ():
+        notes.append(f"on an accelerator the host waits at {_short(sync.where)}: {sync.operation}")
     if recording.why_real:
         notes.append(f"recorded by a real run: {recording.why_real}")
-    return "\n".join(f"note: {note}" for note in notes)
+    return notes
 
 
 def _range(stages: tuple[int, ...]) -> str:

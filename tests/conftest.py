@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from blockpipe import prepared
 from blockpipe.lanes import close_idle_threads
 
 
@@ -17,6 +18,13 @@ def _one_thread_and_one_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _lanes_for_small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test models are so small that the engine would choose one thread: here it is the lanes that
+    are tested. What it chooses has tests of its own."""
+    monkeypatch.setattr(prepared, "SMALL_OPERATION", 0.0)
 
 
 @pytest.fixture(scope="session", autouse=True)

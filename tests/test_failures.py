@@ -23,7 +23,7 @@ from blockpipe.lanes import Turns, close_idle_threads, idle_threads
 
 HERE = os.path.basename(__file__)
 STAGES, CHUNKS, ROWS = 3, 4, 8
-SCHEDULES = ["1f1b", "gpipe", "sequential"]
+SCHEDULES = ["1f1b", "gpipe", "zb-h1", "sequential"]
 ERRORS = [ValueError, SystemExit, KeyboardInterrupt]
 torch.set_num_threads(1)
 

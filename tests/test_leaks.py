@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import blockpipe as bp
 
 STAGES, CHUNKS, ROWS, WIDTH = 3, 4, 8, 4
-SCHEDULES = ["1f1b", "gpipe", "sequential", "uncut"]
+SCHEDULES = ["1f1b", "gpipe", "zb-h1", "sequential", "uncut"]
 torch.set_num_threads(1)
 
 
@@ -143,7 +143,7 @@ def test_no_activation_is_alive_after_a_step(schedule: str, way: Callable[..., N
     assert alive(net) == []
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[:3])
+@pytest.mark.parametrize("schedule", SCHEDULES[:4])
 @pytest.mark.parametrize("way", [forward_backward, call])
 def test_no_activation_is_alive_after_an_isolated_step(
     schedule: str, way: Callable[..., None]
@@ -174,7 +174,7 @@ def test_no_activation_is_alive_after_a_failed_forward(
 
 
 # Not "uncut": torch itself keeps a part of an ordinary graph whose backward failed.
-@pytest.mark.parametrize("schedule", SCHEDULES[:3])
+@pytest.mark.parametrize("schedule", SCHEDULES[:4])
 @pytest.mark.parametrize("way", [forward_backward, call])
 def test_no_activation_is_alive_after_a_failed_backward(
     schedule: str, way: Callable[..., None]
@@ -312,7 +312,7 @@ def test_the_model_and_the_pipeline_go() -> None:
     assert [r for r in refs if r() is not None] == []
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[:3])
+@pytest.mark.parametrize("schedule", SCHEDULES[:4])
 def test_idle_threads_hold_nothing(schedule: str) -> None:
     """The threads that wait between steps hold no part of the step before."""
     _, pipe = make(schedule)

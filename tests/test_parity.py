@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import blockpipe as bp
 from blockpipe.errors import CrossingError, PlanError, StateError
+from blockpipe.scheduler import SCHEDULES
 
 from .parity import difference, plain_step
 from .strategies import Program, programs
@@ -36,11 +37,15 @@ def plain_or_none(program, args, target, chunks):
     programs,
     st.integers(1, 7),
     st.integers(1, 4),
-    st.sampled_from(["1f1b", "gpipe", "sequential"]),
+    st.sampled_from([*SCHEDULES, "auto"]),
+    st.sampled_from([["cpu"] * 3, ["cpu:0", "cpu:1", "cpu:0"], ["cpu:0", "cpu:1", "cpu:1"]]),
+    st.sampled_from([None, None, 1, 2, 3]),
     st.booleans(),
     st.integers(0, 99),
 )
-def test_random_programs_train_as_plain(instructions, batch, chunks, schedule, isolate, seed):
+def test_random_programs_train_as_plain(
+    instructions, batch, chunks, schedule, devices, in_flight, isolate, seed
+):
     """Loss, every gradient and every buffer equal the plain loop's to the bit, or it is refused."""
     torch.manual_seed(seed)
     program = Program(instructions)
@@ -51,7 +56,12 @@ def test_random_programs_train_as_plain(instructions, batch, chunks, schedule, i
     expected = plain_or_none(plain, copies, target, chunks)
     assume(expected is not None)
     pipe = bp.Pipeline(
-        marked, devices=["cpu"] * 3, chunks=chunks, schedule=schedule, isolate=isolate
+        marked,
+        devices=devices,
+        chunks=chunks,
+        schedule=schedule,
+        in_flight=in_flight,
+        isolate=isolate,
     )
     names = {op.name for op in instructions}
     try:
@@ -105,7 +115,7 @@ def test_random_programs_differentiate_as_plain(instructions, batch, chunks, iso
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential", "uncut"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "auto", "uncut"])
 def test_two_steps_add_up(schedule):
     """A second step without zero_grad adds to the gradients of the first, as plain."""
     torch.manual_seed(0)

@@ -1,0 +1,149 @@
+"""What operations cost, and which of them make the host wait: seen below autograd, where every
+operation passes, inside of sealed modules too.
+
+The estimate is a roofline: the larger of arithmetic over its rate and bytes over theirs, and a
+fixed cost for an operation. It says which hop is the longest, and whether operations are so small
+that threads do not pay. How long a step takes it does not say: for that, measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from .tree import tensors
+from .where import users_line
+
+_aten = torch.ops.aten
+# Operations whose result the host has to know before it can go on.
+_ASKS_HOST = {
+    _aten._local_scalar_dense: "a tensor's value (item(), bool(), float(), if)",
+    _aten.nonzero: "nonzero(), or indexing with a mask",
+    _aten.masked_select: "masked_select()",
+    _aten._unique2: "unique()",
+    _aten.unique_consecutive: "unique_consecutive()",
+    _aten.unique_dim: "unique()",
+    _aten.equal: "torch.equal()",
+    _aten._linalg_check_errors: "a check of torch.linalg",
+}
+_INDEXES = (_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index)
+
+
+@dataclass(frozen=True)
+class HostSync:
+    """A place in a forward where the host waits for the device, and so every stage does."""
+
+    operation: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device can do. Guesses, good to a factor of two or so: in a recording they compare
+    hops with each other."""
+
+    flops: float  # a second
+    bytes: float  # a second, read and written
+    operation: float  # seconds, whatever its size
+
+    def seconds(self, flops: float, bytes_: float) -> float:
+        """One operation's time."""
+        return self.operation + max(flops / self.flops, bytes_ / self.bytes)
+
+
+CPU = Rates(flops=4e10, bytes=1e10, operation=4e-6)  # one core
+ACCELERATOR = Rates(flops=1e14, bytes=1e12, operation=6e-6)  # a launch
+
+
+class Meter(TorchDispatchMode):
+    """Tells of each operation what it costs, and where one makes the host wait.
+
+    Args:
+        spent: called with the arithmetic (floating-point operations) of an operation, the bytes
+            that it reads and writes, and those that it makes; views cost nothing and are not told.
+        waited: called for each host synchronization.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        spent: Callable[[float, int, int], None] | None,
+        waited: Callable[[HostSync], None] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.spent = spent
+        self.waited = waited
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.waited is not None:
+            what = _waits(func, args, kwargs)
+            if what is not None:
+                self.waited(HostSync(what, users_line()))
+        result = func(*args, **kwargs)
+        if self.spent is not None and not (isinstance(func, OpOverload) and func.is_view):
+            packet = getattr(func, "_overloadpacket", func)
+            count = flop_registry.get(packet)
+            flops = 0 if count is None else count(*args, **kwargs, out_val=result)
+            read = sum(_bytes(t) for t in tensors((args, kwargs)))
+            made = sum(_bytes(t) for t in tensors(result))
+            self.spent(float(flops), read + made, made)
+        return result
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _waits(func: Any, args: tuple[Any, ...], kwargs: Any) -> str | None:
+    packet = getattr(func, "_overloadpacket", None)
+    if packet in _ASKS_HOST:
+        return _ASKS_HOST[packet]
+    if packet in _INDEXES:
+        masks = [t for t in tensors(args[1:2]) if t.dtype in (torch.bool, torch.uint8)]
+        return _ASKS_HOST[_aten.nonzero] if masks else None
+    if packet is _aten.repeat_interleave and kwargs.get("output_size") is None:
+        return "repeat_interleave() without output_size"
+    if packet in (_aten._to_copy, _aten.copy_) and not kwargs.get("non_blocking", False):
+        source = args[-1] if packet is _aten.copy_ and len(args) > 1 else args[0]
+        to = kwargs.get("device") if packet is _aten._to_copy else args[0].device
+        if isinstance(source, Tensor) and source.device.type not in ("cpu", "meta"):
+            return "a copy to the host" if torch.device(to or "meta").type == "cpu" else None
+    return None
+
+
+@contextmanager
+def host_syncs() -> Iterator[list[HostSync]]:
+    """Collect what makes the host wait for a device, in the forwards run while this is entered.
+
+    A forward that asks for a tensor's value stops the thread that issues work for all stages, until
+    the device has come that far. On the CPU nothing waits, but the places are the same: so a
+    model can be looked at on a laptop. Each place is told once. It costs time: look, then leave.
+
+    Yields:
+        A list of :class:`HostSync`, filled as forwards run, with operation, file and line.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> class Net(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x) if x.sum() > 0 else x
+        >>> with bp.host_syncs() as found:
+        ...     _ = Net(2, 2)(torch.ones(1, 2))
+        >>> found[0].operation
+        "a tensor's value (item(), bool(), float(), if)"
+    """
+    found: list[HostSync] = []
+    with Meter(None, lambda sync: None if sync in found else found.append(sync)):
+        yield found

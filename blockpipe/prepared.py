@@ -1,0 +1,203 @@
+"""What is worked out once for each recording, and used by every step: homes, doors, lanes,
+schedules, and whether threads pay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from .crossing import Home
+from .errors import ScheduleError
+from .glue import Doors
+from .meter import ACCELERATOR, CPU
+from .recording import Recording
+from .schedule import Schedule
+from .scheduler import Choice, choose, make_schedule
+from .simulate import Costs, validate
+from .transfer import is_asynchronous
+
+ScheduleOption = str | Schedule | Callable[[Sequence[int], int], Schedule]
+
+# A mean operation shorter than this (seconds) gains nothing from a second Python thread, for the
+# interpreter lock is handed over at each: measured, see docs/benchmarks.md.
+SMALL_OPERATION = 15e-6
+_LINK = 2e10  # bytes a second between devices: PCIe, a guess
+
+
+def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hashable]:
+    """For each stage what names its lane: the accelerator device, or on the CPU the stage itself;
+    CPU devices with an index (``"cpu:0"``) are lanes that stages may share.
+
+    Args:
+        devices: one for each stage, checked.
+        names: the same as the user gave them.
+    """
+    return [
+        device if is_asynchronous(device) else stage if torch.device(name).index is None else name
+        for stage, (device, name) in enumerate(zip(devices, names, strict=True))
+    ]
+
+
+@dataclass
+class Prepared:
+    """A recording, carried out: the model is placed, and steps can run."""
+
+    model: nn.Module
+    recording: Recording
+    route: list[int]
+    homes: dict[int, Home]
+    devices: list[torch.device]
+    lane_of_stage: Sequence[Hashable]
+    doors: Doors
+    planned: bool
+    in_flight: int | None = None
+    steps: int = 0  # that were run with it
+    choices: dict[int, Choice] = field(default_factory=dict)  # of "auto", by micro-batches
+    _schedules: dict[Any, Schedule] = field(default_factory=dict)
+
+    @cached_property
+    def lane_of_hop(self) -> tuple[int, ...]:
+        """The number of each hop's lane."""
+        lanes: dict[Hashable, int] = {}
+        return tuple(lanes.setdefault(self.lane_of_stage[s], len(lanes)) for s in self.route)
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """For each hop, which of the forward's marks it began with."""
+        return [hop.mark for hop in self.recording.hops]
+
+    @cached_property
+    def is_asynchronous(self) -> bool:
+        """Whether any stage is on an accelerator."""
+        return any(is_asynchronous(device) for device in self.devices)
+
+    @cached_property
+    def on_one_device(self) -> bool:
+        """Whether all stages that the route visits are on one device."""
+        return len({self.devices[stage] for stage in self.route}) == 1
+
+    @cached_property
+    def is_one_hop(self) -> bool:
+        """Whether nothing can cross: the recording saw no mark move the cursor."""
+        return len(self.route) == 1 and not self.recording.moves
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether operations on the CPU are too small for threads to pay."""
+        if self.is_asynchronous:
+            return False
+        hops = self.recording.hops
+        operations = sum(hop.kernels for hop in hops)
+        return sum(hop.cpu_seconds for hop in hops) < SMALL_OPERATION * operations
+
+    @cached_property
+    def has_one_lane(self) -> bool:
+        """Whether nothing can overlap, or threads would cost more than that gains."""
+        return len(set(self.lane_of_hop)) == 1 or self.is_small
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What the hops cost, as the recording has it, in seconds."""
+        return costs_of(self.recording, self.is_asynchronous)
+
+    def notes(self) -> list[str]:
+        """What was decided for it, for the summary."""
+        notes = [f"auto ({m} micro-batches): {choice}" for m, choice in self.choices.items()]
+        if self.is_small and len(self.route) > 1:
+            notes.append("operations are small: steps run in one thread, as the plain loop does")
+        return notes
+
+    def schedule(self, option: ScheduleOption, microbatches: int) -> Schedule:
+        """The schedule that an option asks for, checked against the route.
+
+        Raises:
+            ScheduleError: a user's own schedule does not fit; names the first action that cannot
+                be.
+        """
+        key = option if isinstance(option, str) else id(option), microbatches
+        known = self._schedules.get(key)
+        if known is None:
+            known = self._schedules[key] = self._make(option, microbatches)
+        return known
+
+    def _make(self, option: ScheduleOption, microbatches: int) -> Schedule:
+        if option == "auto":
+            choice = self.choices[microbatches] = choose(
+                self.lane_of_hop,
+                microbatches,
+                self.costs,
+                in_flight=self.in_flight,
+                separable=self.recording.separable,
+            )
+            return choice.schedule
+        if isinstance(option, str):
+            return make_schedule(
+                option,
+                self.lane_of_hop,
+                microbatches,
+                in_flight=self.in_flight,
+                separable=self.recording.separable,
+            )
+        made = option if isinstance(option, Schedule) else option(self.lane_of_hop, microbatches)
+        self._check(made, microbatches)
+        return made
+
+    def _check(self, schedule: object, microbatches: int) -> None:
+        if not isinstance(schedule, Schedule):
+            raise ScheduleError(
+                "a schedule of one's own is a Schedule, or a function (lane_of_hop, microbatches) "
+                f"-> Schedule, but the function returned {type(schedule).__name__}"
+            )
+        name = schedule.name
+        if len(schedule.lane_of_hop) != len(self.route):
+            raise ScheduleError(
+                f"schedule {name!r} is for {len(schedule.lane_of_hop)} hops, but the route is "
+                f"{self.route} ({len(self.route)} hops)"
+            )
+        if schedule.microbatches != microbatches:
+            raise ScheduleError(
+                f"schedule {name!r} is for {schedule.microbatches} micro-batches, but this batch "
+                f"makes {microbatches}; pass a function (lane_of_hop, microbatches) -> Schedule "
+                "where their number varies"
+            )
+        validate(schedule)
+        for a, lane_a in enumerate(schedule.lane_of_hop):
+            for b, lane_b in enumerate(schedule.lane_of_hop[:a]):
+                on = self.devices[self.route[a]]
+                shares = self.route[a] == self.route[b] or (
+                    is_asynchronous(on) and on == self.devices[self.route[b]]
+                )
+                if shares and lane_a != lane_b:
+                    raise ScheduleError(
+                        f"schedule {name!r} has hops {b} and {a} on lanes {lane_b} and {lane_a}, "
+                        f"but both are on {on} (stages {self.route[b]} and {self.route[a]}): a "
+                        "device, or a stage on the CPU, does one thing at a time"
+                    )
+        if self.in_flight is not None and schedule.in_flight() > self.in_flight:
+            raise ScheduleError(
+                f"schedule {name!r} has {schedule.in_flight()} micro-batches in flight, but "
+                f"in_flight={self.in_flight}"
+            )
+
+
+def costs_of(recording: Recording, asynchronous: bool) -> Costs:
+    """What the hops of a recording cost, in seconds and bytes: by the roofline of a device."""
+    rates = ACCELERATOR if asynchronous else CPU
+    forward = [
+        hop.accelerator_seconds if asynchronous else hop.cpu_seconds for hop in recording.hops
+    ]
+    sent = [0.0] * len(recording.hops)
+    for crossing in recording.crossings:
+        sent[crossing.to_hop - 1] += crossing.bytes
+    return Costs(
+        forward=forward,
+        backward=[2 * seconds for seconds in forward],
+        weight=forward,
+        transfer=[rates.operation + n / _LINK if asynchronous else 0.0 for n in sent],
+        activation=[float(hop.made_bytes) for hop in recording.hops],
+    )

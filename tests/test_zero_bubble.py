@@ -1,0 +1,252 @@
+"""Backwards in two parts: the same gradients as plain, and really in two parts."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import blockpipe as bp
+from blockpipe import backward
+from blockpipe.scheduler import SCHEDULES, make_schedule
+
+from .parity import compare, difference, plain_step
+
+SPLITTING = ["zb-h1", "zb-v"]
+
+
+class Double(torch.autograd.Function):
+    """Computes all its gradients at once, as custom functions do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Parts(nn.Module):
+    """Three stages; what the second does is the test's."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layer = nn.Linear(6, 6)
+        self.embed = nn.Embedding(6, 6)
+        self.query = nn.Parameter(torch.randn(6))
+        self.norm = nn.BatchNorm1d(6)
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
+        self.last = nn.Linear(6, 3)
+        self.middle = middle
+
+    def forward(self, x):
+        with bp.Block(0):
+            x = self.first(x)
+        with bp.Block(1):
+            x = self.middle(self, x)
+        with bp.Block(2):
+            return self.last(x)
+
+
+def plain_middle(net, x):
+    return net.norm(net.layer(x)).relu()
+
+
+def queries(net, x):
+    return x.tanh() + net.query.exp()
+
+
+def embedding(net, x):
+    return x * net.embed(x.argmax(1))
+
+
+def convolution(net, x):
+    return net.conv(x[:, None])[:, 0] + x
+
+
+def twice(net, x):
+    return net.layer(net.layer(x).tanh())
+
+
+def in_place_on_a_view(net, x):
+    y = x * 1
+    y[:, :3] = net.layer(x)[:, :3]
+    y[:, 1].mul_(net.query[1])
+    return y
+
+
+def several_outputs(net, x):
+    a, b = net.layer(x).split(3, 1)
+    return torch.cat([b * net.query[:3], a], 1)
+
+
+def untouched_by_parameters(net, x):
+    return x.tanh()
+
+
+def only_parameters(net, x):
+    return net.query.expand_as(x) * 1
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Counts the weight parts that were run, and the graphs that could not be split."""
+    counts = {"split": 0, "whole": 0}
+    original = backward.run_input_part
+
+    def counted(graph):
+        rest = original(graph)
+        counts["whole" if rest is None else "split"] += 1
+        return rest
+
+    monkeypatch.setattr("blockpipe.journey.run_input_part", counted)
+    return counts
+
+
+def run(net, schedule, chunks=4, isolate=False):
+    """A step beside the plain one; batches of 8."""
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=chunks, schedule=schedule, isolate=isolate)
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    loss_fn = nn.functional.cross_entropy
+    for _ in range(2):
+        loss = pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss
+        expected = plain_step(plain, (x,), {}, y, loss_fn, chunks)
+    assert difference(net, plain, loss, expected).exact
+    return pipe
+
+
+@pytest.mark.parametrize("schedule", SPLITTING)
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize(
+    "middle",
+    [
+        plain_middle,
+        queries,
+        embedding,
+        convolution,
+        in_place_on_a_view,
+        several_outputs,
+        untouched_by_parameters,
+    ],
+)
+def test_gradients_equal_plain_in_two_parts(schedule, middle, isolate, parts):
+    """To the bit; parameters that no incoming tensor leads to (an embedding, queries) too."""
+    pipe = run(Parts(middle), schedule, isolate=isolate)
+    assert pipe.recording.separable == [False, True, True]
+    assert parts == {"split": 2 * 2 * 4, "whole": 0}
+
+
+def test_a_frozen_first_stage(parts):
+    """Nothing that comes in needs a gradient: the second hop's backward is whole."""
+    net = Parts(embedding)
+    net.first.requires_grad_(False)
+    pipe = run(net, "zb-h1")
+    assert pipe.recording.separable == [False, False, True]
+    assert parts["split"] == 2 * 4
+
+
+def test_what_comes_in_is_not_read():
+    """A hop whose result hangs on its parameters alone: the rest gets no gradient."""
+    run(Parts(only_parameters), "zb-h1")
+
+
+def with_custom_function(net, x):
+    return Double.apply(net.layer(x))
+
+
+def with_tensor_hook(net, x):
+    y = net.layer(x)
+    y.register_hook(lambda gradient: 2 * gradient)
+    return y
+
+
+def with_checkpoint(net, x):
+    return torch.utils.checkpoint.checkpoint(lambda x: net.layer(x).tanh(), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("schedule", SPLITTING)
+@pytest.mark.parametrize(
+    ("middle", "why"),
+    [
+        (with_custom_function, "Double is a Python function"),
+        (twice, "a parameter is read twice"),
+        (with_tensor_hook, "a hook"),
+        (with_checkpoint, "it recomputes"),
+    ],
+)
+def test_what_cannot_be_split_is_whole(schedule, middle, why, parts):
+    """Gradients are the plain ones, and the recording and its summary say why."""
+    pipe = run(Parts(middle), schedule)
+    assert pipe.recording.separable == [False, False, True]
+    assert pipe.recording.hops[1].whole.startswith(why)
+    assert why in pipe.summary()
+    assert parts["split"] == 2 * 4
+
+
+@pytest.mark.parametrize("schedule", SPLITTING)
+def test_hooks_on_parameters_fire_once(schedule):
+    """For each micro-batch, with the same gradients as in the plain loop."""
+    net = Parts(plain_middle)
+    plain = copy.deepcopy(net)
+    seen = {}
+    for name, model in (("piped", net), ("plain", plain)):
+        calls = seen.setdefault(name, [])
+        for parameter in (model.layer.weight, model.last.bias):
+            parameter.register_hook(lambda g, calls=calls: calls.append(g.clone()) or 3 * g)
+        model.first.weight.register_post_accumulate_grad_hook(
+            lambda p, calls=calls: calls.append(p.grad.clone())
+        )
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule)
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    loss_fn = nn.functional.cross_entropy
+    loss = pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss
+    expected = plain_step(plain, (x,), {}, y, loss_fn, 4)
+    assert difference(net, plain, loss, expected).exact
+    assert len(seen["piped"]) == len(seen["plain"]) == 3 * 4
+
+
+@pytest.mark.parametrize("schedule", SPLITTING)
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_compiled_module_is_whole(schedule):
+    """Its backward is one function: it would run twice."""
+    net = Parts(plain_middle)
+    net.layer = torch.compile(net.layer, backend="aot_eager")
+    pipe = run(net, schedule)
+    assert pipe.recording.hops[1].whole == "compiled module layer"
+
+
+def test_the_weight_part_comes_when_the_schedule_says(parts):
+    """A schedule of one's own that puts all weight parts at the very end."""
+    order = make_schedule("gpipe", [0, 1, 2], 4)
+    lanes = [
+        [*lane, *(bp.Action("W", hop, m) for m in range(4) if hop)]
+        for hop, lane in enumerate(order.lanes)
+    ]
+    schedule = bp.Schedule("late weights", (0, 1, 2), 4, tuple(lanes))
+    net = Parts(plain_middle)
+    seen = []
+    net.last.weight.register_post_accumulate_grad_hook(lambda p: seen.append("last"))
+    net.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("first"))
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule)
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    loss_fn = nn.functional.cross_entropy
+    loss = pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss
+    expected = plain_step(plain, (x,), {}, y, loss_fn, 4)
+    assert difference(net, plain, loss, expected).exact
+    assert seen.count("last") == 4
+    assert parts["split"] == 2 * 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_real_models_in_every_schedule(schedule):
+    """A ResNet in four stages, sanitizer on: to the bit."""
+    import torchvision
+
+    model = torchvision.models.resnet18(num_classes=5)
+    marks = {"layer2": 1, "layer3": 2, "layer4": 3}
+    found, _ = compare(model, (torch.randn(6, 3, 32, 32),), {}, marks, schedule=schedule)
+    assert found.exact, found
