@@ -12,24 +12,35 @@ from collections.abc import Callable
 import torch
 
 
+class Seconds(float):
+    """What a candidate's run returns if it has taken its time itself."""
+
+
 def interleaved(
-    candidates: dict[str, Callable[[], object]], repeats: int, warmup: int = 3
+    candidates: dict[str, Callable[[], object]], repeats: int, warmup: int = 3, untimed: int = 0
 ) -> dict[str, list[float]]:
-    """Seconds of each candidate's runs, taken in turn so that a noisy moment hits all alike."""
+    """Seconds of each candidate's runs, taken in turn so that a noisy moment hits all alike.
+
+    ``untimed`` runs go before each timed one. Whoever ran before leaves caches and cores in some
+    state: a tenth of a run of 20 ms was measured, and of a longer one it is a smaller part.
+    """
     for run in candidates.values():
         for _ in range(warmup):
             run()
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(repeats):
         for name, run in candidates.items():
+            for _ in range(untimed):
+                run()
             begun = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - begun)
+            result = run()
+            seconds = time.perf_counter() - begun
+            times[name].append(result if isinstance(result, Seconds) else seconds)
     return times
 
 
-def table(times: dict[str, list[float]], baseline: str) -> str:
-    """A line for each candidate: median, least and most in ms, and the ratio to the baseline."""
+def table(times: dict[str, list[float]], baseline: str, notes: dict[str, str] | None = None) -> str:
+    """A line for each candidate: median, least and most in ms, ratio to the baseline, its note."""
     base = statistics.median(times[baseline])
     width = max(map(len, times))
     lines = [f"{'':<{width}}  median ms     min     max   ratio"]
@@ -37,7 +48,7 @@ def table(times: dict[str, list[float]], baseline: str) -> str:
         median = statistics.median(values)
         lines.append(
             f"{name:<{width}}  {1e3 * median:9.2f} {1e3 * min(values):7.2f} "
-            f"{1e3 * max(values):7.2f}  {median / base:6.3f}"
+            f"{1e3 * max(values):7.2f}  {median / base:6.3f}{f'  {notes[name]}' if notes else ''}"
         )
     return "\n".join(lines)
 
