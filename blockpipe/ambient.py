@@ -7,7 +7,7 @@ trains something else (torchgpipe hands on grad mode alone, and its workers igno
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import (
@@ -17,6 +17,8 @@ from torch.overrides import (
     _push_mode,
 )
 from torch.utils import _python_dispatch as dispatch
+
+R = TypeVar("R")
 
 
 class Ambient:
@@ -42,16 +44,16 @@ class Ambient:
         """Whether the caller is under autocast."""
         return bool(self._autocast)
 
-    def run(self, function: Callable[[], None], *, backward: bool = False) -> None:
+    def run(self, function: Callable[[], R], *, backward: bool = False) -> R:
         """Call a function in this thread as if in the caller's.
 
         Args:
             function: what to call.
             backward: grad mode on and autocast off, as ``loss.backward()`` has them.
         """
-        self._context.copy().run(self._run, function, backward)
+        return self._context.copy().run(self._run, function, backward)
 
-    def _run(self, function: Callable[[], None], backward: bool) -> None:
+    def _run(self, function: Callable[[], R], backward: bool) -> R:
         with ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(stream)
@@ -61,7 +63,7 @@ class Ambient:
             if not backward:
                 stack.enter_context(self.uncached_autocast())
             stack.enter_context(self._modes())
-            function()
+            return function()
 
     @contextmanager
     def uncached_autocast(self) -> Iterator[None]:

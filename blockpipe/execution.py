@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .lanes import Abandoned, Turns
 from .microbatch import Microbatch
 from .prepared import Prepared, ScheduleOption
 from .sanitizer import Sanitizer
-from .schedule import Action, Kind, Schedule
+from .schedule import Action, Schedule
 from .transfer import edge_of, is_asynchronous
 from .tree import leaves, map_tensors, tensors
 from .where import failing_line, users_line
@@ -218,7 +218,7 @@ class Execution:
             for hop in reversed(range(len(self.prepared.route))):
                 self._backward(Action("B", hop, m))
 
-    def _run_lanes(self, schedule: Schedule, only: Kind | None) -> None:
+    def _run_lanes(self, schedule: Schedule, only: Literal["F", "B"] | None) -> None:
         threads = torch.get_num_threads()
         if not self.prepared.is_asynchronous:
             threads = max(1, threads // len(schedule.lanes))
@@ -284,8 +284,6 @@ class Execution:
             journey.on_border = self._border(journey, sanitizer)
             with sanitizer if sanitizer is not None else nullcontext():
                 self.results[m] = self._travel(journey, self.microbatches[m])
-            if self._turns is not None:
-                self._turns.cross(m, journey.hop, -1)
         except Abandoned:
             raise
         except BaseException as error:

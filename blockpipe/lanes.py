@@ -1,7 +1,7 @@
 """Turns: who runs when, in which thread, and what happens when one fails.
 
 Every lane runs its actions in the schedule's order. A journey holds a thread while its forward is
-under way and waits at each border for its turn; each lane has one thread for backwards. The
+under way and waits at each border for its turn; backwards are run by whoever is free. The
 alternative, a worker for each stage and a barrier at every clock tick (torchgpipe), lets the
 slowest stage's Python gate all, and cannot run a forward that is one piece of Python.
 
@@ -15,11 +15,12 @@ import queue
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 
 from .ambient import Ambient
-from .schedule import Action, Actions, Kind, Schedule
+from .schedule import Action, Actions, Schedule
 
 _CAN_PIN = hasattr(os, "sched_setaffinity")  # for one thread: Linux
 
@@ -105,8 +106,20 @@ def idle_threads() -> int:
     return len(_pool._idle)
 
 
+class _Job(NamedTuple):
+    """What a thread does next: a forward, or the backwards that are due on a lane. It returns the
+    job that follows on that lane, if this thread is free to do it."""
+
+    run: Callable[[], "_Job | None"]
+    lane: int
+    is_backward: bool
+
+
 class Turns:
     """The state of one step's schedule: what each lane is at, what is done, what failed.
+
+    A thread that is done with an action does the lane's next one itself, unless its forward goes
+    on elsewhere: waking another thread takes as long as a small action.
 
     Args:
         schedule: the order on every lane.
@@ -127,9 +140,10 @@ class Turns:
         *,
         baton: bool,
         threads: int,
-        only: Kind | None = None,
+        only: Literal["F", "B"] | None = None,
     ) -> None:
-        self._schedule = schedule
+        self._lane_of = schedule.lane_of_hop
+        self._microbatches = schedule.microbatches
         self._actions = [lane.unpacked() for lane in schedule.lanes if isinstance(lane, Actions)]
         self._forward = forward
         self._backward = backward
@@ -137,16 +151,18 @@ class Turns:
         self._baton = threading.Lock() if baton else None
         self._threads = threads
         self._only = only
-        lanes = len(schedule.lanes)
+        lanes = len(self._actions)
         self._cores = [_all_cores()] * lanes if baton else _shares_of_cores(lanes)
         self._lock = threading.Lock()
-        self._moved = [threading.Condition(self._lock) for _ in schedule.lanes]
         self._over = threading.Condition(self._lock)
-        self._position = [0] * len(schedule.lanes)
+        self._position = [0] * lanes
+        self._backing = [False] * lanes  # whether a thread runs backwards of the lane
+        self._waiting: dict[Action, threading.Lock] = {}  # journeys at a border; locked till woken
+        self._hop: dict[int, int] = {}  # where each journey under way is
         self._skipped: set[Action] = set()
-        self._started: set[int] = set()
         self._finished: set[int] = set()
         self._done: set[Action] = set()
+        self._started = 0
         self._running = 0
         self._failure: BaseException | None = None
 
@@ -173,12 +189,9 @@ class Turns:
     def _begin(self) -> None:
         with self._lock:
             if self._only == "B":
-                self._finished.update(range(self._schedule.microbatches))
-            if self._only != "F":
-                for lane in range(len(self._schedule.lanes)):
-                    self._submit(partial(self._run_lane, lane), lane, backward=True)
-            for lane in range(len(self._schedule.lanes)):
-                self._settle(lane)
+                self._finished.update(range(self._microbatches))
+            for lane in range(len(self._actions)):
+                self._go_on(lane)
 
     def _wait_until_over(self) -> None:
         self._join()
@@ -188,138 +201,169 @@ class Turns:
             while self._running:
                 self._over.wait()
 
-    def _submit(self, job: Callable[[], None], lane: int, *, backward: bool) -> None:
-        """Run a job in a thread of the pool. The lock is held."""
+    # --- threads
+
+    def _submit(self, job: _Job) -> None:
+        """Have a thread of the pool do a job. The lock is held."""
         self._running += 1
+        _pool.submit(partial(self._work, job), self._one_less, self._cores[job.lane])
 
-        def work() -> None:
-            try:
-                worker = threading.current_thread()
-                if isinstance(worker, _Worker) and worker.threads != self._threads:
-                    torch.set_num_threads(self._threads)  # a new thread does not inherit it
-                    worker.threads = self._threads
-                self._ambient.run(job, backward=backward)
-            except Abandoned:
-                pass
-            except BaseException as error:
-                self.fail(error)
-
-        _pool.submit(work, self._one_less, self._cores[lane])
+    def _work(self, first: _Job) -> None:
+        """A thread's part of the step: a job, and what it can do after it."""
+        try:
+            worker = threading.current_thread()
+            if isinstance(worker, _Worker) and worker.threads != self._threads:
+                torch.set_num_threads(self._threads)  # a new thread does not inherit it
+                worker.threads = self._threads
+            job: _Job | None = first
+            while job is not None:
+                job = self._ambient.run(job.run, backward=job.is_backward)
+        except Abandoned:
+            pass
+        except BaseException as error:
+            self.fail(error)
 
     def _one_less(self) -> None:
         with self._lock:
             self._running -= 1
-            self._over.notify_all()
+            if not self._running:
+                self._over.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """The first failure wins; everybody else is woken to stop."""
         with self._lock:
             if self._failure is None:
                 self._failure = error
-            for condition in self._moved:
-                condition.notify_all()
+            for woken in self._waiting.values():
+                woken.release()
+            self._waiting.clear()
+
+    # --- whose turn it is (the lock is held)
+
+    def _next_job(self, lane: int) -> _Job | None:
+        """What a free thread can do on a lane now; a journey that waits for its turn is woken."""
+        actions, position = self._actions[lane], self._position[lane]
+        while position < len(actions) and (
+            actions[position] in self._skipped
+            or (self._only is not None and actions[position].kind != self._only)
+        ):
+            position += 1
+        self._position[lane] = position
+        if position == len(actions) or self._failure is not None:
+            return None
+        kind, hop, m = head = actions[position]
+        if kind != "F":
+            if self._backing[lane] or not self._is_ready(head):
+                return None
+            self._backing[lane] = True
+            return _Job(partial(self._run_backwards, lane), lane, True)
+        woken = self._waiting.pop(head, None)
+        if woken is not None:
+            woken.release()
+        elif hop == 0 and m not in self._hop and not self._has_too_many():
+            self._hop[m] = -1
+            self._started += 1
+            return _Job(partial(self._run_journey, m), lane, False)
+        return None
+
+    def _has_too_many(self) -> bool:
+        """A thread is held while a forward is under way: no more of them than can be of use."""
+        under_way = self._started - len(self._finished)
+        return self._only == "F" and under_way > len(self._lane_of)
+
+    def _is_ready(self, action: Action) -> bool:
+        """Whether a backward has what it needs from other lanes."""
+        kind, hop, m = action
+        if kind == "W":
+            return True
+        if hop + 1 == len(self._lane_of):
+            return m in self._finished
+        return Action("B", hop + 1, m) in self._done
+
+    def _go_on(self, lane: int) -> None:
+        """Something changed for a lane: have a thread do what can be done now."""
+        job = self._next_job(lane)
+        if job is not None:
+            self._submit(job)
 
     # --- forward
 
-    def _run_journey(self, microbatch: int) -> None:
+    def _run_journey(self, microbatch: int) -> _Job | None:
         try:
             self._forward(microbatch)
         finally:
             self._release_baton()
+        with self._lock:
+            hop = self._hop[microbatch]
+            lane = self._lane_of[max(hop, 0)]
+            self._finished.add(microbatch)
+            self._leave(microbatch, hop, len(self._lane_of))
+            for other in {self._lane_of[0], self._lane_of[-1]} - {lane}:
+                self._go_on(other)  # a journey waited for a thread, a backward for this forward
+            return self._next_job(lane)
 
     def cross(self, microbatch: int, before: int, after: int) -> None:
-        """A journey leaves one hop and waits for its turn on the next, ``-1`` being neither side.
+        """A journey leaves one hop (``-1``: none) and waits for its turn on another.
 
         Raises:
             Abandoned: the step has failed meanwhile.
         """
-        lanes = self._schedule.lane_of_hop
-        last = after if after >= 0 else len(lanes)
         self._release_baton()
-        if after >= 0:
-            _move_to(self._cores[lanes[after]])  # before the wait: see _shares_of_cores
+        _move_to(self._cores[self._lane_of[after]])  # before the wait: see _shares_of_cores
+        turn = Action("F", after, microbatch)
+        woken: threading.Lock | None = None
         with self._lock:
+            self._hop[microbatch] = after
+            self._leave(microbatch, before, after)
             if before >= 0:
-                self._advance(lanes[before])
-            for hop in range(before + 1, last):
-                self._skipped.add(Action("F", hop, microbatch))
-                self._settle(lanes[hop])
-            if after < 0:
-                self._finished.add(microbatch)
-                self._moved[lanes[-1]].notify_all()
-                self._settle(lanes[0])  # the next one may have waited for a thread
-                return
-            lane = lanes[after]
-            turn = Action("F", after, microbatch)
-            while self._failure is None and self._head(lane) != turn:
-                self._moved[lane].wait()
-            if self._failure is not None:
-                raise Abandoned
+                self._go_on(self._lane_of[before])
+            lane = self._lane_of[after]
+            self._go_on(lane)  # passes over what is skipped
+            if self._failure is None and not self._is_head(lane, turn):
+                woken = self._waiting[turn] = threading.Lock()
+                woken.acquire()
+        if woken is not None:
+            woken.acquire()
+        if self._failure is not None:
+            raise Abandoned
         if self._baton is not None:
             self._baton.acquire()
             _holding.baton = self._baton
+
+    def _is_head(self, lane: int, action: Action) -> bool:
+        position = self._position[lane]
+        return position < len(self._actions[lane]) and self._actions[lane][position] == action
+
+    def _leave(self, microbatch: int, before: int, after: int) -> None:
+        """A journey is done with a hop, and will not come to those between it and the next."""
+        if before >= 0:
+            self._position[self._lane_of[before]] += 1
+        for hop in range(before + 1, after):
+            self._skipped.add(Action("F", hop, microbatch))
+        for hop in range(before + 1, after):
+            self._go_on(self._lane_of[hop])
 
     def _release_baton(self) -> None:
         held, _holding.baton = _holding.baton, None
         if held is not None:
             held.release()
 
-    def _head(self, lane: int) -> Action | None:
-        actions = self._actions[lane]
-        position = self._position[lane]
-        return actions[position] if position < len(actions) else None
-
-    def _advance(self, lane: int) -> None:
-        """The lane's action is done. The lock is held."""
-        self._position[lane] += 1
-        self._settle(lane)
-
-    def _settle(self, lane: int) -> None:
-        """Pass over what need not run, start the journey whose turn has come, wake the rest."""
-        while (head := self._head(lane)) is not None and (
-            head in self._skipped or self._only not in (None, head.kind)
-        ):
-            self._position[lane] += 1
-        if head is not None and head.kind == "F" and head.hop == 0:
-            self._start(head.microbatch)
-        self._moved[lane].notify_all()
-
-    def _start(self, microbatch: int) -> None:
-        # A thread is held while a forward is under way: no more of them than can be of use.
-        under_way = len(self._started) - len(self._finished)
-        if self._only == "F" and under_way > len(self._schedule.lane_of_hop):
-            return
-        if microbatch not in self._started and self._failure is None:
-            self._started.add(microbatch)
-            lane = self._schedule.lane_of_hop[0]
-            self._submit(partial(self._run_journey, microbatch), lane, backward=False)
-
     # --- backward
 
-    def _run_lane(self, lane: int) -> None:
-        hops = len(self._schedule.lane_of_hop)
-        for action in self._actions[lane]:
-            if action.kind == "F" or (action.kind == "W" and self._only is not None):
-                continue
-            later = Action("B", action.hop + 1, action.microbatch)
-            last = action.hop + 1 == hops
-            with self._lock:
-                while self._failure is None and not (
-                    self._head(lane) == action
-                    and (
-                        action.kind == "W"
-                        or (action.microbatch in self._finished if last else later in self._done)
-                    )
-                ):
-                    self._moved[lane].wait()
-                if self._failure is not None:
-                    raise Abandoned
+    def _run_backwards(self, lane: int) -> _Job | None:
+        """The backwards that are due on a lane, one after the other."""
+        while True:
+            action = self._actions[lane][self._position[lane]]
             self._backward(action)
             with self._lock:
                 self._done.add(action)
-                self._advance(lane)
-                if action.hop:
-                    self._moved[self._schedule.lane_of_hop[action.hop - 1]].notify_all()
+                self._position[lane] += 1
+                self._backing[lane] = False
+                if action.hop and self._lane_of[action.hop - 1] != lane:
+                    self._go_on(self._lane_of[action.hop - 1])
+                job = self._next_job(lane)
+            if job is None or not job.is_backward:
+                return job
 
 
 def _all_cores() -> frozenset[int]:
