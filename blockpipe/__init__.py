@@ -1,9 +1,16 @@
 """Declarative pipeline parallelism for any PyTorch model, from marks in its own forward."""
 
-from .blocks import BeginBlock, Block, BlockFunction, begin_blocks, current_stage, remove_blocks
+from .blocks import (
+    BeginBlock,
+    Block,
+    BlockFunction,
+    begin_blocks,
+    current_microbatch,
+    current_stage,
+    remove_blocks,
+)
 from .capture import record
 from .errors import BlockpipeError
-from .execution import current_microbatch
 from .meter import host_syncs
 from .pipeline import Pipeline, StepResult
 from .plan import Assignment, StagePlan

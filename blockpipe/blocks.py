@@ -106,6 +106,31 @@ def current_stage() -> int | None:
     return None if cursor is None else cursor.stage
 
 
+_microbatch: ContextVar[int | None] = ContextVar("blockpipe_microbatch", default=None)
+
+
+def current_microbatch() -> int | None:
+    """The index of the micro-batch whose forward is under way, or ``None`` outside of one.
+
+    For state that a forward keeps on ``self``: keep one for each micro-batch.
+
+    Source: ``torchgpipe``'s function of this name, which returns a tensor to compare instead.
+
+    Example:
+        >>> import blockpipe as bp
+        >>> print(bp.current_microbatch())
+        None
+    """
+    return _microbatch.get()
+
+
+def set_microbatch(index: int | None) -> int | None:
+    """Say which micro-batch's forward is under way here; returns what was said before."""
+    before = _microbatch.get()
+    _microbatch.set(index)
+    return before
+
+
 def _active_cursor() -> Cursor | None:
     return None if torch.compiler.is_compiling() else _cursor.get()
 

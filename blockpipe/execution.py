@@ -6,7 +6,6 @@ goes out and comes back before the next, which needs the least memory of all ord
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .ambient import Ambient
-from .blocks import Cursor, Mark, set_cursor
+from .blocks import Cursor, Mark, set_cursor, set_microbatch
 from .crossing import TAG, Step, Tag
 from .errors import RouteError, UsageError
 from .glue import CustomFunctions, Glue
@@ -28,23 +27,6 @@ from .schedule import Action, Schedule
 from .transfer import edge_of, is_asynchronous
 from .tree import leaves, map_tensors, tensors
 from .where import failing_line, users_line
-
-_microbatch: ContextVar[int | None] = ContextVar("blockpipe_microbatch", default=None)
-
-
-def current_microbatch() -> int | None:
-    """The index of the micro-batch whose forward is under way, or ``None`` outside of one.
-
-    For state that a forward keeps on ``self``: keep one for each micro-batch.
-
-    Source: ``torchgpipe``'s function of this name, which returns a tensor to compare instead.
-
-    Example:
-        >>> import blockpipe as bp
-        >>> print(bp.current_microbatch())
-        None
-    """
-    return _microbatch.get()
 
 
 @dataclass
@@ -103,9 +85,15 @@ class Execution:
         )
         self.results: list[Result | None] = [None] * len(microbatches)
         self.journeys: dict[int, Journey] = {}
-        self.inline = len(microbatches) == 1 or (
-            isinstance(schedule, str)
-            and (schedule in ("sequential", "uncut") or prepared.has_one_lane)
+        # Compiling and capturing are done in one thread: the first step's.
+        is_cold = prepared.compiled is not None and prepared.steps == 0
+        self.inline = (
+            is_cold
+            or len(microbatches) == 1
+            or (
+                isinstance(schedule, str)
+                and (schedule in ("sequential", "uncut") or prepared.has_one_lane)
+            )
         )
         self._split: set[tuple[int, int]] = set()
         self._turns: Turns | None = None
@@ -120,9 +108,11 @@ class Execution:
     def run(self) -> None:
         """All forwards and backwards."""
         if self._is_plain():
-            with self._current_device_kept():
+            compiled = self.prepared.compiled is not None
+            with self._doors() if compiled else self._current_device_kept():
                 for m in range(len(self.microbatches)):
                     self._run_plain(m)
+            self.prepared.steps += 1
             return
         with self._doors(), self._cleaned_up():
             if not self.inline:
@@ -138,9 +128,10 @@ class Execution:
         with self._doors(), self._cleaned_up(only_on_failure=True):
             if not self.inline:
                 self._run_lanes(self.prepared.schedule("gpipe", len(self.microbatches)), "F")
-                return
-            for m in range(len(self.microbatches)):
-                self._forward_inline(m)
+            else:
+                for m in range(len(self.microbatches)):
+                    self._forward_inline(m)
+        self.prepared.steps += 1
 
     def run_backward(self) -> None:
         """All backwards, after roots were added to the journeys."""
@@ -177,7 +168,7 @@ class Execution:
         """A micro-batch forward and back, as the plain loop has it."""
         batch, first = self.microbatches[m], self.prepared.route[0]
         cursor = _FixedCursor(first, m) if self.prepared.is_one_hop else Cursor()
-        before, outer = set_cursor(cursor), _microbatch.set(m)
+        before, outer = set_cursor(cursor), set_microbatch(m)
         phase = "forward"
         try:
             self._be_on(first)
@@ -204,7 +195,7 @@ class Execution:
             raise
         finally:
             set_cursor(before)
-            _microbatch.reset(outer)
+            set_microbatch(outer)
 
     def _forward_inline(self, m: int) -> None:
         if not self.ambient.autocasts:
@@ -242,6 +233,9 @@ class Execution:
     def _doors(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.prepared.doors)
+            if self.prepared.compiled is not None:
+                keeps_graphs = self.step.differentiable and "loss" not in self.want
+                stack.enter_context(self.prepared.compiled.step(keeps_graphs=keeps_graphs))
             if self.prepared.recording.custom_functions:
                 stack.enter_context(CustomFunctions())
             stack.enter_context(self._current_device_kept())
@@ -276,7 +270,7 @@ class Execution:
         cursor = Cursor(follow_marks=not self.prepared.planned)
         kind = Journey if self.cut else FreeJourney
         journey = self.journeys[m] = kind(self.step, m, cursor)
-        before, outer = set_cursor(cursor), _microbatch.set(m)
+        before, outer = set_cursor(cursor), set_microbatch(m)
         try:
             sanitizer = None
             if self.isolate_as is not None:
@@ -292,7 +286,7 @@ class Execution:
         finally:
             journey.finish_forward()
             set_cursor(before)
-            _microbatch.reset(outer)
+            set_microbatch(outer)
 
     def _border(self, journey: Journey, sanitizer: Sanitizer | None) -> Callable[[int, int], None]:
         turns, m = self._turns, journey.microbatch

@@ -295,6 +295,11 @@ class Door:
         return self.forward(*args, **kwargs)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` wraps a module, or compiled it in place."""
+    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
+
+
 class Doors:
     """The doors of one recording; entered for each step, reentrant."""
 
@@ -307,6 +312,7 @@ class Doors:
         planned = planned or {}
         modules = dict(model.named_modules())
         self._places: list[tuple[dict[str, Any], str, Door]] = []
+        self._sealed: list[tuple[str, nn.Module, Door, Callable[..., Any]]] = []
         for path in {*sealed, *planned}:
             module = modules[path]
             # A module compiled in place runs its compiled call instead of `forward`.
@@ -314,8 +320,29 @@ class Doors:
             name = "forward" if compiled is None else "_compiled_call_impl"
             door = Door(getattr(module, name), sealed.get(path, frozenset()), planned.get(path))
             self._places.append((module.__dict__, name, door))
+            if door.hops and not is_compiled(module):
+                self._sealed.append((path, module, door, door.forward))
         self._depth = 0
         self._before: list[Any] = []
+
+    def stand_in(
+        self, wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any] | None]
+    ) -> list[str]:
+        """Have the doors call something else than the sealed modules' forwards.
+
+        Args:
+            wrap: from a module and its forward to what is called instead; ``None``: as it is.
+
+        Returns:
+            The paths of the modules that something stands in for.
+        """
+        found = []
+        for path, module, door, forward in self._sealed:
+            new = wrap(module, forward)
+            if new is not None:
+                door.forward = new
+                found.append(path)
+        return found
 
     def __enter__(self) -> None:
         self._depth += 1

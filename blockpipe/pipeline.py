@@ -139,6 +139,7 @@ class Pipeline(WrappedModel):
         given = self._given_devices
         self._given_lanes = None if given is None else lanes_of(given, devices or ())
         self._prepared: dict[Any, Prepared] = {}
+        self._compile: tuple[dict[str, Any] | None, bool] | None = None
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
         if chunks == 1 and len(set(self._given_devices or ())) > 1:
@@ -364,6 +365,52 @@ class Pipeline(WrappedModel):
             set_cursor(before)
             journey.abandon()
 
+    @remembers_caller
+    def compile(self, *, cuda_graphs: bool = False, **options: Any) -> None:
+        """Compile the modules that stay on one stage, each for itself.
+
+        Done at the next call, in one thread. The model itself stays as it is: what is compiled
+        stands in for its modules during the pipeline's steps. Modules without parameters are left
+        alone.
+
+        Args:
+            cuda_graphs: capture each of them as CUDA graphs, one for each micro-batch in flight, so
+                that launching kernels costs next to nothing. Their shapes are those of the next
+                call; calls of other shapes run as without. Memory of what is in flight stays
+                allocated. ``pipe(x)`` with gradients does without.
+            **options: for :func:`torch.compile` (``backend``, ``mode``, ``dynamic`` …). With
+                ``cuda_graphs=True`` and no option nothing is compiled, only captured.
+
+        Raises:
+            UsageError: ``cuda_graphs`` without a CUDA device.
+
+        Source: :func:`torch.compile`, :func:`torch.cuda.make_graphed_callables`.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+            >>> pipe.compile(backend="eager")
+            >>> pipe.forward_backward(torch.ones(4, 4), loss_fn=torch.sum).loss.shape
+            torch.Size([])
+        """
+        if cuda_graphs and not torch.cuda.is_available():
+            raise UsageError(
+                "cuda_graphs=True needs a CUDA device, and this machine has none; compile() "
+                f"without it works on every device ({users_line()})"
+            )
+        self._compile = (None if cuda_graphs and not options else dict(options), cuda_graphs)
+        for prepared in self._prepared.values():
+            self._compile_modules(prepared)
+
+    def _compile_modules(self, prepared: Prepared) -> None:
+        if self._compile is not None:
+            options, cuda_graphs = self._compile
+            one_by_one = self.schedule == "uncut"
+            slots = 1 if one_by_one else prepared.schedule(self.schedule, self.chunks).in_flight()
+            prepared.compile(options, slots if cuda_graphs else 0)
+
     def unplace(self) -> nn.Module:
         """Move the model's parameters and buffers back to where they were; returns the model."""
         if self._placement is not None:
@@ -396,6 +443,7 @@ class Pipeline(WrappedModel):
             recording.check(len(devices))
             self._check_state(recording, devices)
             prepared = self._place(recording, devices)
+            self._compile_modules(prepared)
             self._prepared[key] = prepared
             self._fingerprint = Fingerprint(self.module)
         return prepared

@@ -3,7 +3,7 @@ schedules, and whether threads pay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .compiled import Compiled
 from .crossing import Home
 from .errors import ScheduleError
 from .glue import Doors
@@ -56,6 +57,7 @@ class Prepared:
     doors: Doors
     planned: bool
     in_flight: int | None = None
+    compiled: Compiled | None = None
     steps: int = 0  # that were run with it
     choices: dict[int, Choice] = field(default_factory=dict)  # of "auto", by micro-batches
     _schedules: dict[Any, Schedule] = field(default_factory=dict)
@@ -105,11 +107,25 @@ class Prepared:
         """What the hops cost, as the recording has it, in seconds."""
         return costs_of(self.recording, self.is_asynchronous)
 
+    def compile(self, options: Mapping[str, Any] | None, slots: int) -> None:
+        """Have compiled modules, or CUDA graphs, stand in for the sealed ones."""
+        self.compiled = Compiled(self.doors, options, slots)
+        self.steps = 0
+        self._schedules.clear()
+        for call in self.recording.calls:
+            if call.path in self.compiled.paths and call.hop is not None:
+                whole = self.recording.hops[call.hop]
+                whole.whole = whole.whole or f"compiled module {call.path or '(the model)'}"
+
     def notes(self) -> list[str]:
         """What was decided for it, for the summary."""
         notes = [f"auto ({m} micro-batches): {choice}" for m, choice in self.choices.items()]
         if self.is_small and len(self.route) > 1:
             notes.append("operations are small: steps run in one thread, as the plain loop does")
+        if self.compiled is not None:
+            failures = [g.failure for g in self.compiled.graphs if g.failure]
+            notes.append(f"compiled: {', '.join(self.compiled.paths) or 'nothing'}")
+            notes += [f"not captured as a CUDA graph: {why}" for why in dict.fromkeys(failures)]
         return notes
 
     def schedule(self, option: ScheduleOption, microbatches: int) -> Schedule:

@@ -16,7 +16,7 @@ from .backward import Root, why_whole
 from .blocks import Cursor, Mark
 from .crossing import RECORDING, TAG, Home, HopGraph, JourneyKey, Step, Tag
 from .errors import CrossingError, PlanError
-from .glue import Glue, is_question, looks_at_graph
+from .glue import Glue, is_compiled, is_question, looks_at_graph
 from .journey import Journey
 from .meter import ACCELERATOR, CPU, HostSync
 from .plan import too_few_devices
@@ -430,11 +430,6 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
                 f"{sorted({result.hops[h].stage for h in bad[path]})}, but a compiled call runs as "
                 "a whole; compile its parts (one stage each) instead"
             )
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` wraps a module, or compiled it in place."""
-    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
 
 
 def _say_what_is_whole(model: nn.Module, result: Recording) -> None:

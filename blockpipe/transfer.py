@@ -110,7 +110,7 @@ def _carried(source: Tensor, device: torch.device | None, copy: bool) -> Tensor:
     elif is_asynchronous(source.device) and is_asynchronous(device):
         moved = _across(compact, device)
     elif is_asynchronous(device):
-        moved = compact.to(device, non_blocking=compact.is_pinned())
+        moved = _from_host(compact, device)
     else:
         moved = compact.to(device)  # to the host: waits, for the host may read it at once
     return moved.expand(source.shape) if expand else moved
@@ -129,6 +129,21 @@ def _across(source: Tensor, device: torch.device) -> Tensor:
     # `source` was allocated on `produced` and is read on `sending`; `moved` was allocated on
     # `receiving` and is read on `consumed`: neither may be reused before the other has done.
     source.record_stream(sending)
+    moved.record_stream(consumed)
+    return moved
+
+
+def _from_host(source: Tensor, device: torch.device) -> Tensor:
+    """From the host, on the device's copy stream, through pinned memory: a copy of pageable memory
+    would wait until all that is queued on the device is done. The pinned memory is torch's cache,
+    which keeps it until the copy is over."""
+    consumed = torch.accelerator.current_stream(device)
+    receiving = _copy_streams.of(device)
+    pinned = source if source.is_pinned() else source.pin_memory()
+    with receiving:
+        moved = pinned.to(device, non_blocking=True)
+        arrived = receiving.record_event()
+    consumed.wait_event(arrived)
     moved.record_stream(consumed)
     return moved
 

@@ -26,13 +26,9 @@ class WrappedModel(nn.Module):
         # What torch.compile asks a module for first.
         if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo"):
             raise AttributeError("_initialize_hook")
-        self.compile()
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: compile the modules inside the stages."""
         raise UsageError(
-            "torch.compile around a pipeline cannot see its stages; compile the modules inside "
-            f"the stages instead, each on one stage ({users_line()})"
+            "torch.compile around a pipeline cannot see its stages; pipe.compile() compiles the "
+            f"modules inside the stages ({users_line()})"
         )
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import blockpipe as bp
+from blockpipe.scheduler import SCHEDULES
 
 from .parity import plain_step
 
@@ -29,11 +30,13 @@ def loss_of(output, target):
     return nn.functional.mse_loss(output, target)
 
 
-def check(devices, schedule, steps=3):
+def check(devices, schedule, steps=3, compile=None):
     model = net()
     plain = copy.deepcopy(model).cuda()
     x, y = torch.randn(30, 64), torch.randn(30, 64)
     pipe = bp.Pipeline(model, devices=devices, chunks=7, schedule=schedule)
+    if compile is not None:
+        pipe.compile(**compile)
     for _ in range(steps):
         loss = pipe.forward_backward(x, target=y, loss_fn=loss_of).loss
         expected = plain_step(plain, (x.cuda(),), {}, y.cuda(), loss_of, 7)
@@ -45,20 +48,20 @@ def check(devices, schedule, steps=3):
     return pipe
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential", "uncut"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "uncut"])
 def test_four_stages_on_one_device(schedule):
     """Stages may share a device."""
     check(["cuda:0"] * 4, schedule)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_on_cpu_and_cuda(schedule):
     """Copies to and from the host, in both directions."""
     check(["cpu", "cuda:0", "cpu", "cuda:0"], schedule)
 
 
 @two
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential", "uncut"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "uncut"])
 def test_stages_on_two_devices(schedule):
     """Copies between devices, with events on both sides."""
     pipe = check(["cuda:0", "cuda:1", "cuda:0", "cuda:1"], schedule)
@@ -92,3 +95,52 @@ def test_a_custom_stream_of_the_caller():
     torch.cuda.current_stream().wait_stream(stream)
     with torch.no_grad():
         torch.testing.assert_close(out, model(x * 2))
+
+
+@pytest.mark.parametrize("options", [{"cuda_graphs": True}, {}])
+@pytest.mark.parametrize("devices", [["cuda:0"] * 4, ["cuda:0", "cpu", "cuda:0", "cpu"]])
+def test_compiled_and_captured(devices, options):
+    """Three steps add up as plain ones: no replay writes to a gradient that was handed out."""
+    pipe = check(devices, "1f1b", compile=options)
+    if options:
+        assert all(
+            graphs.failure is None for p in pipe._prepared.values() for graphs in p.compiled.graphs
+        )
+
+
+def test_captured_modules_keep_their_statistics():
+    """Warming up and capturing leave a batch norm's buffers as they were."""
+    model = bp.begin_blocks(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)), {"1": 1})
+    plain = copy.deepcopy(model).cuda()
+    pipe = bp.Pipeline(model, devices=["cuda:0", "cpu"], chunks=4)
+    pipe.compile(cuda_graphs=True)
+    x = torch.randn(16, 8)
+    for _ in range(3):
+        pipe.forward_backward(x, loss_fn=lambda out: out.square().mean())
+        for part in x.cuda().chunk(4):
+            (plain(part).square().mean() / 4).backward()
+    torch.testing.assert_close(model[0].running_mean, plain[0].running_mean)
+    torch.testing.assert_close(model[0].running_var, plain[0].running_var)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad.cpu())
+
+
+def test_a_step_does_not_synchronize():
+    """Inputs in pageable memory, several stages, a loss: the host never waits for the device."""
+    pipe = bp.Pipeline(net(), devices=["cuda:0"] * 4, chunks=4, schedule="sequential")
+    x, y = torch.randn(16, 64), torch.randn(16, 64)
+    pipe.forward_backward(x, target=y, loss_fn=loss_of)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pipe.forward_backward(x, target=y, loss_fn=loss_of)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@two
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_two_stages_a_device_on_two_devices(schedule):
+    """A V of stages, and a loop."""
+    vee, loop = [0, 1, 1, 0], [0, 1, 0, 1]
+    order = vee if schedule == "zb-v" else loop
+    check([f"cuda:{i}" for i in order], schedule)

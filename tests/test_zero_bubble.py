@@ -209,7 +209,6 @@ def test_hooks_on_parameters_fire_once(schedule):
 
 
 @pytest.mark.parametrize("schedule", SPLITTING)
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_a_compiled_module_is_whole(schedule):
     """Its backward is one function: it would run twice."""
     net = Parts(plain_middle)

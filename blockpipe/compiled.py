@@ -1,0 +1,189 @@
+"""Sealed modules compiled, and as CUDA graphs, for the time of a step.
+
+The door of a sealed module calls what is made here in the place of its ``forward``; the module
+itself stays as it was. So what is outside of Blockpipe (``state_dict``, other code that calls the
+model) never meets a compiled module.
+
+``torch.compile(mode="reduce-overhead")`` has CUDA graphs too, but of one micro-batch: its graphs
+share memory in the order in which they were recorded, and a pipeline interleaves several forwards
+before the first backward. Here each micro-batch in flight has captures of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .blocks import current_microbatch
+from .glue import Doors
+from .tree import leaves, map_leaves, tensors
+
+
+class _Own(torch.autograd.Function):
+    """Identity whose backward hands on copies: a replay writes into the same gradients again, and
+    ``.grad`` would be one of them (autograd keeps the first gradient that comes, uncopied)."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.leaves = [t if t.is_leaf and t.requires_grad else None for t in inputs]
+        ctx.set_materialize_grads(False)
+        return tuple(t.detach() for t in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(
+            g if g is None or (leaf is not None and leaf.grad is not None) else g.clone()
+            for g, leaf in zip(gradients, ctx.leaves, strict=True)
+        )
+
+
+class Compiled:
+    """What stands in for the sealed modules of one recording.
+
+    Args:
+        doors: of the recording.
+        options: for ``torch.compile``; ``None``: it is not asked for.
+        slots: with CUDA graphs, how many micro-batches are in flight at the most; 0: without.
+    """
+
+    def __init__(self, doors: Doors, options: Mapping[str, Any] | None, slots: int) -> None:
+        self.slots = slots
+        self.phase: Literal["off", "capture", "replay"] = "off"
+        self.graphs: list[Graphs] = []
+        self._options = options
+        self._is_first = True
+        self.paths = doors.stand_in(self._wrap)
+
+    def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any] | None:
+        if not any(True for _ in module.parameters()):
+            return None  # an activation, a dropout: checking a compiled call would cost as much
+        if self._options is not None:
+            forward = torch.compile(forward, **self._options)
+        if self.slots:
+            forward = Graphs(module, forward, self)
+            self.graphs.append(forward)
+        return forward
+
+    @contextmanager
+    def step(self, *, keeps_graphs: bool) -> Iterator[None]:
+        """Entered for each step.
+
+        Args:
+            keeps_graphs: whether autograd graphs outlive the step, as those of ``pipe(x)`` do:
+                nobody knows when a capture's memory is free again, so none is used.
+        """
+        for graphs in self.graphs:
+            graphs.new_step()
+        if not keeps_graphs:
+            self.phase = "capture" if self._is_first else "replay"
+        try:
+            yield
+            self._is_first = self._is_first and keeps_graphs
+        finally:
+            self.phase = "off"
+
+
+class Graphs:
+    """A sealed module's calls as CUDA graphs: one capture for each signature and micro-batch in
+    flight.
+
+    Captures are made in the first step, which runs in one thread; a call of another signature
+    after that (a smaller last batch) runs as it was written.
+
+    Args:
+        module: whose parameters the calls read.
+        forward: what to capture.
+        shared: says whether it may capture, or replay.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        shared: Compiled,
+    ) -> None:
+        self.module = module
+        self.forward = forward
+        self.shared = shared
+        self.failure: str | None = None
+        self._captured: dict[Any, Callable[..., Any]] = {}
+        self._calls: dict[tuple[int, Any], int] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        microbatch = current_microbatch()
+        signature = _signature(self.module, args, kwargs)
+        given = list(tensors((args, kwargs)))
+        usable = self.shared.phase != "off" and all(t.is_cuda for t in given)
+        if microbatch is None or signature is None or not usable:
+            return self.forward(*args, **kwargs)
+        count = self._calls.get((microbatch, signature), 0)  # of this micro-batch's calls
+        self._calls[microbatch, signature] = count + 1
+        key = signature, count, microbatch % self.shared.slots
+        graphed = self._captured.get(key)
+        if graphed is None:
+            full = len(self._captured) >= 4 * self.shared.slots
+            if self.shared.phase != "capture" or self.failure or full:
+                return self.forward(*args, **kwargs)
+            try:
+                graphed = self._captured[key] = self._capture(args, kwargs)
+            except RuntimeError as error:
+                self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                return self.forward(*args, **kwargs)
+        inputs = (*given, *self.module.parameters())
+        made = graphed(*_Own.apply(*inputs))
+        return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, made)
+
+    def new_step(self) -> None:
+        """Calls are counted anew."""
+        self._calls.clear()
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        given = list(tensors((args, kwargs)))
+        parameters = list(self.module.parameters())
+
+        def run(*inputs: Tensor) -> Any:
+            rest = iter(inputs)
+            new_args, new_kwargs = map_leaves(
+                lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+            )
+            return self.forward(*new_args, **new_kwargs)
+
+        samples = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
+        with _buffers_kept(self.module):  # warming up runs the module some times
+            graphed: Callable[..., Any] = torch.cuda.make_graphed_callables(
+                run, (*samples, *parameters), allow_unused_input=True
+            )
+        return graphed
+
+
+def _signature(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a capture is good for; ``None``: it cannot be captured."""
+    parts: list[Any] = [
+        torch.is_grad_enabled(),
+        module.training,
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        *kwargs,
+    ]
+    for leaf in leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            parts.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
+        elif isinstance(leaf, bool | int | float | str | None):
+            parts.append(leaf)
+        else:
+            return None
+    return tuple(parts)
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

@@ -1,0 +1,132 @@
+"""``pipe.compile()``: the same results, by compiled modules that only the steps see."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import blockpipe as bp
+from blockpipe.errors import UsageError
+
+from .parity import difference, plain_step
+
+
+def make_net():
+    """Two stages; the border is in the glue."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    )
+    return bp.begin_blocks(net, {"1": 1})
+
+
+class Counting:
+    """A backend of torch.compile that counts graphs and calls."""
+
+    def __init__(self):
+        self.graphs = self.calls = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+
+        def run(*args):
+            self.calls += 1
+            return graph.forward(*args)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def loss_fn(output):
+    return output.square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "sequential", "uncut"])
+def test_compiled_modules_run_in_the_steps_and_nowhere_else(schedule):
+    """One graph a sealed module, called for each micro-batch; gradients are the plain ones."""
+    net, counting = make_net(), Counting()
+    plain, x = copy.deepcopy(net), torch.randn(8, 6)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+    pipe.compile(backend=counting)
+    for _ in range(3):
+        loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
+        expected = plain_step(plain, (x,), {}, None, loss_fn, 4)
+    assert difference(net, plain, loss, expected).exact
+    assert (counting.graphs, counting.calls) == (2, 3 * 4 * 2)
+    net(x)
+    assert counting.calls == 3 * 4 * 2, "outside of the steps the model is as it was"
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert "compiled: 0, 1" in pipe.summary()
+
+
+def test_one_stage_is_compiled_whole():
+    """Where nothing is cut, the whole model is one compiled module."""
+    net, counting = bp.remove_blocks(make_net()), Counting()
+    pipe = bp.Pipeline(net, devices=["cpu"], chunks=2)
+    pipe.compile(backend=counting)
+    for _ in range(2):
+        pipe.forward_backward(torch.randn(4, 6), loss_fn=loss_fn)
+    assert (counting.graphs, counting.calls) == (1, 2 * 2)
+
+
+def test_small_models_are_compiled_too(monkeypatch):
+    """The plain loop that small operations run in goes through the doors then."""
+    monkeypatch.setattr("blockpipe.prepared.SMALL_OPERATION", 1.0)
+    net, counting = make_net(), Counting()
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    pipe.compile(backend=counting)
+    for _ in range(3):
+        pipe.forward_backward(torch.randn(4, 6), loss_fn=loss_fn)
+    assert counting.calls == 3 * 2 * 2
+
+
+def test_compiling_a_pipeline_that_runs_already():
+    """From the next step on, in recordings made later too."""
+    net, counting = make_net(), Counting()
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    x = torch.randn(4, 6)
+    pipe.forward_backward(x, loss_fn=loss_fn)
+    pipe.compile(backend=counting)
+    pipe.forward_backward(x, loss_fn=loss_fn)
+    assert counting.calls == 2 * 2
+    with torch.no_grad():
+        found = pipe.eval()(x)
+    assert counting.calls == 2 * 2 * 2
+    assert torch.equal(found, net(x))
+
+
+def test_a_compiled_hop_is_not_split():
+    """Its backward is one function; the summary says so."""
+    pipe = bp.Pipeline(make_net(), devices=["cpu"] * 2, chunks=2, schedule="zb-h1")
+    x = torch.randn(4, 6)
+    pipe.forward_backward(x, loss_fn=loss_fn)
+    assert pipe.recording.separable == [False, True]
+    pipe.compile(backend="eager")
+    assert pipe.recording.hops[1].whole == "compiled module 1"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_graphs_need_cuda():
+    """Said at once."""
+    pipe = bp.Pipeline(make_net(), devices=["cpu"] * 2)
+    with pytest.raises(UsageError, match="cuda_graphs=True needs a CUDA device"):
+        pipe.compile(cuda_graphs=True)
+
+
+def test_inductor():
+    """The default backend, to its rounding."""
+    net = make_net()
+    plain, x = copy.deepcopy(net), torch.randn(8, 6)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+    pipe.compile()
+    for _ in range(2):
+        loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
+        expected = plain_step(plain, (x,), {}, None, loss_fn, 4)
+    assert difference(net, plain, loss, expected).gradients < 1e-6
