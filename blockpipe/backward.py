@@ -82,7 +82,8 @@ def run_input_part(graph: HopGraph) -> WeightPart | None:
     Returns:
         What remains; ``None`` if the graph could not be split, and nothing remains.
     """
-    split = _split(graph.roots, [crossing.entry.node for crossing in graph.crossings])
+    ends = entries_of(graph)
+    split = _split(graph.roots, [entry.node for entry in ends])
     if isinstance(split, str):
         run_whole(graph)
         return None
@@ -90,9 +91,8 @@ def run_input_part(graph: HopGraph) -> WeightPart | None:
     if through:
         handles = [step.node.register_prehook(partial(_keep, step)) for step in rest.steps]
         edges, gradients = zip(*through, strict=True)
-        ends = tuple(crossing.entry for crossing in graph.crossings)
         try:
-            found = _engine_run_backward(edges, gradients, True, False, ends, True, False)
+            found = _engine_run_backward(edges, gradients, True, False, tuple(ends), True, False)
         finally:
             for handle in handles:
                 handle.remove()
@@ -103,6 +103,11 @@ def run_input_part(graph: HopGraph) -> WeightPart | None:
 
 def _keep(step: _Step, gradients: tuple[Tensor | None, ...]) -> None:
     step.gradients = gradients
+
+
+def entries_of(graph: HopGraph) -> list[GradientEdge]:
+    """Where gradients arrive; known where the step splits backwards."""
+    return [crossing.entry for crossing in graph.crossings if crossing.entry is not None]
 
 
 def why_whole(roots: list[Root], entries: list[Node]) -> str | None:

@@ -265,7 +265,7 @@ def _run(
     result = Recording(type(model).__name__, fake)
     cursor = WatchedCursor(follow_marks=stages is None)
     differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    step = Step([], {}, devices, differentiable=differentiable, cut=cut)
+    step = Step([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
     recorder = Recorder(step, cursor, result)
     hold(model, recorder)
     versions = {id(b): (b, b._version) for b in model.buffers() if not b.is_inference()}

@@ -51,12 +51,12 @@ class Tag:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Import:
-    """A tensor's copy on a hop, and the place in that hop's graph where it came in."""
+    """A tensor's copy on a hop, and whether it is an entry of that hop's graph."""
 
     value: Tensor
-    edge: GradientEdge | None
+    is_entry: bool
     version: int
-    aliases: Aliases | None
+    aliases: Aliases | None = None
 
 
 class Aliases:
@@ -91,7 +91,7 @@ class Box:
 class Crossing:
     """One import's way back: the gradient arrives in the box and goes to an edge of a hop."""
 
-    entry: GradientEdge
+    entry: GradientEdge | None  # where it arrives; kept only where backwards are split
     box: Box
     to_hop: int
     to_edge: GradientEdge
@@ -148,10 +148,14 @@ class Step:
         isolate_as: int | None = None,
         cut: bool = True,
         begins: Sequence[int] = (),
+        splits: bool = False,
+        tracks_writes: bool = True,
     ) -> None:
         self.number = next(Step._numbers)
         self.route = route
         self.begins = begins  # for each hop, which of the forward's marks it began with
+        self.splits = splits  # whether backwards may be in two parts
+        self.tracks_writes = tracks_writes  # whether the recording saw a write to a foreign tensor
         self.homes = homes
         self.devices = devices
         self.differentiable = differentiable
@@ -196,6 +200,8 @@ class Step:
 
 def enter_graph(box: Box, value: Tensor) -> Tensor:
     """A value as an entry into this hop's graph; its gradient will be in the box."""
+    if torch.is_grad_enabled():
+        return cast(Tensor, Entry.apply(box, _phony, value))
     # With grad also where the user's code is under no_grad: the copy is kept, and a later
     # reader may need the gradient.
     with torch.enable_grad():

@@ -82,6 +82,8 @@ class Execution:
             isolate_as=isolate_as,
             cut=self.cut,
             begins=prepared.begins,
+            splits=not isinstance(schedule, str) or schedule.startswith(("zb", "auto")),
+            tracks_writes=prepared.recording.writes_across,
         )
         self.results: list[Result | None] = [None] * len(microbatches)
         self.journeys: dict[int, Journey] = {}

@@ -189,7 +189,7 @@ class Journey:
         elif device is None or tensor.device == device or tensor.dim() == 0:
             return tensor
         value = self.step.carried(tensor, self.stage)
-        self._foreign.append((tensor, Import(value, None, version_of(value), None)))
+        self._foreign.append((tensor, Import(value, False, version_of(value))))
         return value
 
     def _at_home(self, tensor: Tensor, home: Home) -> Tensor:
@@ -251,9 +251,10 @@ class Journey:
                 value = self._differentiable_copy(tensor)
                 if value is tensor:
                     return tensor
-                found = tag.imports[self.hop] = Import(value, None, version_of(value), None)
+                found = tag.imports[self.hop] = Import(value, False, version_of(value))
             self._tag(found.value)
-            self._join_aliases(tensor, found)
+            if self.step.tracks_writes:
+                self._join_aliases(tensor, found)
             self.note_import(tensor, tag.hop, None)
         self._foreign.append((tensor, found))
         return found.value
@@ -262,19 +263,19 @@ class Journey:
         self, tensor: Tensor, value: Tensor, imports: dict[int, Import], home_hop: int
     ) -> Import:
         """Make an import: an entry of this hop's graph if there is a gradient to carry back."""
-        edge = None
-        if tensor.requires_grad and self.step.differentiable:
-            earlier = [hop for hop in imports if hop < self.hop and imports[hop].edge is not None]
-            source = max(earlier, default=home_hop)
-            to_edge = imports[source].edge if earlier else edge_of(tensor)
-            assert to_edge is not None
+        is_entry = tensor.requires_grad and self.step.differentiable
+        if is_entry:
+            source, from_ = home_hop, tensor
+            for hop, earlier in imports.items():
+                if source < hop < self.hop and earlier.is_entry:
+                    source, from_ = hop, earlier.value
             box = Box()
             value = enter_graph(box, value)
-            edge = edge_of(value)
-            self._graph(self.hop).crossings.append(Crossing(edge, box, source, to_edge))
+            entry = edge_of(value) if self.step.splits else None
+            self._graph(self.hop).crossings.append(Crossing(entry, box, source, edge_of(from_)))
         elif value is tensor:
             value = tensor.detach()
-        made = Import(value, edge, version_of(value), None)
+        made = Import(value, is_entry, version_of(value))
         if not torch.is_inference_mode_enabled():
             imports[self.hop] = made
             self._hop_imports.append((weakref.ref(tensor), weakref.ref(made)))
@@ -344,7 +345,12 @@ class Journey:
                 f"place on stage {self.stage} ({users_line()}); let one stage write it, or {UNCUT}"
             )
         aliases = used.aliases
-        assert aliases is not None
+        if aliases is None:
+            raise CrossingError(
+                f"an operation on stage {self.stage} writes in place to a tensor of shape "
+                f"{tuple(tensor.shape)} made on stage {tag.stage} ({users_line()}), which the "
+                "recorded forward did not; give Pipeline a sample that takes this way"
+            )
         if aliases.imported > 1:
             raise CrossingError(
                 f"an operation on stage {self.stage} writes in place to a tensor of shape "

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backward import Root, why_whole
+from .backward import Root, entries_of, why_whole
 from .blocks import Cursor, Mark
-from .crossing import RECORDING, TAG, Home, HopGraph, JourneyKey, Step, Tag
+from .crossing import RECORDING, TAG, Home, HopGraph, Import, JourneyKey, Step, Tag
 from .errors import CrossingError, PlanError
 from .glue import Glue, is_compiled, is_question, looks_at_graph
 from .journey import Journey
@@ -189,6 +189,10 @@ class Recorder(Journey):
         tag: Tag | None = getattr(tensor, TAG, None)
         return tag is not None and tag.key is self.key
 
+    def _write_through(self, tensor: Tensor, used: Import) -> None:
+        self.result.writes_across = True
+        super()._write_through(tensor, used)
+
     def abandon(self) -> None:
         super().abandon()
         self.cursor.recorder = None
@@ -270,7 +274,7 @@ class Recorder(Journey):
                 roots.setdefault(self.hop_of(tensor), []).append((edge_of(tensor), None))
         for hop in self.result.hops:
             graph = self.graphs.get(hop.index, HopGraph())
-            entries = [crossing.entry.node for crossing in graph.crossings]
+            entries = [entry.node for entry in entries_of(graph)]
             why = why_whole(roots.get(hop.index, []), entries)
             hop.whole = hop.whole if why is None else why
 

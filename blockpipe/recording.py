@@ -122,6 +122,7 @@ class Recording:
     sealed: dict[str, frozenset[int]] = field(default_factory=dict)
     custom_functions: list[str] = field(default_factory=list)
     recomputes: bool = False
+    writes_across: bool = False  # whether it writes in place to a tensor of another hop
     host_syncs: list[HostSync] = field(default_factory=list)
     moves: bool = False  # whether a mark ever asked for another stage
     why_real: str | None = None
