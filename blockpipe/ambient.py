@@ -5,9 +5,10 @@ trains something else (torchgpipe hands on grad mode alone, and its workers igno
 """
 
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.overrides import (
@@ -26,18 +27,22 @@ class Ambient:
     saved-tensor hooks, context variables, current streams."""
 
     def __init__(self) -> None:
-        self._context = contextvars.copy_context()
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind))
             for kind in _device_kinds()
             if torch.is_autocast_enabled(kind)
         ]
+
+    def for_threads(self) -> Self:
+        """Keep what other threads need as well; in the caller's own there is no need to."""
+        self._context = contextvars.copy_context()
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
         self._function_modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
         self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._streams = _current_streams()
+        return self
 
     @property
     def autocasts(self) -> bool:
@@ -45,7 +50,7 @@ class Ambient:
         return bool(self._autocast)
 
     def run(self, function: Callable[[], R], *, backward: bool = False) -> R:
-        """Call a function in this thread as if in the caller's.
+        """Call a function in this thread as if in the caller's; after :meth:`for_threads`.
 
         Args:
             function: what to call.
@@ -104,14 +109,19 @@ class Ambient:
                 _pop_mode()
 
 
+@functools.cache
+def _accelerator() -> torch.device | None:
+    """The machine's kind of accelerator, if there is one to use: asked once, for it takes time."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
 def _device_kinds() -> list[str]:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = _accelerator()
     return ["cpu"] + ([accelerator.type] if accelerator is not None else [])
 
 
 def _current_streams() -> list[Any]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    if _accelerator() is None:
         return []
     count = torch.accelerator.device_count()
     here = torch.accelerator.current_device_index()

@@ -7,11 +7,12 @@ goes out and comes back before the next, which needs the least memory of all ord
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from .ambient import Ambient
 from .blocks import Cursor, Mark, set_cursor, set_microbatch
@@ -27,6 +28,8 @@ from .schedule import Action, Schedule
 from .transfer import edge_of, is_asynchronous
 from .tree import leaves, map_tensors, tensors
 from .where import failing_line, users_line
+
+_NOTHING = nullcontext()
 
 
 @dataclass
@@ -97,11 +100,13 @@ class Execution:
                 and (schedule in ("sequential", "uncut") or prepared.has_one_lane)
             )
         )
+        if not self.inline:
+            ambient.for_threads()
         self._split: set[tuple[int, int]] = set()
         self._turns: Turns | None = None
         self._roots: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         first = microbatches[0]
-        self._inputs_need_grad = differentiable and any(
+        self.inputs_need_grad = differentiable and any(
             t.requires_grad for t in tensors((first.args, first.kwargs))
         )
 
@@ -154,7 +159,7 @@ class Execution:
             and self.cut
             and not self.prepared.planned
             and self.isolate_as is None
-            and not self._inputs_need_grad
+            and not self.inputs_need_grad
             and (
                 self.prepared.is_one_hop
                 or (
@@ -172,25 +177,27 @@ class Execution:
         cursor = _FixedCursor(first, m) if self.prepared.is_one_hop else Cursor()
         before, outer = set_cursor(cursor), set_microbatch(m)
         phase = "forward"
+        autocasts = self.ambient.autocasts
         try:
             self._be_on(first)
-
-            def here(tensor: Tensor) -> Tensor:
-                return self.step.carried(tensor, first)
-
-            with self.ambient.uncached_autocast() if self.ambient.autocasts else nullcontext():
-                output = self.prepared.model(
-                    *map_tensors(here, batch.args), **map_tensors(here, batch.kwargs)
+            args, kwargs, target = batch.args, batch.kwargs, batch.target
+            if not self._inputs_are_there:
+                args, kwargs, target = map_tensors(
+                    lambda tensor: self.step.carried(tensor, first), (args, kwargs, target)
                 )
-                loss = self._loss(output, map_tensors(here, batch.target))
+            with self.ambient.uncached_autocast() if autocasts else _NOTHING:
+                output = self.prepared.model(*args, **kwargs)
+                loss = self._loss(output, target)
             _check_differentiable(loss)
             result = self.results[m] = Result(loss.detach())
             if "outputs" in self.want:
                 result.outputs = detached(output)
             del output
             phase = "backward"
-            with self.ambient.no_autocast() if self.ambient.autocasts else nullcontext():
-                loss.backward(self._root(m, loss))
+            with self.ambient.no_autocast() if autocasts else _NOTHING:
+                # As loss.backward(root) does, when it has looked at its arguments.
+                roots = (loss,), (self._root(m, loss),)
+                _engine_run_backward(*roots, False, False, (), True, True)
         except BaseException as error:
             known = phase == "forward" or self.prepared.is_one_hop
             _note(error, phase, m, cursor.stage if known else None)
@@ -198,6 +205,13 @@ class Execution:
         finally:
             set_cursor(before)
             set_microbatch(outer)
+
+    @cached_property
+    def _inputs_are_there(self) -> bool:
+        """Whether no input has to move to where the first stage is."""
+        device = self.prepared.devices[self.prepared.route[0]]
+        batch = self.microbatches[0]
+        return all(t.device == device for t in tensors((batch.args, batch.kwargs, batch.target)))
 
     def _forward_inline(self, m: int) -> None:
         if not self.ambient.autocasts:
@@ -207,7 +221,7 @@ class Execution:
             self._forward(m)
 
     def _backward_inline(self, m: int) -> None:
-        with self.ambient.no_autocast() if self.ambient.autocasts else nullcontext():
+        with self.ambient.no_autocast() if self.ambient.autocasts else _NOTHING:
             for hop in reversed(range(len(self.prepared.route))):
                 self._backward(Action("B", hop, m))
 
@@ -278,7 +292,7 @@ class Execution:
             if self.isolate_as is not None:
                 sanitizer = Sanitizer(self.isolate_as, m, self.prepared.route[0], "forward")
             journey.on_border = self._border(journey, sanitizer)
-            with sanitizer if sanitizer is not None else nullcontext():
+            with sanitizer if sanitizer is not None else _NOTHING:
                 self.results[m] = self._travel(journey, self.microbatches[m])
         except Abandoned:
             raise
@@ -322,7 +336,7 @@ class Execution:
 
     def _inputs(self, journey: Journey, batch: Microbatch) -> tuple[Any, Any, Any]:
         memo: dict[int, Tensor] = {}
-        positions = self._positions_of_grad(batch) if self._inputs_need_grad else {}
+        positions = self._positions_of_grad(batch) if self.inputs_need_grad else {}
 
         def taken(tensor: Tensor) -> Tensor:
             if id(tensor) not in memo:

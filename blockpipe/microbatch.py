@@ -5,6 +5,7 @@ chunk lists and loses some). Here one size is *the batch's*, and a tensor either
 part of the batch.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,9 @@ def split(
             return [value] * count
         if isinstance(dims, int) or (isinstance(dims, Mapping) and name in dims):
             _check_named(name, value, dim, size)
+        if isinstance(value, Tensor):  # the common case, and this is on every step's way
+            is_split = value.dim() > dim and value.shape[dim] == size
+            return _pieces(value, bounds, dim, cut) if is_split else [value] * count
         pieces: dict[int, Sequence[Tensor]] = {
             id(t): _pieces(t, bounds, dim, cut)
             for t in tensors(value)
@@ -99,17 +103,15 @@ def split(
             parts(position, value)  # for its checks
         return [Microbatch(args, kwargs, target, size)]
     positional = [parts(i, value) for i, value in enumerate(args)]
-    by_name = {name: parts(name, value) for name, value in kwargs.items()}
-    targets = parts("target", target)
-    return [
-        Microbatch(
-            tuple(column[i] for column in positional),
-            {name: column[i] for name, column in by_name.items()},
-            targets[i],
-            bounds[i],
-        )
-        for i in range(count)
-    ]
+    by_name = [parts(name, value) for name, value in kwargs.items()]
+    every_args = zip(*positional, strict=True) if args else [()] * count
+    every_kwargs = (
+        [dict(zip(kwargs, row, strict=True)) for row in zip(*by_name, strict=True)]
+        if kwargs
+        else [kwargs] * count
+    )
+    rows = zip(every_args, every_kwargs, parts("target", target), bounds, strict=True)
+    return list(itertools.starmap(Microbatch, rows))
 
 
 def _check_named(name: int | str, value: Any, dim: int, size: int) -> None:
@@ -124,15 +126,14 @@ def _check_named(name: int | str, value: Any, dim: int, size: int) -> None:
 
 
 def _pieces(tensor: Tensor, bounds: list[int], dim: int, cut: bool) -> list[Tensor]:
-    # Narrowed one by one, and each from a base of its own: autograd forbids writing to the views
-    # that one `split` returns, and a write to one view would be in the graph of the next.
-    starts = [sum(bounds[:i]) for i in range(len(bounds))]
-    pieces = [
-        (tensor.detach() if cut else tensor).narrow(dim, at, n)
-        for at, n in zip(starts, bounds, strict=True)
-    ]
-    if cut and tensor.requires_grad and torch.is_grad_enabled():
-        pieces = [piece.detach().requires_grad_() for piece in pieces]
+    # Each on its own for autograd: it forbids writing to the views that one `split` returns, and
+    # a write to one view would be in the graph of the next.
+    if not cut:
+        starts = [0, *itertools.accumulate(bounds)]
+        return [tensor.narrow(dim, at, n) for at, n in zip(starts, bounds, strict=False)]
+    pieces = [piece.detach() for piece in tensor.detach().split(bounds, dim)]
+    if tensor.requires_grad and torch.is_grad_enabled():
+        pieces = [piece.requires_grad_() for piece in pieces]
     return pieces
 
 
@@ -280,10 +281,8 @@ class Joint:
             return parts[0]
         if self.how == "cat":
             return torch.cat(parts, self.dim)
-        return sum(
-            (p * w for p, w in zip(parts[1:], self.weights[1:], strict=True)),
-            parts[0] * self.weights[0],
-        )
+        weighted = torch._foreach_mul(parts, list(self.weights))  # each by its own, in one call
+        return sum(weighted[1:], weighted[0])
 
     def gradients(self, gradient: Tensor) -> list[Tensor | None]:
         """What each micro-batch's part gets of the joined leaf's gradient."""

@@ -276,13 +276,15 @@ class Pipeline(WrappedModel):
             want=want,
         )
         execution.run()
-        if self.schedule != "uncut":
+        if execution.inputs_need_grad and self.schedule != "uncut":
             self._give_input_gradients(execution, args, kwargs)
         results = [r for r in execution.results if r is not None]
         device = prepared.devices[prepared.route[-1]]
         with torch.no_grad():
             sizes = [m.size for m in microbatches]
-            loss = Joint("sum", [r.loss for r in results], sizes, weights, 0).value(device)
+            losses = [r.loss for r in results if r.loss is not None]
+            is_there = losses[0].device == device
+            loss = Joint("sum", losses, sizes, weights, 0).value(None if is_there else device)
             outputs = None
             if return_outputs:
                 outputs, _ = join(
@@ -433,9 +435,10 @@ class Pipeline(WrappedModel):
 
     def _prepare(self, batch: Microbatch) -> Prepared:
         """The recording that fits a micro-batch, and the model placed by it."""
-        if self._fingerprint is not None and not self._fingerprint.fits():
+        if self._fingerprint is None or not self._fingerprint.fits():
             self._prepared.clear()  # the model was changed: record anew
-        key = self._key(batch)
+            self._fingerprint = Fingerprint(self.module)
+        key = self._key(batch, self._fingerprint)
         prepared = self._prepared.get(key)
         if prepared is None:
             recording = self._record(batch)
@@ -499,10 +502,9 @@ class Pipeline(WrappedModel):
             in_flight=self.in_flight,
         )
 
-    def _key(self, batch: Microbatch) -> Any:
+    def _key(self, batch: Microbatch, fingerprint: Fingerprint) -> Any:
         """What a recording depends on: modes, grad mode, structure. Sizes are not in it: a micro-
         batch whose size leads elsewhere is noticed by its route."""
-        modes = tuple(module.training for module in self.module.modules())
         shape = tuple(
             (leaf.dtype, leaf.dim(), leaf.requires_grad)
             if isinstance(leaf, Tensor)
@@ -510,7 +512,7 @@ class Pipeline(WrappedModel):
             for leaf in leaves((batch.args, batch.kwargs))
         )
         names = tuple(batch.kwargs)
-        return modes, torch.is_grad_enabled(), len(batch.args), names, shape
+        return fingerprint.modes(), torch.is_grad_enabled(), len(batch.args), names, shape
 
     def _own_storages(self, prepared: Prepared) -> int | None:
         if not self.isolate:

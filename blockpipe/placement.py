@@ -110,22 +110,28 @@ class Fingerprint:
     """What a recording knows of a model's structure, cheap to compare before each step."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._children = [(m._modules, tuple(m._modules.values())) for m in model.modules()]
+        modules = list(model.modules())
+        self._modules = modules
+        self._children = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
         self._held = [
             (names, key, tensor, tensor.device)
-            for m in model.modules()
+            for m in modules
             for names in (m._parameters,)
             for key, tensor in names.items()
             if tensor is not None
         ]
-        self._counts = [(m._parameters, len(m._parameters)) for m in model.modules()]
+        self._counts = [(m._parameters, len(m._parameters)) for m in modules]
 
     def fits(self) -> bool:
-        return (
-            all(tuple(now.values()) == then for now, then in self._children)
-            and all(
-                names.get(key) is tensor and tensor.device == device
-                for names, key, tensor, device in self._held
-            )
-            and all(len(names) == count for names, count in self._counts)
-        )
+        """Whether the model's modules and parameters are what and where they were."""
+        for now, then in self._children:
+            if list(now.values()) != then:
+                return False
+        for names, key, tensor, device in self._held:
+            if names.get(key) is not tensor or tensor.device != device:
+                return False
+        return all([len(names) == count for names, count in self._counts])  # noqa: C419 - faster
+
+    def modes(self) -> tuple[bool, ...]:
+        """Which modules are in training mode."""
+        return tuple([module.training for module in self._modules])
