@@ -92,7 +92,8 @@ class Meter(TorchDispatchMode):
             if what is not None:
                 self.waited(HostSync(what, users_line()))
         result = func(*args, **kwargs)
-        if self.spent is not None and not (isinstance(func, OpOverload) and func.is_view):
+        computes = isinstance(result, Tensor | tuple | list)  # no question, such as for a device
+        if self.spent is not None and computes and not _is_view(func):
             packet = getattr(func, "_overloadpacket", func)
             count = flop_registry.get(packet)
             flops = 0 if count is None else count(*args, **kwargs, out_val=result)
@@ -100,6 +101,10 @@ class Meter(TorchDispatchMode):
             made = sum(_bytes(t) for t in tensors(result))
             self.spent(float(flops), read + made, made)
         return result
+
+
+def _is_view(func: Any) -> bool:
+    return isinstance(func, OpOverload) and func.is_view
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -125,11 +130,12 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: Any) -> str | None:
 
 @contextmanager
 def host_syncs() -> Iterator[list[HostSync]]:
-    """Collect what makes the host wait for a device, in the forwards run while this is entered.
+    """Collect what makes the host wait for a device, in all that runs while this is entered.
 
     A forward that asks for a tensor's value stops the thread that issues work for all stages, until
     the device has come that far. On the CPU nothing waits, but the places are the same: so a
-    model can be looked at on a laptop. Each place is told once. It costs time: look, then leave.
+    model can be looked at on a laptop. Each place is told once; what waits in a backward on the CPU
+    is told with the line that called for it. It costs time: look, then leave.
 
     Yields:
         A list of :class:`HostSync`, filled as forwards run, with operation, file and line.

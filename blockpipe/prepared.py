@@ -24,9 +24,11 @@ from .transfer import is_asynchronous
 
 ScheduleOption = str | Schedule | Callable[[Sequence[int], int], Schedule]
 
-# A mean operation shorter than this (seconds) gains nothing from a second Python thread, for the
-# interpreter lock is handed over at each: measured, see docs/benchmarks.md.
-SMALL_OPERATION = 15e-6
+# By the recording's estimate, seconds: what threads on the CPU need to gain anything. Below, the
+# interpreter lock is handed over too often, or waking threads takes as long as the work itself.
+# Measured on two cores by examples/benchmarks/small_operations.py; see docs/benchmarks.md.
+SMALL_OPERATION = 25e-6
+SMALL_HOP = 1.2e-3
 _LINK = 2e10  # bytes a second between devices: PCIe, a guess
 
 
@@ -90,12 +92,13 @@ class Prepared:
 
     @cached_property
     def is_small(self) -> bool:
-        """Whether operations on the CPU are too small for threads to pay."""
+        """Whether operations, or hops, on the CPU are too small for threads to pay."""
         if self.is_asynchronous:
             return False
         hops = self.recording.hops
+        seconds = sum(hop.cpu_seconds for hop in hops)
         operations = sum(hop.kernels for hop in hops)
-        return sum(hop.cpu_seconds for hop in hops) < SMALL_OPERATION * operations
+        return seconds < max(SMALL_OPERATION * operations, SMALL_HOP * len(hops))
 
     @cached_property
     def has_one_lane(self) -> bool:

@@ -25,6 +25,7 @@ def _lanes_for_small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Test models are so small that the engine would choose one thread: here it is the lanes that
     are tested. What it chooses has tests of its own."""
     monkeypatch.setattr(prepared, "SMALL_OPERATION", 0.0)
+    monkeypatch.setattr(prepared, "SMALL_HOP", 0.0)
 
 
 @pytest.fixture(scope="session", autouse=True)

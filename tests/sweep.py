@@ -4,7 +4,7 @@
     python -m tests.sweep --family timm --only convnext
 
 Each model is cut into 2 and into 4 stages, at its blocks' boundaries and at random inner modules,
-and takes one 1F1B step under the stage sanitizer. The gradients, the loss and the buffers are
+and takes one step under the stage sanitizer, 1F1B's or another schedule's. The gradients, the loss and the buffers are
 compared with those of the plain loop over the same micro-batches, on one thread.
 """
 
@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 import blockpipe as bp
+from blockpipe import prepared
 from blockpipe.errors import PlanError
+from blockpipe.scheduler import SCHEDULES
 
 from .parity import block_marks, compare, random_marks, without_randomness
 from .zoo import FAMILIES, Entry
@@ -28,7 +30,9 @@ from .zoo import FAMILIES, Entry
 CUTS = ("blocks 2", "blocks 4", "random 2", "random 4")
 
 
-def check(entry: Entry, cuts: tuple[str, ...] = CUTS, seed: int = 0) -> dict[str, str]:
+def check(
+    entry: Entry, cuts: tuple[str, ...] = CUTS, seed: int = 0, schedule: str = "1f1b"
+) -> dict[str, str]:
     """What each cut of one model came to: "exact", a relative difference, or an error."""
     torch.manual_seed(seed)
     model = without_randomness(entry.build())
@@ -43,7 +47,7 @@ def check(entry: Entry, cuts: tuple[str, ...] = CUTS, seed: int = 0) -> dict[str
                 marks = block_marks(model, recording, int(stages))
             else:
                 marks = _random_cut(model, args, kwargs, recording, int(stages), rng)
-            result, _ = compare(model, args, kwargs, marks)
+            result, _ = compare(model, args, kwargs, marks, schedule=schedule)
             worst = max(result.gradients, result.loss, result.buffers)
             found[cut] = "exact" if result.exact else f"{worst:.0e}"
         except Exception as error:
@@ -81,8 +85,10 @@ def main() -> None:
     parser.add_argument("--family", choices=list(FAMILIES), action="append")
     parser.add_argument("--only", help="a part of the names to run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    prepared.SMALL_OPERATION = prepared.SMALL_HOP = 0.0  # on lanes, however small the models
     warnings.simplefilter("ignore")
     good = total = 0
     for family in options.family or FAMILIES:
@@ -92,7 +98,7 @@ def main() -> None:
                 continue
             begun = time.perf_counter()
             try:
-                found = check(entry, seed=options.seed)
+                found = check(entry, seed=options.seed, schedule=options.schedule)
             except Exception as error:
                 if os.environ.get("SWEEP_TRACE"):
                     traceback.print_exc()

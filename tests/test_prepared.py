@@ -1,0 +1,273 @@
+"""What is decided once for a recording: lanes, schedules, and whether threads pay."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import blockpipe as bp
+from blockpipe import prepared
+from blockpipe.errors import ScheduleError, StateError
+from blockpipe.scheduler import make_schedule
+
+from .parity import difference, plain_step
+
+
+def make_net(stages=2, width=4):
+    """A linear layer a stage."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(stages)))
+    return bp.begin_blocks(net, {str(i): i for i in range(1, stages)})
+
+
+def loss_fn(output):
+    return output.square().mean()
+
+
+class Threads(nn.Module):
+    """Notes the threads that its forward runs in."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def forward(self, x):
+        self.seen.add(threading.current_thread().name)
+        return x
+
+
+def watched(stages=2):
+    net = make_net(stages)
+    return net.append(Threads()), net[-1]
+
+
+# --- whether threads pay
+
+
+@pytest.mark.parametrize("constant", ["SMALL_OPERATION", "SMALL_HOP"])
+def test_small_models_run_in_the_callers_thread(constant, monkeypatch):
+    """Small operations, or short hops: from the first step on, and the summary says so."""
+    monkeypatch.setattr(prepared, constant, 1.0)
+    net, seen = watched()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+    x = torch.randn(8, 4)
+    for _ in range(3):
+        loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
+        expected = plain_step(plain, (x,), {}, None, loss_fn, 4)
+    assert difference(net, plain, loss, expected).exact
+    assert seen.seen == {threading.current_thread().name}
+    assert "operations are small: steps run in one thread" in pipe.summary()
+
+
+def test_large_models_run_on_lanes():
+    """The default constants: a layer of 512 units and 256 rows is large, one of 16 is small."""
+    for width, rows, is_small in ((1024, 512, False), (16, 16, True)):
+        recording = bp.record(make_net(2, width), torch.zeros(rows, width))
+        seconds = sum(hop.cpu_seconds for hop in recording.hops)
+        kernels = sum(hop.kernels for hop in recording.hops)
+        assert (seconds / kernels < 25e-6) == is_small
+        assert (seconds / 2 < 1.2e-3) == is_small
+
+
+def test_stages_that_share_a_lane_run_in_one_thread():
+    """Two stages named ``cpu:0`` are one lane: nothing can overlap."""
+    net, seen = watched()
+    pipe = bp.Pipeline(net, devices=["cpu:0", "cpu:0"], chunks=4)
+    pipe.forward_backward(torch.randn(8, 4), loss_fn=loss_fn)
+    assert seen.seen == {threading.current_thread().name}
+    shared = bp.Pipeline(net, devices=["cpu:0", "cpu:1"], chunks=4)
+    seen.seen.clear()
+    shared.forward_backward(torch.randn(8, 4), loss_fn=loss_fn)
+    assert threading.current_thread().name not in seen.seen
+
+
+class Leaks(nn.Module):
+    """Keeps a tensor with a graph for the next micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.before = None
+
+    def forward(self, x):
+        with bp.Block(0):
+            x = self.layers[0](x)
+        with bp.Block(1):
+            x = self.layers[1](x)
+            if self.before is not None:
+                x = x + self.before
+            self.before = x
+            return x
+
+
+def test_the_first_step_of_a_small_model_is_cut(monkeypatch):
+    """What would not bear several devices is found on a laptop too."""
+    monkeypatch.setattr(prepared, "SMALL_HOP", 1.0)
+    pipe = bp.Pipeline(Leaks(), devices=["cpu"] * 2, chunks=2)
+    with pytest.raises(StateError, match="belongs to micro-batch 0 of this step"):
+        pipe.forward_backward(torch.randn(4, 4), loss_fn=loss_fn)
+
+
+def test_a_failure_in_the_plain_loop_is_noted(monkeypatch):
+    """With stage, micro-batch and line, as in the cut engine."""
+    monkeypatch.setattr(prepared, "SMALL_HOP", 1.0)
+
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 6:
+                raise ValueError("the second step's second micro-batch")
+            return x
+
+    net = make_net()
+    net = net.append(Fails())
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+    pipe.forward_backward(torch.randn(8, 4), loss_fn=loss_fn)
+    assert bp.current_stage() is None
+    with pytest.raises(ValueError, match="the second step") as caught:
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=loss_fn)
+    assert "in the forward of micro-batch 1 on stage 1, at " in caught.value.__notes__[0]
+    assert bp.current_stage() is None
+    assert bp.current_microbatch() is None
+
+
+# --- schedules
+
+
+def test_a_schedule_of_ones_own():
+    """A value, a CSV, or a function where the number of micro-batches varies."""
+    x = torch.randn(8, 4)
+    text = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1I1,1W1,1F2,1B2,1F3,1B3\n"
+    seen = []
+
+    def by_function(lane_of_hop, microbatches):
+        seen.append((tuple(lane_of_hop), microbatches))
+        return make_schedule("gpipe", lane_of_hop, microbatches)
+
+    for schedule in (make_schedule("gpipe", [0, 1], 4), bp.Schedule.from_csv(text), by_function):
+        net = make_net()
+        plain = copy.deepcopy(net)
+        pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+        loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
+        expected = plain_step(plain, (x,), {}, None, loss_fn, 4)
+        assert difference(net, plain, loss, expected).exact
+    pipe.forward_backward(x[:3], loss_fn=loss_fn)
+    assert seen == [((0, 1), 4), ((0, 1), 3)]
+
+
+def step(schedule, devices=("cpu", "cpu"), chunks=2, rows=4, **options):
+    net = make_net(len(devices))
+    pipe = bp.Pipeline(net, devices=list(devices), chunks=chunks, schedule=schedule, **options)
+    pipe.forward_backward(torch.randn(rows, 4), loss_fn=loss_fn)
+    return pipe
+
+
+def test_a_schedule_that_does_not_fit_is_refused():
+    """Before anything runs: hops, micro-batches, lanes, the limit, what a function returns."""
+    good = make_schedule("gpipe", [0, 1], 2)
+    with pytest.raises(ScheduleError, match="is for 2 micro-batches, but chunks=3; pass chunks=2"):
+        step(good, chunks=3)
+    with pytest.raises(ScheduleError, match="is for 4 micro-batches, but this batch makes 3"):
+        step(make_schedule("gpipe", [0, 1], 4), chunks=4, rows=3)
+    with pytest.raises(ScheduleError, match=r"for 2 hops, but the route is \[0, 1, 2\] \(3 hops\)"):
+        step(good, devices=["cpu"] * 3)
+    with pytest.raises(ScheduleError, match="has 2 micro-batches in flight, but in_flight=1"):
+        step(good, in_flight=1)
+    with pytest.raises(ScheduleError, match="the function returned str"):
+        step(lambda lanes, microbatches: "gpipe")
+    backwards = tuple(lane[::-1] for lane in good.lanes)
+    impossible = bp.Schedule("mine", (0, 1), 2, backwards)
+    with pytest.raises(ScheduleError, match=r"lane 0 of mine comes to B0.1 \(entry 0\) which needs"):
+        step(impossible)
+    with pytest.raises(ScheduleError, match="in_flight is a number"):
+        step("1f1b", in_flight=0)
+
+
+def test_a_stage_has_one_lane():
+    """A route that returns to a stage: both of its hops are on one lane."""
+
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            for layer, stage in zip(self.layers, (0, 1, 0), strict=True):
+                with bp.Block(stage):
+                    x = layer(x)
+            return x
+
+    pipe = bp.Pipeline(
+        Returns(), devices=["cpu"] * 2, chunks=2, schedule=make_schedule("gpipe", [0, 1, 2], 2)
+    )
+    with pytest.raises(ScheduleError, match="has hops 0 and 2 on lanes 0 and 2, but both are on"):
+        pipe.forward_backward(torch.randn(4, 4), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_in_flight_bounds_the_forwards_under_way(schedule, limit):
+    """Counted by the model: forwards begun, less backwards that are back at the start."""
+    under_way, most = 0, 0
+    lock = threading.Lock()
+
+    class Counts(nn.Module):
+        def forward(self, x):
+            nonlocal under_way, most
+            with lock:
+                under_way += 1
+                most = max(most, under_way)
+            return x
+
+    def back(parameter):
+        nonlocal under_way
+        with lock:
+            under_way -= 1
+
+    net = make_net(3)
+    net[0].weight.register_post_accumulate_grad_hook(back)
+    net.insert(0, Counts())
+    net = bp.begin_blocks(bp.remove_blocks(net), {"2": 1, "3": 2})
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=6, schedule=schedule, in_flight=limit)
+    pipe.forward_backward(torch.randn(12, 4), loss_fn=loss_fn)
+    under_way = most = 0  # the recording's forward was counted too
+    pipe.forward_backward(torch.randn(12, 4), loss_fn=loss_fn)
+    assert under_way == 0
+    assert most <= limit
+
+
+def test_auto_says_why():
+    """The summary has the choice and what the others would have taken."""
+    pipe = step("auto", devices=["cpu"] * 4, chunks=8, rows=16)
+    note = next(line for line in pipe.summary().splitlines() if "auto (8 micro-batches)" in line)
+    assert "% bubble predicted" in note
+    assert "× its time" in note
+
+
+def test_the_static_part_is_made_once(monkeypatch):
+    """A second step of the same size makes no schedule."""
+    pipe = step("1f1b")
+    monkeypatch.setattr(prepared, "make_schedule", None)
+    pipe.forward_backward(torch.randn(4, 4), loss_fn=loss_fn)
+
+
+def test_inference_streams_in_order():
+    """Under no_grad more micro-batches than stages go through, and results come in order."""
+    net = make_net(3)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=16)
+    x = torch.randn(33, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(
+                pipe(x),
+                torch.cat(
+                    [net(part) for part in x.split(3)[:1]] + [net(part) for part in x[3:].split(2)]
+                ),
+            )
