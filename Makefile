@@ -41,9 +41,19 @@ docs: $(VENV)/.dev
 sweep: $(VENV)/.test
 	$(BIN)/python -m tests.sweep
 
-benchmarks: $(VENV)/.test
+# The other libraries are in an environment of their own: nothing else needs them.
+.venv-peers/.done: pyproject.toml examples/benchmarks/requirements-peers.txt
+	[ -x .venv-peers/bin/python ] || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) \
+	    -r examples/benchmarks/requirements-peers.txt -e .
+	touch $@
+
+benchmarks: $(VENV)/.test .venv-peers/.done
+	.venv-peers/bin/python examples/benchmarks/peers.py
 	$(BIN)/python examples/benchmarks/two_stages.py
 	$(BIN)/python examples/benchmarks/one_stage.py
+	$(BIN)/python examples/benchmarks/small_operations.py
+	$(BIN)/python examples/benchmarks/scaling.py --tiny
 
 clean:
-	rm -rf $(VENV) docs/_build
+	rm -rf $(VENV) .venv-peers docs/_build

@@ -313,7 +313,7 @@ class Doors:
         modules = dict(model.named_modules())
         self._places: list[tuple[dict[str, Any], str, Door]] = []
         self._sealed: list[tuple[str, nn.Module, Door, Callable[..., Any]]] = []
-        for path in {*sealed, *planned}:
+        for path in sorted({*sealed, *planned}):
             module = modules[path]
             # A module compiled in place runs its compiled call instead of `forward`.
             compiled = module.__dict__.get("_compiled_call_impl")

@@ -109,7 +109,7 @@ def _carried(source: Tensor, device: torch.device | None, copy: bool) -> Tensor:
         moved = compact.to(device)  # of a device that need not be there: no streams
     elif is_asynchronous(source.device) and is_asynchronous(device):
         moved = _across(compact, device)
-    elif is_asynchronous(device):
+    elif is_asynchronous(device) and compact.layout is torch.strided:
         moved = _from_host(compact, device)
     else:
         moved = compact.to(device)  # to the host: waits, for the host may read it at once

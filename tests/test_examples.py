@@ -31,3 +31,18 @@ def test_gpt() -> None:
     out = run("examples/gpt_text.py", "--steps", "60")
     assert "bottom" in out
     assert "tied" in out or "embed.weight" in out
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "peers.py --workload tiny --chunks 2 --repeats 1 --only by-hand blockpipe torch-pipelining",
+        "one_gpu.py --device cpu --tiny --workload small --mode eager compiled --repeats 1",
+        "scaling.py --tiny --model resnet101 --devices 2 --rows 1 --repeats 1",
+    ],
+)
+def test_benchmarks_run(command: str) -> None:
+    """They check the gradients before they time anything; what they time is not looked at here."""
+    pytest.importorskip("torchvision")
+    assert run(*f"examples/benchmarks/{command}".split())
