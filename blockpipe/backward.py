@@ -80,12 +80,11 @@ def run_input_part(graph: HopGraph) -> WeightPart | None:
     """The gradients of a hop's crossings, in their boxes.
 
     Returns:
-        What remains; ``None`` if the graph could not be split, and nothing remains.
+        What remains; ``None`` if the graph cannot be split: then nothing was done.
     """
     ends = entries_of(graph)
     split = _split(graph.roots, [entry.node for entry in ends])
     if isinstance(split, str):
-        run_whole(graph)
         return None
     through, rest = split
     if through:

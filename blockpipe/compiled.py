@@ -36,9 +36,14 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(
-            g if g is None or (leaf is not None and leaf.grad is not None) else g.clone()
+            g if g is None or (leaf is not None and _adds_up(leaf)) else g.clone()
             for g, leaf in zip(gradients, ctx.leaves, strict=True)
         )
+
+
+def _adds_up(leaf: Tensor) -> bool:
+    """Whether a gradient is added to what is there, and nobody else sees it."""
+    return leaf.grad is not None and not leaf._backward_hooks
 
 
 class Compiled:
@@ -47,11 +52,14 @@ class Compiled:
     Args:
         doors: of the recording.
         options: for ``torch.compile``; ``None``: it is not asked for.
-        slots: with CUDA graphs, how many micro-batches are in flight at the most; 0: without.
+        cuda_graphs: capture the modules' calls.
     """
 
-    def __init__(self, doors: Doors, options: Mapping[str, Any] | None, slots: int) -> None:
-        self.slots = slots
+    def __init__(
+        self, doors: Doors, options: Mapping[str, Any] | None, *, cuda_graphs: bool
+    ) -> None:
+        self.slots = 0  # how many micro-batches are in flight at the most: as in the first step
+        self._cuda_graphs = cuda_graphs
         self.phase: Literal["off", "capture", "replay"] = "off"
         self.graphs: list[Graphs] = []
         self._options = options
@@ -63,22 +71,26 @@ class Compiled:
             return None  # an activation, a dropout: checking a compiled call would cost as much
         if self._options is not None:
             forward = torch.compile(forward, **self._options)
-        if self.slots:
+        if self._cuda_graphs:
             forward = Graphs(module, forward, self)
             self.graphs.append(forward)
         return forward
 
     @contextmanager
-    def step(self, *, keeps_graphs: bool) -> Iterator[None]:
+    def step(self, in_flight: int, *, keeps_graphs: bool) -> Iterator[None]:
         """Entered for each step.
 
         Args:
+            in_flight: how many micro-batches are under way at once: if they are more than there
+                are captures of each call, none is used.
             keeps_graphs: whether autograd graphs outlive the step, as those of ``pipe(x)`` do:
                 nobody knows when a capture's memory is free again, so none is used.
         """
         for graphs in self.graphs:
             graphs.new_step()
-        if not keeps_graphs:
+        if self._is_first:
+            self.slots = in_flight
+        if not keeps_graphs and in_flight <= self.slots:
             self.phase = "capture" if self._is_first else "replay"
         try:
             yield
@@ -130,12 +142,11 @@ class Graphs:
                 return self.forward(*args, **kwargs)
             try:
                 graphed = self._captured[key] = self._capture(args, kwargs)
-            except RuntimeError as error:
+            except Exception as error:
                 self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 return self.forward(*args, **kwargs)
         inputs = (*given, *self.module.parameters())
-        made = graphed(*_Own.apply(*inputs))
-        return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, made)
+        return graphed(*_Own.apply(*inputs))
 
     def new_step(self) -> None:
         """Calls are counted anew."""
@@ -145,36 +156,50 @@ class Graphs:
         given = list(tensors((args, kwargs)))
         parameters = list(self.module.parameters())
 
-        def run(*inputs: Tensor) -> Any:
+        outputs: list[Any] = []  # of the newest run: what is no tensor stays as it was
+
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             rest = iter(inputs)
             new_args, new_kwargs = map_leaves(
                 lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
             )
-            return self.forward(*new_args, **new_kwargs)
+            outputs[:] = [self.forward(*new_args, **new_kwargs)]
+            return tuple(tensors(outputs[0]))
 
         samples = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
         with _buffers_kept(self.module):  # warming up runs the module some times
             graphed: Callable[..., Any] = torch.cuda.make_graphed_callables(
                 run, (*samples, *parameters), allow_unused_input=True
             )
-        return graphed
+        structure = map_leaves(lambda leaf: _HERE if isinstance(leaf, Tensor) else leaf, outputs[0])
+
+        def replay(*inputs: Tensor) -> Any:
+            made = iter([made.clone() for made in graphed(*inputs)])
+            return map_leaves(lambda leaf: next(made) if leaf is _HERE else leaf, structure)
+
+        return replay
+
+
+_HERE = object()  # where an output has a tensor
 
 
 def _signature(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a capture is good for; ``None``: it cannot be captured."""
-    parts: list[Any] = [
-        torch.is_grad_enabled(),
-        module.training,
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        *kwargs,
-    ]
+    """What a capture is good for; ``None``: it cannot be captured.
+
+    A capture reads parameters and buffers where they were: other storage needs another capture.
+    """
+    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+    parts: list[Any] = [torch.is_grad_enabled(), module.training, autocast]
     for leaf in leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
             parts.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
         elif isinstance(leaf, bool | int | float | str | None):
-            parts.append(leaf)
+            parts.append((type(leaf), leaf))
         else:
             return None
+    parts.append(repr(map_leaves(lambda leaf: 0, (args, kwargs))))  # how they are nested
+    parts += [(p.data_ptr(), p.requires_grad) for p in module.parameters()]
+    parts += [b.data_ptr() for b in module.buffers()]
     return tuple(parts)
 
 

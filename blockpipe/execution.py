@@ -7,7 +7,7 @@ goes out and comes back before the next, which needs the least memory of all ord
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from .ambient import Ambient
 from .blocks import Cursor, Mark, set_cursor, set_microbatch
 from .crossing import TAG, Step, Tag
 from .errors import RouteError, UsageError
-from .glue import CustomFunctions, Glue
+from .glue import CustomFunctions, Glue, TensorHooks
 from .journey import FreeJourney, Journey, detached
 from .lanes import Abandoned, Turns
 from .microbatch import Microbatch
@@ -229,7 +229,9 @@ class Execution:
         threads = torch.get_num_threads()
         if not self.prepared.is_asynchronous:
             threads = max(1, threads // len(schedule.lanes))
-        self._split = schedule.split() if only is None else set()
+        # Hooks on what is saved would unpack it once for each part.
+        packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        self._split = schedule.split() if only is None and not packs else set()
         turns = Turns(
             schedule,
             self._forward,
@@ -249,13 +251,24 @@ class Execution:
     def _doors(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.prepared.doors)
+            if self.step.splits:
+                stack.enter_context(TensorHooks())
             if self.prepared.compiled is not None:
                 keeps_graphs = self.step.differentiable and "loss" not in self.want
-                stack.enter_context(self.prepared.compiled.step(keeps_graphs=keeps_graphs))
+                stack.enter_context(
+                    self.prepared.compiled.step(self._in_flight(), keeps_graphs=keeps_graphs)
+                )
             if self.prepared.recording.custom_functions:
                 stack.enter_context(CustomFunctions())
             stack.enter_context(self._current_device_kept())
             yield
+
+    def _in_flight(self) -> int:
+        """How many micro-batches are under way at once in steps like this one, at the most."""
+        if self.prepared.has_one_lane or self.schedule in ("sequential", "uncut"):
+            return 1
+        count = len(self.microbatches)
+        return self.prepared.schedule(self.schedule, count).in_flight() if count > 1 else 1
 
     @contextmanager
     def _current_device_kept(self) -> Iterator[None]:
@@ -438,12 +451,20 @@ class Execution:
             raise
 
     def _run_backward(self, journey: Journey, action: Action) -> None:
-        hop = action.hop
+        _, hop, m = action
         if action.kind == "W":
             journey.finish_backward(hop)
+        elif not self._split:
+            journey.backward(hop)
         else:
-            split = (hop, action.microbatch) in self._split
-            journey.backward(hop, split=split and self.prepared.recording.separable[hop])
+            split = (hop, m) in self._split and self.prepared.recording.separable[hop]
+            journey.backward(hop, split=split, before_whole=partial(self._finish_before, hop, m))
+
+    def _finish_before(self, hop: int, m: int) -> None:
+        """The parameters' gradients of earlier micro-batches: ``.grad`` adds up in their order,
+        also where only this one's backward cannot be split."""
+        for earlier in range(m):
+            self.journeys[earlier].finish_backward(hop)
 
 
 class _FixedCursor(Cursor):

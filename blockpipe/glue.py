@@ -28,8 +28,23 @@ _PROPERTIES = """shape dtype ndim layout requires_grad is_leaf grad_fn names is_
 _METHODS = """size dim stride numel nelement ndimension element_size storage_offset is_contiguous
     is_floating_point is_complex is_signed get_device __len__ __hash__ is_shared is_pinned
     is_inference is_same_size has_names"""
+_register_hook = Tensor.register_hook
+
+
+def _watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    glue = active_glue()
+    if glue is not None and glue.inside:
+        glue.journey.hooked.add(glue.journey.hop)
+    return _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+
+
 _HOOKS = frozenset(
-    [Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook]
+    [
+        _register_hook,
+        _watched_register_hook,
+        Tensor.retain_grad,
+        Tensor.register_post_accumulate_grad_hook,
+    ]
 )
 _METADATA: frozenset[Any] = _HOOKS.union(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(Tensor, name)],
@@ -156,6 +171,8 @@ class Glue(TorchFunctionMode):
         journey = self.journey
         if func in _HOOKS or journey.wrote_foreign:
             args = (journey.newest(args[0]), *args[1:])
+        if func in _LOOKS_AT_GRAPH:
+            journey.hooked.add(journey.hop_of(args[0]))
         own = func(*args, **kwargs)
         if func != _DEVICE:
             return own
@@ -364,6 +381,30 @@ class Doors:
 
 
 _MISSING = object()
+
+
+class TensorHooks:
+    """``Tensor.register_hook`` in sealed modules noticed while this is entered.
+
+    The two parts of a split backward both begin where a gradient arrives, and would both call the
+    hook that is there: the backward of such a hop is run whole. There is no asking a node of the
+    graph for its hooks.
+    """
+
+    _entered: ClassVar[int] = 0
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __enter__(self) -> None:
+        with TensorHooks._lock:
+            TensorHooks._entered += 1
+            if TensorHooks._entered == 1:
+                Tensor.register_hook = _watched_register_hook  # type: ignore[method-assign]
+
+    def __exit__(self, *failure: Any) -> None:
+        with TensorHooks._lock:
+            TensorHooks._entered -= 1
+            if TensorHooks._entered == 0:
+                Tensor.register_hook = _register_hook  # type: ignore[method-assign]
 
 
 _original_apply: Any = torch.autograd.Function.__dict__["apply"]

@@ -66,6 +66,7 @@ class Journey:
         self.graphs: dict[int, HopGraph] = {}
         self.input_gradients: dict[int, Tensor] = {}
         self.on_border: Callable[[int, int], None] | None = None
+        self.hooked: set[int] = set()  # hops whose graphs have hooks on activations
         self.wrote_foreign = False  # whether any foreign tensor was written to
         self._home_imports: dict[int, dict[int, Import]] = {}
         self._weights: dict[int, WeightPart] = {}
@@ -426,22 +427,28 @@ class Journey:
         """Start the backward of a hop from here, too."""
         self._graph(hop).roots.append((edge, gradient))
 
-    def backward(self, hop: int, *, split: bool = False) -> None:
+    def backward(
+        self, hop: int, *, split: bool = False, before_whole: Callable[[], None] | None = None
+    ) -> None:
         """Run one hop's backward and send the gradients of its crossings home.
 
         Args:
             hop: which.
             split: leave the gradients of the parameters to :meth:`finish_backward`, if they can
                 be told apart.
+            before_whole: called before all gradients are computed at once.
         """
         graph = self.graphs.pop(hop, None)
         if graph is None:
             return
-        if split:
+        rest = None
+        if split and hop not in self.hooked:
             rest = run_input_part(graph)
-            if rest is not None:
-                self._weights[hop] = rest
+        if rest is not None:
+            self._weights[hop] = rest
         else:
+            if before_whole is not None:
+                before_whole()
             run_whole(graph)
         for crossing in graph.crossings:
             box = crossing.box

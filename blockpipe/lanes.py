@@ -9,6 +9,7 @@ The first failure wins: everybody else stops at the next border, and the caller 
 threads have come home.
 """
 
+import contextlib
 import itertools
 import os
 import queue
@@ -39,20 +40,19 @@ class _Pool:
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
 
-    def submit(
-        self, job: Callable[[], None], done: Callable[[], None], cores: frozenset[int]
-    ) -> None:
-        """Run a job in a thread that is on these cores already when it is woken; then ``done``,
-        when the thread is back in the pool."""
+    def take(self, cores: frozenset[int]) -> "_Worker":
+        """A thread that is on these cores already when it is woken."""
         with self._lock:
             worker = self._idle.pop() if self._idle else None
         if worker is None:
             worker = _Worker(self)
             worker.start()
-        if cores != worker.cores:
-            worker.cores = cores
-            os.sched_setaffinity(worker.native_id or 0, cores)
-        worker.jobs.put((job, done))
+        try:
+            worker.keep_to(cores)
+        except BaseException:
+            self.put_back(worker)
+            raise
+        return worker
 
     def put_back(self, worker: "_Worker") -> None:
         with self._lock:
@@ -82,6 +82,14 @@ class _Worker(threading.Thread):
         )
         self.threads = 0
         self.cores = _all_cores()
+
+    def keep_to(self, cores: frozenset[int]) -> None:
+        """Run on these cores from now on. They may be gone meanwhile (a container's share can
+        shrink): then the thread stays where it is."""
+        if cores != self.cores:
+            self.cores = cores
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(self.native_id or 0, cores)
 
     def run(self) -> None:
         while (work := self.jobs.get()) is not None:
@@ -173,9 +181,9 @@ class Turns:
             try:
                 self._begin()
                 self._wait_until_over()
-            except KeyboardInterrupt as interrupt:  # wherever it struck
-                self.fail(interrupt)
-                self._join()  # asked twice, it raises: the user's code may never end
+            except BaseException as error:  # an interrupt, a signal handler's, no more threads
+                self.fail(error)
+                self._join()  # interrupted twice, it raises: the user's code may never end
         finally:
             if self._threads != caller_threads:
                 torch.set_num_threads(caller_threads)
@@ -205,8 +213,11 @@ class Turns:
 
     def _submit(self, job: _Job) -> None:
         """Have a thread of the pool do a job. The lock is held."""
+        work = partial(self._work, job)
+        worker = _pool.take(self._cores[job.lane])
+        # Nothing can come between these two: an interrupt would leave a count without a thread.
         self._running += 1
-        _pool.submit(partial(self._work, job), self._one_less, self._cores[job.lane])
+        worker.jobs.put((work, self._one_less))
 
     def _work(self, first: _Job) -> None:
         """A thread's part of the step: a job, and what it can do after it."""
@@ -388,9 +399,8 @@ def _shares_of_cores(lanes: int) -> list[frozenset[int]]:
 def _move_to(cores: frozenset[int]) -> None:
     """This thread, one of the pool's, runs on these cores from now on."""
     worker = threading.current_thread()
-    if isinstance(worker, _Worker) and worker.cores != cores:
-        worker.cores = cores
-        os.sched_setaffinity(0, cores)
+    if isinstance(worker, _Worker):
+        worker.keep_to(cores)
 
 
 class _Holding(threading.local):

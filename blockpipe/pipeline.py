@@ -409,9 +409,7 @@ class Pipeline(WrappedModel):
     def _compile_modules(self, prepared: Prepared) -> None:
         if self._compile is not None:
             options, cuda_graphs = self._compile
-            one_by_one = self.schedule == "uncut"
-            slots = 1 if one_by_one else prepared.schedule(self.schedule, self.chunks).in_flight()
-            prepared.compile(options, slots if cuda_graphs else 0)
+            prepared.compile(options, cuda_graphs=cuda_graphs)
 
     def unplace(self) -> nn.Module:
         """Move the model's parameters and buffers back to where they were; returns the model."""

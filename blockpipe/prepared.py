@@ -110,9 +110,9 @@ class Prepared:
         """What the hops cost, as the recording has it, in seconds."""
         return costs_of(self.recording, self.is_asynchronous)
 
-    def compile(self, options: Mapping[str, Any] | None, slots: int) -> None:
+    def compile(self, options: Mapping[str, Any] | None, *, cuda_graphs: bool) -> None:
         """Have compiled modules, or CUDA graphs, stand in for the sealed ones."""
-        self.compiled = Compiled(self.doors, options, slots)
+        self.compiled = Compiled(self.doors, options, cuda_graphs=cuda_graphs)
         self.steps = 0
         self._schedules.clear()
         for call in self.recording.calls:
@@ -162,7 +162,16 @@ class Prepared:
                 in_flight=self.in_flight,
                 separable=self.recording.separable,
             )
-        made = option if isinstance(option, Schedule) else option(self.lane_of_hop, microbatches)
+        try:
+            made = (
+                option if isinstance(option, Schedule) else option(self.lane_of_hop, microbatches)
+            )
+        except Exception as error:
+            error.add_note(
+                f"blockpipe: in the function given as schedule=, called with lane_of_hop="
+                f"{self.lane_of_hop} and microbatches={microbatches}"
+            )
+            raise
         self._check(made, microbatches)
         return made
 

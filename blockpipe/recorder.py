@@ -122,7 +122,7 @@ class Recorder(Journey):
         if not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
             self._note_unmarked(hop)
         hooks = _saved_tensor_hooks()
-        if hooks is not None and hooks is not self._ambient_hooks:
+        if hooks is not None and hooks != self._ambient_hooks:
             info.whole = "it recomputes, or packs what it saves"
             self.hook_calls.append(self.stack[-1][0] if self.stack else None)
 

@@ -20,6 +20,7 @@ F, B, W = range(3)
 
 # A packed action: kind in the lowest 2 bits, then 20 bits of hop, then the micro-batch.
 HOP_SHIFT, MICROBATCH_SHIFT, HOP_MASK = 2, 22, (1 << 20) - 1
+_MICROBATCHES = 1 << 40
 
 
 class Action(NamedTuple):
@@ -98,7 +99,7 @@ class Actions(Sequence[Action]):
 def _packed(action: Any) -> int:
     try:
         kind, hop, microbatch = action
-        if not (0 <= hop <= HOP_MASK and microbatch >= 0):
+        if not (0 <= hop <= HOP_MASK and 0 <= microbatch < _MICROBATCHES):
             raise ValueError
         return pack(KINDS.index(kind), hop, microbatch)
     except (TypeError, ValueError) as error:
@@ -137,6 +138,12 @@ class Schedule:
     lanes: tuple[Sequence[Action], ...]
 
     def __post_init__(self) -> None:
+        numbers = (*self.lane_of_hop, self.microbatches)
+        if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
+            raise ScheduleError(
+                "lane_of_hop and microbatches are whole numbers from 0 on, but "
+                f"{self.lane_of_hop!r} and {self.microbatches!r} came"
+            )
         object.__setattr__(self, "lane_of_hop", tuple(self.lane_of_hop))
         lanes = (a if isinstance(a, Actions) else Actions(a) for a in self.lanes)
         object.__setattr__(self, "lanes", tuple(lanes))
@@ -191,6 +198,11 @@ class Schedule:
             ScheduleError: a cell that is no action (with its row and column), or a hop on two
                 rows.
         """
+        if not isinstance(text, str) or not text.strip(", \t\r\n"):
+            raise ScheduleError(
+                f"a CSV is text with a row of actions for each lane, but {text!r} came; read a "
+                "file with Path(...).read_text()"
+            )
         lanes: list[list[Action]] = []
         lane_of: dict[int, int] = {}
         rows = [row for row in text.splitlines() if row.strip()]
@@ -218,7 +230,8 @@ class Schedule:
 def _from_cell(cell: str, row: int, column: int) -> Action:
     kind = next((k for k in "FBIW" if k in cell), "")
     hop, _, microbatch = cell.partition(kind) if kind else ("", "", "")
-    if not (hop.isdecimal() and microbatch.isdecimal()):
+    known = hop.isdecimal() and microbatch.isdecimal()
+    if not (known and int(hop) <= HOP_MASK and int(microbatch) < _MICROBATCHES):
         raise ScheduleError(
             f"row {row + 1}, column {column + 1}: a cell is a hop, one of F, B (whole), I (inputs) "
             f"or W (weights), and a micro-batch, such as 0F3, but {cell!r} came"

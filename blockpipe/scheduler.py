@@ -10,6 +10,7 @@ Under ``"1f1b"`` four hops give the well-known table::
     lane 3:          F0 B0 F1 B1 …
 """
 
+import contextlib
 import heapq
 from array import array
 from collections.abc import Sequence
@@ -63,14 +64,19 @@ def make_schedule(
     """
     lane_of_hop = tuple(lane_of_hop)
     hops = len(lane_of_hop)
-    if not hops or microbatches < 1:
+    if not hops or not isinstance(microbatches, int) or microbatches < 1:
         raise ScheduleError(
             f"a schedule needs a hop and a micro-batch, but {hops} hops and "
             f"{microbatches} micro-batches came"
         )
+    if set(lane_of_hop) != set(range(len(set(lane_of_hop)))):
+        raise ScheduleError(f"lanes are numbered 0, 1, … without gaps, but {lane_of_hop} came")
+    if separable is not None and len(separable) != hops:
+        raise ScheduleError(f"separable has one entry for each of {hops} hops, not {separable!r}")
     check_in_flight(in_flight)
     is_chain = len(set(lane_of_hop)) == hops
     costs = costs or Costs()
+    costs.check(hops)
     whole = [False] * hops
     if name == "sequential":
         return _greedy(name, lane_of_hop, microbatches, _Rules(1), whole, costs)
@@ -203,11 +209,13 @@ def _interleaved(
     looped = lane_of_hop == tuple(range(lanes)) * visits
     found: list[Schedule] = []
     if looped:
-        found = [_looped(lane_of_hop, microbatches, lanes)]
-        if in_flight is not None and found[0].in_flight() > in_flight:
-            found = []
-        elif microbatches % lanes == 0:
-            return found[0]
+        formula = _looped(lane_of_hop, microbatches, lanes)
+        fits = in_flight is None or formula.in_flight() <= in_flight
+        if fits and microbatches % lanes == 0:
+            return formula
+        with contextlib.suppress(ScheduleError):  # a smaller last group may not come out
+            simulate(formula)
+            found = [formula] if fits else []
     most = min(in_flight or 2 * lanes, microbatches)
     whole = [False] * len(lane_of_hop)
     for limit in sorted({min(lanes, most), min(3 * lanes // 2, most), most}):

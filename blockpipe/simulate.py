@@ -47,13 +47,25 @@ class Costs:
         negative number."""
         for name in ("forward", "backward", "weight", "transfer", "activation"):
             value = getattr(self, name)
-            numbers = [value] if isinstance(value, int | float) else list(value)
-            if not isinstance(value, int | float) and len(numbers) != hops:
+            is_one = isinstance(value, int | float)
+            if not is_one and (not isinstance(value, Sequence) or isinstance(value, str)):
+                raise ScheduleError(
+                    f"{name} is a number, or a list with one for each hop, but {value!r} came"
+                )
+            numbers = [value] if is_one else list(value)
+            if not is_one and len(numbers) != hops:
                 raise ScheduleError(
                     f"{name} is a number, or one for each of {hops} hops, but {len(numbers)} came"
                 )
             if any(not isinstance(n, int | float) or not 0 <= n < float("inf") for n in numbers):
                 raise ScheduleError(f"{name} is times or sizes from 0 on, but {value!r} came")
+        for hop in range(hops):
+            _, backward, weight = self.of(hop)
+            if weight > backward:
+                raise ScheduleError(
+                    f"weight is a part of backward, but on hop {hop} they are {weight} and "
+                    f"{backward}; backward is the time of a whole B, W included"
+                )
 
 
 def _at(value: PerHop, hop: int) -> float:
@@ -112,6 +124,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         (33.0, '0.273', [4.0, 3.0, 2.0, 1.0])
     """
     costs = costs or Costs()
+    if not isinstance(schedule, Schedule) or not isinstance(costs, Costs):
+        raise ScheduleError(
+            f"simulate takes a Schedule and Costs, but {type(schedule).__name__} and "
+            f"{type(costs).__name__} came"
+        )
     hops, count = len(schedule.lane_of_hop), schedule.microbatches
     costs.check(hops)
     lane_of, lanes = schedule.lane_of_hop, schedule.codes

@@ -136,10 +136,11 @@ def _across(source: Tensor, device: torch.device) -> Tensor:
 def _from_host(source: Tensor, device: torch.device) -> Tensor:
     """From the host, on the device's copy stream, through pinned memory: a copy of pageable memory
     would wait until all that is queued on the device is done. The pinned memory is torch's cache,
-    which keeps it until the copy is over."""
+    which keeps it until the copy is over; memory that the caller has pinned is copied as well, for
+    the caller may fill it anew as soon as the step returns."""
     consumed = torch.accelerator.current_stream(device)
     receiving = _copy_streams.of(device)
-    pinned = source if source.is_pinned() else source.pin_memory()
+    pinned = torch.empty_like(source, pin_memory=True).copy_(source)
     with receiving:
         moved = pinned.to(device, non_blocking=True)
         arrived = receiving.record_event()

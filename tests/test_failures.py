@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blockpipe as bp
+from blockpipe import lanes
 from blockpipe.errors import UsageError
 from blockpipe.lanes import Turns, close_idle_threads, idle_threads
 
@@ -595,3 +596,65 @@ def test_no_thread_is_busy_when_a_step_returns() -> None:
             assert [t for t in threading.enumerate() if t.name == "blockpipe"] == []
     finally:
         sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_no_more_threads(count, monkeypatch):
+    """Where a thread cannot be started, wherever that happens: the error comes, nothing hangs."""
+    net = bp.begin_blocks(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), {"1": 1, "2": 2})
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=6)
+    close_idle_threads()
+    started, start = [], threading.Thread.start
+
+    def failing(thread):
+        started.append(thread)
+        if len(started) == count:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        pipe.forward_backward(torch.randn(12, 4), loss_fn=lambda out: out.sum())
+    monkeypatch.undo()
+    pipe.forward_backward(torch.randn(12, 4), loss_fn=lambda out: out.sum())
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX signals")
+def test_a_signal_handler_that_raises_ends_the_step():
+    """Whatever it raises: when it reaches the caller, no thread works for the step any more."""
+    waits = threading.Event()
+
+    class Waits(nn.Linear):
+        def forward(self, x):
+            waits.wait(0.5)
+            return super().forward(x)
+
+    net = bp.begin_blocks(nn.Sequential(Waits(4, 4), Waits(4, 4)), {"1": 1})
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+    waits.set()
+    pipe.forward_backward(torch.randn(8, 4), loss_fn=lambda out: out.sum())
+    waits.clear()
+
+    class TimeOutError(Exception):
+        pass
+
+    def on_alarm(number, frame):
+        raise TimeOutError
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(TimeOutError):
+            pipe.forward_backward(torch.randn(8, 4), loss_fn=lambda out: out.sum())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    net.zero_grad()
+    waits.set()
+    assert not [t for t in threading.enumerate() if t.name == "blockpipe" and is_busy(t)]
+    assert all(p.grad is None for p in net.parameters())
+
+
+def is_busy(thread):
+    """Whether a thread of the pool is not in it."""
+    return thread not in lanes._pool._idle

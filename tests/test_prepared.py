@@ -184,7 +184,9 @@ def test_a_schedule_that_does_not_fit_is_refused():
         step(lambda lanes, microbatches: "gpipe")
     backwards = tuple(lane[::-1] for lane in good.lanes)
     impossible = bp.Schedule("mine", (0, 1), 2, backwards)
-    with pytest.raises(ScheduleError, match=r"lane 0 of mine comes to B0.1 \(entry 0\) which needs"):
+    with pytest.raises(
+        ScheduleError, match=r"lane 0 of mine comes to B0.1 \(entry 0\) which needs"
+    ):
         step(impossible)
     with pytest.raises(ScheduleError, match="in_flight is a number"):
         step("1f1b", in_flight=0)

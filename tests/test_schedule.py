@@ -160,7 +160,10 @@ def test_csv_of_torch_distributed():
         ("0F0,0X0", r"row 1, column 2: a cell is a hop.*'0X0' came"),
         ("0F0,0B0\n0F1", r"row 2, column 1: hop 0 is on row 1 too"),
         ("1F0,1B0", r"without gaps, but \[0\] have no action"),
-        ("", "no action"),
+        ("", "a CSV is text with a row of actions for each lane, but '' came"),
+        (None, "a CSV is text.*but None came"),
+        ("0F99999999999999999999,0B0", "row 1, column 1: a cell is a hop"),
+        ("9999999F0", "row 1, column 1: a cell is a hop"),
         ("F", r"row 1, column 1.*'F' came"),
     ],
 )
@@ -209,6 +212,14 @@ def test_wrong_arguments_are_refused():
         make_schedule("gpipe", [0], 0)
     with pytest.raises(ScheduleError, match="in_flight is a number of micro-batches.*but 0 came"):
         make_schedule("gpipe", [0], 1, in_flight=0)
+    with pytest.raises(ScheduleError, match=r"numbered 0, 1, … without gaps, but \(0, 2\) came"):
+        make_schedule("gpipe", [0, 2], 1)
+    with pytest.raises(ScheduleError, match="one entry for each of 2 hops"):
+        make_schedule("zb-h1", [0, 1], 1, separable=[True])
+    with pytest.raises(ScheduleError, match="whole numbers from 0 on, but .* and '2' came"):
+        Schedule("mine", (0,), "2", ([],))
+    with pytest.raises(ScheduleError, match="takes a Schedule and Costs, but str and Costs came"):
+        simulate("1f1b")
     with pytest.raises(ScheduleError, match=r"an action is Action.*\('X', 0, 0\) came"):
         Schedule("mine", (0,), 1, ([("X", 0, 0)],))
 
@@ -283,6 +294,10 @@ def test_costs_that_do_not_fit_are_refused():
         ScheduleError, match="forward is a number, or one for each of 2 hops, but 3"
     ):
         simulate(schedule, Costs(forward=[1, 2, 3]))
+    with pytest.raises(ScheduleError, match="weight is a part of backward, but on hop 0"):
+        simulate(schedule, Costs(backward=1, weight=5))
+    with pytest.raises(ScheduleError, match="forward is a number, or a list.*but None came"):
+        simulate(schedule, Costs(forward=None))
     with pytest.raises(ScheduleError, match="transfer is times or sizes from 0 on, but -1 came"):
         simulate(schedule, Costs(transfer=-1))
 

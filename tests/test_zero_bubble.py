@@ -186,6 +186,104 @@ def test_what_cannot_be_split_is_whole(schedule, middle, why, parts):
     assert parts["split"] == 2 * 4
 
 
+@pytest.mark.parametrize("schedule", [*SPLITTING, "auto"])
+@pytest.mark.parametrize("where", ["loss", "module hook", "inside a sealed module"])
+def test_hooks_on_activations_fire_once(schedule, where):
+    """Also those that the recording could not see: in the loss function, or added after it."""
+    net = Parts(plain_middle)
+    x = torch.randn(8, 6)
+    fired = []
+
+    def halved(gradient):
+        fired.append(1)
+        return gradient * 0.5
+
+    def loss_fn(output):
+        if where == "loss":
+            output.register_hook(halved)
+        return output.square().mean()
+
+    class Hooked(nn.Linear):
+        hooks = False
+
+        def forward(self, x):
+            y = super().forward(x)
+            if self.hooks and y.requires_grad:
+                y.register_hook(halved)
+            return y
+
+    net.layer.__class__ = Hooked
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule)
+    pipe.forward_backward(x, loss_fn=lambda out: out.square().mean())
+    net.zero_grad()
+    if where == "module hook":
+        net.layer.register_forward_hook(lambda m, i, out: out.register_hook(halved) and None)
+    Hooked.hooks = where == "inside a sealed module"
+    plain = copy.deepcopy(net)
+    loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
+    count = len(fired)
+    expected = plain_step(plain, (x,), {}, None, loss_fn, 4)
+    assert count == 4
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.equal(p.grad, q.grad)
+    assert torch.equal(loss, expected)
+
+
+@pytest.mark.parametrize("schedule", SPLITTING)
+def test_one_micro_batch_that_cannot_be_split(schedule):
+    """It takes another path than the recorded one: gradients still add up in order."""
+
+    def sometimes(net, x):
+        if bp.current_microbatch() == net.odd:
+            return Double.apply(net.layer(x))
+        return net.layer(x)
+
+    for odd in range(4):
+        net = Parts(sometimes)
+        net.odd = odd
+        plain = copy.deepcopy(net)
+        x = torch.randn(8, 6)
+
+        def loss_fn(output):
+            return output.square().mean()
+
+        pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule)
+        loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
+        total = torch.zeros(())
+        for m, part in enumerate(x.split(2)):
+            plain.middle = (
+                (lambda n, v: Double.apply(n.layer(v))) if m == odd else (lambda n, v: n.layer(v))
+            )
+            found = loss_fn(plain(part))
+            (found * 0.25).backward()
+            total = total + found.detach() * 0.25
+        for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad, q.grad)
+        assert torch.equal(loss, total)
+
+
+def test_saved_tensor_hooks_around_the_step_unpack_once():
+    """A split backward would unpack for each part; hooks may allow it once only."""
+    net = Parts(plain_middle)
+    plain = copy.deepcopy(net)
+    x = torch.randn(8, 6)
+
+    def loss_fn(output):
+        return output.square().mean()
+
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule="zb-h1")
+    pipe.forward_backward(x, loss_fn=loss_fn)
+    net.zero_grad()
+    plain_step(plain, (x,), {}, None, loss_fn, 4)
+    plain.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: [t], lambda box: box.pop()):
+        loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
+    expected = plain_step(plain, (x,), {}, None, loss_fn, 4)
+    assert difference(net, plain, loss, expected).exact
+
+
 @pytest.mark.parametrize("schedule", SPLITTING)
 def test_hooks_on_parameters_fire_once(schedule):
     """For each micro-batch, with the same gradients as in the plain loop."""
