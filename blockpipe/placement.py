@@ -130,7 +130,7 @@ class Fingerprint:
         for names, key, tensor, device in self._held:
             if names.get(key) is not tensor or tensor.device != device:
                 return False
-        return all([len(names) == count for names, count in self._counts])  # noqa: C419 - faster
+        return all(len(names) == count for names, count in self._counts)
 
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""

@@ -39,6 +39,8 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a nested value, in order."""
+    if isinstance(value, Tensor):  # the common case, and on every step's way
+        return iter((value,))
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
