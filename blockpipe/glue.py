@@ -383,7 +383,36 @@ class Doors:
 _MISSING = object()
 
 
-class TensorHooks:
+class _Replacement:
+    """Something of torch's is replaced while this is entered, by any number of threads."""
+
+    owner: ClassVar[type]
+    name: ClassVar[str]
+    _originals: ClassVar[dict[type, Any]] = {}  # as they are, unbound
+    _entered: ClassVar[int] = 0
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def replacement(self) -> Any:
+        """What stands there meanwhile."""
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        kind = type(self)
+        with _Replacement._lock:
+            kind._entered += 1
+            if kind._entered == 1:
+                _Replacement._originals[kind] = kind.owner.__dict__[kind.name]
+                setattr(kind.owner, kind.name, self.replacement())
+
+    def __exit__(self, *failure: Any) -> None:
+        kind = type(self)
+        with _Replacement._lock:
+            kind._entered -= 1
+            if kind._entered == 0:
+                setattr(kind.owner, kind.name, _Replacement._originals[kind])
+
+
+class TensorHooks(_Replacement):
     """``Tensor.register_hook`` in sealed modules noticed while this is entered.
 
     The two parts of a split backward both begin where a gradient arrives, and would both call the
@@ -391,26 +420,13 @@ class TensorHooks:
     graph for its hooks.
     """
 
-    _entered: ClassVar[int] = 0
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    owner, name = Tensor, "register_hook"
 
-    def __enter__(self) -> None:
-        with TensorHooks._lock:
-            TensorHooks._entered += 1
-            if TensorHooks._entered == 1:
-                Tensor.register_hook = _watched_register_hook  # type: ignore[method-assign]
-
-    def __exit__(self, *failure: Any) -> None:
-        with TensorHooks._lock:
-            TensorHooks._entered -= 1
-            if TensorHooks._entered == 0:
-                Tensor.register_hook = _register_hook  # type: ignore[method-assign]
+    def replacement(self) -> Any:
+        return _watched_register_hook
 
 
-_original_apply: Any = torch.autograd.Function.__dict__["apply"]
-
-
-class CustomFunctions:
+class CustomFunctions(_Replacement):
     """``autograd.Function.apply`` in the glue, treated as a sealed call while this is entered.
 
     A function mode sees the operations inside a custom function's forward, but not its ``apply``:
@@ -418,20 +434,13 @@ class CustomFunctions:
     for it, so ``apply`` itself is stood in for, and only where the recording met one in the glue.
     """
 
-    _entered: ClassVar[int] = 0
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    owner, name = torch.autograd.Function, "apply"
 
-    def __enter__(self) -> None:
-        with CustomFunctions._lock:
-            CustomFunctions._entered += 1
-            if CustomFunctions._entered == 1:
-                torch.autograd.Function.apply = classmethod(_apply)
+    def replacement(self) -> Any:
+        return classmethod(_apply)
 
-    def __exit__(self, *failure: Any) -> None:
-        with CustomFunctions._lock:
-            CustomFunctions._entered -= 1
-            if CustomFunctions._entered == 0:
-                torch.autograd.Function.apply = _original_apply
+
+_original_apply: Any = torch.autograd.Function.__dict__["apply"]
 
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
