@@ -40,9 +40,10 @@ def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hash
         devices: one for each stage, checked.
         names: the same as the user gave them.
     """
+    given = [torch.device(name) for name in names]
     return [
-        device if is_asynchronous(device) else stage if torch.device(name).index is None else name
-        for stage, (device, name) in enumerate(zip(devices, names, strict=True))
+        device if is_asynchronous(device) else stage if named.index is None else named
+        for stage, (device, named) in enumerate(zip(devices, given, strict=True))
     ]
 
 
