@@ -90,16 +90,13 @@ class Execution:
         )
         self.results: list[Result | None] = [None] * len(microbatches)
         self.journeys: dict[int, Journey] = {}
+        self._one_by_one = len(microbatches) == 1 or (
+            isinstance(schedule, str)
+            and (schedule in ("sequential", "uncut") or prepared.has_one_lane)
+        )
         # Compiling and capturing are done in one thread: the first step's.
         is_cold = prepared.compiled is not None and prepared.steps == 0
-        self.inline = (
-            is_cold
-            or len(microbatches) == 1
-            or (
-                isinstance(schedule, str)
-                and (schedule in ("sequential", "uncut") or prepared.has_one_lane)
-            )
-        )
+        self.inline = is_cold or self._one_by_one
         if not self.inline:
             ambient.for_threads()
         self._split: set[tuple[int, int]] = set()
@@ -265,10 +262,9 @@ class Execution:
 
     def _in_flight(self) -> int:
         """How many micro-batches are under way at once in steps like this one, at the most."""
-        if self.prepared.has_one_lane or self.schedule in ("sequential", "uncut"):
+        if self._one_by_one:
             return 1
-        count = len(self.microbatches)
-        return self.prepared.schedule(self.schedule, count).in_flight() if count > 1 else 1
+        return self.prepared.schedule(self.schedule, len(self.microbatches)).in_flight()
 
     @contextmanager
     def _current_device_kept(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from torch import nn
 
 import blockpipe as bp
 from blockpipe.errors import UsageError
+from blockpipe.scheduler import make_schedule
 
 from .parity import difference, plain_step
 
@@ -110,6 +111,23 @@ def test_a_compiled_hop_is_not_split():
     assert pipe.recording.separable == [False, True]
     pipe.compile(backend="eager")
     assert pipe.recording.hops[1].whole == "compiled module 1"
+
+
+def test_as_many_captures_as_micro_batches_in_flight():
+    """An own schedule runs as it says, however small the model: each micro-batch has its slot."""
+    own = make_schedule("gpipe", [0, 1], 4)
+    for schedule, slots in ((own, 4), ("gpipe", 4), ("1f1b", 2), ("sequential", 1)):
+        pipe = bp.Pipeline(make_net(), devices=["cpu"] * 2, chunks=4, schedule=schedule)
+        pipe.compile(backend="eager")
+        pipe.forward_backward(torch.randn(8, 6), loss_fn=loss_fn)
+        (prepared,) = pipe._prepared.values()
+        assert prepared.compiled.slots == slots
+    one_lane = make_schedule("gpipe", [0, 0], 4)
+    pipe = bp.Pipeline(make_net(), devices=["cpu:0"] * 2, chunks=4, schedule=one_lane)
+    pipe.compile(backend="eager")
+    pipe.forward_backward(torch.randn(8, 6), loss_fn=loss_fn)
+    (prepared,) = pipe._prepared.values()
+    assert prepared.compiled.slots == 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -105,15 +105,15 @@ def parts(monkeypatch):
     return counts
 
 
-def run(net, schedule, chunks=4, isolate=False):
-    """A step beside the plain one; batches of 8."""
-    plain = copy.deepcopy(net)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=chunks, schedule=schedule, isolate=isolate)
+def run(net, schedule, *, plain=None, steps=2, isolate=False):
+    """Steps beside those of a plain copy: four micro-batches of two rows; equal to the bit."""
+    plain = copy.deepcopy(net) if plain is None else plain
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule, isolate=isolate)
     x, y = torch.randn(8, 6), torch.randint(3, (8,))
     loss_fn = nn.functional.cross_entropy
-    for _ in range(2):
+    for _ in range(steps):
         loss = pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss
-        expected = plain_step(plain, (x,), {}, y, loss_fn, chunks)
+        expected = plain_step(plain, (x,), {}, y, loss_fn, 4)
     assert difference(net, plain, loss, expected).exact
     return pipe
 
@@ -297,12 +297,7 @@ def test_hooks_on_parameters_fire_once(schedule):
         model.first.weight.register_post_accumulate_grad_hook(
             lambda p, calls=calls: calls.append(p.grad.clone())
         )
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule)
-    x, y = torch.randn(8, 6), torch.randint(3, (8,))
-    loss_fn = nn.functional.cross_entropy
-    loss = pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss
-    expected = plain_step(plain, (x,), {}, y, loss_fn, 4)
-    assert difference(net, plain, loss, expected).exact
+    run(net, schedule, plain=plain, steps=1)
     assert len(seen["piped"]) == len(seen["plain"]) == 3 * 4
 
 
@@ -327,13 +322,7 @@ def test_the_weight_part_comes_when_the_schedule_says(parts):
     seen = []
     net.last.weight.register_post_accumulate_grad_hook(lambda p: seen.append("last"))
     net.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("first"))
-    plain = copy.deepcopy(net)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule)
-    x, y = torch.randn(8, 6), torch.randint(3, (8,))
-    loss_fn = nn.functional.cross_entropy
-    loss = pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss
-    expected = plain_step(plain, (x,), {}, y, loss_fn, 4)
-    assert difference(net, plain, loss, expected).exact
+    run(net, schedule, steps=1)
     assert seen.count("last") == 4
     assert parts["split"] == 2 * 4
 
