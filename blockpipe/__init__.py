@@ -7,6 +7,7 @@ from .blocks import (
     begin_blocks,
     current_microbatch,
     current_stage,
+    is_recomputing,
     remove_blocks,
 )
 from .capture import record
@@ -30,6 +31,7 @@ __all__ = [
     # Where a forward is
     "current_microbatch",
     "current_stage",
+    "is_recomputing",
     # From marks to a plan
     "Assignment",
     "Recording",

@@ -6,6 +6,7 @@ trains something else (torchgpipe hands on grad mode alone, and its workers igno
 
 import contextvars
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self, TypeVar
@@ -20,6 +21,59 @@ from torch.overrides import (
 from torch.utils import _python_dispatch as dispatch
 
 R = TypeVar("R")
+
+
+class ThreadState(threading.local):
+    """What a thread of ours is doing: the glue of the journey that runs in it."""
+
+    glue: Any = None
+
+
+in_thread = ThreadState()
+
+
+class Surroundings:
+    """What is around one call in a forward, so that it can be run again as it ran: autocast,
+    context variables, function modes that the user's code has entered."""
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+        self._autocast = _autocast_states()
+        self._modes = _get_current_function_mode_stack()
+
+    def run(self, function: Callable[[], R]) -> R:
+        """Call a function in them; the glue is off."""
+        return self._context.copy().run(self._run, function)
+
+    def _run(self, function: Callable[[], R]) -> R:
+        glue, in_thread.glue = in_thread.glue, None
+        others = []
+        while torch._C._len_torch_function_stack():
+            others.append(_pop_mode())
+        for mode in self._modes:
+            _push_mode(mode)
+        try:
+            with ExitStack() as stack:
+                for now, then in zip(_autocast_states(), self._autocast, strict=True):
+                    if now != then:
+                        kind, is_on, dtype = then
+                        stack.enter_context(
+                            torch.autocast(kind, dtype, enabled=is_on, cache_enabled=False)
+                        )
+                return function()
+        finally:
+            for _ in self._modes:
+                _pop_mode()
+            for mode in reversed(others):
+                _push_mode(mode)
+            in_thread.glue = glue
+
+
+def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
+    return [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in _device_kinds()
+    ]
 
 
 class Ambient:

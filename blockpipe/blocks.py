@@ -39,6 +39,11 @@ class Mark:
     stage: int | None
     name: str | None
     where: str
+    checkpoint: bool | None = None
+
+
+# Calls a function that is a block, known by a text, with its arguments.
+FunctionCall = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Cursor:
@@ -49,9 +54,11 @@ class Cursor:
         self.mark: Mark | None = None
         self.follow_marks = follow_marks
         self.highest = -1
-        self._scopes: list[int] = []
+        self.checkpoint: bool | None = None  # what the mark in effect says of recomputation
+        self._scopes: list[tuple[int, bool | None]] = []
         self.in_scope = False
         self.on_move: Callable[[int], None] | None = None
+        self.on_call: FunctionCall | None = None
         self.block_ended = False  # the last thing that happened was the end of an outermost block
 
     def begin(self, mark: Mark) -> None:
@@ -59,18 +66,19 @@ class Cursor:
         stage = self.highest + 1 if mark.stage is None else mark.stage
         self.highest = max(self.highest, stage)
         self.block_ended = False
+        self.checkpoint = mark.checkpoint
         if self.follow_marks:
             self.move(stage, mark)
 
     def enter(self, mark: Mark) -> None:
         """Move to a mark's stage and remember the one to come back to."""
-        self._scopes.append(self.stage)
+        self._scopes.append((self.stage, self.checkpoint))
         self.begin(mark)
         self.in_scope = True
 
     def leave(self) -> None:
         """Come back to the outer block's stage; after the outermost block, stay."""
-        outer = self._scopes.pop()
+        outer, self.checkpoint = self._scopes.pop()
         self.in_scope = bool(self._scopes)
         self.block_ended = not self._scopes
         if self._scopes and self.follow_marks:
@@ -131,8 +139,28 @@ def set_microbatch(index: int | None) -> int | None:
     return before
 
 
+recomputing: ContextVar[bool] = ContextVar("blockpipe_recomputing", default=False)
+
+
+def is_recomputing() -> bool:
+    """Whether a module runs again, only to make activations that were dropped.
+
+    For what a forward does beside computing, and should do once: count, log, append to a list.
+    Random states and buffers need no care: they are the first run's, and as if it ran once.
+
+    Source: ``torchgpipe.is_recomputing``.
+
+    Example:
+        >>> import blockpipe as bp
+        >>> bp.is_recomputing()
+        False
+    """
+    return recomputing.get()
+
+
 def _active_cursor() -> Cursor | None:
-    return None if torch.compiler.is_compiling() else _cursor.get()
+    # Not is_compiling(): that says whether any thread of the process compiles.
+    return None if torch.compiler.is_dynamo_compiling() else _cursor.get()
 
 
 def _checked_stage(stage: int | None) -> int | None:
@@ -141,6 +169,15 @@ def _checked_stage(stage: int | None) -> int | None:
     raise MarkError(
         f"a stage is a whole number from 0 on, but {stage!r} came; "
         f"write stage=0, stage=1, … ({users_line()})"
+    )
+
+
+def _checked_checkpoint(checkpoint: bool | None) -> bool | None:
+    if checkpoint is None or isinstance(checkpoint, bool):
+        return checkpoint
+    raise MarkError(
+        "a mark's checkpoint is True, False, or None (as the pipeline's), but "
+        f"{checkpoint!r} came ({users_line()})"
     )
 
 
@@ -155,6 +192,8 @@ class Block:
         stage: a number from 0 on; ``None`` is the number after the highest entered so far in
             this forward (0 at first).
         name: shown in summaries and errors.
+        checkpoint: whether the modules called in it are recomputed in the backward; ``None``: as
+            the pipeline's ``checkpoint=`` says.
 
     Raises:
         MarkError: ``stage`` is no whole number from 0 on.
@@ -176,14 +215,21 @@ class Block:
         [0, 1]
     """
 
-    def __init__(self, stage: int | None = None, *, name: str | None = None) -> None:
+    def __init__(
+        self,
+        stage: int | None = None,
+        *,
+        name: str | None = None,
+        checkpoint: bool | None = None,
+    ) -> None:
         self.stage = _checked_stage(stage)
         self.name = name
+        self.checkpoint = _checked_checkpoint(checkpoint)
 
     def __enter__(self) -> "Block":
         cursor = _active_cursor()
         if cursor is not None:
-            cursor.enter(Mark(self.stage, self.name, users_line()))
+            cursor.enter(Mark(self.stage, self.name, users_line(), self.checkpoint))
         return self
 
     def __exit__(
@@ -203,26 +249,42 @@ class Block:
                 f"mark a module with BeginBlock ({users_line()})"
             )
 
+        key = _key_of(function)
+
         @functools.wraps(function)
         def run_in_block(*args: P.args, **kwargs: P.kwargs) -> R:
             with self:
-                return function(*args, **kwargs)
+                return _call(key, function, args, kwargs)
 
         return run_in_block
 
     def __repr__(self) -> str:
-        named = f", name={self.name!r}" if self.name else ""
-        return f"Block(stage={self.stage}{named})"
+        return f"Block({_shown(self)})"
+
+
+def _key_of(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _call(key: str, function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    """Call a function that is a block: as a sealed one, if it turned out to be one."""
+    cursor = _active_cursor()
+    if cursor is None or cursor.on_call is None:
+        return function(*args, **kwargs)
+    return cast(R, cursor.on_call(key, function, args, kwargs))
 
 
 def BlockFunction(  # noqa: N802 - PopTorch's name
-    stage: int | None = None, *, name: str | None = None
+    stage: int | None = None, *, name: str | None = None, checkpoint: bool | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function or method as a block; keeps its name, signature and docstring.
 
     Args:
         stage: as for :class:`Block`.
         name: shown in summaries and errors.
+        checkpoint: as for :class:`Block`; the function's call is recomputed as a whole.
 
     Raises:
         MarkError: a wrong stage, or something that is no function.
@@ -238,7 +300,13 @@ def BlockFunction(  # noqa: N802 - PopTorch's name
         >>> head(1), head.__doc__
         (2, 'The head.')
     """
-    return Block(stage, name=name)
+    return Block(stage, name=name, checkpoint=checkpoint)
+
+
+def _shown(mark: "Mark | Block") -> str:
+    named = f", name={mark.name!r}" if mark.name else ""
+    checkpoint = "" if mark.checkpoint is None else f", checkpoint={mark.checkpoint}"
+    return f"stage={mark.stage}{named}{checkpoint}"
 
 
 class _MarkedRepr:
@@ -252,8 +320,7 @@ class _MarkedRepr:
         own = type(self.module).extra_repr(self.module)
         if mark is None:
             return own
-        named = f", name={mark.name!r}" if mark.name else ""
-        return f"BeginBlock(stage={mark.stage}{named})" + (f", {own}" if own else "")
+        return f"BeginBlock({_shown(mark)})" + (f", {own}" if own else "")
 
 
 def _begin_marked_module(module: nn.Module, args: Any) -> None:
@@ -271,7 +338,11 @@ def mark_of(module: nn.Module) -> Mark | None:
 
 
 def BeginBlock(  # noqa: N802 - PopTorch's name
-    module: Marked, stage: int | None = None, *, name: str | None = None
+    module: Marked,
+    stage: int | None = None,
+    *,
+    name: str | None = None,
+    checkpoint: bool | None = None,
 ) -> Marked:
     """From this module's call on, the forward is on ``stage``.
 
@@ -283,6 +354,7 @@ def BeginBlock(  # noqa: N802 - PopTorch's name
         module: an ``nn.Module`` or any callable.
         stage: as for :class:`Block`.
         name: shown in summaries and errors.
+        checkpoint: as for :class:`Block`.
 
     Returns:
         The same module, or a callable that begins the block and then calls the given one.
@@ -302,7 +374,7 @@ def BeginBlock(  # noqa: N802 - PopTorch's name
           (1): Linear(BeginBlock(stage=1), in_features=4, out_features=2, bias=True)
         )
     """
-    mark = Mark(_checked_stage(stage), name, users_line())
+    mark = Mark(_checked_stage(stage), name, users_line(), _checked_checkpoint(checkpoint))
     if not isinstance(module, nn.Module):
         return _marked_callable(module, mark)
     before = mark_of(module)
@@ -334,12 +406,14 @@ def _marked_callable(function: Marked, mark: Mark) -> Marked:
             "function itself"
         )
 
+    key = _key_of(function)
+
     @functools.wraps(function)
     def begin_and_call(*args: Any, **kwargs: Any) -> Any:
         cursor = _active_cursor()
         if cursor is not None:
             cursor.begin(mark)
-        return function(*args, **kwargs)
+        return _call(key, function, args, kwargs)
 
     setattr(begin_and_call, _MARK, mark)
     return cast(Marked, begin_and_call)

@@ -7,7 +7,7 @@ With fake tensors it takes no device memory and does no arithmetic; where a mode
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
+from .activations import Activations
 from .blocks import set_cursor
 from .crossing import Step
 from .errors import BlockpipeError, IsolationError, PlanError, RecordingError
@@ -87,7 +88,11 @@ def record(
     why_real: str | None = None
     if fake:
         try:
-            return _record_fake(model, tuple(args), kwargs, stages, devices, cut=cut)
+            return _hooked(
+                lambda unhookable: _record_fake(
+                    model, tuple(args), kwargs, stages, devices, cut=cut, unhookable=unhookable
+                )
+            )
         except BlockpipeError:
             raise
         except Exception as error:
@@ -99,7 +104,11 @@ def record(
                     f"for real: {type(error).__name__}: {error}"
                 ) from error
             why_real = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    recording = _record_real(model, tuple(args), kwargs, stages, devices, cut=cut)
+    recording = _hooked(
+        lambda unhookable: _record_real(
+            model, tuple(args), kwargs, stages, devices, cut=cut, unhookable=unhookable
+        )
+    )
     recording.why_real = why_real
     return recording
 
@@ -136,7 +145,11 @@ def record_on_fake_devices(
     stages = _planned_stages(model, plan)
     kwargs = dict(kwargs or {})
     try:
-        return _record_fake(model, tuple(args), kwargs, stages, devices, homes)
+        return _hooked(
+            lambda unhookable: _record_fake(
+                model, tuple(args), kwargs, stages, devices, homes, unhookable=unhookable
+            )
+        )
     except BlockpipeError:
         raise
     except Exception as error:
@@ -184,6 +197,7 @@ def _record_fake(
     homes: Mapping[str, torch.device] | None = None,
     *,
     cut: bool = True,
+    unhookable: frozenset[str],
 ) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
@@ -217,7 +231,16 @@ def _record_fake(
             sample_device = torch.device("meta") if on_meta else None
             fake_args, fake_kwargs = map_tensors(lambda t: faked(t, sample_device), (args, kwargs))
             with mode:
-                return _run(model, fake_args, fake_kwargs, stages, devices, fake=True, cut=cut)
+                return _run(
+                    model,
+                    fake_args,
+                    fake_kwargs,
+                    stages,
+                    devices,
+                    fake=True,
+                    cut=cut,
+                    unhookable=unhookable,
+                )
     finally:
         state.restore()
 
@@ -230,14 +253,17 @@ def _record_real(
     devices: list[torch.device] | None,
     *,
     cut: bool,
+    unhookable: frozenset[str],
 ) -> Recording:
     state = ModelState(model, values=True)
     try:
         with random_states():
             # Copies: the forward may write to its inputs, and it will run again.
             args, kwargs = map_tensors(_copy_of, (args, kwargs))
-            return _run(model, args, kwargs, stages, devices, fake=False, cut=cut)
-    except BlockpipeError:
+            return _run(
+                model, args, kwargs, stages, devices, fake=False, cut=cut, unhookable=unhookable
+            )
+    except (BlockpipeError, HooksRefusedError):
         raise
     except Exception as error:
         raise RecordingError(
@@ -261,12 +287,15 @@ def _run(
     *,
     fake: bool,
     cut: bool,
+    unhookable: frozenset[str],
 ) -> Recording:
     result = Recording(type(model).__name__, fake)
     cursor = WatchedCursor(follow_marks=stages is None)
     differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     step = Step([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
-    recorder = Recorder(step, cursor, result)
+    result.unhookable = sorted(unhookable)
+    activations = Activations([*model.parameters(), *model.buffers()])
+    recorder = Recorder(step, cursor, result, activations, unhookable)
     hold(model, recorder)
     versions = {id(b): (b, b._version) for b in model.buffers() if not b.is_inference()}
     for path, module in model.named_modules():
@@ -278,8 +307,8 @@ def _run(
     before = set_cursor(cursor)
     try:
         args, kwargs = _as_inputs(recorder, (args, kwargs))
-        meter = Meter(recorder.spent, recorder.waited)
-        with CustomFunctions(), _eager(), RecordingGlue(recorder), meter:
+        meter = Meter(recorder.spent, recorder.waited, recorder.drew, recorder.wrote)
+        with CustomFunctions(), _eager(), _saving_watched(recorder), RecordingGlue(recorder), meter:
             output = model(*args, **kwargs)
             recorder.notice_writes()
             for tensor in tensors(output):
@@ -291,14 +320,50 @@ def _run(
         recorder.abandon()
     if not result.hops:
         result.hops.append(Hop(0, 0, None, "the start"))
-    conclude(model, recorder, versions)
+    try:
+        conclude(model, recorder, versions)
+    finally:
+        activations.forget()
     _check_calls(result, stages or {})
     return result
 
 
+class HooksRefusedError(Exception):
+    """A module's forward, or a function, that cannot run under saved-tensor hooks."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+def _hooked(attempt: Callable[[frozenset[str]], Recording]) -> Recording:
+    """Record, without saved-tensor hooks in those calls that turn out not to bear them."""
+    unhookable: frozenset[str] = frozenset()
+    while True:
+        try:
+            return attempt(unhookable)
+        except HooksRefusedError as refused:
+            unhookable |= {refused.path}
+
+
+@contextlib.contextmanager
+def _saving_watched(recorder: Recorder) -> Iterator[None]:
+    recorder.begin()
+    try:
+        yield
+    except RuntimeError as error:
+        call = recorder.failed_in
+        path = "" if call is None else call.path
+        if "support saved tensor hooks" in str(error) and path not in recorder.unhookable:
+            raise HooksRefusedError(path) from error
+        raise
+    finally:
+        recorder.end()
+
+
 def _check_calls(result: Recording, stages: Mapping[str, Mapping[int, int]]) -> None:
     """A plan's calls happen; a module that is not called at all may be (in another mode)."""
-    made = {(call.path, call.call) for call in result.calls}
+    made = {(call.path, call.call) for call in result.calls if not call.is_function}
     called = {path for path, _ in made}
     missing = [
         f"{path!r} call {call}"
@@ -343,7 +408,9 @@ def _as_inputs(recorder: Recorder, value: Any) -> Any:
             memo[id(tensor)] = recorder.take_input(tensor)
         return memo[id(tensor)]
 
-    return map_tensors(taken, value)
+    inputs = map_tensors(taken, value)
+    recorder.activations.inputs(memo.values())
+    return inputs
 
 
 def _signature(args: Any, kwargs: Any) -> str:

@@ -7,7 +7,7 @@ the storage (:class:`Aliases`): both die with what they describe, and neither re
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .errors import CrossingError
+from .randomness import Source
 from .transfer import Owner, carry, set_owner
 
 TAG = "_blockpipe_tag"
@@ -150,12 +151,16 @@ class Step:
         begins: Sequence[int] = (),
         splits: bool = False,
         tracks_writes: bool = True,
+        sealed_functions: Mapping[str, tuple[frozenset[int], Any]] | None = None,
+        sources: Sequence[list[Source]] = (),
     ) -> None:
         self.number = next(Step._numbers)
         self.route = route
         self.begins = begins  # for each hop, which of the forward's marks it began with
         self.splits = splits  # whether backwards may be in two parts
         self.tracks_writes = tracks_writes  # whether the recording saw a write to a foreign tensor
+        self.sealed_functions = sealed_functions or {}  # hops, and how they are recomputed
+        self.sources = sources  # what each hop draws random numbers from
         self.homes = homes
         self.devices = devices
         self.differentiable = differentiable

@@ -4,6 +4,7 @@ Inline where threads cannot pay (one lane, one micro-batch, ``"sequential"``): e
 goes out and comes back before the next, which needs the least memory of all orders.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,8 +22,11 @@ from .errors import RouteError, UsageError
 from .glue import CustomFunctions, Glue, TensorHooks
 from .journey import FreeJourney, Journey, detached
 from .lanes import Abandoned, Turns
+from .meter import Meter
 from .microbatch import Microbatch
+from .offload import Offload
 from .prepared import Prepared, ScheduleOption
+from .randomness import Source, Streams, own_turn, sources_of
 from .sanitizer import Sanitizer
 from .schedule import Action, Schedule
 from .transfer import edge_of, is_asynchronous
@@ -77,6 +81,7 @@ class Execution:
         self.want = want
         self.cut = schedule != "uncut"
         differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        self._draws = self._loss_draws()
         self.step = Step(
             prepared.route,
             prepared.homes,
@@ -87,13 +92,17 @@ class Execution:
             begins=prepared.begins,
             splits=not isinstance(schedule, str) or schedule.startswith(("zb", "auto")),
             tracks_writes=prepared.recording.writes_across,
+            sealed_functions=prepared.doors.functions,
+            sources=self._sources(),
         )
+        self._streams: Streams | None = None
+        if any(self.step.sources):
+            all_of_them = [source for sources in self.step.sources for source in sources]
+            self._streams = Streams(all_of_them, len(microbatches))
         self.results: list[Result | None] = [None] * len(microbatches)
         self.journeys: dict[int, Journey] = {}
-        self._one_by_one = len(microbatches) == 1 or (
-            isinstance(schedule, str)
-            and (schedule in ("sequential", "uncut") or prepared.has_one_lane)
-        )
+        prepared.microbatches = len(microbatches)
+        self._one_by_one = prepared.goes_one_by_one(schedule, len(microbatches))
         # Compiling and capturing are done in one thread: the first step's.
         is_cold = prepared.compiled is not None and prepared.steps == 0
         self.inline = is_cold or self._one_by_one
@@ -107,18 +116,61 @@ class Execution:
             t.requires_grad for t in tensors((first.args, first.kwargs))
         )
 
+    # --- what draws random numbers
+
+    def _loss_draws(self) -> bool:
+        """Whether the loss function draws: not known before it has run once."""
+        if self.loss_fn is None:
+            return False
+        return self.prepared.loss_draws.get(_kind_of(self.loss_fn), True)
+
+    def _sources(self) -> list[list[Source]]:
+        sources = self.prepared.sources
+        if not self._draws:
+            return sources
+        last = self.prepared.route[-1]
+        own = sources_of(["torch"], self.prepared.devices[last])
+        return [*sources[:-1], list(dict.fromkeys([*sources[-1], *own]))]
+
+    @contextmanager
+    def _loss_watched(self) -> Iterator[None]:
+        """In the first run of a loss function: does it draw?"""
+        kind = _kind_of(self.loss_fn)
+        if self.loss_fn is None or kind in self.prepared.loss_draws:
+            yield
+            return
+        drew: list[bool] = []
+        with Meter(None, drew=drew.append):
+            yield
+        self.prepared.loss_draws[kind] = bool(drew)
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Around the forwards: where they succeed, the generators go on from them."""
+        yield
+        if self._streams is not None:
+            self._streams.finish()
+
+    def _enter_stream(self, m: int, sources: list[Source]) -> None:
+        if self._streams is not None:
+            self._streams.enter(m, sources)
+
+    def _leave_stream(self, m: int) -> None:
+        if self._streams is not None:
+            self._streams.leave(m)
+
     # --- the three ways through
 
     def run(self) -> None:
         """All forwards and backwards."""
         if self._is_plain():
             compiled = self.prepared.compiled is not None
-            with self._doors() if compiled else self._current_device_kept():
+            with self._doors() if compiled else self._current_device_kept(), self._drawing():
                 for m in range(len(self.microbatches)):
                     self._run_plain(m)
             self.prepared.steps += 1
             return
-        with self._doors(), self._cleaned_up():
+        with self._doors(), self._cleaned_up(), self._drawing():
             if not self.inline:
                 self._run_lanes(self.prepared.schedule(self.schedule, len(self.microbatches)), None)
             else:
@@ -129,7 +181,7 @@ class Execution:
 
     def run_forward(self) -> None:
         """All forwards; their graphs stay, for a backward that the caller starts."""
-        with self._doors(), self._cleaned_up(only_on_failure=True):
+        with self._doors(), self._cleaned_up(only_on_failure=True), self._drawing():
             if not self.inline:
                 self._run_lanes(self.prepared.schedule("gpipe", len(self.microbatches)), "F")
             else:
@@ -157,6 +209,7 @@ class Execution:
             and not self.prepared.planned
             and self.isolate_as is None
             and not self.inputs_need_grad
+            and not self.prepared.restores
             and (
                 self.prepared.is_one_hop
                 or (
@@ -173,6 +226,7 @@ class Execution:
         batch, first = self.microbatches[m], self.prepared.route[0]
         cursor = _FixedCursor(first, m) if self.prepared.is_one_hop else Cursor()
         before, outer = set_cursor(cursor), set_microbatch(m)
+        self._enter_stream(m, self._all_sources)
         phase = "forward"
         autocasts = self.ambient.autocasts
         try:
@@ -185,6 +239,7 @@ class Execution:
             with self.ambient.uncached_autocast() if autocasts else _NOTHING:
                 output = self.prepared.model(*args, **kwargs)
                 loss = self._loss(output, target)
+            self._leave_stream(m)
             _check_differentiable(loss)
             result = self.results[m] = Result(loss.detach())
             if "outputs" in self.want:
@@ -200,8 +255,13 @@ class Execution:
             _note(error, phase, m, cursor.stage if known else None)
             raise
         finally:
+            self._leave_stream(m)
             set_cursor(before)
             set_microbatch(outer)
+
+    @cached_property
+    def _all_sources(self) -> list[Source]:
+        return list(dict.fromkeys(source for hop in self.step.sources for source in hop))
 
     @cached_property
     def _inputs_are_there(self) -> bool:
@@ -220,6 +280,8 @@ class Execution:
     def _backward_inline(self, m: int) -> None:
         with self.ambient.no_autocast() if self.ambient.autocasts else _NOTHING:
             for hop in reversed(range(len(self.prepared.route))):
+                if self.prepared.restores:
+                    self._backward(Action("R", hop, m))
                 self._backward(Action("B", hop, m))
 
     def _run_lanes(self, schedule: Schedule, only: Literal["F", "B"] | None) -> None:
@@ -295,6 +357,7 @@ class Execution:
         cursor = Cursor(follow_marks=not self.prepared.planned)
         kind = Journey if self.cut else FreeJourney
         journey = self.journeys[m] = kind(self.step, m, cursor)
+        journey.recomputes = self.prepared.recomputes(m, len(self.microbatches))
         before, outer = set_cursor(cursor), set_microbatch(m)
         try:
             sanitizer = None
@@ -309,6 +372,7 @@ class Execution:
             _note(error, "forward", m, max(journey.stage, 0))
             raise
         finally:
+            self._leave_stream(m)
             journey.finish_forward()
             set_cursor(before)
             set_microbatch(outer)
@@ -317,10 +381,12 @@ class Execution:
         turns, m = self._turns, journey.microbatch
 
         def cross(before: int, after: int) -> None:
+            self._leave_stream(m)
             if turns is not None:
                 turns.cross(m, before, after)
             stage = journey.stage
             self._be_on(stage)
+            self._enter_stream(m, self.step.sources[min(after, len(self.step.sources) - 1)])
             if sanitizer is not None:
                 sanitizer.stage = stage
 
@@ -333,15 +399,38 @@ class Execution:
 
     def _travel(self, journey: Journey, batch: Microbatch) -> Result:
         args, kwargs, target = self._inputs(journey, batch)
-        with Glue(journey):
+        with self._offloaded(journey), Glue(journey):
             output = self.prepared.model(*args, **kwargs)
             if journey.hop < 0:
                 journey.arrive()
             # The loss is computed where the forward's last operation was: an inner block may have
             # ended since, and its end moved the cursor.
             journey.cursor.stage = journey.stage
-            loss = self._loss(output, target) if "loss" in self.want else None
+            loss = None
+            if "loss" in self.want:
+                with self._loss_watched():
+                    loss = self._loss(output, target)
         return self._result(journey, output, loss)
+
+    @contextmanager
+    def _offloaded(self, journey: Journey) -> Iterator[None]:
+        """What the forward saves on offloaded stages goes to the host."""
+        hops = self.prepared.offloaded
+        if not hops or not self.step.differentiable or not self.cut:
+            yield
+            return
+        key = weakref.ref(journey)  # the hooks stay in the graph, which the journey holds
+
+        def hop() -> int:
+            found = key()
+            return -1 if found is None else found.hop
+
+        offload = journey.offload = Offload(hop, hops, self.prepared.stays)
+        offload.put_on()
+        try:
+            yield
+        finally:
+            offload.take_off()
 
     def _inputs(self, journey: Journey, batch: Microbatch) -> tuple[Any, Any, Any]:
         memo: dict[int, Tensor] = {}
@@ -425,30 +514,40 @@ class Execution:
 
     def _backward(self, action: Action) -> None:
         journey = self.journeys[action.microbatch]
-        stage = self.prepared.route[action.hop]
+        hop = self.prepared.recording.hops[action.hop]
+        stage = hop.stage
+        phase = "recomputation" if action.kind == "R" else "backward"
+        cursor = Cursor()
+        cursor.stage = stage
+        outer = set_cursor(cursor)  # for hooks of the user's: which stage is this?
         try:
             self._be_on(stage)
-            recomputes = self.prepared.recording.recomputes and self.cut
-            if self.isolate_as is None and not recomputes:
+            in_glue = self.prepared.recording.recomputes and self.cut
+            draws = hop.reruns and hop.draws
+            if self.isolate_as is None and not in_glue and not draws:
                 self._run_backward(journey, action)
                 return
             with ExitStack() as stack:
+                if draws:
+                    stack.enter_context(own_turn())  # torch.utils.checkpoint sets the generators
                 if self.isolate_as is not None:
-                    stack.enter_context(
-                        Sanitizer(self.isolate_as, action.microbatch, stage, "backward")
-                    )
-                if recomputes:
+                    stack.enter_context(Sanitizer(self.isolate_as, action.microbatch, stage, phase))
+                if in_glue:
                     stack.enter_context(Glue(journey, recompute=action.hop))
                 self._run_backward(journey, action)
         except Abandoned:
             raise
         except BaseException as error:
-            _note(error, "backward", action.microbatch, stage)
+            _note(error, phase, action.microbatch, stage)
             raise
+        finally:
+            set_cursor(outer)
 
     def _run_backward(self, journey: Journey, action: Action) -> None:
         _, hop, m = action
-        if action.kind == "W":
+        if action.kind == "R":
+            journey.restore(hop)
+        elif action.kind == "W":
             journey.finish_backward(hop)
         elif not self._split:
             journey.backward(hop)
@@ -461,6 +560,12 @@ class Execution:
         also where only this one's backward cannot be split."""
         for earlier in range(m):
             self.journeys[earlier].finish_backward(hop)
+
+
+def _kind_of(loss_fn: Any) -> Any:
+    """What stays the same where a loss function is written anew for each step: its code."""
+    loss_fn = getattr(loss_fn, "func", loss_fn)
+    return getattr(loss_fn, "__code__", type(loss_fn))
 
 
 class _FixedCursor(Cursor):

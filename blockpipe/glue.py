@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from .ambient import in_thread
+from .checkpoint import Again
 from .crossing import Entry
 from .journey import Journey
+from .recording import Recording
 from .tree import map_tensors, tensors
 
 # Questions that need no copy, and hooks, which belong on the tensor itself.
@@ -71,19 +74,10 @@ def looks_at_graph(function: Callable[..., Any]) -> bool:
     return function in _LOOKS_AT_GRAPH
 
 
-class _Active(threading.local):
-    """The glue of the journey that runs in this thread."""
-
-    glue: "Glue | None" = None
-
-
-_active = _Active()
-
-
 def active_glue() -> "Glue | None":
     """The glue of this thread; on an autograd device thread, the one its backward began with."""
-    if _active.glue is not None:
-        return _active.glue
+    if in_thread.glue is not None:
+        return cast("Glue", in_thread.glue)
     if torch._C._len_torch_function_stack():
         for depth in range(torch._C._len_torch_function_stack() - 1, -1, -1):
             mode = torch._C._get_function_stack_at(depth)
@@ -109,14 +103,19 @@ class Glue(TorchFunctionMode):
         self.inside = False  # of a sealed module, where this mode is off
 
     def __enter__(self) -> "Glue":
-        self._outer = _active.glue
-        _active.glue = self
+        self._outer = in_thread.glue
+        in_thread.glue = self
+        self._hooks = _saved_tensor_hooks()
         super().__enter__()  # type: ignore[no-untyped-call]
+        if self.recompute is None:
+            self.journey.cursor.on_call = self.call_function
         return self
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
-        _active.glue = self._outer
+        if self.recompute is None:
+            self.journey.cursor.on_call = None
+        in_thread.glue = self._outer
         self._outer = None
 
     def __torch_function__(
@@ -192,10 +191,31 @@ class Glue(TorchFunctionMode):
     def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
         """Called for each custom function in the glue; the recording writes it down."""
 
-    def call_sealed(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def call_function(
+        self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run something untouched: tensors are looked at on the way in and out only."""
+        """Call a function that is a block: like a module, it may be sealed."""
+        journey = self.journey
+        hops, again = journey.step.sealed_functions.get(key, (frozenset(), None))
+        if self.inside or not hops or not journey.is_sealed(hops):
+            return function(*args, **kwargs)
+        return self.call_sealed(function, args, kwargs, again)
+
+    def call_sealed(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        again: Again | None = None,
+    ) -> Any:
+        """Run something untouched: tensors are looked at on the way in and out only.
+
+        Args:
+            function: what to call.
+            args: with what.
+            kwargs: with what.
+            again: how it is recomputed, if it can be.
+        """
         journey = self.journey
         if self.recompute is not None:
             hop = self.recompute
@@ -212,9 +232,12 @@ class Glue(TorchFunctionMode):
             args = own.localize(journey.local, args)
             kwargs = own.localize(journey.local, kwargs) if kwargs else kwargs
             foreign = journey.take_foreign()
+            frame = None
+            if again is not None and journey.repeats() and _saved_tensor_hooks() == self._hooks:
+                frame = journey.frame(again, function, args, kwargs)
             journey.sealed += 1
             try:
-                result = function(*args, **kwargs)
+                result = function(*args, **kwargs) if frame is None else frame.run(args, kwargs)
             finally:
                 journey.sealed -= 1
                 own.write_back()
@@ -242,6 +265,10 @@ class Glue(TorchFunctionMode):
         _push_mode(self)
         for mode in reversed(above):
             _push_mode(mode)
+
+
+def _saved_tensor_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 class _Containers:
@@ -283,6 +310,7 @@ class Door:
         forward: what it stands in for.
         hops: the hops on which the module is sealed.
         stages: from the module's call to the stage that a plan gives it, overriding the marks.
+        again: how its call is recomputed; ``None``: it is not.
     """
 
     def __init__(
@@ -290,10 +318,12 @@ class Door:
         forward: Callable[..., Any],
         hops: frozenset[int],
         stages: Mapping[int, int] | None = None,
+        again: Again | None = None,
     ) -> None:
         self.forward = forward
         self.hops = hops
         self.stages = stages
+        self.again = again
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         glue = active_glue()
@@ -308,7 +338,7 @@ class Door:
             call = journey.count_call(self)
             journey.cursor.move(self.stages.get(call, journey.cursor.stage), None)
         if self.hops and journey.is_sealed(self.hops):
-            return glue.call_sealed(self.forward, args, kwargs)
+            return glue.call_sealed(self.forward, args, kwargs, self.again)
         return self.forward(*args, **kwargs)
 
 
@@ -323,11 +353,13 @@ class Doors:
     def __init__(
         self,
         model: nn.Module,
-        sealed: Mapping[str, frozenset[int]],
+        recording: Recording,
         planned: Mapping[str, Mapping[int, int]] | None = None,
     ) -> None:
         planned = planned or {}
+        sealed = recording.sealed
         modules = dict(model.named_modules())
+        written = {name for held in recording.buffers if held.written for name in held.names}
         self._places: list[tuple[dict[str, Any], str, Door]] = []
         self._sealed: list[tuple[str, nn.Module, Door, Callable[..., Any]]] = []
         for path in sorted({*sealed, *planned}):
@@ -335,10 +367,26 @@ class Doors:
             # A module compiled in place runs its compiled call instead of `forward`.
             compiled = module.__dict__.get("_compiled_call_impl")
             name = "forward" if compiled is None else "_compiled_call_impl"
-            door = Door(getattr(module, name), sealed.get(path, frozenset()), planned.get(path))
+            about = recording.recomputable.get(path)
+            again = None
+            if about is not None and about.is_run_again:
+                inside = {
+                    f"{path}.{p}" if path and p else path or p: m for p, m in module.named_modules()
+                }
+                again = Again.of(f"module {path or '(the model)'!r}", about, inside, written)
+            hops = sealed.get(path, frozenset())
+            door = Door(getattr(module, name), hops, planned.get(path), again)
             self._places.append((module.__dict__, name, door))
             if door.hops and not is_compiled(module):
                 self._sealed.append((path, module, door, door.forward))
+        self.functions: dict[str, tuple[frozenset[int], Again | None]] = {}
+        for key, hops in recording.sealed_functions.items():
+            about = recording.recomputable.get(key)
+            again = None
+            if about is not None and about.is_run_again:
+                inside = {path: modules[path] for path in recording.called_in(key)}
+                again = Again.of(f"function {key}", about, inside, written)
+            self.functions[key] = hops, again
         self._depth = 0
         self._before: list[Any] = []
 

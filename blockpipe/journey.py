@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge
 
 from .backward import WeightPart, run_input_part, run_whole
 from .blocks import Cursor
+from .checkpoint import Again, Frame
 from .crossing import (
     RECORDING,
     TAG,
@@ -41,6 +42,7 @@ from .crossing import (
     version_of,
 )
 from .errors import CrossingError, RouteError, StateError
+from .offload import Offload
 from .transfer import Owner, edge_of, owner_of, set_owner
 from .tree import map_tensors, tensors
 from .where import users_line
@@ -68,6 +70,9 @@ class Journey:
         self.on_border: Callable[[int, int], None] | None = None
         self.hooked: set[int] = set()  # hops whose graphs have hooks on activations
         self.wrote_foreign = False  # whether any foreign tensor was written to
+        self.recomputes = False  # whether what this micro-batch saves is dropped, and made again
+        self.frames: dict[int, list[Frame]] = {}  # by hop: what is recomputed
+        self.offload: Offload | None = None  # what is in host memory meanwhile
         self._home_imports: dict[int, dict[int, Import]] = {}
         self._weights: dict[int, WeightPart] = {}
         self._calls: dict[int, int] = {}
@@ -383,6 +388,28 @@ class Journey:
                 f"write; clone() before writing, or {UNCUT}"
             )
 
+    # --- recomputation
+
+    def repeats(self) -> bool:
+        """Whether a call that can be recomputed is, where the journey is now."""
+        asked = self.cursor.checkpoint
+        mode = self.recomputes if asked is None else asked
+        return mode and self.step.differentiable and torch.is_grad_enabled()
+
+    def frame(self, again: Again, function: Callable[..., Any], args: Any, kwargs: Any) -> Frame:
+        """A call on this hop that will be recomputed."""
+        sources = self.step.sources[self.hop] if self.step.sources else []
+        frame = Frame(again, self.stage, sources, function, args, kwargs, self.offload)
+        self.frames.setdefault(self.hop, []).append(frame)
+        return frame
+
+    def restore(self, hop: int) -> None:
+        """Bring back what a hop has saved, or make it again: before the gradient is there."""
+        if self.offload is not None:
+            self.offload.fetch(hop)
+        for frame in self.frames.get(hop, ()):
+            frame.recompute()
+
     # --- inputs, results, and the way back
 
     def take_input(self, tensor: Tensor, index: int = 0, hop: int = 0) -> Tensor:
@@ -443,13 +470,16 @@ class Journey:
             return
         rest = None
         if split and hop not in self.hooked:
+            self._keep_recomputed(hop, True)
             rest = run_input_part(graph)
         if rest is not None:
             self._weights[hop] = rest
         else:
             if before_whole is not None:
                 before_whole()
+            self._keep_recomputed(hop, False)
             run_whole(graph)
+            self._drop_saved(hop)
         for crossing in graph.crossings:
             box = crossing.box
             if box.gradient is not None:
@@ -461,6 +491,16 @@ class Journey:
         rest = self._weights.pop(hop, None)
         if rest is not None:
             rest.run()
+        self._drop_saved(hop)
+
+    def _drop_saved(self, hop: int) -> None:
+        self.frames.pop(hop, None)
+        if self.offload is not None:
+            self.offload.forget(hop)
+
+    def _keep_recomputed(self, hop: int, keeps: bool) -> None:
+        for frame in self.frames.get(hop, ()):
+            frame.keeps = keeps
 
     def _send_home(self, crossing: Crossing, gradient: Tensor) -> None:
         if crossing.to_hop < 0:
@@ -486,6 +526,8 @@ class Journey:
     def abandon(self) -> None:
         """Let go of everything: the step has failed, or is over."""
         self.finish_forward()
+        self.frames.clear()
+        self.offload = None
         self.graphs.clear()
         self._weights.clear()
 

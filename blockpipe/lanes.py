@@ -23,6 +23,7 @@ import torch
 from .ambient import Ambient
 from .schedule import Action, Actions, Schedule
 
+_NOTHING = contextlib.nullcontext()
 _CAN_PIN = hasattr(os, "sched_setaffinity")  # for one thread: Linux
 
 
@@ -132,11 +133,11 @@ class Turns:
     Args:
         schedule: the order on every lane.
         forward: runs one micro-batch's forward; calls :meth:`cross` at its borders.
-        backward: runs one backward action.
+        backward: runs one action that is no forward.
         ambient: the caller's thread state.
         baton: at most one journey runs Python forward code at a time (asynchronous devices).
         threads: intra-operation threads for each of ours.
-        only: run the forward or the backward actions alone.
+        only: run the forwards alone, or all but them.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class Turns:
         actions, position = self._actions[lane], self._position[lane]
         while position < len(actions) and (
             actions[position] in self._skipped
-            or (self._only is not None and actions[position].kind != self._only)
+            or (self._only is not None and (actions[position].kind == "F") != (self._only == "F"))
         ):
             position += 1
         self._position[lane] = position
@@ -285,8 +286,8 @@ class Turns:
     def _is_ready(self, action: Action) -> bool:
         """Whether a backward has what it needs from other lanes."""
         kind, hop, m = action
-        if kind == "W":
-            return True
+        if kind in ("W", "R"):
+            return True  # what it needs is its own lane's, and comes before it there
         if hop + 1 == len(self._lane_of):
             return m in self._finished
         return Action("B", hop + 1, m) in self._done
@@ -365,7 +366,9 @@ class Turns:
         """The backwards that are due on a lane, one after the other."""
         while True:
             action = self._actions[lane][self._position[lane]]
-            self._backward(action)
+            # A recomputation is forward code: see the baton.
+            with self._baton if action.kind == "R" and self._baton else _NOTHING:
+                self._backward(action)
             with self._lock:
                 self._done.add(action)
                 self._position[lane] += 1

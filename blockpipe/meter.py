@@ -8,7 +8,7 @@ that threads do not pay. How long a step takes it does not say: for that, measur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +70,10 @@ class Meter(TorchDispatchMode):
         spent: called with the arithmetic (floating-point operations) of an operation, the bytes
             that it reads and writes, and those that it makes; views cost nothing and are not told.
         waited: called for each host synchronization.
+        drew: called for each operation that draws random numbers, with whether from a generator
+            that it was given.
+        wrote: called for each tensor that an operation writes without saying so: batch norm's
+            running statistics, whose versions do not count.
     """
 
     supports_higher_order_operators = True
@@ -78,10 +82,14 @@ class Meter(TorchDispatchMode):
         self,
         spent: Callable[[float, int, int], None] | None,
         waited: Callable[[HostSync], None] | None = None,
+        drew: Callable[[bool], None] | None = None,
+        wrote: Callable[[Tensor], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.spent = spent
         self.waited = waited
+        self.drew = drew
+        self.wrote = wrote
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -91,6 +99,11 @@ class Meter(TorchDispatchMode):
             what = _waits(func, args, kwargs)
             if what is not None:
                 self.waited(HostSync(what, users_line()))
+        if self.drew is not None and _draws(func, args, kwargs):
+            self.drew(kwargs.get("generator") is not None)
+        if self.wrote is not None and "batch_norm" in getattr(func, "__name__", ""):
+            for tensor in _running_statistics(func, args, kwargs):
+                self.wrote(tensor)
         result = func(*args, **kwargs)
         computes = isinstance(result, Tensor | tuple | list)  # no question, such as for a device
         if self.spent is not None and computes and not _is_view(func):
@@ -105,6 +118,33 @@ class Meter(TorchDispatchMode):
 
 def _is_view(func: Any) -> bool:
     return isinstance(func, OpOverload) and func.is_view
+
+
+# Arguments that are zero, or off, where an operation that can draw does not.
+_DRAWS_UNLESS_ZERO = ("dropout_p", "dropout", "train", "training")
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = _by_name(func, args, kwargs)
+    return all(given.get(name, 1) != 0 for name in _DRAWS_UNLESS_ZERO)
+
+
+def _running_statistics(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    given = _by_name(func, args, kwargs)
+    if not given.get("training", given.get("train", "update" in func.__name__)):
+        return []
+    found = (given.get(name) for name in ("running_mean", "running_var"))
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
+def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = func._schema.arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return given | dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -1,7 +1,7 @@
 """The options of a pipeline, checked before anything moves."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -11,6 +11,8 @@ from .plan import StagePlan
 from .schedule import Schedule
 from .scheduler import SCHEDULES, check_in_flight
 from .transfer import check_device, is_asynchronous
+
+CHECKPOINTS = ("never", "except_last", "always")
 
 
 def as_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -41,6 +43,18 @@ def checked_devices(devices: Sequence[Any] | None) -> list[torch.device] | None:
     if len(kinds) > 1:
         raise PlanError(f"stages are on accelerators of one kind, but {sorted(kinds)} came")
     return checked
+
+
+def checked_offload(offload: object) -> frozenset[int] | Literal[True]:
+    """The stages that are offloaded; ``True``: all."""
+    if offload is True:
+        return True
+    stages = list(offload) if isinstance(offload, Iterable) else [] if offload is False else [None]
+    if any(not isinstance(s, int) or isinstance(s, bool) or s < 0 for s in stages):
+        raise PlanError(
+            f"offload is True, False, or a list of stages such as [0, 1], but {offload!r} came"
+        )
+    return frozenset(s for s in stages if isinstance(s, int))
 
 
 def check_plan(plan: object) -> None:
@@ -81,8 +95,11 @@ def check_options(
         raise PlanError(f"chunks is a whole number from 1 on, but {chunks!r} came")
     _check_schedule(schedule, chunks)
     check_in_flight(in_flight)
-    if checkpoint != "never":
-        raise UsageError(f"checkpoint is 'never' in this version, but {checkpoint!r} came")
+    if checkpoint not in CHECKPOINTS:
+        raise UsageError(
+            f"checkpoint is one of {CHECKPOINTS}, but {checkpoint!r} came; for some blocks only, "
+            "write Block(stage=…, checkpoint=True)"
+        )
     if deferred_batch_norm is not False:
         raise UsageError("deferred_batch_norm is not in this version; leave it False")
     if loss_reduction not in ("mean", "sum") and not callable(loss_reduction):

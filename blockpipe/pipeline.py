@@ -5,7 +5,8 @@ Reads as the flow does: record → plan → place → schedule → replay.
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,13 +18,21 @@ from .blocks import Cursor, _cursor, set_cursor
 from .capture import record
 from .crossing import Home, Step
 from .differentiable import attach, input_gradients
-from .errors import StateError, UsageError
+from .errors import PlanError, StateError, UsageError
 from .execution import Execution
 from .glue import Doors, Glue
 from .journey import FreeJourney
 from .lanes import close_idle_threads
+from .memory import MemoryReport, measured, predict
 from .microbatch import BatchDims, Joint, LossReduction, Microbatch, join, split, weights_of
-from .options import as_sample, check_batch_dims, check_options, check_plan, checked_devices
+from .options import (
+    as_sample,
+    check_batch_dims,
+    check_options,
+    check_plan,
+    checked_devices,
+    checked_offload,
+)
 from .placement import Fingerprint, Placement
 from .plan import StagePlan
 from .prepared import Prepared, ScheduleOption, lanes_of
@@ -68,7 +77,12 @@ class Pipeline(WrappedModel):
             Schedule``. See :func:`blockpipe.scheduler.make_schedule`.
         in_flight: at most so many micro-batches are under way at once; ``None``: what the schedule
             says.
-        checkpoint: recomputation; only ``"never"`` is there yet.
+        checkpoint: which micro-batches drop their activations and make them again before their
+            backward: ``"never"``, ``"except_last"`` (all but the last, whose backward comes at
+            once), ``"always"``. Marks with ``checkpoint=`` decide for their block. What is
+            recomputed are the calls of modules that stay on one stage, and of block functions.
+        offload: stages whose activations are in host memory between forward and backward;
+            ``True``: all. On the CPU there is nothing to gain, and nothing is done.
         deferred_batch_norm: statistics of the whole batch; only ``False`` is there yet.
         plan: stages that override the marks.
         sample: ``(args, kwargs)`` to record and place at once; else that is done at the first
@@ -106,6 +120,7 @@ class Pipeline(WrappedModel):
         schedule: ScheduleOption = "1f1b",
         in_flight: int | None = None,
         checkpoint: str = "never",
+        offload: bool | Iterable[int] = False,
         deferred_batch_norm: bool = False,
         plan: StagePlan | None = None,
         sample: tuple[Any, ...] | None = None,
@@ -130,6 +145,8 @@ class Pipeline(WrappedModel):
         self.chunks = chunks
         self.schedule: ScheduleOption = schedule
         self.in_flight = in_flight
+        self.checkpoint = checkpoint
+        self.offload = checked_offload(offload)
         self.batch_dims = batch_dims
         self.loss_reduction = loss_reduction
         self.isolate = isolate
@@ -208,13 +225,102 @@ class Pipeline(WrappedModel):
             if found is None:
                 raise UsageError("summary() needs a sample before the first call: summary(x)")
             recording = found
-        devices = self._placed() or self._given_devices or default_devices()
-        if devices is None:
-            devices = [torch.device("cpu")] * recording.num_stages
+        devices = self._placed() or self._choose_devices(recording)
         recording.check(len(devices))
         prepared = [p for p in self._prepared.values() if p.recording is recording]
         notes = [note for p in prepared for note in p.notes()]
         return summarize(recording, [str(device) for device in devices], notes)
+
+    @remembers_caller
+    def memory(
+        self, *args: Any, optimizer: object = None, limit: int | None = None, **kwargs: Any
+    ) -> MemoryReport:
+        """What memory a step will need, stage by stage; records, but places nothing.
+
+        Args:
+            *args: the model's arguments, for the whole batch.
+            optimizer: what trains it: a name such as ``"adamw"``, a number of copies of each
+                parameter, or the optimizer itself; ``None``: none.
+            limit: bytes that a device has; ``None``: what the accelerators have.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            A :class:`blockpipe.memory.MemoryReport`, with suggestions; printed, it is a table.
+
+        Raises:
+            UsageError: an optimizer that is not known.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+            >>> report = pipe.memory(torch.ones(4, 4), optimizer="adam")
+            >>> report.stages[0].parameters, report.stages[0].optimizer  # 40 numbers
+            (160, 320)
+        """
+        microbatches = self._split(args, kwargs, None)
+        prepared = self._sketched(microbatches[0])
+        if limit is None and prepared.is_asynchronous:
+            limit = min(torch.cuda.mem_get_info(d)[1] for d in prepared.devices if d.type == "cuda")
+        return self._predicted(prepared, len(microbatches), optimizer, limit)
+
+    @contextmanager
+    def measured_memory(self, optimizer: object = None) -> Iterator[MemoryReport]:
+        """Measure the peaks of the steps that run inside, beside the prediction.
+
+        On an accelerator it asks the allocator, and a device's peak stands at each of its stages.
+        On the CPU it counts the bytes of live tensors, which makes a step slower.
+
+        Args:
+            optimizer: as for :meth:`memory`.
+
+        Yields:
+            A :class:`blockpipe.memory.MemoryReport`, filled in at the end.
+
+        Raises:
+            UsageError: nothing is placed yet.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> x = torch.ones(4, 4)
+            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, sample=(x,))
+            >>> with pipe.measured_memory() as report:
+            ...     _ = pipe.forward_backward(x, loss_fn=torch.sum)
+            >>> report.stages[0].measured > report.stages[0].parameters
+            True
+        """
+        if not self._prepared:
+            raise UsageError(
+                "measured_memory() compares with the recording of a placed model; pass sample=… "
+                "to Pipeline, or call it once first"
+            )
+        prepared = next(reversed(self._prepared.values()))
+        report = MemoryReport([], "", 0)
+        stage_of = {key: home.stage for key, home in prepared.homes.items()}
+        with measured(self.module, prepared.devices, stage_of, optimizer) as peaks:
+            yield report
+        prepared = next(reversed(self._prepared.values()))
+        found = self._predicted(prepared, prepared.microbatches or self.chunks, optimizer, None)
+        for stage in found.stages:
+            stage.measured = peaks.get(stage.stage)
+        vars(report).update(vars(found))
+
+    def _predicted(
+        self, prepared: Prepared, microbatches: int, optimizer: object, limit: int | None
+    ) -> MemoryReport:
+        one_by_one = prepared.goes_one_by_one(self.schedule, microbatches)
+        schedule = "sequential" if one_by_one else self.schedule
+        return predict(prepared, schedule, microbatches, optimizer=optimizer, limit=limit)
+
+    def _sketched(self, batch: Microbatch) -> Prepared:
+        """As :meth:`_prepare`, but nothing is placed."""
+        recording = self._record(batch)
+        devices = self._placed() or self._choose_devices(recording)
+        recording.check(len(devices))
+        return self._prepared_by(recording, {}, devices)
 
     def _placed(self) -> list[torch.device] | None:
         return None if self._placement is None else self._placement.devices
@@ -484,6 +590,14 @@ class Pipeline(WrappedModel):
         if self._placement is None:
             self._placement = Placement(self.module, devices)
         homes = self._placement.place(recording, keep=not first and not torch.is_grad_enabled())
+        return self._prepared_by(recording, homes, devices)
+
+    def _prepared_by(
+        self,
+        recording: Recording,
+        homes: Mapping[int, tuple[Tensor, int, int, str]],
+        devices: list[torch.device],
+    ) -> Prepared:
         planned: dict[str, dict[int, int]] = {}
         if self._plan is not None:
             for assignment in self._plan.assignments:
@@ -495,10 +609,29 @@ class Pipeline(WrappedModel):
             {key: Home(*where) for key, where in homes.items()},
             devices,
             self._given_lanes or lanes_of(devices, devices),
-            Doors(self.module, recording.sealed, planned),
+            Doors(self.module, recording, planned),
             planned=self._plan is not None,
             in_flight=self.in_flight,
+            checkpoint=self.checkpoint if self.schedule != "uncut" else "never",
+            offload=self._offloaded(recording),
         )
+
+    def _offloaded(self, recording: Recording) -> frozenset[int]:
+        stages = frozenset(range(recording.num_stages)) if self.offload is True else self.offload
+        if not stages or self.schedule == "uncut":
+            return frozenset()
+        beyond = sorted(stage for stage in stages if stage >= recording.num_stages)
+        if beyond:
+            raise PlanError(
+                f"offload names stages {beyond}, but the model has stages 0..."
+                f"{recording.num_stages - 1}; name some of these, or pass offload=True"
+            )
+        if recording.unhookable:
+            raise PlanError(
+                "offload hooks into what autograd saves, which torch.func does not bear, and "
+                f"{recording.unhookable} use it; pass offload=False, or checkpoint= instead"
+            )
+        return stages
 
     def _key(self, batch: Microbatch, fingerprint: Fingerprint) -> Any:
         """What a recording depends on: modes, grad mode, structure. Sizes are not in it: a micro-

@@ -3,7 +3,7 @@ schedules, and whether threads pay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,10 +16,12 @@ from .crossing import Home
 from .errors import ScheduleError
 from .glue import Doors
 from .meter import ACCELERATOR, CPU
-from .recording import Recording
+from .randomness import Source, sources_of
+from .recording import Kept, Recording
 from .schedule import Schedule
 from .scheduler import Choice, choose, make_schedule
 from .simulate import Costs, validate
+from .summary import bytes_text
 from .transfer import is_asynchronous
 
 ScheduleOption = str | Schedule | Callable[[Sequence[int], int], Schedule]
@@ -60,9 +62,13 @@ class Prepared:
     doors: Doors
     planned: bool
     in_flight: int | None = None
+    checkpoint: str = "never"
+    offload: frozenset[int] = frozenset()  # stages
     compiled: Compiled | None = None
     steps: int = 0  # that were run with it
+    microbatches: int = 0  # of the last of them
     choices: dict[int, Choice] = field(default_factory=dict)  # of "auto", by micro-batches
+    loss_draws: dict[Any, bool] = field(default_factory=dict)  # by loss function, once known
     _schedules: dict[Any, Schedule] = field(default_factory=dict)
 
     @cached_property
@@ -92,6 +98,62 @@ class Prepared:
         return len(self.route) == 1 and not self.recording.moves
 
     @cached_property
+    def sources(self) -> list[list[Source]]:
+        """What each hop draws random numbers from."""
+        return [
+            sources_of(sorted(hop.draws), self.devices[hop.stage]) for hop in self.recording.hops
+        ]
+
+    def recomputes(self, microbatch: int, microbatches: int) -> bool:
+        """Whether a micro-batch is recomputed where no mark says otherwise."""
+        if self.checkpoint == "except_last":
+            return microbatch < microbatches - 1
+        return self.checkpoint == "always"
+
+    @cached_property
+    def restores(self) -> bool:
+        """Whether any hop has something to make again, or bring back, before its backward."""
+        return any(self._restores(hop, 0, 2) for hop in range(len(self.route)))
+
+    def _restores(self, hop: int, microbatch: int, microbatches: int) -> bool:
+        calls = self.regime(hop, microbatch, microbatches).calls
+        return bool(calls) or hop in self.offloaded
+
+    def regime(self, hop: int, microbatch: int, microbatches: int) -> Kept:
+        """What a hop keeps of a micro-batch, as it is recomputed."""
+        info = self.recording.hops[hop]
+        found = info.always if self.recomputes(microbatch, microbatches) else info.asked
+        return found if found.calls else info.never
+
+    def kept(self, hop: int, microbatch: int, microbatches: int) -> tuple[int, int]:
+        """In bytes, what a hop keeps of a micro-batch, and that with what is made again."""
+        kept = self.regime(hop, microbatch, microbatches)
+        # What an earlier hop keeps as well is there once, where it has not moved; on the CPU the
+        # inputs are the caller's.
+        there = kept.shared if self.on_one_device else 0
+        there += 0 if is_asynchronous(self.devices[self.route[hop]]) else kept.inputs
+        if hop in self.offloaded and is_asynchronous(self.devices[self.route[hop]]):
+            return 0, kept.full - there
+        return kept.bytes - there, kept.full - there
+
+    @cached_property
+    def offloaded(self) -> frozenset[int]:
+        """The hops whose activations are in host memory meanwhile."""
+        return frozenset(hop for hop, stage in enumerate(self.route) if stage in self.offload)
+
+    def stays(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is a parameter's or a buffer's."""
+        return storage._cdata in self._own_storages
+
+    @cached_property
+    def _own_storages(self) -> set[int]:
+        return {
+            home.tensor.untyped_storage()._cdata
+            for home in self.homes.values()
+            if home.tensor.layout is torch.strided
+        }
+
+    @cached_property
     def is_small(self) -> bool:
         """Whether operations, or hops, on the CPU are too small for threads to pay."""
         if self.is_asynchronous:
@@ -106,10 +168,17 @@ class Prepared:
         """Whether nothing can overlap, or threads would cost more than that gains."""
         return len(set(self.lane_of_hop)) == 1 or self.is_small
 
+    def goes_one_by_one(self, schedule: ScheduleOption, microbatches: int) -> bool:
+        """Whether each micro-batch goes out and comes back before the next, in one thread."""
+        return microbatches == 1 or (
+            isinstance(schedule, str) and (schedule in ("sequential", "uncut") or self.has_one_lane)
+        )
+
     @cached_property
     def costs(self) -> Costs:
         """What the hops cost, as the recording has it, in seconds."""
-        return costs_of(self.recording, self.is_asynchronous)
+        regimes = [self.regime(hop, 0, 2) for hop in range(len(self.route))]
+        return costs_of(self.recording, regimes, self.is_asynchronous)
 
     def compile(self, options: Mapping[str, Any] | None, *, cuda_graphs: bool) -> None:
         """Have compiled modules, or CUDA graphs, stand in for the sealed ones."""
@@ -126,11 +195,25 @@ class Prepared:
         notes = [f"auto ({m} micro-batches): {choice}" for m, choice in self.choices.items()]
         if self.is_small and len(self.route) > 1:
             notes.append("operations are small: steps run in one thread, as the plain loop does")
+        if self.restores:
+            notes += self._recomputation()
         if self.compiled is not None:
             failures = [g.failure for g in self.compiled.graphs if g.failure]
             notes.append(f"compiled: {', '.join(self.compiled.paths) or 'nothing'}")
             notes += [f"not captured as a CUDA graph: {why}" for why in dict.fromkeys(failures)]
         return notes
+
+    def _recomputation(self) -> Iterator[str]:
+        glue: dict[int, int] = {}
+        for hop in self.recording.hops:
+            if self.regime(hop.index, 0, 2).calls:
+                glue[hop.stage] = glue.get(hop.stage, 0) + hop.glue_bytes
+        for stage, kept in glue.items():
+            if kept:
+                yield f"recomputation: glue keeps {bytes_text(kept)} a micro-batch on stage {stage}"
+        for path, about in self.recording.recomputable.items():
+            if about.refuses:
+                yield f"{path or 'the model'} is not recomputed: {about.refuses}"
 
     def schedule(self, option: ScheduleOption, microbatches: int) -> Schedule:
         """The schedule that an option asks for, checked against the route.
@@ -142,7 +225,10 @@ class Prepared:
         key = option if isinstance(option, str) else id(option), microbatches
         known = self._schedules.get(key)
         if known is None:
-            known = self._schedules[key] = self._make(option, microbatches)
+            known = self._make(option, microbatches)
+            if self.restores:
+                known = known.with_restored(lambda h, m: self._restores(h, m, microbatches))
+            self._schedules[key] = known
         return known
 
     def _make(self, option: ScheduleOption, microbatches: int) -> Schedule:
@@ -214,7 +300,7 @@ class Prepared:
             )
 
 
-def costs_of(recording: Recording, asynchronous: bool) -> Costs:
+def costs_of(recording: Recording, regimes: Sequence[Kept], asynchronous: bool) -> Costs:
     """What the hops of a recording cost, in seconds and bytes: by the roofline of a device."""
     rates = ACCELERATOR if asynchronous else CPU
     forward = [
@@ -228,5 +314,9 @@ def costs_of(recording: Recording, asynchronous: bool) -> Costs:
         backward=[2 * seconds for seconds in forward],
         weight=forward,
         transfer=[rates.operation + n / _LINK if asynchronous else 0.0 for n in sent],
-        activation=[float(hop.made_bytes) for hop in recording.hops],
+        activation=[float(kept.full) for kept in regimes],
+        restore=[
+            kept.accelerator_seconds if asynchronous else kept.cpu_seconds for kept in regimes
+        ],
+        dropped=[float(kept.full - kept.bytes) for kept in regimes],
     )

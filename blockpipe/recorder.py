@@ -6,12 +6,14 @@ sees is what a replay will do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .activations import Activations
 from .backward import Root, entries_of, why_whole
 from .blocks import Cursor, Mark
 from .crossing import RECORDING, TAG, Home, HopGraph, Import, JourneyKey, Step, Tag
@@ -20,6 +22,7 @@ from .glue import Glue, is_compiled, is_question, looks_at_graph
 from .journey import Journey
 from .meter import ACCELERATOR, CPU, HostSync
 from .plan import too_few_devices
+from .randomness import current
 from .recording import Call, CrossingInfo, Held, Hop, Recording, Unmarked
 from .transfer import edge_of
 from .tree import tensors
@@ -56,8 +59,18 @@ class WatchedCursor(Cursor):
 class Recorder(Journey):
     """The journey of the recording pass."""
 
-    def __init__(self, step: Step, cursor: WatchedCursor, result: Recording) -> None:
+    def __init__(
+        self,
+        step: Step,
+        cursor: WatchedCursor,
+        result: Recording,
+        activations: Activations,
+        unhookable: Collection[str] = (),
+    ) -> None:
         super().__init__(step, 0, cursor)
+        self.activations = activations
+        self.unhookable = unhookable  # calls in which autograd bears no saved-tensor hooks
+        self.failed_in: Call | None = None
         self.key = JourneyKey(RECORDING, 0)
         cursor.recorder = self
         cursor.on_move = None
@@ -71,7 +84,19 @@ class Recorder(Journey):
         self.hook_calls: list[Call | None] = []
         self.keepers: list[str] = []
         self.untracked: list[tuple[CrossingError, Call | None]] = []
+        self._ambient_hooks: Any = None
+        self._host_states: dict[Any, Any] = {}
+
+    def begin(self) -> None:
+        """The forward begins."""
+        self.activations.put_on()
         self._ambient_hooks = _saved_tensor_hooks()
+        self._host_states = current(_host_sources())
+
+    def end(self) -> None:
+        """The forward is over."""
+        self._note_host_draws()
+        self.activations.take_off()
 
     # --- the route
 
@@ -81,6 +106,7 @@ class Recorder(Journey):
     def _cross(self, hop: int) -> None:
         stage = self.cursor.stage
         self._check_device(stage)
+        self._note_host_draws()
         self.step.route.append(stage)
         mark = self.cursor.mark
         self.result.hops.append(
@@ -121,10 +147,13 @@ class Recorder(Journey):
             call.last_hop = hop
         if not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
             self._note_unmarked(hop)
+        innermost = self.stack[-1][0] if self.stack else None
+        self.activations.at(hop, innermost)
         hooks = _saved_tensor_hooks()
         if hooks is not None and hooks != self._ambient_hooks:
             info.whole = "it recomputes, or packs what it saves"
-            self.hook_calls.append(self.stack[-1][0] if self.stack else None)
+            info.reruns = True
+            self.hook_calls.append(innermost)
 
     def _note_unmarked(self, hop: int) -> None:
         last = self.result.unmarked[-1] if self.result.unmarked else None
@@ -196,6 +225,7 @@ class Recorder(Journey):
     def abandon(self) -> None:
         super().abandon()
         self.cursor.recorder = None
+        self.cursor.on_call = None
 
     def note_import(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
         stage = self.step.route[home_hop]
@@ -216,8 +246,10 @@ class Recorder(Journey):
 
     # --- module calls
 
-    def begin_call(self, path: str, kind: str, module: object, args: Any) -> Call:
-        """A module's forward begins."""
+    def begin_call(
+        self, path: str, kind: str, module: object, args: Any, *, is_function: bool = False
+    ) -> Call:
+        """A module's forward, or a function, begins."""
         call = Call(
             path,
             kind,
@@ -226,21 +258,51 @@ class Recorder(Journey):
             users_line(),
             parent=self.stack[-1][0] if self.stack else None,
             stage=self.cursor.stage,
+            is_function=is_function,
+            checkpoint=self.cursor.checkpoint,
         )
         self.result.calls.append(call)
+        self.activations.given(call, tensors(args))
+        if path in self.unhookable:
+            self.activations.take_off()
+            self.refuse_again("torch.func, or whatever bears no saved-tensor hooks, is in it", call)
         given = {id(t) for t in tensors(args)} | {id(self.newest(t)) for t in tensors(args)}
         self.stack.append((call, given, args))
         return call
 
     def end_call(self, call: Call, result: Any) -> None:
-        """A module's forward ended."""
+        """A module's forward, or a function, ended."""
         self.stack.pop()
+        if call.path in self.unhookable:
+            self.activations.put_on()
         call.under_way = False
         for tensor in tensors(result):
             tag = getattr(tensor, TAG, None)
             if isinstance(tag, _RecordedTag):
                 tag.returned_by.add(call)
         call.stage = self.step.route[call.hop] if call.hop is not None else call.stage
+
+    def watched(
+        self,
+        path: str,
+        kind: str,
+        what: object,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a call, and write it down."""
+        is_function = function is what
+        call = self.begin_call(path, kind, what, (args, kwargs), is_function=is_function)
+        result = None
+        try:
+            result = function(*args, **kwargs)
+            return result
+        except BaseException:
+            self.failed_in = self.failed_in or call
+            raise
+        finally:
+            self.end_call(call, result)
 
     def spent(self, flops: float, moved: int, made: int) -> None:
         """An operation ran below autograd: what it cost."""
@@ -251,7 +313,38 @@ class Recorder(Journey):
         hop.flops += flops
         hop.cpu_seconds += CPU.seconds(flops, moved)
         hop.accelerator_seconds += ACCELERATOR.seconds(flops, moved)
-        hop.made_bytes += made
+        hop.largest_bytes = max(hop.largest_bytes, made)
+        for call, _, _ in self.stack:
+            call.cpu_seconds += CPU.seconds(flops, moved)
+            call.accelerator_seconds += ACCELERATOR.seconds(flops, moved)
+
+    def drew(self, from_its_own: bool) -> None:
+        """An operation drew random numbers; from a generator that it was given?"""
+        if from_its_own:
+            self.refuse_again(f"it draws from a generator of its own ({_line()})")
+            return
+        self.result.hops[max(self.hop, 0)].draws.add("torch")
+        for call, _, _ in self.stack:
+            call.draws = True
+
+    def wrote(self, tensor: Tensor) -> None:
+        """An operation wrote to a tensor without counting up its version."""
+        held = self.held.get(id(tensor))
+        if held is not None:
+            held.written = True
+
+    def _note_host_draws(self) -> None:
+        """Whether the hop that ends drew from Python's or numpy's generator."""
+        now = current(_host_sources())
+        for source, state in now.items():
+            if repr(state) != repr(self._host_states.get(source, state)) and self.result.hops:
+                self.result.hops[max(self.hop, 0)].draws.add(str(source))
+        self._host_states = now
+
+    def refuse_again(self, why: str, call: Call | None = None) -> None:
+        """No call that this is a part of can be run again."""
+        for under_way in [*(c for c, _, _ in self.stack), *([call] if call else [])]:
+            under_way.refuses = why
 
     def waited(self, sync: HostSync) -> None:
         """The host would wait for a device here."""
@@ -279,7 +372,8 @@ class Recorder(Journey):
             hop.whole = hop.whole if why is None else why
 
     def custom_function(self, name: str) -> None:
-        """A custom autograd function was applied."""
+        """A custom autograd function was applied: what its backward does nobody knows."""
+        self.result.hops[max(self.hop, 0)].reruns = True
         self.custom_in.append((name, self.stack[-1][0] if self.stack else None))
 
 
@@ -302,6 +396,11 @@ class RecordingGlue(Glue):
     def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
         self.journey.operation()
         self.journey.custom_function(cls.__qualname__)
+
+    def call_function(
+        self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self.journey.watched(key, "function", function, function, args, kwargs)
 
 
 class RecordingDoor:
@@ -326,19 +425,16 @@ class RecordingDoor:
         if self.stages is not None:
             call_number = recorder.count_call(self)
             recorder.cursor.move(self.stages.get(call_number, recorder.cursor.stage), None)
-        call = recorder.begin_call(
-            self.path, type(self.module).__name__, self.module, (args, kwargs)
-        )
-        result = None
-        try:
-            result = self.forward(*args, **kwargs)
-            return result
-        finally:
-            recorder.end_call(call, result)
+        kind = type(self.module).__name__
+        return recorder.watched(self.path, kind, self.module, self.forward, args, kwargs)
 
 
 def _saved_tensor_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _host_sources() -> list[str]:
+    return ["random", "numpy"] if "numpy" in sys.modules else ["random"]
 
 
 def _line() -> str:
@@ -387,16 +483,20 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     for key, (buffer, version) in versions.items():
         held = recorder.held.get(key)
         if held is not None:
-            held.written = buffer._version != version
+            held.written |= buffer._version != version
     good: dict[str, set[int]] = {}
     bad: dict[str, set[int]] = {}
     everywhere: set[str] = set()
     needs_door: set[str] = set()
     with_parameters: dict[str, bool] = {}
     every_hop = set(range(len(result.hops)))
+    functions = {call.path for call in result.calls if call.is_function}
     for call in result.calls:
-        if any(_around(call.path, path) for path in recorder.keepers):
+        if any(_around(call.path, path) for path in recorder.keepers) and not call.is_function:
             call.sealed = False
+            for outer in _outer(call):
+                outer.sealed = False
+    for call in result.calls:
         visited = {h for h in (call.hop, call.last_hop) if h is not None}
         if call.sealed:
             good.setdefault(call.path, set()).update(visited)
@@ -416,7 +516,9 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
             hops = set(every_hop)
         hops -= bad.get(path, set())
         if hops:
-            result.sealed[path] = frozenset(hops)
+            of_functions = path in functions
+            (result.sealed_functions if of_functions else result.sealed)[path] = frozenset(hops)
+    result.recomputable = recorder.activations.conclude(result.hops, _doors(result))
     _place_unread(model, recorder)
     sealed_calls = {id(c) for c in result.calls if _in_sealed(c)}
     result.recomputes = any(c is None or id(c) not in sealed_calls for c in recorder.hook_calls)
@@ -448,17 +550,34 @@ def _around(path: str, inner: str) -> bool:
     return path in ("", inner) or inner.startswith(f"{path}.")
 
 
-def _in_sealed(call: Call | None) -> bool:
-    while call is not None:
-        if call.sealed:
-            return True
+def _outer(call: Call | None) -> Iterator[Call]:
+    """The calls around a call, inside out."""
+    while call is not None and call.parent is not None:
         call = call.parent
-    return False
+        yield call
+
+
+def _in_sealed(call: Call | None) -> bool:
+    return call is not None and (call.sealed or any(outer.sealed for outer in _outer(call)))
+
+
+def _doors(result: Recording) -> dict[int, Call]:
+    """From the id of each call to the sealed call that it is, or is inside of."""
+    found = {}
+    for call in result.calls:
+        around = [c for c in (call, *_outer(call)) if c.sealed]
+        if around:
+            door = around[-1]
+            hops = (result.sealed_functions if door.is_function else result.sealed).get(door.path)
+            if hops is not None and door.hop in hops:
+                found[id(call)] = door
+    return found
 
 
 def _place_unread(model: nn.Module, recorder: Recorder) -> None:
     """A parameter that no call reads lives where its module runs, or the nearest one around it."""
-    stage_of = {call.path: call.stage for call in reversed(recorder.result.calls)}
+    calls = [call for call in recorder.result.calls if not call.is_function]
+    stage_of = {call.path: call.stage for call in reversed(calls)}
     for held in recorder.held.values():
         if held.hop is not None:
             continue

@@ -14,6 +14,19 @@ from .summary import summarize
 
 
 @dataclass
+class Kept:
+    """What a hop keeps of one micro-batch between its forward and its backward."""
+
+    bytes: int = 0
+    shared: int = 0  # of these, what an earlier hop keeps as well: once, where both are on a device
+    inputs: int = 0  # of these, the micro-batch's: a part of the caller's batch, where it is there
+    full: int = 0  # once what is recomputed is there again
+    calls: int = 0  # that are recomputed
+    cpu_seconds: float = 0.0  # that recomputing takes, by a roofline
+    accelerator_seconds: float = 0.0
+
+
+@dataclass
 class Hop:
     """One unbroken visit of the forward to a stage."""
 
@@ -27,13 +40,20 @@ class Hop:
     flops: float = 0.0  # of one micro-batch's forward
     cpu_seconds: float = 0.0  # by a roofline: to compare hops with
     accelerator_seconds: float = 0.0
-    made_bytes: int = 0  # of what the forward's operations make here: what it keeps at the most
+    largest_bytes: int = 0  # of what a single operation makes
+    glue_bytes: int = 0  # of what it keeps, what is outside of sealed calls: never recomputed
+    never: Kept = field(default_factory=Kept)  # recomputing nothing
+    asked: Kept = field(default_factory=Kept)  # recomputing what marks ask for
+    always: Kept = field(default_factory=Kept)  # recomputing all that marks do not exempt
+    draws: set[str] = field(default_factory=set)  # random numbers: "torch", "random", "numpy"
+    reruns: bool = False  # its backward may run forward code: torch.utils.checkpoint
     whole: str | None = None  # why its backward is not split in two parts; None: it can be
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of a module: its path, which of its calls, and where it ran."""
+    """One call of a module, or of a :func:`BlockFunction`: its path, which of its calls, and where
+    it ran."""
 
     path: str
     kind: str
@@ -46,6 +66,38 @@ class Call:
     parent: Call | None = field(default=None, repr=False)
     stage: int = 0
     under_way: bool = field(default=True, repr=False)
+    is_function: bool = False
+    checkpoint: bool | None = None  # what the mark in effect says
+    draws: bool = False
+    refuses: str | None = None  # why it cannot be run again
+    saved_bytes: int = 0  # by autograd, of a sealed call
+    is_run_again: bool = False  # where recomputation is on: it is sealed, and that gains something
+    cpu_seconds: float = 0.0
+    accelerator_seconds: float = 0.0
+
+    @property
+    def is_module(self) -> bool:
+        """Whether a plan can assign it: a module inside of the model."""
+        return bool(self.path) and not self.is_function
+
+    def repeats(self, mode: bool) -> bool:
+        """Whether it is recomputed where the pipeline recomputes, or does not."""
+        return self.is_run_again and (mode if self.checkpoint is None else self.checkpoint)
+
+
+@dataclass
+class Recomputable:
+    """What it takes to run a sealed call again."""
+
+    pays: bool = False  # it saves more than what it is given
+    keeps_inputs: bool = False  # they are written in place: kept from before
+    draws: bool = False
+    refuses: str | None = None  # why it cannot be
+
+    @property
+    def is_run_again(self) -> bool:
+        """Whether it is recomputed where that is asked for."""
+        return self.pays and self.refuses is None
 
 
 @dataclass
@@ -120,6 +172,9 @@ class Recording:
     crossings: list[CrossingInfo] = field(default_factory=list)
     unmarked: list[Unmarked] = field(default_factory=list)
     sealed: dict[str, frozenset[int]] = field(default_factory=dict)
+    sealed_functions: dict[str, frozenset[int]] = field(default_factory=dict)
+    recomputable: dict[str, Recomputable] = field(default_factory=dict)
+    unhookable: list[str] = field(default_factory=list)  # calls that use torch.func
     custom_functions: list[str] = field(default_factory=list)
     recomputes: bool = False
     writes_across: bool = False  # whether it writes in place to a tensor of another hop
@@ -146,7 +201,7 @@ class Recording:
     @property
     def plan(self) -> StagePlan:
         """Which module call is on which stage."""
-        return StagePlan([Assignment(c.path, c.call, c.stage) for c in self.calls if c.path])
+        return StagePlan([Assignment(c.path, c.call, c.stage) for c in self.calls if c.is_module])
 
     @property
     def tied(self) -> list[Held]:
@@ -163,6 +218,17 @@ class Recording:
     def unused(self) -> list[Held]:
         """Parameters that no call reads."""
         return [p for p in self.parameters if p.hop is None]
+
+    def called_in(self, path: str) -> list[str]:
+        """The modules that are called inside of a function, and theirs."""
+        found = []
+        for call in self.calls:
+            outer = call.parent
+            while outer is not None:
+                if outer.path == path and call.is_module:
+                    found.append(call.path)
+                outer = outer.parent
+        return list(dict.fromkeys(found))
 
     def check(self, devices: int | None = None) -> None:
         """Raise one :class:`PlanError` for gaps in the stages, or too few devices."""

@@ -8,15 +8,15 @@ What makes schedules is in ``scheduler.py``, what plays them out in ``simulate.p
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, overload
 
 from .errors import ScheduleError
 
-Kind = Literal["F", "B", "W"]
-KINDS = ("F", "B", "W")
-F, B, W = range(3)
+Kind = Literal["F", "B", "W", "R"]
+KINDS = ("F", "B", "W", "R")
+F, B, W, R = range(4)
 
 # A packed action: kind in the lowest 2 bits, then 20 bits of hop, then the micro-batch.
 HOP_SHIFT, MICROBATCH_SHIFT, HOP_MASK = 2, 22, (1 << 20) - 1
@@ -28,7 +28,8 @@ class Action(NamedTuple):
 
     ``"F"`` is a forward and ``"B"`` a backward. Where a ``"W"`` of the same hop and micro-batch
     follows, ``"B"`` computes the gradients of what came in only, and ``"W"`` those of the
-    parameters.
+    parameters. ``"R"`` makes again what the forward has dropped, or brings it back from host
+    memory: before its ``"B"``, while the gradient is still on its way.
     """
 
     kind: Kind
@@ -104,8 +105,8 @@ def _packed(action: Any) -> int:
         return pack(KINDS.index(kind), hop, microbatch)
     except (TypeError, ValueError) as error:
         raise ScheduleError(
-            "an action is Action('F', 'B' or 'W', hop, microbatch), with numbers from 0 on, but "
-            f"{action!r} came"
+            "an action is Action('F', 'B', 'W' or 'R', hop, microbatch), with numbers from 0 on, "
+            f"but {action!r} came"
         ) from error
 
 
@@ -175,13 +176,32 @@ class Schedule:
             if code & 3 == W
         }
 
+    def with_restored(self, needs: Callable[[int, int], bool]) -> "Schedule":
+        """With an R right before each B that needs one: the lane does it as soon as it is free.
+
+        Args:
+            needs: ``(hop, microbatch) -> bool``.
+        """
+        has = {(a.hop, a.microbatch) for lane in self.lanes for a in lane if a.kind == "R"}
+        lanes = []
+        for codes in self.codes:
+            row = array("q")
+            for code in codes:
+                hop, m = code >> HOP_SHIFT & HOP_MASK, code >> MICROBATCH_SHIFT
+                if code & 3 == B and (hop, m) not in has and needs(hop, m):
+                    row.append(pack(R, hop, m))
+                row.append(code)
+            lanes.append(Actions(row))
+        return Schedule(self.name, self.lane_of_hop, self.microbatches, tuple(lanes))
+
     def __str__(self) -> str:
         return "\n".join(f"lane {lane}: {actions!r}" for lane, actions in enumerate(self.lanes))
 
     def to_csv(self) -> str:
         """As CSV in the form that ``torch.distributed.pipelining`` writes: a row for each lane
         (there, a rank), a cell for each action, such as ``0F3``: hop, kind, micro-batch. A
-        backward in two parts is ``I`` (inputs) and ``W`` (weights), a whole one ``B``."""
+        backward in two parts is ``I`` (inputs) and ``W`` (weights), a whole one ``B``; a
+        recomputation, which torch's schedules do not have, is ``R``."""
         split = self.split()
 
         def cell(action: Action) -> str:
@@ -228,12 +248,13 @@ class Schedule:
 
 
 def _from_cell(cell: str, row: int, column: int) -> Action:
-    kind = next((k for k in "FBIW" if k in cell), "")
+    kind = next((k for k in "FBIWR" if k in cell), "")
     hop, _, microbatch = cell.partition(kind) if kind else ("", "", "")
     known = hop.isdecimal() and microbatch.isdecimal()
     if not (known and int(hop) <= HOP_MASK and int(microbatch) < _MICROBATCHES):
         raise ScheduleError(
-            f"row {row + 1}, column {column + 1}: a cell is a hop, one of F, B (whole), I (inputs) "
-            f"or W (weights), and a micro-batch, such as 0F3, but {cell!r} came"
+            f"row {row + 1}, column {column + 1}: a cell is a hop, one of F, B (whole), "
+            "I (inputs), W (weights) or R (recompute), and a micro-batch, such as 0F3, but "
+            f"{cell!r} came"
         )
     return Action(cast(Kind, "B" if kind == "I" else kind), int(hop), int(microbatch))

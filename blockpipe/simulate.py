@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .errors import ScheduleError
-from .schedule import HOP_MASK, HOP_SHIFT, MICROBATCH_SHIFT, B, F, Schedule, W, unpack
+from .schedule import HOP_MASK, HOP_SHIFT, MICROBATCH_SHIFT, B, F, R, Schedule, W, unpack
 
 PerHop = float | Sequence[float]
 
@@ -26,6 +26,8 @@ class Costs:
             back. Copies do not wait for each other.
         activation: what a hop keeps of one micro-batch from its F to the end of its backward, in
             any unit (bytes, or 1 to count them).
+        restore: time of an R; ``None``: a forward's.
+        dropped: of ``activation``, what is not kept from the F to the R of what has an R.
 
     Example:
         >>> Costs(forward=[1.0, 2.0], backward=[2.0, 4.0]).of(1)
@@ -37,6 +39,8 @@ class Costs:
     weight: PerHop = 1.0
     transfer: PerHop = 0.0
     activation: PerHop = 1.0
+    restore: PerHop | None = None
+    dropped: PerHop = 0.0
 
     def of(self, hop: int) -> tuple[float, float, float]:
         """A hop's forward, whole backward and weight part."""
@@ -45,8 +49,10 @@ class Costs:
     def check(self, hops: int) -> None:
         """Raise :class:`ScheduleError` for a list that has not one number for each hop, or a
         negative number."""
-        for name in ("forward", "backward", "weight", "transfer", "activation"):
+        for name in COSTS:
             value = getattr(self, name)
+            if value is None and name == "restore":
+                continue
             is_one = isinstance(value, int | float)
             if not is_one and (not isinstance(value, Sequence) or isinstance(value, str)):
                 raise ScheduleError(
@@ -66,6 +72,9 @@ class Costs:
                     f"weight is a part of backward, but on hop {hop} they are {weight} and "
                     f"{backward}; backward is the time of a whole B, W included"
                 )
+
+
+COSTS = ("forward", "backward", "weight", "transfer", "activation", "restore", "dropped")
 
 
 def _at(value: PerHop, hop: int) -> float:
@@ -142,6 +151,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     finish = array("d", [-1.0]) * (3 * total if split else 2 * total)
     duration = [costs.of(hop) for hop in range(hops)]
     activation = [_at(costs.activation, hop) for hop in range(hops)]
+    dropped = [_at(costs.dropped, hop) for hop in range(hops)]
+    again = costs.forward if costs.restore is None else costs.restore
+    restore = [_at(again, hop) for hop in range(hops)]
+    restored = _restored(schedule)
     arrives = [
         _at(costs.transfer, hop) if hop + 1 < hops and lane_of[hop] != lane_of[hop + 1] else 0.0
         for hop in range(hops)
@@ -173,19 +186,26 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
                 if split and split[hop * count + m]:
                     took -= duration[hop][2]
             else:
-                need = this - total
+                need = (B if kind == W else F) * total + hop * count + m
                 ready = finish[need]
-                took = duration[hop][2]
+                took = duration[hop][2] if kind == W else restore[hop]
             if need >= 0 and finish[need] < 0:
                 waiting[need] = lane
                 break
             start = ready if ready > time else time
             begun[at] = start
-            finish[this] = time = start + took
+            time = start + took
+            if kind != R:
+                finish[this] = time
             work += took
             at += 1
-            if kind == F:
-                holds += activation[hop]
+            if kind in (F, R):
+                if kind == R:
+                    holds += dropped[hop]
+                else:
+                    holds += activation[hop]
+                    if restored and restored[hop * count + m]:
+                        holds -= dropped[hop]
                 if holds > peak[lane]:
                     peak[lane] = holds
             elif kind == W or not split or not split[hop * count + m]:
@@ -200,14 +220,14 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 def _check_each_once(schedule: Schedule) -> bytearray:
-    """Every hop and micro-batch has one F, one B, at most one W, on its own lane.
+    """Every hop and micro-batch has one F, one B, at most one W and one R, on its own lane.
 
     Returns:
         Where ``hop * microbatches + microbatch`` has a W; empty if none has.
     """
     hops, count = len(schedule.lane_of_hop), schedule.microbatches
     total = hops * count
-    seen = bytearray(3 * total)
+    seen = bytearray(4 * total)
     for lane, codes in enumerate(schedule.codes):
         for code in codes:
             hop, m = code >> HOP_SHIFT & HOP_MASK, code >> MICROBATCH_SHIFT
@@ -224,6 +244,11 @@ def _check_each_once(schedule: Schedule) -> bytearray:
             this = (code & 3) * total + hop * count + m
             if seen[this]:
                 raise ScheduleError(f"{unpack(code)} is there twice in {schedule.name}")
+            if code & 3 == R and seen[B * total + hop * count + m]:
+                raise ScheduleError(
+                    f"{unpack(code)} comes after its backward in {schedule.name}; it makes what "
+                    "that needs"
+                )
             seen[this] = 1
     missing = seen.find(0, 0, 2 * total)
     if missing >= 0:
@@ -231,8 +256,20 @@ def _check_each_once(schedule: Schedule) -> bytearray:
         raise ScheduleError(
             f"{'FB'[kind]}{rest // count}.{rest % count} is missing in {schedule.name}"
         )
-    weights = seen[2 * total :]
+    weights = seen[2 * total : 3 * total]
     return weights if any(weights) else bytearray()
+
+
+def _restored(schedule: Schedule) -> bytearray:
+    """Where ``hop * microbatches + microbatch`` has an R; empty if none has."""
+    found = bytearray()
+    for codes in schedule.codes:
+        for code in codes:
+            if code & 3 == R:
+                found = found or bytearray(len(schedule.lane_of_hop) * schedule.microbatches)
+                hop, m = code >> HOP_SHIFT & HOP_MASK, code >> MICROBATCH_SHIFT
+                found[hop * schedule.microbatches + m] = 1
+    return found
 
 
 def _check_all_ran(schedule: Schedule, position: list[int], finish: "array[float]") -> None:
@@ -249,6 +286,8 @@ def _check_all_ran(schedule: Schedule, position: list[int], finish: "array[float
             return this - schedule.microbatches
         if kind == "W":
             return total + this
+        if kind == "R":
+            return this
         last = hop == len(schedule.lane_of_hop) - 1
         return this if last or finish[this] < 0 else total + this + schedule.microbatches
 

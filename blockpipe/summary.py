@@ -54,7 +54,7 @@ def _modules(recording: Recording, devices: list[str] | None) -> str:
             "  " * row.depth + f"{row.path or recording.model} ({row.kind})",
             _range(row.stages),
             f"{row.elements:,}" if row.elements else "-",
-            _bytes(row.bytes) if row.bytes else "-",
+            bytes_text(row.bytes) if row.bytes else "-",
         ]
         for row in rows
     ]
@@ -62,7 +62,7 @@ def _modules(recording: Recording, devices: list[str] | None) -> str:
         head.insert(2, "Device")
         for line, row in zip(table, rows, strict=True):
             line.insert(2, ", ".join(dict.fromkeys(devices[s] for s in row.stages)))
-    return _table(head, table, left=1 if devices is None else 3)
+    return text_table(head, table, left=1 if devices is None else 3)
 
 
 def _rows(recording: Recording) -> list[_Row]:
@@ -70,6 +70,8 @@ def _rows(recording: Recording) -> list[_Row]:
     stages: dict[str, set[int]] = {}
     first: dict[str, Call] = {}
     for call in recording.calls:
+        if call.is_function:
+            continue
         first.setdefault(call.path, call)
         at = stages.setdefault(call.path, set())
         parent: Call | None = call
@@ -154,7 +156,7 @@ def _stages(recording: Recording, devices: list[str] | None) -> str:
                 ", ".join(str(h.index) for h in hops),
                 str(sum(h.operations for h in hops)),
                 f"{sum(p.elements for p in parameters):,}",
-                _bytes(size),
+                bytes_text(size),
                 f"{100 * size / total:.0f} %",
             ]
         )
@@ -164,9 +166,9 @@ def _stages(recording: Recording, devices: list[str] | None) -> str:
         head.insert(1, "Device")
     elements = sum(p.elements for p in recording.parameters)
     table.append(
-        ["all", *[""] * (len(head) - 4), f"{elements:,}", _bytes(total if total > 1 else 0), ""]
+        ["all", *[""] * (len(head) - 4), f"{elements:,}", bytes_text(total if total > 1 else 0), ""]
     )
-    return _table(head, table, left=2 if devices is None else 3)
+    return text_table(head, table, left=2 if devices is None else 3)
 
 
 def _crossings(recording: Recording) -> str:
@@ -183,15 +185,21 @@ def _crossings(recording: Recording) -> str:
                 f"{crossing.from_stage} → {crossing.to_stage}",
                 f"{crossing.dtype} {list(crossing.shape)}"
                 + (f" {crossing.what}" if crossing.what else ""),
-                _bytes(crossing.bytes),
+                bytes_text(crossing.bytes),
                 "and back" if crossing.needs_grad else "one way",
                 _short(crossing.where),
             ]
         )
     shown = table if len(table) <= 12 else [*table[:11], [f"… {len(table) - 11} more", *[""] * 4]]
     total = sum(c.bytes for c in recording.crossings if link(c)[0] != link(c)[1])
-    head = ["Crossing", f"Tensor ({_bytes(total)} a micro-batch)", "Size", "Gradient", "Read at"]
-    return _table(head, shown, left=2)
+    head = [
+        "Crossing",
+        f"Tensor ({bytes_text(total)} a micro-batch)",
+        "Size",
+        "Gradient",
+        "Read at",
+    ]
+    return text_table(head, shown, left=2)
 
 
 def _notes(recording: Recording) -> list[str]:
@@ -243,7 +251,8 @@ def _short(where: str) -> str:
     return where.rpartition("/")[2]
 
 
-def _bytes(count: int) -> str:
+def bytes_text(count: int) -> str:
+    """A size as people read it."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
@@ -252,7 +261,7 @@ def _bytes(count: int) -> str:
     raise AssertionError  # the loop ends at GiB
 
 
-def _table(head: list[str], rows: list[list[str]], left: int) -> str:
+def text_table(head: list[str], rows: list[list[str]], left: int) -> str:
     """Columns as wide as they need; the first ``left`` to the left, the rest to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 

@@ -7,6 +7,8 @@ the compute streams wait for it only where its data is used.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +93,10 @@ def carry(tensor: Tensor, device: torch.device | None, *, copy: bool = False) ->
     """
     if not copy and (device is None or tensor.device == device) and torch.is_grad_enabled():
         return tensor.detach()
-    _carrying.active = True
-    try:
-        # With grad on, also where the user's code has it off: autograd would forbid a later write
-        # to an alias made without. What is detached gets no graph either way.
-        with torch.enable_grad():
-            return _carried(tensor.detach(), device, copy)
-    finally:
-        _carrying.active = False
+    # With grad on, also where the user's code has it off: autograd would forbid a later write
+    # to an alias made without. What is detached gets no graph either way.
+    with copying(), torch.enable_grad():
+        return _carried(tensor.detach(), device, copy)
 
 
 def _carried(source: Tensor, device: torch.device | None, copy: bool) -> Tensor:
@@ -214,10 +212,16 @@ def edge_of(tensor: Tensor) -> GradientEdge:
         return GradientEdge(node, tensor.output_nr)
     # A custom function's node does not keep its own graph alive: torch adds what does.
     # torch finds a leaf's place through a view of it: no read, but the sanitizer would see one.
+    with copying(), torch.enable_grad():
+        return get_gradient_edge(tensor)
+
+
+@contextmanager
+def copying() -> Iterator[None]:
+    """While entered, this thread may touch any stage's tensors: it copies."""
     before, _carrying.active = _carrying.active, True
     try:
-        with torch.enable_grad():
-            return get_gradient_edge(tensor)
+        yield
     finally:
         _carrying.active = before
 

@@ -148,6 +148,7 @@ def compare(
     schedule: str = "1f1b",
     isolate: bool = True,
     steps: int = 1,
+    checkpoint: str = "never",
 ) -> tuple[Difference, bp.Pipeline]:
     """A pipelined step of a marked copy beside the plain loop's."""
     if chunks is None:
@@ -155,7 +156,14 @@ def compare(
     plain, marked = copy.deepcopy(model), copy.deepcopy(model)
     bp.begin_blocks(marked, marks)
     devices = ["cpu"] * (max(marks.values(), default=0) + 1)
-    pipe = bp.Pipeline(marked, devices=devices, chunks=chunks, schedule=schedule, isolate=isolate)
+    pipe = bp.Pipeline(
+        marked,
+        devices=devices,
+        chunks=chunks,
+        schedule=schedule,
+        isolate=isolate,
+        checkpoint=checkpoint,
+    )
     for _ in range(steps):
         expected = plain_step(plain, args, kwargs, target, loss_fn, chunks)
         own = loss_fn is any_loss and "labels" in kwargs

@@ -345,3 +345,14 @@ def test_cursor_scopes():
     assert cursor.stage == 1
     cursor.leave()
     assert cursor.stage == 1
+
+
+def test_marks_hold_while_another_thread_compiles(monkeypatch):
+    """torch says for the whole process that something is compiled; only a trace is to skip marks."""
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+
+    def script(net, x):
+        with bp.Block(1):
+            return net.layers[0](x)
+
+    assert route(script) == [1]

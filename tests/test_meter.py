@@ -84,5 +84,5 @@ def test_a_recording_has_the_costs_of_its_hops(width):
     assert first.flops == 2 * 4 * width * width
     assert second.flops == 2 * first.flops
     assert (first.kernels, second.kernels) == (1, 2)
-    assert second.made_bytes == 2 * 4 * width * 4
+    assert second.never.bytes == 2 * 4 * width * 4  # the inputs of two layers
     assert 0 < first.cpu_seconds < second.cpu_seconds

@@ -1,0 +1,170 @@
+"""Random numbers that do not depend on timing: a stream for each micro-batch.
+
+Generators are the process's, and micro-batches that are under way at once would draw from them in
+the order in which threads happen to come. So each micro-batch has a stream of its own, which goes
+along on its journey: set where its forward runs, kept where it leaves. Two never draw at the same
+time. A lock for each draw was no alternative: it would leave the order to chance.
+
+The first micro-batch goes on from where the generator is, and the generator goes on from where the
+first micro-batch ends; the others begin at states derived from it. So a step of one micro-batch
+draws what the plain loop draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .transfer import is_asynchronous
+
+# What is drawn from: a device's generator, Python's ``random``, numpy's global one.
+Source = torch.device | str
+States = dict[Source, Any]
+
+_CPU = torch.device("cpu")
+_turn = threading.RLock()  # who may draw now; the same thread again: a recomputation in a forward
+
+
+def sources_of(kinds: Iterable[str], device: torch.device) -> list[Source]:
+    """What a stage on a device draws from.
+
+    Args:
+        kinds: "torch", "random", "numpy": as the recording has them.
+        device: the stage's.
+    """
+    found: list[Source] = []
+    for kind in kinds:
+        if kind != "torch":
+            found.append(kind)
+            continue
+        found.append(_CPU)
+        if is_asynchronous(device):
+            found.append(device)
+    return found
+
+
+def _get(source: Source) -> Any:
+    if source == "random":
+        return random.getstate()
+    if source == "numpy":
+        return sys.modules["numpy"].random.get_state()
+    if source == _CPU:
+        return torch.default_generator.get_state()
+    assert isinstance(source, torch.device)
+    return torch.get_device_module(source).get_rng_state(source)
+
+
+def _set(source: Source, state: Any) -> None:
+    if source == "random":
+        random.setstate(state)
+    elif source == "numpy":
+        sys.modules["numpy"].random.set_state(state)
+    elif source == _CPU:
+        torch.default_generator.set_state(state)
+    else:
+        assert isinstance(source, torch.device)
+        torch.get_device_module(source).set_rng_state(state, source)
+
+
+def _derived(source: Source, state: Any, what: str) -> Any:
+    """A state that follows from another, and shares no numbers with it."""
+    text = f"{what} of {_bytes_of(state)!r}"
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    if source == "random":
+        return random.Random(seed).getstate()
+    if source == "numpy":
+        return sys.modules["numpy"].random.RandomState(seed % 2**32).get_state()
+    assert isinstance(source, torch.device)
+    return torch.Generator(source).manual_seed(seed).get_state()
+
+
+def _bytes_of(state: Any) -> bytes:
+    if not isinstance(state, torch.Tensor):
+        return repr(state).encode()
+    # Much the faster way, but torch does without numpy.
+    return state.numpy().tobytes() if "numpy" in sys.modules else bytes(state.tolist())
+
+
+def current(sources: Iterable[Source]) -> States:
+    """The states that generators are in, for :func:`replayed`."""
+    return {source: _get(source) for source in sources}
+
+
+@contextmanager
+def replayed(states: States) -> Iterator[None]:
+    """Draw again what was drawn from these states on; then everything is as it was."""
+    with own_turn():
+        before = current(states)
+        try:
+            for source, state in states.items():
+                _set(source, state)
+            yield
+        finally:
+            for source, state in before.items():
+                _set(source, state)
+
+
+@contextmanager
+def own_turn() -> Iterator[None]:
+    """While entered, no other thread of a pipeline draws."""
+    with _turn:
+        yield
+
+
+class Streams:
+    """The streams of one step's micro-batches.
+
+    Args:
+        sources: all that any stage draws from.
+        microbatches: how many there are.
+    """
+
+    def __init__(self, sources: Iterable[Source], microbatches: int) -> None:
+        self._begin = current(dict.fromkeys(sources))
+        self._states: list[States] = [{} for _ in range(microbatches)]
+        self._drew: set[Source] = set()
+        self._drawing: dict[int, list[Source]] = {}
+
+    def enter(self, microbatch: int, sources: list[Source]) -> None:
+        """A micro-batch comes to where it draws; waits for others that draw."""
+        if not sources:
+            return
+        _turn.acquire()
+        self._drawing[microbatch] = sources
+        states = self._states[microbatch]
+        for source in sources:
+            if source not in states:
+                begin = self._begin[source]
+                states[source] = (
+                    _derived(source, begin, f"micro-batch {microbatch}") if microbatch else begin
+                )
+            _set(source, states[source])
+
+    def leave(self, microbatch: int) -> None:
+        """It goes on to elsewhere, or is done."""
+        sources = self._drawing.pop(microbatch, None)
+        if sources is None:
+            return
+        states = self._states[microbatch]
+        for source in sources:
+            state = _get(source)
+            if source not in self._drew and _bytes_of(state) != _bytes_of(states[source]):
+                self._drew.add(source)
+            states[source] = state
+        _turn.release()
+
+    def finish(self) -> None:
+        """The generators go on from where the first micro-batch left them."""
+        for source, begin in self._begin.items():
+            state = self._states[0].get(source, begin)
+            if source in self._drew and _bytes_of(state) == _bytes_of(begin):
+                # Only others have drawn: in the next step it must not be the same numbers.
+                state = _derived(source, begin, "the next step")
+            _set(source, state)
