@@ -11,6 +11,7 @@ loses them: for it, the second part begins at the inputs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,6 +124,16 @@ def why_whole(roots: list[Root], entries: list[Node]) -> str | None:
     """
     split = _split(roots, entries)
     return split if isinstance(split, str) else None
+
+
+def kept_for_weights(roots: list[Root], entries: list[Node]) -> int:
+    """The bytes of the gradients that are kept between the two parts of a split backward."""
+    split = _split(roots, entries)
+    if isinstance(split, str):
+        return 0
+    _, rest = split
+    metadata = [m for step in rest.steps for m in step.node._input_metadata]
+    return sum(math.prod(map(int, m.shape)) * m.dtype.itemsize for m in metadata)
 
 
 def _split(roots: list[Root], entries: list[Node]) -> tuple[list[Root], WeightPart] | str:

@@ -162,11 +162,12 @@ def predict(
         [prepared.kept(hop, m, microbatches) for m in range(microbatches)]
         for hop in range(len(prepared.route))
     ]
+    gradients = [hop.weight_bytes for hop in prepared.recording.hops]
     stages = []
     for stage in range(prepared.recording.num_stages):
         memory = _static(prepared, stage, copies)
         hops = {hop for hop, on in enumerate(prepared.route) if on == stage}
-        memory.activations, memory.in_flight = _peak(made, sizes, hops)
+        memory.activations, memory.in_flight = _peak(made, sizes, hops, gradients)
         stages.append(memory)
     report = MemoryReport(stages, made.name, microbatches)
     report.suggestions = suggestions(prepared, report, copies, limit)
@@ -225,7 +226,10 @@ def _static(prepared: Prepared, stage: int, copies: float) -> StageMemory:
 
 
 def _peak(
-    schedule: Schedule, sizes: Sequence[Sequence[tuple[int, int]]], hops: set[int]
+    schedule: Schedule,
+    sizes: Sequence[Sequence[tuple[int, int]]],
+    hops: set[int],
+    gradients: Sequence[int],
 ) -> tuple[int, int]:
     """The most that these hops keep at once, in bytes, and of how many micro-batches.
 
@@ -233,6 +237,7 @@ def _peak(
         schedule: with its R's. The hops of a stage are on one lane, so that its order is all.
         sizes: by hop and micro-batch, what is kept of it, and that with what is made again.
         hops: which.
+        gradients: by hop, what is kept besides between the two parts of a backward.
     """
     split = schedule.split()
     held: dict[tuple[int, int], int] = {}
@@ -242,13 +247,13 @@ def _peak(
             if hop not in hops:
                 continue
             before, full = sizes[hop][m]
-            if kind in ("F", "R"):
-                held[hop, m] = before if kind == "F" else full
-                now = sum(held.values())
-                if now > most:
-                    most, of = now, len({m for _, m in held})
-            elif kind == "W" or (hop, m) not in split:
-                held.pop((hop, m), None)
+            if kind == "W" or (kind == "B" and (hop, m) not in split):
+                del held[hop, m]
+                continue
+            held[hop, m] = before if kind == "F" else full + gradients[hop] * (kind == "B")
+            now = sum(held.values())
+            if now > most:
+                most, of = now, len({m for _, m in held})
     return most, of
 
 
@@ -293,8 +298,8 @@ def _about_activations(
 ) -> Iterator[str]:
     hops = [hop for hop in prepared.recording.hops if hop.stage == worst.stage]
     kept, again = (sum(getattr(h, k).bytes for h in hops) for k in ("never", "always"))
-    held = sum(prepared.kept(hop.index, 0, 2)[0] for hop in hops)
-    if held == kept and 10 * again < 9 * kept and worst.in_flight > 1:
+    is_recomputed = any(prepared.regime(hop.index, 0, 2).calls for hop in hops)
+    if not is_recomputed and 10 * again < 9 * kept and worst.in_flight > 1:
         then = worst.peak - (worst.in_flight - 1) * (kept - again)
         yield (
             f"checkpoint=True on the marks of stage {worst.stage}: {bytes_text(then)} instead of "

@@ -86,10 +86,6 @@ class Store:
             self._arrived = None
         return self._back
 
-    def drop(self) -> None:
-        """It has been read on the device for the last time."""
-        self._back = None
-
 
 class _Streams:
     """For each device a stream out and one in: a link carries both ways at once."""
@@ -109,23 +105,22 @@ class _Streams:
 _streams = _Streams()
 
 
-@dataclass(slots=True)
 class Away:
     """A saved tensor whose storage is in host memory."""
 
-    store: Store
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    requires_grad: bool
+    __slots__ = ("_dtype", "_offset", "_shape", "_store", "_stride")
+
+    def __init__(self, store: Store, tensor: Tensor) -> None:
+        self._store = store
+        self._dtype, self._shape = tensor.dtype, tensor.shape
+        self._stride, self._offset = tensor.stride(), int(tensor.storage_offset())
 
     def tensor(self) -> Tensor:
         """As it was."""
-        bytes_ = self.store.tensor()
         with copying(), torch.no_grad():
-            made = torch.empty(0, dtype=self.dtype, device=bytes_.device)
-            return made.set_(bytes_.untyped_storage(), self.offset, self.shape, self.stride)
+            bytes_ = self._store.tensor()
+            made = torch.empty(0, dtype=self._dtype, device=bytes_.device)
+            return made.set_(bytes_.untyped_storage(), self._offset, self._shape, self._stride)
 
 
 @dataclass(slots=True)
@@ -184,14 +179,7 @@ class Offload:
             if store is None or not store.is_of(storage):
                 with copying(), torch.no_grad():
                     store = stores[key] = Store(storage)
-            return Away(
-                store,
-                tensor.dtype,
-                tensor.shape,
-                tensor.stride(),
-                int(tensor.storage_offset()),
-                tensor.requires_grad,
-            )
+            return Away(store, tensor)
 
     def fetch(self, hop: int) -> None:
         """Begin to bring back what a hop has saved."""

@@ -623,7 +623,7 @@ class Pipeline(WrappedModel):
         beyond = sorted(stage for stage in stages if stage >= recording.num_stages)
         if beyond:
             raise PlanError(
-                f"offload names stages {beyond}, but the model has stages 0..."
+                f"offload names stages {beyond}, but the model has stages 0.."
                 f"{recording.num_stages - 1}; name some of these, or pass offload=True"
             )
         if recording.unhookable:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .activations import Activations
-from .backward import Root, entries_of, why_whole
+from .backward import Root, entries_of, kept_for_weights, why_whole
 from .blocks import Cursor, Mark
 from .crossing import RECORDING, TAG, Home, HopGraph, Import, JourneyKey, Step, Tag
 from .errors import CrossingError, PlanError
@@ -369,6 +369,7 @@ class Recorder(Journey):
             graph = self.graphs.get(hop.index, HopGraph())
             entries = [entry.node for entry in entries_of(graph)]
             why = why_whole(roots.get(hop.index, []), entries)
+            hop.weight_bytes = kept_for_weights(roots.get(hop.index, []), entries)
             hop.whole = hop.whole if why is None else why
 
     def custom_function(self, name: str) -> None:

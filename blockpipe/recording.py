@@ -45,6 +45,7 @@ class Hop:
     never: Kept = field(default_factory=Kept)  # recomputing nothing
     asked: Kept = field(default_factory=Kept)  # recomputing what marks ask for
     always: Kept = field(default_factory=Kept)  # recomputing all that marks do not exempt
+    weight_bytes: int = 0  # of gradients, kept between the two parts of a split backward
     draws: set[str] = field(default_factory=set)  # random numbers: "torch", "random", "numpy"
     reruns: bool = False  # its backward may run forward code: torch.utils.checkpoint
     whole: str | None = None  # why its backward is not split in two parts; None: it can be
