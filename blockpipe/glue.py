@@ -318,24 +318,39 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 class Doors:
-    """The doors of one recording; entered for each step, reentrant."""
+    """The doors of one recording; entered for each step, reentrant.
+
+    Args:
+        model: whose modules they are of.
+        sealed: from a module's path to the hops on which it is sealed.
+        planned: from a module's path and call to the stage that a plan gives it.
+        inner: what else stands in for modules' forwards meanwhile, inside of the door where there
+            is one: from a module's path to a function that makes it from the forward.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         sealed: Mapping[str, frozenset[int]],
         planned: Mapping[str, Mapping[int, int]] | None = None,
+        inner: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] | None = None,
     ) -> None:
-        planned = planned or {}
+        planned, inner = planned or {}, inner or {}
         modules = dict(model.named_modules())
-        self._places: list[tuple[dict[str, Any], str, Door]] = []
+        self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
         self._sealed: list[tuple[str, nn.Module, Door, Callable[..., Any]]] = []
-        for path in sorted({*sealed, *planned}):
+        for path in sorted({*sealed, *planned, *inner}):
             module = modules[path]
             # A module compiled in place runs its compiled call instead of `forward`.
             compiled = module.__dict__.get("_compiled_call_impl")
             name = "forward" if compiled is None else "_compiled_call_impl"
-            door = Door(getattr(module, name), sealed.get(path, frozenset()), planned.get(path))
+            forward = getattr(module, name)
+            if path in inner:
+                forward = inner[path](forward)
+            if path not in sealed and path not in planned:
+                self._places.append((module.__dict__, name, forward))
+                continue
+            door = Door(forward, sealed.get(path, frozenset()), planned.get(path))
             self._places.append((module.__dict__, name, door))
             if door.hops and not is_compiled(module):
                 self._sealed.append((path, module, door, door.forward))

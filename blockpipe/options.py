@@ -11,6 +11,7 @@ from .plan import StagePlan
 from .schedule import Schedule
 from .scheduler import SCHEDULES, check_in_flight
 from .transfer import check_device, is_asynchronous
+from .where import users_line
 
 
 def as_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -83,8 +84,11 @@ def check_options(
     check_in_flight(in_flight)
     if checkpoint != "never":
         raise UsageError(f"checkpoint is 'never' in this version, but {checkpoint!r} came")
-    if deferred_batch_norm is not False:
-        raise UsageError("deferred_batch_norm is not in this version; leave it False")
+    if not isinstance(deferred_batch_norm, bool):
+        raise UsageError(
+            f"deferred_batch_norm is True or False, but {deferred_batch_norm!r} came "
+            f"({users_line()}); pass True for running statistics of the whole batch"
+        )
     if loss_reduction not in ("mean", "sum") and not callable(loss_reduction):
         raise UsageError(
             "loss_reduction is 'mean', 'sum' or a callable (args, kwargs, target) -> number, but "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .batchnorm import DeferredBatchNorm
 from .compiled import Compiled
 from .crossing import Home
 from .errors import ScheduleError
@@ -61,6 +62,7 @@ class Prepared:
     planned: bool
     in_flight: int | None = None
     compiled: Compiled | None = None
+    batch_norm: DeferredBatchNorm | None = None
     steps: int = 0  # that were run with it
     choices: dict[int, Choice] = field(default_factory=dict)  # of "auto", by micro-batches
     _schedules: dict[Any, Schedule] = field(default_factory=dict)
@@ -126,6 +128,8 @@ class Prepared:
         notes = [f"auto ({m} micro-batches): {choice}" for m, choice in self.choices.items()]
         if self.is_small and len(self.route) > 1:
             notes.append("operations are small: steps run in one thread, as the plain loop does")
+        if self.batch_norm is not None:
+            notes += self.batch_norm.notes()
         if self.compiled is not None:
             failures = [g.failure for g in self.compiled.graphs if g.failure]
             notes.append(f"compiled: {', '.join(self.compiled.paths) or 'nothing'}")
