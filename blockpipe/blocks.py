@@ -132,7 +132,8 @@ def set_microbatch(index: int | None) -> int | None:
 
 
 def _active_cursor() -> Cursor | None:
-    return None if torch.compiler.is_compiling() else _cursor.get()
+    # Not `is_compiling()`: that one is true in every thread while one of them compiles.
+    return None if torch.compiler.is_dynamo_compiling() else _cursor.get()
 
 
 def _checked_stage(stage: int | None) -> int | None:
