@@ -392,25 +392,35 @@ def test_other_methods_update_at_once():
 
 
 class Shared(nn.Module):
-    """One batch norm, called twice on a stage."""
+    """One batch norm, called twice: on one hop, or on two hops of its stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, between: int) -> None:
         super().__init__()
         self.norm, self.last = nn.BatchNorm1d(3, momentum=0.4), nn.Linear(3, 3)
+        self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
         with bp.Block(0):
-            x = self.norm(x) + 0 * self.norm(3 * x)
+            first = self.norm(x)
+        with bp.Block(self.between):
+            other = 3 * x
+        with bp.Block(0):
+            first = first + 0 * self.norm(other)
         with bp.Block(1):
-            return self.last(x)
+            return self.last(first)
 
 
-def test_called_twice():
+@pytest.mark.parametrize(
+    ("between", "schedule"), [(0, "1f1b"), (0, "uncut"), (1, "sequential"), (1, "uncut")]
+)
+def test_called_twice(between, schedule):
     """Two calls of one module are two updates, in their order."""
     x = torch.randn(9, 3) + 4
-    model = Shared()
+    model = Shared(between)
     full = copy.deepcopy(model)
-    pipe = bp.Pipeline(model, devices=["cpu"] * 2, chunks=3, deferred_batch_norm=True)
+    pipe = bp.Pipeline(
+        model, devices=["cpu"] * 2, chunks=3, schedule=schedule, deferred_batch_norm=True
+    )
     pipe.forward_backward(x, loss_fn=loss_of)
     full(x)
     torch.testing.assert_close(model.norm.running_mean, full.norm.running_mean)
