@@ -13,7 +13,7 @@ waits for that gradient.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -50,18 +50,23 @@ class Again:
 
     @classmethod
     def of(
-        cls, what: str, about: Recomputable, modules: Mapping[str, nn.Module], written: set[str]
+        cls,
+        what: str,
+        about: Recomputable,
+        paths: Iterable[str],
+        modules: Mapping[str, nn.Module],
+        written: Collection[str],
     ) -> Again:
-        """From the modules by their paths, and the names of the buffers that the forward writes."""
-        buffers = [
-            (
-                module._buffers,
-                frozenset(k for k in module._buffers if f"{path}.{k}".lstrip(".") in written),
-            )
-            for path, module in modules.items()
-            if module._buffers
-        ]
-        return cls(what, about, buffers)
+        """From the paths of the modules that are called, those of all modules, and the names of
+        the buffers that the forward writes."""
+        buffers = {}
+        for outer in paths:
+            for inner, module in modules[outer].named_modules(prefix=outer):
+                prefix = f"{inner}." if inner else ""
+                keys = frozenset(key for key in module._buffers if prefix + key in written)
+                if module._buffers:
+                    buffers[inner] = module._buffers, keys
+        return cls(what, about, list(buffers.values()))
 
 
 @dataclass(slots=True)

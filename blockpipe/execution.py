@@ -164,8 +164,8 @@ class Execution:
     def run(self) -> None:
         """All forwards and backwards."""
         if self._is_plain():
-            compiled = self.prepared.compiled is not None
-            with self._doors() if compiled else self._current_device_kept(), self._drawing():
+            needs_doors = self.prepared.compiled is not None or self.prepared.batch_norm is not None
+            with self._doors() if needs_doors else self._current_device_kept(), self._drawing():
                 for m in range(len(self.microbatches)):
                     self._run_plain(m)
             self.prepared.steps += 1
@@ -246,6 +246,7 @@ class Execution:
                 result.outputs = detached(output)
             del output
             phase = "backward"
+            set_microbatch(outer)  # its forward is over: what is computed again is not another one
             with self.ambient.no_autocast() if autocasts else _NOTHING:
                 # As loss.backward(root) does, when it has looked at its arguments.
                 roots = (loss,), (self._root(m, loss),)
@@ -310,6 +311,8 @@ class Execution:
     def _doors(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.prepared.doors)
+            if self.prepared.batch_norm is not None:
+                stack.enter_context(self.prepared.batch_norm.step())
             if self.step.splits:
                 stack.enter_context(TensorHooks())
             if self.prepared.compiled is not None:

@@ -348,47 +348,59 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 class Doors:
-    """The doors of one recording; entered for each step, reentrant."""
+    """The doors of one recording; entered for each step, reentrant.
+
+    Args:
+        model: whose modules they are of.
+        sealed: from a module's path to the hops on which it is sealed.
+        planned: from a module's path and call to the stage that a plan gives it.
+        inner: what else stands in for modules' forwards meanwhile, inside of the door where there
+            is one: from a module's path to a function that makes it from the forward.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         recording: Recording,
         planned: Mapping[str, Mapping[int, int]] | None = None,
+        inner: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] | None = None,
     ) -> None:
-        planned = planned or {}
+        planned, inner = planned or {}, inner or {}
         sealed = recording.sealed
         modules = dict(model.named_modules())
-        written = {name for held in recording.buffers if held.written for name in held.names}
-        self._places: list[tuple[dict[str, Any], str, Door]] = []
+        self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
         self._sealed: list[tuple[str, nn.Module, Door, Callable[..., Any]]] = []
-        for path in sorted({*sealed, *planned}):
+        for path in sorted({*sealed, *planned, *inner}):
             module = modules[path]
             # A module compiled in place runs its compiled call instead of `forward`.
             compiled = module.__dict__.get("_compiled_call_impl")
             name = "forward" if compiled is None else "_compiled_call_impl"
-            about = recording.recomputable.get(path)
-            again = None
-            if about is not None and about.is_run_again:
-                inside = {
-                    f"{path}.{p}" if path and p else path or p: m for p, m in module.named_modules()
-                }
-                again = Again.of(f"module {path or '(the model)'!r}", about, inside, written)
-            hops = sealed.get(path, frozenset())
-            door = Door(getattr(module, name), hops, planned.get(path), again)
+            forward = getattr(module, name)
+            if path in inner:
+                forward = inner[path](forward)
+            if path not in sealed and path not in planned:
+                self._places.append((module.__dict__, name, forward))
+                continue
+            again = self._again(f"module {path or '(the model)'!r}", path, recording, modules)
+            door = Door(forward, sealed.get(path, frozenset()), planned.get(path), again)
             self._places.append((module.__dict__, name, door))
             if door.hops and not is_compiled(module):
                 self._sealed.append((path, module, door, door.forward))
-        self.functions: dict[str, tuple[frozenset[int], Again | None]] = {}
-        for key, hops in recording.sealed_functions.items():
-            about = recording.recomputable.get(key)
-            again = None
-            if about is not None and about.is_run_again:
-                inside = {path: modules[path] for path in recording.called_in(key)}
-                again = Again.of(f"function {key}", about, inside, written)
-            self.functions[key] = hops, again
+        self.functions = {
+            key: (hops, self._again(f"function {key}", key, recording, modules))
+            for key, hops in recording.sealed_functions.items()
+        }
         self._depth = 0
         self._before: list[Any] = []
+
+    def _again(
+        self, what: str, path: str, recording: Recording, modules: Mapping[str, nn.Module]
+    ) -> Again | None:
+        about = recording.recomputable.get(path)
+        if about is None or not about.is_run_again:
+            return None
+        paths = recording.called_in(path) if path in recording.sealed_functions else [path]
+        return Again.of(what, about, paths, modules, recording.written)
 
     def stand_in(
         self, wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any] | None]

@@ -11,6 +11,7 @@ from .plan import StagePlan
 from .schedule import Schedule
 from .scheduler import SCHEDULES, check_in_flight
 from .transfer import check_device, is_asynchronous
+from .where import users_line
 
 CHECKPOINTS = ("never", "except_last", "always")
 
@@ -100,8 +101,11 @@ def check_options(
             f"checkpoint is one of {CHECKPOINTS}, but {checkpoint!r} came; for some blocks only, "
             "write Block(stage=…, checkpoint=True)"
         )
-    if deferred_batch_norm is not False:
-        raise UsageError("deferred_batch_norm is not in this version; leave it False")
+    if not isinstance(deferred_batch_norm, bool):
+        raise UsageError(
+            f"deferred_batch_norm is True or False, but {deferred_batch_norm!r} came "
+            f"({users_line()}); pass True for running statistics of the whole batch"
+        )
     if loss_reduction not in ("mean", "sum") and not callable(loss_reduction):
         raise UsageError(
             "loss_reduction is 'mean', 'sum' or a callable (args, kwargs, target) -> number, but "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from .ambient import Ambient
+from .batchnorm import DeferredBatchNorm, synchronized
 from .blocks import Cursor, _cursor, set_cursor
 from .capture import record
 from .crossing import Home, Step
@@ -83,7 +84,9 @@ class Pipeline(WrappedModel):
             recomputed are the calls of modules that stay on one stage, and of block functions.
         offload: stages whose activations are in host memory between forward and backward;
             ``True``: all. On the CPU there is nothing to gain, and nothing is done.
-        deferred_batch_norm: statistics of the whole batch; only ``False`` is there yet.
+        deferred_batch_norm: batch norm's running statistics are updated once a step, by those of
+            the whole batch, instead of once for each micro-batch. Each micro-batch is still
+            normalized by its own. ``SyncBatchNorm`` is left alone.
         plan: stages that override the marks.
         sample: ``(args, kwargs)`` to record and place at once; else that is done at the first
             call.
@@ -150,6 +153,7 @@ class Pipeline(WrappedModel):
         self.batch_dims = batch_dims
         self.loss_reduction = loss_reduction
         self.isolate = isolate
+        self.deferred_batch_norm = deferred_batch_norm
         self._number = next(_numbers)
         self._plan = plan
         self._given_devices = checked_devices(devices)
@@ -163,6 +167,12 @@ class Pipeline(WrappedModel):
             warnings.warn(
                 f"chunks=1 on {len(set(self._given_devices or ()))} devices: only one works at a "
                 "time; pass chunks=8 or so",
+                stacklevel=2,
+            )
+        if deferred_batch_norm and (left_alone := synchronized(model)):
+            warnings.warn(
+                f"deferred_batch_norm=True leaves SyncBatchNorm alone ({', '.join(left_alone)}): "
+                "it is updated by each micro-batch; use BatchNorm there for what is deferred",
                 stacklevel=2,
             )
         if sample is not None:
@@ -490,7 +500,7 @@ class Pipeline(WrappedModel):
                 ``cuda_graphs=True`` and no option nothing is compiled, only captured.
 
         Raises:
-            UsageError: ``cuda_graphs`` without a CUDA device.
+            UsageError: ``cuda_graphs`` without a CUDA device, or with ``deferred_batch_norm``.
 
         Source: :func:`torch.compile`, :func:`torch.cuda.make_graphed_callables`.
 
@@ -503,6 +513,12 @@ class Pipeline(WrappedModel):
             >>> pipe.forward_backward(torch.ones(4, 4), loss_fn=torch.sum).loss.shape
             torch.Size([])
         """
+        if cuda_graphs and self.deferred_batch_norm:
+            raise UsageError(
+                "cuda_graphs=True replays forwards without their Python, but "
+                "deferred_batch_norm=True has to look at every input of a batch norm; leave one "
+                f"of them out ({users_line()})"
+            )
         if cuda_graphs and not torch.cuda.is_available():
             raise UsageError(
                 "cuda_graphs=True needs a CUDA device, and this machine has none; compile() "
@@ -602,6 +618,8 @@ class Pipeline(WrappedModel):
         if self._plan is not None:
             for assignment in self._plan.assignments:
                 planned.setdefault(assignment.path, {})[assignment.call] = assignment.stage
+        batch_norm = DeferredBatchNorm(self.module) if self.deferred_batch_norm else None
+        stand_ins = None if batch_norm is None else batch_norm.stand_ins()
         return Prepared(
             self.module,
             recording,
@@ -609,11 +627,12 @@ class Pipeline(WrappedModel):
             {key: Home(*where) for key, where in homes.items()},
             devices,
             self._given_lanes or lanes_of(devices, devices),
-            Doors(self.module, recording, planned),
+            Doors(self.module, recording, planned, stand_ins),
             planned=self._plan is not None,
             in_flight=self.in_flight,
             checkpoint=self.checkpoint if self.schedule != "uncut" else "never",
             offload=self._offloaded(recording),
+            batch_norm=batch_norm,
         )
 
     def _offloaded(self, recording: Recording) -> frozenset[int]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .batchnorm import DeferredBatchNorm
 from .compiled import Compiled
 from .crossing import Home
 from .errors import ScheduleError
@@ -65,6 +66,7 @@ class Prepared:
     checkpoint: str = "never"
     offload: frozenset[int] = frozenset()  # stages
     compiled: Compiled | None = None
+    batch_norm: DeferredBatchNorm | None = None
     steps: int = 0  # that were run with it
     microbatches: int = 0  # of the last of them
     choices: dict[int, Choice] = field(default_factory=dict)  # of "auto", by micro-batches
@@ -197,6 +199,8 @@ class Prepared:
             notes.append("operations are small: steps run in one thread, as the plain loop does")
         if self.restores:
             notes += self._recomputation()
+        if self.batch_norm is not None:
+            notes += self.batch_norm.notes()
         if self.compiled is not None:
             failures = [g.failure for g in self.compiled.graphs if g.failure]
             notes.append(f"compiled: {', '.join(self.compiled.paths) or 'nothing'}")

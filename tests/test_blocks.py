@@ -315,6 +315,14 @@ def test_marks_do_nothing_under_compile():
     assert torch.equal(compiled(x), net(x))
 
 
+def test_marks_hold_while_another_thread_compiles(monkeypatch):
+    """torch's flag is the process's: a stage that compiles does not take marks from the others."""
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    bp.begin_blocks(net, {"1": 1})
+    assert bp.record(net, torch.zeros(1, 4)).route == [0, 1]
+
+
 def test_marks_do_nothing_under_export():
     """torch.export sees no mark."""
     net = two_layers()
@@ -345,14 +353,3 @@ def test_cursor_scopes():
     assert cursor.stage == 1
     cursor.leave()
     assert cursor.stage == 1
-
-
-def test_marks_hold_while_another_thread_compiles(monkeypatch):
-    """torch says for the whole process that something is compiled; only a trace is to skip marks."""
-    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
-
-    def script(net, x):
-        with bp.Block(1):
-            return net.layers[0](x)
-
-    assert route(script) == [1]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import blockpipe as bp
+from blockpipe.batchnorm import _update, merged, statistics
 from blockpipe.scheduler import SCHEDULES
 
 from .parity import plain_step
@@ -135,6 +136,22 @@ def test_a_step_does_not_synchronize():
         pipe.forward_backward(x, target=y, loss_fn=loss_of)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_deferred_statistics_do_not_synchronize(momentum):
+    """They are the whole batch's, and neither taking nor committing them waits for the device."""
+    norm = nn.BatchNorm1d(8, momentum=momentum).cuda()
+    whole = copy.deepcopy(norm).double()
+    x = torch.randn(1000, 8, device="cuda") + 1e4
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _update(norm, merged([statistics(part) for part in x.split(300)]))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    whole(x.double())
+    torch.testing.assert_close(norm.running_mean, whole.running_mean.float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm.running_var, whole.running_var.float(), rtol=1e-6, atol=0)
 
 
 @two

@@ -39,6 +39,7 @@ def test_gpt() -> None:
     [
         "peers.py --workload tiny --chunks 2 --repeats 1 --only by-hand blockpipe torch-pipelining",
         "one_gpu.py --device cpu --tiny --workload small --mode eager compiled --repeats 1",
+        "deferred_batch_norm.py --rows 2 --size 32 --repeats 1",
         "scaling.py --tiny --model resnet101 --devices 2 --rows 1 --repeats 1",
     ],
 )

@@ -3,9 +3,9 @@
     python examples/benchmarks/memory.py            # on CUDA devices where there are some
     python examples/benchmarks/memory.py --layers 16
 
-First the peak of activations for each mode, predicted from the recording and measured: on the CPU
-by counting the bytes of live tensors, on CUDA by the allocator. Then, in one thread, what recomputing
-all costs over the forward that it repeats, beside ``torch.utils.checkpoint`` on each layer.
+First the peak of activations for each mode, predicted from the recording and measured: on the
+CPU by counting the bytes of live tensors, on CUDA by the allocator. Then, in one thread, what
+recomputing all costs over the forward that it repeats, beside ``torch.utils.checkpoint`` on each layer.
 """
 
 import argparse

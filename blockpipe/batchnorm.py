@@ -1,0 +1,219 @@
+"""Deferred batch norm: running statistics of the whole mini-batch, committed once a step.
+
+In a loop over micro-batches batch norm updates its running statistics once for each of them: they
+move further than one batch would have them move, and follow the last micro-batches most. Deferred,
+they are what the whole batch would have given. What a forward normalizes by is not changed by it:
+that is the micro-batch's own, as in the loop, for the whole batch is not there yet.
+
+The obvious way adds up sums and sums of squares. Their difference, the variance, cancels where the
+mean is large: at a mean of 1e4 and a variance of 1 nothing of it is left in float32. Here each
+micro-batch is centered before it is squared, and micro-batches are merged by their means and
+squared distances.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .blocks import current_microbatch, is_recomputing
+from .tree import tensors
+
+Forward = Callable[..., Any]
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Statistics(NamedTuple):
+    """Of some samples, for each channel: enough to merge them with others'.
+
+    ``mean`` and ``squares`` (the sum of squared distances from the mean) have shape
+    ``[channels]``, in double precision where the device has it.
+    """
+
+    samples: int
+    mean: Tensor
+    squares: Tensor
+
+
+def statistics(x: Tensor) -> Statistics:
+    """The statistics of a tensor of shape ``[batch, channels, ...]``.
+
+    Nothing of the tensor's size is made in double precision: what is left of the rounded mean after
+    it was subtracted is small, so that single precision holds it well.
+    """
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    double = torch.float32 if x.device.type == "mps" else torch.float64
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    samples = x.numel() // x.shape[1]
+    mean = x.mean(dims, keepdim=True, dtype=wide)
+    centered = x - mean
+    rest = centered.mean(dims).to(double)
+    squares = centered.square_().sum(dims).to(double)
+    return Statistics(samples, mean.flatten().to(double) + rest, squares - samples * rest.square())
+
+
+def merged(parts: list[Statistics]) -> Statistics:
+    """The statistics of all samples of some parts.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+    sample variances" (1979).
+    """
+    samples, mean, squares = parts[0]
+    for more in parts[1:]:
+        total = samples + more.samples
+        distance = more.mean - mean
+        mean = mean + distance * (more.samples / total)
+        squares = squares + more.squares + distance.square() * (samples * more.samples / total)
+        samples = total
+    return Statistics(samples, mean, squares)
+
+
+class _Step:
+    """What a step has seen so far."""
+
+    def __init__(self) -> None:
+        # By module, then by micro-batch: of each of its calls. One thread runs a micro-batch.
+        self.seen: dict[_StandIn, dict[int, list[Statistics]]] = {}
+        self.clones: dict[_StandIn, dict[str, Tensor]] = {}
+
+
+class DeferredBatchNorm:
+    """Holds back the running statistics of a model's batch norms.
+
+    The normalization is left to the modules, whose classes may have their own. SyncBatchNorm is
+    left alone: its statistics are of several processes, and each takes part in every update.
+
+    Args:
+        model: whose batch norms are meant: those that are in training mode when they are called,
+            and have running statistics.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.under_way: _Step | None = None
+        self.modules = {
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        }
+        self._synchronized = synchronized(model)
+
+    def stand_ins(self) -> dict[str, Callable[[Forward], Forward]]:
+        """For each module's path: from its forward to what is called instead. Outside of a step
+        that is the forward."""
+        return {path: partial(self._stand_in, module) for path, module in self.modules.items()}
+
+    def _stand_in(self, module: _BatchNorm, forward: Forward) -> Forward:
+        # The graph of a compiled module around this one ends here: what is Python runs each time.
+        stand_in: Forward = torch.compiler.disable(_StandIn(self, module, forward).call)
+        return stand_in
+
+    def notes(self) -> list[str]:
+        """What is deferred and what not, for the summary."""
+        notes = [f"batch norm deferred: {len(self.modules)} modules"]
+        if self._synchronized:
+            notes.append(f"not deferred, SyncBatchNorm: {', '.join(self._synchronized)}")
+        return notes
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What forwards see is committed at the end, if nothing failed. Reentrant."""
+        outer, self.under_way = self.under_way, _Step()
+        try:
+            yield
+            _commit(self.under_way)
+        finally:
+            self.under_way = outer
+
+
+def synchronized(model: nn.Module) -> list[str]:
+    """The paths of a model's SyncBatchNorms, which are not deferred."""
+    return [path for path, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)]
+
+
+class _StandIn:
+    """Stands in for one module's forward: looks at its input, and keeps its buffers as they are."""
+
+    _lock: ClassVar[Lock] = Lock()
+
+    def __init__(self, deferred: DeferredBatchNorm, module: _BatchNorm, forward: Forward) -> None:
+        self.deferred = deferred
+        self.module = module
+        self.forward = forward
+        self._calls = 0  # under way, of all threads
+        self._own: dict[str, Tensor] = {}  # the module's buffers, while clones stand in for them
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        step, module = self.deferred.under_way, self.module
+        if (
+            step is None
+            or not module.training
+            or not module.track_running_stats
+            or module.running_mean is None
+        ):
+            return self.forward(*args, **kwargs)
+        microbatch = _counted_microbatch()
+        if microbatch is None:
+            with self._clones_in_place(step):
+                return self.forward(*args, **kwargs)
+        with torch.no_grad():
+            seen = statistics(next(tensors((args, kwargs))).detach())
+        with self._clones_in_place(step):
+            output = self.forward(*args, **kwargs)
+        step.seen.setdefault(self, {}).setdefault(microbatch, []).append(seen)
+        return output
+
+    @contextmanager
+    def _clones_in_place(self, step: _Step) -> Iterator[None]:
+        """The forward writes to clones. They serve for the whole step: some subclasses read what
+        the micro-batches before have left there. Threads may be in here at once."""
+        buffers = self.module._buffers
+        with self._lock:
+            if self._calls == 0:
+                own = {name: b for name in _BUFFERS if (b := buffers.get(name)) is not None}
+                if self not in step.clones:
+                    step.clones[self] = {name: b.detach().clone() for name, b in own.items()}
+                self._own = own
+                buffers.update(step.clones[self])
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                if self._calls == 0:
+                    buffers.update(self._own)
+                    self._own = {}
+
+
+def _counted_microbatch() -> int | None:
+    """The micro-batch whose forward is under way; ``None`` for what is computed again."""
+    return None if is_recomputing() else current_microbatch()
+
+
+@torch.no_grad()
+def _commit(step: _Step) -> None:
+    """Update running statistics as one forward of the whole batch does. Reads no values: on an
+    accelerator the host does not wait."""
+    for stand_in, seen in step.seen.items():
+        calls = itertools.zip_longest(*(seen[microbatch] for microbatch in sorted(seen)))
+        for parts in calls:
+            _update(stand_in.module, merged([part for part in parts if part is not None]))
+
+
+def _update(module: _BatchNorm, whole: Statistics) -> None:
+    factor: float | Tensor | None = module.momentum
+    tracked = module.num_batches_tracked
+    if tracked is not None:
+        tracked.add_(1)
+    if factor is None:  # the average over all steps
+        factor = 0.0 if tracked is None else 1 / tracked.to(whole.mean)
+    variance = whole.squares / max(whole.samples - 1, 1)
+    for running, value in ((module.running_mean, whole.mean), (module.running_var, variance)):
+        if running is not None:
+            running.copy_(running.to(value).lerp_(value, factor))
