@@ -11,6 +11,7 @@ from .blocks import (
 )
 from .capture import record
 from .errors import BlockpipeError
+from .materialize import materialize
 from .meter import host_syncs
 from .pipeline import Pipeline, StepResult
 from .plan import Assignment, StagePlan
@@ -34,6 +35,7 @@ __all__ = [
     "Assignment",
     "Recording",
     "StagePlan",
+    "materialize",
     "record",
     # Schedules
     "Action",
