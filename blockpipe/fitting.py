@@ -26,7 +26,8 @@ class Slot:
     names: list[str]
     header: Header
     stage: int | None = None
-    required: bool = True  # whether a checkpoint without it does not fit; not if never saved
+    required: bool = True  # whether a checkpoint without it does not fit
+    saved: bool = True  # in a state dict; buffers that are not persistent are not
 
     def source_name(self, headers: Mapping[str, Header]) -> str | None:
         """Under which of its names a checkpoint has it: of several the last, as
@@ -63,7 +64,8 @@ def misfits(slots: Sequence[Slot], headers: Mapping[str, Header]) -> Misfits:
     slot_of = {name: slot for slot in slots for name in slot.names}
     for slot in slots:
         if slot.required and slot.source_name(headers) is None:
-            found.missing.append(f"{_named(slot)}, {slot.header}")
+            why = "" if slot.saved else ", not persistent: it needs init="
+            found.missing.append(f"{_named(slot)}, {slot.header}{why}")
     for name, header in headers.items():
         known = slot_of.get(name)
         if known is None:
@@ -103,9 +105,9 @@ def slots_of(model: nn.Module) -> dict[int, tuple[Slot, Tensor]]:
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 header = Header(tuple(tensor.shape), tensor.dtype)
-                slot, _ = slots.setdefault(id(tensor), (Slot([], header, required=False), tensor))
+                slot, _ = slots.setdefault(id(tensor), (Slot([], header, saved=False), tensor))
                 slot.names.append(f"{path}.{key}" if path else key)
-                slot.required |= key not in module._non_persistent_buffers_set
+                slot.saved |= key not in module._non_persistent_buffers_set
     return slots
 
 

@@ -147,7 +147,7 @@ def check_weights(
     slots = slots_of(model).values()
     for slot, tensor in slots:
         slot.stage = next((held[name].stage for name in slot.names if name in held), None)
-        slot.required = init is None and (tensor.is_meta or slot.required)
+        slot.required = init is None and (tensor.is_meta or slot.saved)
     remedy = (
         "rename what is named otherwise (weights= takes a mapping too), and pass init= for what "
         "no checkpoint holds"
