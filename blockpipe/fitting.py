@@ -91,7 +91,7 @@ def _stage_near(name: str, slot_of: Mapping[str, Slot]) -> int | None:
     path = name.rpartition(".")[0]
     while path:
         for other, slot in slot_of.items():
-            if other.startswith(f"{path}."):
+            if other == slot.names[0] and other.startswith(f"{path}."):  # tied ones live elsewhere
                 return slot.stage
         path = path.rpartition(".")[0]
     return None
