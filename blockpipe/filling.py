@@ -142,8 +142,8 @@ class Filling:
             result = tensor
         except RuntimeError:  # something else has a weak reference, or a graph
             result = other
-            for slots, key in places:
-                slots[key] = other
+            for module, key in places:
+                setattr(module, key, other)  # LSTMs and the like keep a list of theirs by this
         self.places[id(result)] = places
         return result
 
@@ -173,14 +173,14 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _places(model: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
+def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """From a tensor's ``id`` to everywhere the model holds it."""
-    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for slots in _slots(module):
             for key, tensor in slots.items():
                 if tensor is not None:
-                    places.setdefault(id(tensor), []).append((slots, key))
+                    places.setdefault(id(tensor), []).append((module, key))
     return places
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .errors import WeightsError
 from .recording import Recording
@@ -129,14 +130,22 @@ def load_checked(
     Raises:
         WeightsError: it does not fit; every misfit is named.
     """
-    slots = state_slots(model, recording)
+    own = model.state_dict(keep_vars=True)
+    if any(is_lazy(value) for value in own.values()):
+        return model.load_state_dict(state, strict=strict)  # shapes come with the dictionary
+    slots = state_slots(own, recording)
     headers = {
         name: Header(tuple(value.shape), value.dtype)
         for name, value in state.items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and not is_extra(name)
     }
-    others = {name for name, value in state.items() if name not in headers}  # of get_extra_state
-    found = misfits([s for s in slots if others.isdisjoint(s.names)], headers)
+    found = misfits(slots, headers)
+    found.missing += [repr(name) for name in own if is_extra(name) and name not in state]
+    found.unexpected += [
+        f"{name!r}, a {type(value).__name__}"
+        for name, value in state.items()
+        if name not in headers and name not in own
+    ]
     if not strict:
         found = Misfits(wrong=found.wrong)
     state = _completed(state, slots, headers)
@@ -150,12 +159,17 @@ def load_checked(
     return model.load_state_dict(state, strict=strict)
 
 
-def state_slots(model: nn.Module, recording: Recording | None) -> list[Slot]:
-    """The tensors of a model's state dict, tied ones once; what is no tensor is left out."""
+def is_extra(name: str) -> bool:
+    """Whether it is what a module's ``get_extra_state`` gave: of any type and shape."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def state_slots(own: Mapping[str, Any], recording: Recording | None) -> list[Slot]:
+    """The tensors of a model's state dict (with ``keep_vars=True``), tied ones once."""
     stages = stages_of(recording)
     slots: dict[int, Slot] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
+    for name, value in own.items():
+        if isinstance(value, Tensor) and not is_extra(name):
             header = Header(tuple(value.shape), value.dtype)
             slot = slots.setdefault(id(value), Slot([], header, stages.get(name)))
             slot.names.append(name)

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from .errors import UsageError, WeightsError
+from .fitting import is_extra
 from .tensorfile import check_savable, write_tensors
 
 _OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
@@ -72,10 +73,10 @@ def _savable(model: nn.Module, stages: Mapping[str, int]) -> dict[str, Tensor]:
     """Tensors by their first names, stage after stage."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
+        if is_extra(name):
             raise WeightsError(
-                f"safetensors holds tensors alone, but {name!r} (of get_extra_state) is a "
-                f"{type(value).__name__}; save it by torch.save(pipe.state_dict(), …)"
+                f"safetensors holds parameters and buffers, but {name!r} comes from a module's "
+                "get_extra_state; save it by torch.save(pipe.state_dict(), …)"
             )
         check_savable(name, value)
         found.setdefault(id(value), (name, value))

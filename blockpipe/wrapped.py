@@ -187,7 +187,7 @@ class WrappedModel(nn.Module):
         source = open_weights(weights)
         check_weights(self.module, source, {}, self._init if strict else "anything")
         self._weights = weights
-        slots = state_slots(self.module, None)
+        slots = state_slots(self.module.state_dict(keep_vars=True), None)
         absent = [slot for slot in slots if slot.source_name(source.headers) is None]
         return [name for slot in absent for name in slot.names]
 

@@ -117,6 +117,25 @@ def test_a_tensor_that_cannot_be_swapped_is_replaced_at_every_name():
     assert not net.a.weight.is_meta
 
 
+def test_modules_that_keep_lists_of_their_parameters():
+    """An LSTM holds weak references, so its parameters are replaced; it reads the new ones."""
+
+    def make():
+        return nn.Sequential(nn.LSTM(6, 6, batch_first=True), First(), nn.Linear(6, 6))
+
+    class First(nn.Module):
+        def forward(self, pair):
+            return pair[0]
+
+    plain, net = make(), on_meta(make)
+    bp.begin_blocks(net, {"2": 1})
+    x = torch.randn(2, 3, 6)
+    pipe = pipeline(net, devices=["cpu"] * 2, weights=plain.state_dict())
+    torch.testing.assert_close(pipe(x), plain(x))
+    pipe.forward_backward(x, loss_fn=torch.sum)
+    assert all(p.grad is not None for p in net.parameters())
+
+
 def test_recording_leaves_no_weak_reference():
     """It would keep the parameters from being swapped."""
     gc.disable()
@@ -438,6 +457,23 @@ def test_a_partly_meta_model():
     pipe.forward_backward(X, loss_fn=F.mse_loss, target=X)
     assert torch.equal(net.b.weight, head)
     assert not net.c.weight.is_meta
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda(tmp_path):
+    """From a file straight to the device, cast on the way; back on the host by the file."""
+    plain, net = Net(), on_meta().to(torch.bfloat16)
+    bp.Pipeline(plain).save_weights(tmp_path)
+    x = X.to(torch.bfloat16)
+    pipe = pipeline(net, devices=["cuda"] * 3, weights=tmp_path, init=fill_scale, sample=((x,), {}))
+    assert {t.device.type for t in (*net.parameters(), *net.buffers())} == {"cuda"}
+    assert torch.equal(net.a.weight.cpu(), plain.a.weight.to(torch.bfloat16))
+    pipe.forward_backward(x, loss_fn=torch.sum)
+    pipe.save_weights(tmp_path)
+    again = bp.Pipeline(Net())
+    again.load_weights(tmp_path)
+    assert torch.equal(again.module.b.weight, net.b.weight.cpu().float())
 
 
 # --- memory

@@ -353,9 +353,28 @@ def test_extra_state_is_the_models_own():
     one.module[0].note = "b"
     other.load_state_dict(one.state_dict())
     assert other.module[0].note == "b"
-    with pytest.raises(WeightsError, match="'0._extra_state' .of get_extra_state. is a dict"):
+    state = {n: t + 1 for n, t in one.state_dict().items() if not n.endswith("state")}
+    before = copies(dict(other.module.named_parameters()))
+    with pytest.raises(WeightsError, match="missing: '0._extra_state'"):
+        other.load_state_dict(state)
+    with pytest.raises(WeightsError, match="missing: '0.weight'"):
+        other.load_state_dict({**state, "0._extra_state": {"note": "c"}, "0.weight": [1.0]})
+    with pytest.raises(WeightsError, match="unexpected: 'epoch', a int"):
+        other.load_state_dict({**state, "0._extra_state": {"note": "c"}, "epoch": 3})
+    assert same_state(dict(other.module.named_parameters()), before)
+    with pytest.raises(
+        WeightsError, match="'0._extra_state' comes from a module's get_extra_state"
+    ):
         one.save_weights("never-made")
     assert not os.path.exists("never-made")
+
+
+def test_a_lazy_model():
+    """Its shapes come with the dictionary, as for the plain model."""
+    pipe = pipeline(nn.Sequential(nn.LazyLinear(6)), cuts=())
+    state = {"0.weight": torch.ones(6, 3), "0.bias": torch.zeros(6)}
+    pipe.load_state_dict(state)
+    assert torch.equal(pipe.module[0].weight, state["0.weight"])
 
 
 def test_assign_and_wrong_kinds_are_refused():
@@ -370,13 +389,16 @@ def test_assign_and_wrong_kinds_are_refused():
 # --- files, in and out
 
 
-@pytest.mark.parametrize("kind", ["file", "directory", "index", "torch", "mapping"])
+@pytest.mark.parametrize("kind", ["file", "directory", "index", "torch", "bin", "mapping"])
 def test_every_kind_of_weights(tmp_path, kind):
     """Into a model on meta, into a placed one, and into one that is neither."""
     plain = make()
     saving.save_weights(plain, tmp_path, {}, 10**9 if kind == "file" else 200)
     torch.save(plain.state_dict(), tmp_path / "x.pt")
+    where = {"weight_map": dict.fromkeys(plain.state_dict(), "x.pt")}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(where))
     weights = {
+        "bin": tmp_path / "pytorch_model.bin.index.json",
         "file": tmp_path / "model.safetensors",
         "directory": str(tmp_path),
         "index": tmp_path / "model.safetensors.index.json",
