@@ -561,6 +561,20 @@ def test_hugging_face(tmp_path, kind):
     assert same_state(fresh.state_dict(), plain.state_dict())
 
 
+def test_timm():
+    """Buffers that no checkpoint holds come from the modules' ``reset_parameters``."""
+    timm = pytest.importorskip("timm")
+    plain = timm.create_model("levit_128s")
+    with torch.device("meta"):
+        net = timm.create_model("levit_128s")
+    bp.begin_blocks(net, {"stages.1": 1})
+    images = torch.zeros(4, 3, 224, 224)
+    weights = plain.state_dict()
+    pipeline(net, cuts=(0,), weights=weights, init="reset_parameters", sample=((images,), {}))
+    for pair in zip(plain.named_buffers(), net.named_buffers(), strict=True):
+        assert torch.equal(pair[0][1], pair[1][1]), pair[0][0]
+
+
 # --- resuming
 
 
