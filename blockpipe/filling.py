@@ -1,11 +1,9 @@
 """One model on its way from the meta device to values: what ``materialize`` does, step by step.
 
 The ``Parameter`` objects stay: ``.data =`` on a meta parameter raises, but torch can swap the
-contents of two tensors, and refuses only where something else points to one of them.
+contents of two tensors.
 """
 
-import gc
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,12 +27,10 @@ class Filling:
         self.model = model
         self.source = source
         self.devices = devices
-        self.places = _places(model)
         self.slots = {name: slot for slot in slots_of(model).values() for name in slot[0].names}
         self.allocated: list[Tensor] = []
         self.loaded: dict[int, tuple[Tensor, str]] = {}  # and the name in the source
         self.empty: dict[int, tuple[Tensor, Held]] = {}
-        self.collected = False
 
     @contextmanager
     def or_nothing(self) -> Iterator[None]:
@@ -43,7 +39,7 @@ class Filling:
             yield
         except BaseException:
             for tensor in self.allocated:
-                self._become(tensor, like(tensor, torch.device("meta")))
+                _become(tensor, like(tensor, torch.device("meta")))
             raise
 
     def fill(self, held: Held, stages: Collection[int]) -> None:
@@ -54,7 +50,7 @@ class Filling:
         slot, tensor = self.slots[held.name]
         was_meta = tensor.is_meta
         if was_meta:
-            tensor = self._become(tensor, like(tensor, self.devices[stage]))
+            _become(tensor, like(tensor, self.devices[stage]))
             self.allocated.append(tensor)
         name = None if self.source is None else slot.source_name(self.source.headers)
         if self.source is not None and name is not None:
@@ -127,25 +123,15 @@ class Filling:
                 "as init=; register as a buffer what is none"
             )
 
-    def _become(self, tensor: Tensor, other: Tensor) -> Tensor:
-        """A tensor with another's data: the same object if torch allows it, else the other one,
-        at every name of the model."""
-        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            if getattr(tensor, hooks):
-                setattr(other, hooks, getattr(tensor, hooks))
-        if weakref.getweakrefs(tensor) and not self.collected:
-            gc.collect()  # a failed forward may have left fake tensors in a cycle
-            self.collected = True
-        places = self.places.pop(id(tensor))
-        try:
-            torch.utils.swap_tensors(tensor, other)
-            result = tensor
-        except RuntimeError:  # something else has a weak reference, or a graph
-            result = other
-            for module, key in places:
-                setattr(module, key, other)  # LSTMs and the like keep a list of theirs by this
-        self.places[id(result)] = places
-        return result
+
+def _become(tensor: Tensor, other: Tensor) -> None:
+    """Give a tensor another's memory, hooks and all staying with the object."""
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(tensor, hooks):
+            setattr(other, hooks, getattr(tensor, hooks))
+    # torch.utils.swap_tensors is this and a refusal where there are weak references, for whoever
+    # keys by them what was true of the old contents. An LSTM has some to its own parameters.
+    torch._C._swap_tensor_impl(tensor, other)
 
 
 class _Writes(TorchDispatchMode):
@@ -171,17 +157,6 @@ class _Writes(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """From a tensor's ``id`` to everywhere the model holds it."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for slots in _slots(module):
-            for key, tensor in slots.items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), []).append((module, key))
-    return places
 
 
 def _slots(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
