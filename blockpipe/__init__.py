@@ -12,6 +12,7 @@ from .blocks import (
 )
 from .capture import record
 from .errors import BlockpipeError
+from .materialize import materialize
 from .meter import host_syncs
 from .pipeline import Pipeline, StepResult
 from .plan import Assignment, StagePlan
@@ -36,6 +37,7 @@ __all__ = [
     "Assignment",
     "Recording",
     "StagePlan",
+    "materialize",
     "record",
     # Schedules
     "Action",

@@ -207,8 +207,11 @@ def _record_fake(
             return tensor
         found = fakes.get(id(tensor))
         if found is None:
-            found = mode.from_tensor(tensor)
-            if device is not None:
+            if device is None and tensor.is_meta:
+                device = torch.device("cpu")  # so that what the forward makes itself fits in
+            if device is None:
+                found = mode.from_tensor(tensor)
+            else:
                 with mode, torch.no_grad():
                     moved = torch.empty_strided(
                         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
@@ -220,6 +223,7 @@ def _record_fake(
         return found
 
     state = ModelState(model, values=False)
+    on_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
     swapped = {
         name: faked(tensor, None if homes is None else homes.get(name))
         for name, tensor in (*named_slots(model, "_parameters"), *named_slots(model, "_buffers"))
@@ -227,8 +231,7 @@ def _record_fake(
     try:
         with random_states(), _reparametrize_module(model, swapped, tie_weights=False):
             # A meta model takes any sample: only its shapes count.
-            on_meta = any(t.device.type == "meta" for t in swapped.values())
-            sample_device = torch.device("meta") if on_meta else None
+            sample_device = torch.device("cpu") if on_meta else None
             fake_args, fake_kwargs = map_tensors(lambda t: faked(t, sample_device), (args, kwargs))
             with mode:
                 return _run(

@@ -9,6 +9,7 @@ Every class is a :class:`BlockpipeError` and the builtin that it is a kind of, s
     ├── ScheduleError (ValueError)     a schedule that cannot run
     ├── MicrobatchError (ValueError)   a batch that cannot be split or put together
     ├── DeviceError (ValueError)       a device that is not there
+    ├── WeightsError (ValueError)      a checkpoint that does not fit, or tensors without values
     ├── RecordingError (RuntimeError)  a forward that cannot be recorded, or is not pipelinable
     ├── RouteError (RuntimeError)      a micro-batch left the recorded route
     ├── CrossingError (RuntimeError)   a tensor crossed in a way that autograd cannot follow
@@ -42,6 +43,10 @@ class MicrobatchError(BlockpipeError, ValueError):
 
 class DeviceError(BlockpipeError, ValueError):
     """A device that does not exist on this machine."""
+
+
+class WeightsError(BlockpipeError, ValueError):
+    """A checkpoint that cannot be read or does not fit the model; tensors left without values."""
 
 
 class RecordingError(BlockpipeError, RuntimeError):

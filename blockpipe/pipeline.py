@@ -25,6 +25,7 @@ from .glue import Doors, Glue
 from .journey import FreeJourney
 from .lanes import close_idle_threads
 from .memory import MemoryReport, measured, predict
+from .materialize import Init, check_init
 from .microbatch import BatchDims, Joint, LossReduction, Microbatch, join, split, weights_of
 from .options import (
     as_sample,
@@ -41,6 +42,7 @@ from .recording import Recording
 from .summary import summarize
 from .transfer import Owner, default_devices, set_owner
 from .tree import leaves, map_tensors
+from .weights import Weights, open_weights
 from .where import remembers_caller, users_line
 from .wrapped import WrappedModel
 
@@ -94,12 +96,19 @@ class Pipeline(WrappedModel):
             on dim 0 every tensor that has the batch's size there.
         loss_reduction: ``"mean"``, ``"sum"``, or a callable ``(args, kwargs, target) -> number``
             that says what a micro-batch's mean is over (its number of tokens, say).
+        weights: where the values of a model on the meta device come from, when it is placed: a
+            path of safetensors (a file, or a sharded checkpoint's directory or index) or for
+            ``torch.load``, or a mapping from names to tensors. See :func:`materialize`.
+        init: what gives values to tensors that ``weights`` does not: a function, called with each
+            module that holds such tensors, or ``"reset_parameters"``.
         isolate: the stage sanitizer: slow, and proves that no operation reads another stage's
             tensor.
 
     Raises:
         PlanError, ScheduleError, DeviceError, UsageError: an option that cannot be, before
             anything moves.
+        WeightsError: a checkpoint that cannot be read; when the model is placed, one that does
+            not fit, or tensors that are left without values.
 
     Source: the calls follow torchgpipe's ``GPipe``, the marks PopTorch; 1F1B is PipeDream's.
 
@@ -129,6 +138,8 @@ class Pipeline(WrappedModel):
         sample: tuple[Any, ...] | None = None,
         batch_dims: BatchDims = None,
         loss_reduction: LossReduction = "mean",
+        weights: Weights | None = None,
+        init: Init | None = None,
         isolate: bool = False,
     ) -> None:
         super().__init__()
@@ -144,7 +155,11 @@ class Pipeline(WrappedModel):
             )
         check_plan(plan)
         check_batch_dims(batch_dims)
+        check_init(model, weights, init)
+        if weights is not None:
+            open_weights(weights)
         self.module = model
+        self._weights, self._init = weights, init
         self.chunks = chunks
         self.schedule: ScheduleOption = schedule
         self.in_flight = in_flight
@@ -534,7 +549,10 @@ class Pipeline(WrappedModel):
             prepared.compile(options, cuda_graphs=cuda_graphs)
 
     def unplace(self) -> nn.Module:
-        """Move the model's parameters and buffers back to where they were; returns the model."""
+        """Move the model's parameters and buffers back to where they were; returns the model.
+
+        What was on the meta device stays on its stage's device: it may be larger than any other.
+        """
         if self._placement is not None:
             self._placement.unplace()
             self._placement = None
@@ -604,6 +622,7 @@ class Pipeline(WrappedModel):
     def _place(self, recording: Recording, devices: list[torch.device]) -> Prepared:
         first = self._placement is None
         if self._placement is None:
+            self._materialize(recording, devices)
             self._placement = Placement(self.module, devices)
         homes = self._placement.place(recording, keep=not first and not torch.is_grad_enabled())
         return self._prepared_by(recording, homes, devices)

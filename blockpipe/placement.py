@@ -45,8 +45,8 @@ class Placement:
         if on_meta:
             raise PlanError(
                 f"a pipeline needs values, but {on_meta[:3]} of {type(self.model).__name__} are on "
-                "the meta device; load or initialize the model first (record() and summaries work "
-                "on the meta device)"
+                "the meta device; pass weights=… (a checkpoint) or init=… to Pipeline, or call "
+                "blockpipe.materialize (record() and summaries work on the meta device)"
             )
         computed = [name for name, t in named.items() if t.grad_fn is not None]
         if computed:

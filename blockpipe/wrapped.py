@@ -5,14 +5,21 @@ treat the stages as one module on one device (``.to(device)``, ``torch.compile``
 ``DistributedDataParallel``) is refused at once.
 """
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from .errors import UsageError
+from .fitting import load_checked, stages_of, state_slots
+from .materialize import Init, check_weights, load_in_place, materialize
+from .recording import Recording
+from .saving import save_weights
+from .weights import Weights, open_weights
 from .where import users_line
 
 
@@ -20,6 +27,13 @@ class WrappedModel(nn.Module):
     """A module that holds the user's model as ``module``, and stands for it."""
 
     module: nn.Module
+    _weights: Weights | None = None
+    _init: Init | None = None
+
+    @property
+    def recording(self) -> Recording | None:
+        """What is known of the stages."""
+        return None
 
     @property
     def _initialize_hook(self) -> None:
@@ -74,10 +88,112 @@ class WrappedModel(nn.Module):
         """Refused, as :meth:`to` a device is."""
         return self.to(torch.device("cpu"))
 
+    # --- values, in and out
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain model's, with its keys."""
+        """The plain model's, with its keys; tensors are on their stages' devices."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the plain model's."""
-        return self.module.load_state_dict(*args, **kwargs)
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As the plain model's, but what does not fit is found before anything changes.
+
+        A model that is still on the meta device keeps the dictionary until it is placed.
+
+        Args:
+            state_dict: from a pipeline of any stages, or from the plain model. A tied tensor may
+                come under one of its names alone.
+            strict: whether missing and unexpected names are errors; wrong shapes always are.
+            assign: refused.
+
+        Returns:
+            What torch returns: the missing and the unexpected keys.
+
+        Raises:
+            WeightsError: every name and shape that does not fit, with its stage.
+            UsageError: ``assign=True``.
+        """
+        if assign:
+            raise UsageError(
+                "a pipeline's parameters stay the same objects on their stages' devices, but "
+                "assign=True would put the dictionary's tensors in their place; leave it out, or "
+                f"load into pipe.module before the first call ({users_line()})"
+            )
+        if not isinstance(state_dict, Mapping):
+            raise UsageError(
+                f"a state dict is a mapping from names to values, but {type(state_dict).__name__} "
+                f"came; for a file call load_weights(path) ({users_line()})"
+            )
+        if self._is_on_meta():
+            known = self.module.state_dict().keys()
+            unexpected = [name for name in state_dict if name not in known]
+            given = {n: t for n, t in state_dict.items() if strict or n in known}
+            missing = self._load_later(given, strict=strict)
+            return _IncompatibleKeys(missing, [] if strict else unexpected)
+        keys = load_checked(self.module, state_dict, strict=strict, recording=self.recording)
+        self._weights = None  # of before
+        return keys
+
+    def load_weights(self, weights: Weights) -> None:
+        """Load a checkpoint, checked first, tensor by tensor, to where the model's tensors are.
+
+        A model that is still on the meta device is loaded when it is placed.
+
+        Args:
+            weights: as for :class:`Pipeline`: a path, or a mapping from names to tensors.
+
+        Raises:
+            WeightsError: it cannot be read, or does not fit (then nothing has changed).
+
+        Example:
+            >>> import tempfile, torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+            >>> pipe = bp.Pipeline(bp.begin_blocks(net, {"1": 1}), devices=["cpu"] * 2, chunks=2)
+            >>> with tempfile.TemporaryDirectory() as directory:
+            ...     pipe.save_weights(directory)
+            ...     pipe.load_weights(directory)
+        """
+        if self._is_on_meta():
+            self._load_later(weights, strict=True)
+        else:
+            load_in_place(self.module, weights, self.recording)
+            self._weights = None  # of before
+
+    def save_weights(
+        self, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 1000**3
+    ) -> None:
+        """Save the weights as safetensors, as ``from_pretrained`` and ``load_weights`` read them.
+
+        One file, or shards with an index; tied tensors once; at most one tensor at a time in host
+        memory. What the directory held under these names is replaced at the end.
+
+        Args:
+            directory: where to; made if it is not there.
+            max_shard_bytes: of one file, unless a single tensor is larger.
+
+        Raises:
+            WeightsError: tensors without values, or what safetensors cannot hold.
+
+        Source: the layout is that of Hugging Face's ``save_pretrained``.
+        """
+        save_weights(self.module, directory, stages_of(self.recording), max_shard_bytes)
+
+    def _is_on_meta(self) -> bool:
+        return any(t.is_meta for t in (*self.module.parameters(), *self.module.buffers()))
+
+    def _load_later(self, weights: Weights, *, strict: bool) -> list[str]:
+        """Check by name and shape, and keep for the placement; what is missing, if that may be."""
+        source = open_weights(weights)
+        check_weights(self.module, source, {}, self._init if strict else "anything")
+        self._weights = weights
+        slots = state_slots(self.module.state_dict(keep_vars=True), None)
+        absent = [slot for slot in slots if slot.source_name(source.headers) is None]
+        return [name for slot in absent for name in slot.names]
+
+    def _materialize(self, recording: Recording, devices: list[torch.device]) -> None:
+        """Give a model on the meta device its values, once: later ones are the training's."""
+        if self._weights is None and self._init is None:
+            return
+        materialize(self.module, recording, devices, weights=self._weights, init=self._init)
+        self._weights = self._init = None

@@ -429,7 +429,9 @@ def test_meta_model() -> None:
     """A model on the meta device has no values to train: a PlanError that says to load it."""
     net = marked_net().to("meta")
     with unchanged(net):
-        with pytest.raises(PlanError, match="meta device; load or initialize the model first"):
+        with pytest.raises(
+            PlanError, match="meta device; pass weights=… .a checkpoint. or init=… to Pipeline"
+        ):
             train(pipeline(net))
 
 

@@ -33,6 +33,14 @@ def test_gpt() -> None:
     assert "tied" in out or "embed.weight" in out
 
 
+def test_a_large_model_is_recorded_and_planned() -> None:
+    """U-Net (24, 160) of 7.8 B parameters, on the meta device, in far less than 30 s."""
+    pytest.importorskip("torchvision")
+    out = run("examples/benchmarks/large_models.py")
+    assert "7.80 B parameters" in out
+    assert float(out.split()[-1]) < 30, out
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "command",

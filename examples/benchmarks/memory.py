@@ -5,7 +5,8 @@
 
 First the peak of activations for each mode, predicted from the recording and measured: on the
 CPU by counting the bytes of live tensors, on CUDA by the allocator. Then, in one thread, what
-recomputing all costs over the forward that it repeats, beside ``torch.utils.checkpoint`` on each layer.
+recomputing all costs over the forward that it repeats, beside ``torch.utils.checkpoint`` on each
+layer.
 """
 
 import argparse

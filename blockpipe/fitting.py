@@ -1,0 +1,223 @@
+"""Whether a checkpoint fits a model: everything that does not, found before anything changes.
+
+``Module.load_state_dict`` copies what fits and raises afterwards; a model is then half of one
+checkpoint and half of another.
+"""
+
+import copy
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .errors import WeightsError
+from .recording import Recording
+from .weights import Header
+
+
+@dataclass
+class Slot:
+    """A tensor of a model: all the names it goes by, and what a checkpoint has to give it."""
+
+    names: list[str]
+    header: Header
+    stage: int | None = None
+    required: bool = True  # whether a checkpoint without it does not fit
+    saved: bool = True  # in a state dict; buffers that are not persistent are not
+
+    def source_name(self, headers: Mapping[str, Header]) -> str | None:
+        """Under which of its names a checkpoint has it: of several the last, as
+        ``load_state_dict`` has it."""
+        return next((name for name in reversed(self.names) if name in headers), None)
+
+
+@dataclass
+class Misfits:
+    """What does not fit, as the lines of a message."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def check(self, what: str, model: nn.Module, remedy: str) -> None:
+        """Raise one :class:`WeightsError` for all of them, if there are any."""
+        lines = [
+            *(f"missing: {line}" for line in self.missing),
+            *(f"unexpected: {line}" for line in self.unexpected),
+            *(f"wrong shape: {line}" for line in self.wrong),
+        ]
+        if lines:
+            raise WeightsError(
+                f"a checkpoint of {type(model).__name__} was expected, but {what} does not fit:\n  "
+                + "\n  ".join(lines)
+                + f"\nNothing was changed; {remedy}"
+            )
+
+
+def misfits(slots: Sequence[Slot], headers: Mapping[str, Header]) -> Misfits:
+    """Compare a model's tensors with a checkpoint's, by names and shapes."""
+    found = Misfits()
+    slot_of = {name: slot for slot in slots for name in slot.names}
+    for slot in slots:
+        if slot.required and slot.source_name(headers) is None:
+            why = "" if slot.saved else ", not persistent: it needs init="
+            found.missing.append(f"{_named(slot)}, {slot.header}{why}")
+    for name, header in headers.items():
+        known = slot_of.get(name)
+        if known is None:
+            found.unexpected.append(f"{name!r}{_stage(_stage_near(name, slot_of))}, {header}")
+        elif header.shape != known.header.shape:
+            found.wrong.append(
+                f"{name!r}{_stage(known.stage)}: {list(known.header.shape)} in the model, "
+                f"{list(header.shape)} in the checkpoint"
+            )
+    return found
+
+
+def _named(slot: Slot) -> str:
+    return " = ".join(map(repr, slot.names)) + _stage(slot.stage)
+
+
+def _stage(stage: int | None) -> str:
+    return "" if stage is None else f" (stage {stage})"
+
+
+def _stage_near(name: str, slot_of: Mapping[str, Slot]) -> int | None:
+    """The stage of the nearest tensors in the tree of names."""
+    path = name.rpartition(".")[0]
+    while path:
+        for other, slot in slot_of.items():
+            if other == slot.names[0] and other.startswith(f"{path}."):  # tied ones live elsewhere
+                return slot.stage
+        path = path.rpartition(".")[0]
+    return None
+
+
+def slots_of(model: nn.Module) -> dict[int, tuple[Slot, Tensor]]:
+    """From ``id`` to every parameter and buffer, tied ones once, under all of their names."""
+    slots: dict[int, tuple[Slot, Tensor]] = {}
+    # Duplicates too: a module that is registered twice has two names in a state dict.
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                header = Header(tuple(tensor.shape), tensor.dtype)
+                slot, _ = slots.setdefault(id(tensor), (Slot([], header, saved=False), tensor))
+                slot.names.append(f"{path}.{key}" if path else key)
+                slot.saved |= key not in module._non_persistent_buffers_set
+    return slots
+
+
+def stages_of(recording: Recording | None) -> dict[str, int]:
+    """From every name of a parameter or buffer to its stage."""
+    held = [] if recording is None else [*recording.parameters, *recording.buffers]
+    return {name: h.stage for h in held for name in h.names}
+
+
+# --- load_state_dict
+
+
+def load_checked(
+    model: nn.Module, state: Mapping[str, Any], *, strict: bool, recording: Recording | None
+) -> Any:
+    """``model.load_state_dict``, but what does not fit is found before anything changes, and a
+    tied tensor may come under one of its names alone.
+
+    Raises:
+        WeightsError: it does not fit; every misfit is named.
+    """
+    own = model.state_dict(keep_vars=True)
+    if any(is_lazy(value) for value in own.values()):
+        return model.load_state_dict(state, strict=strict)  # shapes come with the dictionary
+    slots = state_slots(own, recording)
+    headers = {
+        name: Header(tuple(value.shape), value.dtype)
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not is_extra(name)
+    }
+    found = misfits(slots, headers)
+    found.missing += [repr(name) for name in own if is_extra(name) and name not in state]
+    found.unexpected += [
+        f"{name!r}, a {type(value).__name__}"
+        for name, value in state.items()
+        if name not in headers and name not in own
+    ]
+    if not strict:
+        found = Misfits(wrong=found.wrong)
+    state = _completed(state, slots, headers)
+    try:
+        found.check("the state dict", model, "load what was saved from a model of this structure")
+    except WeightsError as error:
+        # The model may have its own way with old or renamed keys: does it, on a copy without data?
+        refusal = _refusal(model, state, strict)
+        if refusal is not None:
+            raise error from refusal
+    return model.load_state_dict(state, strict=strict)
+
+
+def is_extra(name: str) -> bool:
+    """Whether it is what a module's ``get_extra_state`` gave: of any type and shape."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def state_slots(own: Mapping[str, Any], recording: Recording | None) -> list[Slot]:
+    """The tensors of a model's state dict (with ``keep_vars=True``), tied ones once."""
+    stages = stages_of(recording)
+    slots: dict[int, Slot] = {}
+    for name, value in own.items():
+        if isinstance(value, Tensor) and not is_extra(name):
+            header = Header(tuple(value.shape), value.dtype)
+            slot = slots.setdefault(id(value), Slot([], header, stages.get(name)))
+            slot.names.append(name)
+    return list(slots.values())
+
+
+def _completed(
+    state: Mapping[str, Any], slots: Sequence[Slot], headers: Mapping[str, Header]
+) -> Mapping[str, Any]:
+    """The state under all names of tied tensors."""
+    ties = {
+        name: state[source]
+        for slot in slots
+        if (source := slot.source_name(headers)) is not None
+        for name in slot.names
+        if name not in headers
+    }
+    if not ties:
+        return state
+    complete: OrderedDict[str, Any] = OrderedDict({**state, **ties})
+    if hasattr(state, "_metadata"):  # the versions of the modules that wrote it
+        complete._metadata = state._metadata  # type: ignore[attr-defined]
+    return complete
+
+
+def _refusal(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Exception | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # to load into a meta tensor does nothing, torch says
+            _skeleton(model).load_state_dict(state, strict=strict)
+    except Exception as error:
+        return error
+    return None
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """A copy of a model on the meta device: its structure and its hooks, and no data."""
+    held = (tensor for _, tensor in slots_of(model).values())
+    memo: dict[int, Any] = {id(t): like(t, torch.device("meta")) for t in held}
+    return copy.deepcopy(model, memo)
+
+
+def like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A parameter or buffer of the same class, attributes and memory format on another device,
+    without values."""
+    # Outside of inference mode, which a first call may be under: its tensors cannot be trained.
+    with torch.inference_mode(False), torch.no_grad():
+        data = torch.empty_like(tensor.detach(), device=device)
+    made: Tensor = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    return made

@@ -1,0 +1,167 @@
+"""A model on the meta device gets memory and values, stage by stage, tensor by tensor.
+
+The obvious way, ``to_empty`` and then ``load_state_dict``, needs the model and the checkpoint as a
+whole on one device; here a tensor is allocated where its stage is and filled before the next.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import UsageError
+from .filling import Filling
+from .fitting import misfits, slots_of
+from .options import checked_devices
+from .recorder import named_slots
+from .recording import Held, Recording
+from .weights import Source, Weights, open_weights
+
+Init = Callable[[nn.Module], object] | str
+
+REMEDY = "pass weights=… (a checkpoint), init=… (a function of a module, or 'reset_parameters')"
+
+
+def materialize(
+    model: nn.Module,
+    recording: Recording,
+    devices: Sequence[Any],
+    *,
+    weights: Weights | None = None,
+    init: Init | None = None,
+    stages: Collection[int] | None = None,
+) -> None:
+    """Give the tensors of a model memory on their stages' devices, and values.
+
+    :class:`Pipeline` does this itself for a model on the meta device; call it where a process
+    loads its own stages only. Tensors that have values already stay where they are and are
+    loaded in place. Peak memory is the stages' own and one tensor more.
+
+    Args:
+        model: built under ``torch.device("meta")``, as a whole or in part.
+        recording: of this model; says which stage each tensor lives on.
+        devices: one for each stage.
+        weights: a path (a ``.safetensors`` file; the directory or the ``*.index.json`` of a
+            sharded checkpoint; else a file for ``torch.load``), or a mapping from names to
+            tensors. Values are cast to the model's dtype. One name of a tied tensor is enough.
+        init: called, as ``Module.apply`` does it, with each module that itself holds tensors for
+            which ``weights`` has no values, children first, without gradients; or
+            ``"reset_parameters"``: the modules' own. What ``weights`` has given stays.
+        stages: only the tensors that these stages read; ``None``: all.
+
+    Raises:
+        WeightsError: names or shapes do not fit (every misfit is named, and nothing has changed),
+            or tensors are left without values (then the model is on the meta device again).
+        UsageError: an argument that cannot be.
+
+    Source: FSDP's ``param_init_fn`` for ``init``; the layout of sharded checkpoints is Hugging
+    Face's.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> with torch.device("meta"):
+        ...     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        >>> net = bp.begin_blocks(net, {"1": 1})
+        >>> recording = bp.record(net, torch.zeros(1, 4))
+        >>> bp.materialize(net, recording, ["cpu"] * 2, init="reset_parameters", stages=[1])
+        >>> [p.device.type for p in net.parameters()]
+        ['meta', 'meta', 'cpu', 'cpu']
+    """
+    held = {name: h for h in (*recording.parameters, *recording.buffers) for name in h.names}
+    differing = {name for s in ("_parameters", "_buffers") for name, _ in named_slots(model, s)}
+    differing ^= held.keys()
+    if differing:
+        raise UsageError(
+            f"a recording of this {type(model).__name__} was expected, but it differs in "
+            f"{sorted(differing)[:3]}; record the model anew"
+        )
+    checked = checked_devices(devices) or []
+    recording.check(len(checked))
+    check_init(model, weights, init)
+    if weights is None and init is None:
+        raise UsageError(f"materialize needs to know where values come from; {REMEDY}")
+    for stage in stages or ():
+        if stage not in range(recording.num_stages):
+            raise UsageError(
+                f"stages are 0..{recording.num_stages - 1} of the recording, but {stage!r} came"
+            )
+    wanted = range(recording.num_stages) if stages is None else stages
+    source = None if weights is None else open_weights(weights)
+    if source is not None:
+        check_weights(model, source, held, init)
+    filling = Filling(model, source, [checked[n] for n in range(recording.num_stages)])
+    with filling.or_nothing(), torch.inference_mode(False), torch.no_grad():
+        unique = {id(h): h for h in held.values()}.values()
+        for entry in sorted(unique, key=lambda h: h.stage):
+            filling.fill(entry, wanted)
+        if init is not None:
+            filling.initialize(_as_function(init))
+        filling.check(whole=stages is None)
+
+
+def load_in_place(model: nn.Module, weights: Weights, recording: Recording | None) -> None:
+    """Load a checkpoint into a model that has values, each tensor to where it is.
+
+    Raises:
+        WeightsError: it cannot be read, or does not fit (then nothing has changed).
+    """
+    source = open_weights(weights)
+    parts = () if recording is None else (*recording.parameters, *recording.buffers)
+    check_weights(model, source, {name: h for h in parts for name in h.names})
+    with torch.no_grad():
+        for slot, tensor in slots_of(model).values():
+            name = slot.source_name(source.headers)
+            if name is not None:
+                source.read(name, tensor)
+
+
+def check_init(model: nn.Module, weights: object, init: object) -> None:
+    """Raise :class:`UsageError` for what is no ``init=``, or has nothing to do."""
+    if init is None:
+        return
+    if not callable(init) and init != "reset_parameters":
+        raise UsageError(
+            "init is a function that is called with each module, or 'reset_parameters', but "
+            f"{init!r} came"
+        )
+    if weights is None and not any(t.is_meta for _, t in slots_of(model).values()):
+        raise UsageError(
+            f"init= gives values to a model on the meta device, but every tensor of "
+            f"{type(model).__name__} has some already; build it under torch.device('meta'), or "
+            "initialize it before"
+        )
+
+
+def check_weights(
+    model: nn.Module, source: Source, held: Mapping[str, Held], init: object = None
+) -> None:
+    """Raise one :class:`WeightsError` for everything in which a checkpoint does not fit.
+
+    Args:
+        model: to be filled.
+        source: the checkpoint.
+        held: from names to what a recording knows of them; may be empty.
+        init: gives values to what the checkpoint lacks, if there is one.
+    """
+    slots = slots_of(model).values()
+    for slot, tensor in slots:
+        slot.stage = next((held[name].stage for name in slot.names if name in held), None)
+        slot.required = init is None and (tensor.is_meta or slot.saved)
+    remedy = (
+        "rename what is named otherwise (weights= takes a mapping too), and pass init= for what "
+        "no checkpoint holds"
+    )
+    misfits([slot for slot, _ in slots], source.headers).check(source.what, model, remedy)
+
+
+def _as_function(init: Init) -> Callable[[nn.Module], object]:
+    return _reset if isinstance(init, str) else init
+
+
+def _reset(module: nn.Module) -> None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        method = getattr(module, name, None)
+        if callable(method):
+            method()
+            return

@@ -1,0 +1,106 @@
+"""A model's weights as safetensors, in Hugging Face's layout, one tensor in host memory at a time.
+
+``model.safetensors``, or shards with ``model.safetensors.index.json``. Everything is written
+under other names first and renamed at the end, so that a failure leaves what was there.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from .errors import UsageError, WeightsError
+from .fitting import is_extra
+from .tensorfile import check_savable, write_tensors
+
+_OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
+
+
+def save_weights(
+    model: nn.Module, directory: str | os.PathLike[str], stages: Mapping[str, int], max_bytes: int
+) -> None:
+    """Write a model's state dict into a directory, in place of an earlier one.
+
+    Args:
+        model: whose; tied tensors are written once.
+        directory: where to; made if it is not there.
+        stages: from names to stages: tensors are written stage after stage.
+        max_bytes: of one file, unless a single tensor is larger.
+
+    Raises:
+        UsageError: an argument that cannot be.
+        WeightsError: what safetensors cannot hold, or tensors without values.
+    """
+    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1:
+        raise UsageError(f"max_shard_bytes is a number of bytes from 1 on, but {max_bytes!r} came")
+    shards = _shards(_savable(model, stages), max_bytes)
+    count = len(shards)
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    names = names if count > 1 else ["model.safetensors"]
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    # Of this process: two that save into one directory by mistake do not write into one file.
+    written = {name: target / f".{name}.{os.getpid()}.part" for name in names}
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            write_tensors(written[name], shard)
+        if count > 1:
+            index = "model.safetensors.index.json"
+            written[index] = target / f".{index}.{os.getpid()}.part"
+            written[index].write_text(_index(names, shards), encoding="utf-8")
+        _put(target, written)
+    finally:
+        for part in written.values():
+            part.unlink(missing_ok=True)
+
+
+def _put(target: Path, written: Mapping[str, Path]) -> None:
+    # What a loader looks for first goes first and comes last: no time sees half of two checkpoints.
+    for entry in ("model.safetensors", "model.safetensors.index.json"):
+        if len(written) > 1 or entry not in written:
+            (target / entry).unlink(missing_ok=True)
+    for name, part in written.items():
+        part.replace(target / name)
+    for old in target.iterdir():
+        if _OURS.fullmatch(old.name) and old.name not in written:
+            old.unlink()
+
+
+def _savable(model: nn.Module, stages: Mapping[str, int]) -> dict[str, Tensor]:
+    """Tensors by their first names, stage after stage."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if is_extra(name):
+            raise WeightsError(
+                f"safetensors holds parameters and buffers, but {name!r} comes from a module's "
+                "get_extra_state; save it by torch.save(pipe.state_dict(), …)"
+            )
+        check_savable(name, value)
+        found.setdefault(id(value), (name, value))
+    return dict(sorted(found.values(), key=lambda item: stages.get(item[0], 0)))
+
+
+def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        size = _bytes(tensor)
+        if shards[-1] and filled + size > max_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += size
+    return shards
+
+
+def _index(names: list[str], shards: list[dict[str, Tensor]]) -> str:
+    where = {n: file for file, shard in zip(names, shards, strict=True) for n in shard}
+    total = sum(_bytes(tensor) for shard in shards for tensor in shard.values())
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

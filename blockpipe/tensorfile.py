@@ -1,0 +1,171 @@
+"""Safetensors files, one tensor at a time.
+
+The format is eight bytes of length, a JSON header, and the tensors' bytes. It is read and written
+here because the ``safetensors`` package maps a file as a whole: the pages that were read stay
+resident, and the mapping counts in full against a limit on the process's memory. Here the bytes
+of a tensor go from the file straight into the tensor, and from the tensor into the file.
+"""
+
+import ctypes
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import WeightsError
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: what it is, and where its bytes are."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    begin: int
+    end: int
+
+
+def read_entries(path: Path) -> dict[str, Entry]:
+    """The tensors of a file, by its header alone.
+
+    Raises:
+        WeightsError: it is no safetensors file, or a part of one.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        start = 8 + length
+        if size < 8 or length > _LARGEST_HEADER or start > size:
+            raise _corrupt(path, f"its header would be {length} bytes long, of {size} in all")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        return {name: _entry(found, start, size) for name, found in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _corrupt(path, f"{type(error).__name__}: {error}") from error
+
+
+def _corrupt(path: Path, why: str) -> WeightsError:
+    return WeightsError(
+        f"a safetensors file was expected, but {str(path)!r} is none, or not the whole of one "
+        f"({why}); fetch or save it again"
+    )
+
+
+def _entry(found: Mapping[str, Any], start: int, size: int) -> Entry:
+    dtype = DTYPES.get(found["dtype"])
+    if dtype is None:
+        raise ValueError(f"dtype {found['dtype']!r} is not known here")
+    shape = tuple(int(n) for n in found["shape"])
+    begin, end = (start + int(offset) for offset in found["data_offsets"])
+    expected = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or not start <= begin <= end <= size or end - begin != expected:
+        raise ValueError(
+            f"{expected} bytes of {found['dtype']}{list(shape)} at {begin}..{end} of {size}"
+        )
+    return Entry(shape, dtype, begin, end)
+
+
+def read_tensor(path: Path, entry: Entry, into: Tensor) -> None:
+    """Read one tensor into another of its shape, on any device and of any dtype.
+
+    Nothing else is allocated where dtype and memory are alike, and one tensor of host memory
+    elsewhere.
+    """
+    alike = into.device.type == "cpu" and into.dtype == entry.dtype and into.is_contiguous()
+    buffer = into.detach() if alike else torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    with path.open("rb", buffering=0) as file:
+        file.seek(entry.begin)
+        bytes_ = _bytes_of(buffer)
+        while bytes_:  # a read gives 2 GiB at the most
+            count = file.readinto(bytes_)
+            if not count:
+                raise _corrupt(path, "it has become shorter")
+            bytes_ = bytes_[count:]
+    if alike:
+        torch.autograd.graph.increment_version(into)
+    else:
+        into.detach().copy_(buffer)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file of savable tensors; at most one is copied at a time."""
+    # The largest items first: so each is aligned in the file, as readers that map it need.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, memoryview(len(text).to_bytes(8, "little") + text))
+        for tensor in ordered.values():
+            with torch.no_grad():
+                host = tensor.detach().cpu().contiguous()
+            _write_all(file, _bytes_of(host))
+
+
+def check_savable(name: str, tensor: Tensor) -> None:
+    """Raise :class:`WeightsError` for what the format cannot hold, or what has no values."""
+    if tensor.is_meta:
+        raise WeightsError(
+            f"only values can be saved, but {name!r} is on the meta device; load or initialize "
+            "the model first (a pipeline does so at its first call, or from sample=)"
+        )
+    if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
+        raise WeightsError(
+            f"safetensors holds dense tensors of {sorted(DTYPES)}, but {name!r} is "
+            f"{tensor.dtype} ({tensor.layout}); save it by torch.save(pipe.state_dict(), …)"
+        )
+
+
+def _write_all(file: Any, bytes_: memoryview) -> None:
+    while bytes_:
+        bytes_ = bytes_[file.write(bytes_) :]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """A contiguous host tensor's memory. Lives no longer than the tensor."""
+    if sys.byteorder != "little":
+        raise WeightsError("safetensors files are little-endian, and this machine is not")
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,215 @@
+"""Where a model's values come from: a file, sharded files, or a mapping.
+
+A source knows names, shapes and dtypes before it reads any data, so that a checkpoint can be
+checked before anything changes; and it reads one tensor at a time. ``torch.load`` of a whole
+checkpoint, the obvious way, needs the model's size in host memory once more.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import UsageError, WeightsError
+from .tensorfile import read_entries, read_tensor
+
+Weights = str | os.PathLike[str] | Mapping[str, Tensor]
+
+_MAPPED = 64 * 2**20  # bytes read of a mapped file before its pages are let go; a guess
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is known of a tensor without its data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class Source(Protocol):
+    """Tensors by name, to be read one by one."""
+
+    what: str  # for messages
+    headers: dict[str, Header]
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Fill a tensor of the same shape."""
+
+
+def open_weights(weights: Weights) -> Source:
+    """What ``weights=`` names, its headers read and checked.
+
+    Args:
+        weights: a ``.safetensors`` file; a sharded checkpoint's directory, or its
+            ``*.index.json``; any other file that ``torch.load(mmap=True, weights_only=True)``
+            reads; or a mapping from names to tensors.
+
+    Raises:
+        UsageError: neither a path nor a mapping.
+        WeightsError: nothing is there, or it is no checkpoint.
+    """
+    if isinstance(weights, Mapping):
+        return InMemory(weights)
+    if not isinstance(weights, str | os.PathLike):
+        raise UsageError(
+            "weights is a path, or a mapping from names to tensors, but "
+            f"{type(weights).__name__} came"
+        )
+    path = Path(weights)
+    if path.is_dir():
+        path = _checkpoint_in(path)
+    if not path.is_file():
+        raise WeightsError(f"a checkpoint was expected, but {str(path)!r} is not there")
+    return Shards(path) if path.name.endswith(".index.json") else _open_file(path)
+
+
+def _open_file(path: Path) -> Source:
+    return TensorFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+
+
+def _checkpoint_in(directory: Path) -> Path:
+    # A whole file comes first, as in Hugging Face's loaders.
+    for pattern in ("model.safetensors", "*.safetensors.index.json", "*.safetensors"):
+        found = sorted(directory.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = [path.name for path in found]
+            raise WeightsError(
+                f"one checkpoint was expected in {str(directory)!r}, but {names[:5]} are there "
+                "without one index for them; pass the path of the file or of its index"
+            )
+    raise WeightsError(
+        f"a checkpoint was expected in {str(directory)!r}, but no *.safetensors and no "
+        "*.safetensors.index.json is there; pass the path of a file"
+    )
+
+
+class InMemory:
+    """A mapping from names to tensors, a state dict for example."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], what: str = "the given mapping") -> None:
+        self.what = what
+        self.headers = _headers(tensors, what)
+        self._tensors = tensors
+
+    def read(self, name: str, into: Tensor) -> None:
+        into.detach().copy_(self._tensors[name])
+
+
+class TensorFile:
+    """A safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self.what = str(path)
+        self._path = path
+        self._entries = read_entries(path)
+        self.headers = {n: Header(e.shape, e.dtype) for n, e in self._entries.items()}
+
+    def read(self, name: str, into: Tensor) -> None:
+        read_tensor(self._path, self._entries[name], into)
+
+
+class TorchFile:
+    """A file of ``torch.save``, mapped. Pages that were read stay resident as long as the mapping,
+    so the file is mapped anew from time to time."""
+
+    def __init__(self, path: Path) -> None:
+        self.what = str(path)
+        self._path = path
+        self._tensors: dict[str, Tensor] | None = None
+        self._read = 0
+        self.headers = _headers(self._load(), self.what)
+
+    def read(self, name: str, into: Tensor) -> None:
+        if self._tensors is None:
+            self._tensors = self._load()
+        tensor = self._tensors[name]
+        into.detach().copy_(tensor)
+        self._read += tensor.numel() * tensor.element_size()
+        if self._read >= _MAPPED:
+            self._tensors, self._read = None, 0
+
+    def _load(self) -> dict[str, Tensor]:
+        try:
+            loaded = torch.load(self._path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:
+            raise WeightsError(
+                "a checkpoint was expected, but torch.load(mmap=True, weights_only=True) cannot "
+                f"read {self.what!r} ({type(error).__name__}: {error}); save a state dict with "
+                "torch.save, or as safetensors"
+            ) from error
+        if not isinstance(loaded, Mapping):
+            raise WeightsError(
+                f"a mapping from names to tensors was expected, but {self.what!r} holds a "
+                f"{type(loaded).__name__}; save model.state_dict()"
+            )
+        return dict(loaded)
+
+
+class Shards:
+    """A checkpoint of several files, with the index that says what is where."""
+
+    def __init__(self, index: Path) -> None:
+        self.what = str(index)
+        where = _weight_map(index)
+        missing = sorted({f for f in where.values() if not (index.parent / f).is_file()})
+        if missing:
+            raise WeightsError(
+                f"the index {self.what!r} names {missing}, but {str(index.parent)!r} does not "
+                "hold them; fetch the missing shards"
+            )
+        files = {file: _open_file(index.parent / file) for file in sorted(set(where.values()))}
+        self._files = {name: files[file] for name, file in where.items()}
+        absent = sorted(n for n, file in self._files.items() if n not in file.headers)
+        if absent:
+            raise WeightsError(
+                f"the index {self.what!r} says that {absent[:5]} are in "
+                f"{sorted({where[n] for n in absent})}, but they are not; fetch index and shards "
+                "of one checkpoint"
+            )
+        self.headers = {name: file.headers[name] for name, file in self._files.items()}
+
+    def read(self, name: str, into: Tensor) -> None:
+        self._files[name].read(name, into)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if all(isinstance(file, str) for file in where.values()):
+            return dict(where)
+        raise TypeError("weight_map is from names to names")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(
+            f"an index with a weight_map was expected, but {str(index)!r} is none "
+            f"({type(error).__name__}: {error}); fetch or save it again"
+        ) from error
+
+
+def _headers(tensors: Mapping[str, Any], what: str) -> dict[str, Header]:
+    wrong = [
+        f"{name!r} is {_kind(value)}"
+        for name, value in tensors.items()
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_meta
+    ]
+    if wrong:
+        raise WeightsError(
+            f"a mapping from names to tensors was expected, but in {what} {', '.join(wrong[:5])}; "
+            "if the state dict is one of several entries, pass that entry"
+        )
+    return {name: Header(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return "a tensor" + (" on the meta device, without values" if value.is_meta else "")
+    return f"a {type(value).__name__}"

@@ -1,0 +1,672 @@
+"""Checkpoints: read, checked, loaded, saved."""
+
+import copy
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import blockpipe as bp
+from blockpipe import saving
+from blockpipe.errors import UsageError, WeightsError
+from blockpipe.tensorfile import DTYPES, read_entries, write_tensors
+from blockpipe.weights import open_weights
+
+X, Y = torch.randn(8, 6), torch.randn(8, 6)
+
+
+def make(cuts=(2, 4)):
+    """Linear layers with a norm between, tied first and last, cut where asked."""
+    net = nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)
+    )
+    net[4].weight = net[0].weight
+    return bp.begin_blocks(net, {str(at): stage for stage, at in enumerate(cuts, 1)})
+
+
+def pipeline(net=None, cuts=(2, 4), **options):
+    return bp.Pipeline(
+        make(cuts) if net is None else net,
+        **{"devices": ["cpu"] * (len(cuts) + 1), "chunks": 2, **options},
+    )
+
+
+def step(pipe, optimizer):
+    optimizer.zero_grad()
+    loss = pipe.forward_backward(X, target=Y, loss_fn=F.mse_loss).loss
+    optimizer.step()
+    return loss
+
+
+def same_state(one, other):
+    """Whether two state dicts are equal to the bit."""
+    assert list(one) == list(other)
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def copies(state):
+    """What a state dict holds now."""
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def read(source):
+    """Everything a source has."""
+    tensors = {n: torch.empty(h.shape, dtype=h.dtype) for n, h in source.headers.items()}
+    for name, tensor in tensors.items():
+        source.read(name, tensor)
+    return tensors
+
+
+# --- the format
+
+
+def tensors_of(draw_dtypes, shapes):
+    made = {}
+    for number, (dtype, shape) in enumerate(zip(draw_dtypes, shapes, strict=True)):
+        count = torch.Size(shape).numel() * dtype.itemsize
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
+        made[f"tensor.{number} ü"] = raw.view(dtype).reshape(shape)
+    return made
+
+
+def as_bytes(tensor):
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+some_tensors = st.lists(
+    st.tuples(
+        st.sampled_from(sorted(DTYPES.values(), key=str)),
+        st.lists(st.integers(0, 3), max_size=3).map(tuple),
+    ),
+    max_size=6,
+).map(lambda pairs: tensors_of([d for d, _ in pairs], [s for _, s in pairs]))
+
+
+@given(some_tensors)
+@settings(max_examples=60, deadline=None)
+def test_files_round_trip(tensors):
+    """Every dtype and shape, 0-d and empty ones too, to the byte."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "x.safetensors"
+        write_tensors(path, tensors)
+        found = read(open_weights(path))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert as_bytes(found[name]) == as_bytes(tensor)
+
+
+@given(some_tensors)
+@settings(max_examples=40, deadline=None)
+def test_the_safetensors_package_reads_and_writes_the_same(tensors):
+    """Files go both ways."""
+    library = pytest.importorskip("safetensors.torch")
+    tensors = {n: t for n, t in tensors.items() if t.dtype not in _UNKNOWN_TO_THE_LIBRARY}
+    with tempfile.TemporaryDirectory() as directory:
+        ours, theirs = Path(directory) / "ours.safetensors", Path(directory) / "theirs.safetensors"
+        write_tensors(ours, tensors)
+        library.save_file(tensors, theirs)
+        pairs = (library.load_file(ours), read(open_weights(theirs)))
+        for found in pairs:
+            assert found.keys() == tensors.keys()
+            assert all(as_bytes(found[n]) == as_bytes(t) for n, t in tensors.items())
+
+
+_UNKNOWN_TO_THE_LIBRARY = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_damaged_file_is_an_error_or_reads(data):
+    """A changed or cut file never reads past its end, and never raises anything else."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "x.safetensors"
+        write_tensors(path, {"a": torch.arange(6.0), "b": torch.ones(2, 2)})
+        content = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(0, 3))):
+            content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+        path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+        try:
+            source = open_weights(path)
+        except WeightsError as error:
+            assert "safetensors file was expected" in str(error)
+        else:
+            read(source)
+
+
+@given(
+    st.integers(1, 3000),
+    st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
+)
+@settings(max_examples=50, deadline=None)
+def test_shards_round_trip(limit, sizes, tied, dtype):
+    """Any shard size, tied or not: each file within the limit or one tensor, and all comes back."""
+    net = nn.Module()
+    for number, size in enumerate(sizes):
+        value = torch.randint(-9, 9, (size, 3)).to(dtype)
+        net.register_parameter(f"p{number}", nn.Parameter(value, requires_grad=False))
+    if tied:
+        net.register_parameter("tie", net.p0)
+    before = copies(net.state_dict())
+    with tempfile.TemporaryDirectory() as directory:
+        saving.save_weights(net, directory, {}, limit)
+        written = 0
+        for path in Path(directory).glob("*.safetensors"):
+            entries = read_entries(path)
+            taken = sum(e.end - e.begin for e in entries.values())
+            assert taken <= limit or len(entries) == 1
+            written += len(entries)
+        assert written == len(sizes)
+        twin = copy.deepcopy(net)
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.zero_()
+        pipe = bp.Pipeline(twin)
+        pipe.load_weights(directory)
+        assert same_state(pipe.state_dict(), before)
+
+
+# --- bad checkpoints
+
+
+def index_of(directory, weight_map):
+    path = directory / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    return path
+
+
+def test_nothing_there(tmp_path):
+    """No file, an empty directory, two files without an index."""
+    with pytest.raises(WeightsError, match=r"'.*none\.safetensors' is not there"):
+        open_weights(tmp_path / "none.safetensors")
+    with pytest.raises(WeightsError, match=r"no \*\.safetensors and no \*\.safetensors\.index"):
+        open_weights(tmp_path)
+    for name in ("a", "b"):
+        write_tensors(tmp_path / f"{name}.safetensors", {})
+    with pytest.raises(WeightsError, match="one checkpoint was expected in .*pass the path"):
+        open_weights(tmp_path)
+
+
+def test_wrong_types():
+    """Neither a path nor a mapping; a mapping of something else."""
+    for weights in (3, [torch.zeros(1)], nn.Linear(1, 1)):
+        with pytest.raises(UsageError, match="a path, or a mapping from names to tensors, but"):
+            pipeline(weights=weights)
+    with pytest.raises(WeightsError, match="'model' is a OrderedDict; if the state dict is one of"):
+        pipeline(weights={"model": make().state_dict()})
+    with pytest.raises(WeightsError, match="'a' is a tensor on the meta device, without values"):
+        pipeline(weights={"a": torch.zeros(1, device="meta")})
+
+
+def test_bad_index(tmp_path):
+    """No JSON, no weight_map, a missing shard, a tensor that its shard does not hold."""
+    path = tmp_path / "model.safetensors.index.json"
+    for text in ("{", "[]", "{}", '{"weight_map": {"a": 1}}'):
+        path.write_text(text)
+        with pytest.raises(WeightsError, match="index with a weight_map was expected"):
+            open_weights(tmp_path)
+    index_of(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    write_tensors(tmp_path / "one.safetensors", {"a": torch.zeros(1)})
+    with pytest.raises(
+        WeightsError, match=r"names \['two.safetensors'\], but .* fetch the missing"
+    ):
+        open_weights(tmp_path)
+    write_tensors(tmp_path / "two.safetensors", {"c": torch.zeros(1)})
+    with pytest.raises(WeightsError, match=r"says that \['b'\] are in \['two.safetensors'\]"):
+        open_weights(tmp_path)
+
+
+def test_bad_torch_files(tmp_path):
+    """No checkpoint, one that is no mapping, the old format, code in it."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(WeightsError, match="cannot read .*save a state dict with torch.save"):
+        open_weights(path)
+    torch.save([torch.zeros(1)], path)
+    with pytest.raises(WeightsError, match="holds a list; save model.state_dict"):
+        open_weights(path)
+    torch.save({"a": torch.zeros(1)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(WeightsError, match="cannot read"):
+        open_weights(path)
+    torch.save(make(), path)
+    with pytest.raises(WeightsError, match="cannot read .*UnpicklingError"):
+        open_weights(path)
+
+
+# --- load_state_dict
+
+
+def test_state_dicts_go_every_way():
+    """From a pipeline to the plain model strictly and back, and to a pipeline of other cuts."""
+    pipe = pipeline()
+    step(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
+    state = copies(pipe.state_dict())
+    plain = make()
+    plain.load_state_dict(state, strict=True)
+    assert same_state(plain.state_dict(), state)
+    other = pipeline(cuts=(1, 2, 3, 4))
+    other(X)
+    other.load_state_dict(plain.state_dict())
+    assert same_state(other.state_dict(), state)
+    with torch.device("meta"):
+        net = make(cuts=(3,))
+    late = pipeline(net, cuts=(3,))
+    assert late.load_state_dict(state).missing_keys == []
+    torch.testing.assert_close(late.eval()(X), plain.eval()(X))
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_state_dict_that_does_not_fit_changes_nothing(placed):
+    """Every misfit is named, with its stage where the model is recorded, and both shapes."""
+    pipe = pipeline()
+    if placed:
+        pipe(X)
+    state = {n: t + 1 for n, t in pipe.state_dict().items()}
+    del state["2.bias"]
+    state["4.bias"] = torch.zeros(9)
+    state["4.more"] = torch.zeros(2)
+    before = copies(pipe.state_dict())
+    with pytest.raises(WeightsError, match="does not fit") as caught:
+        pipe.load_state_dict(state)
+    stages = [f" (stage {n})" if placed else "" for n in (1, 2)]
+    assert f"missing: '2.bias'{stages[0]}, float32[6]" in str(caught.value)
+    assert f"wrong shape: '4.bias'{stages[1]}: [6] in the model, [9] in" in str(caught.value)
+    assert f"unexpected: '4.more'{stages[1]}, float32[2]" in str(caught.value)
+    assert same_state(pipe.state_dict(), before)
+
+
+def test_not_strict():
+    """Missing and unexpected keys are returned, wrong shapes raise all the same."""
+    pipe = pipeline()
+    state = pipe.state_dict()
+    del state["2.bias"]
+    state["more"] = torch.zeros(2)
+    keys = pipe.load_state_dict(state, strict=False)
+    assert (keys.missing_keys, keys.unexpected_keys) == (["2.bias"], ["more"])
+    state["4.bias"] = torch.zeros(9)
+    with pytest.raises(WeightsError, match=r"wrong shape: '4.bias'"):
+        pipe.load_state_dict(state, strict=False)
+    with torch.device("meta"):
+        net = make()
+    del state["4.bias"]
+    late = pipeline(net, init="reset_parameters")
+    keys = late.load_state_dict(state, strict=False)
+    assert (keys.missing_keys, keys.unexpected_keys) == (["2.bias", "4.bias"], ["more"])
+    late(X)
+    assert torch.equal(net[2].weight, state["2.weight"])
+
+
+def test_one_name_of_a_tied_tensor():
+    """Is enough for a strict load, as checkpoints of Hugging Face have it."""
+    pipe, state = pipeline(), make().state_dict()
+    del state["4.weight"]
+    pipe.load_state_dict(state)
+    assert torch.equal(pipe.module[4].weight, state["0.weight"])
+    assert pipe.module[4].weight is pipe.module[0].weight
+
+
+def test_models_with_a_way_of_their_own():
+    """Renamed keys and old versions load as into the plain model; what fails changes nothing."""
+
+    class Renaming(nn.Linear):
+        def _load_from_state_dict(self, state, prefix, *args):
+            if f"{prefix}kernel" in state:
+                state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+            super()._load_from_state_dict(state, prefix, *args)
+
+    net = nn.Sequential(Renaming(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    pipe = pipeline(bp.begin_blocks(net, {"2": 1}), cuts=(2,))
+    pipe(X)
+    state = {n: t for n, t in pipe.state_dict().items() if not n.endswith("tracked")}
+    state["0.kernel"] = state.pop("0.weight") + 1
+    pipe.load_state_dict(state)  # without versions: before BatchNorm counted its batches
+    assert torch.equal(net[0].weight, state["0.kernel"])
+    before = copies(pipe.state_dict())
+    state["0.kernel"] = torch.zeros(2, 2)
+    with pytest.raises(WeightsError, match="unexpected: '0.kernel' .stage 0., float32.2, 2."):
+        pipe.load_state_dict(state)
+    assert same_state(pipe.state_dict(), before)
+
+
+def test_extra_state_is_the_models_own():
+    """What is no tensor goes through ``set_extra_state``."""
+
+    class Extra(nn.Linear):
+        note = "a"
+
+        def get_extra_state(self):
+            return {"note": self.note}
+
+        def set_extra_state(self, state):
+            self.note = state["note"]
+
+    one, other = (pipeline(nn.Sequential(Extra(6, 6)), cuts=()) for _ in range(2))
+    one.module[0].note = "b"
+    other.load_state_dict(one.state_dict())
+    assert other.module[0].note == "b"
+    state = {n: t + 1 for n, t in one.state_dict().items() if not n.endswith("state")}
+    before = copies(dict(other.module.named_parameters()))
+    with pytest.raises(WeightsError, match="missing: '0._extra_state'"):
+        other.load_state_dict(state)
+    with pytest.raises(WeightsError, match="missing: '0.weight'"):
+        other.load_state_dict({**state, "0._extra_state": {"note": "c"}, "0.weight": [1.0]})
+    with pytest.raises(WeightsError, match="unexpected: 'epoch', a int"):
+        other.load_state_dict({**state, "0._extra_state": {"note": "c"}, "epoch": 3})
+    assert same_state(dict(other.module.named_parameters()), before)
+    with pytest.raises(
+        WeightsError, match="'0._extra_state' comes from a module's get_extra_state"
+    ):
+        one.save_weights("never-made")
+    assert not os.path.exists("never-made")
+
+
+def test_a_lazy_model():
+    """Its shapes come with the dictionary, as for the plain model."""
+    pipe = pipeline(nn.Sequential(nn.LazyLinear(6)), cuts=())
+    state = {"0.weight": torch.ones(6, 3), "0.bias": torch.zeros(6)}
+    pipe.load_state_dict(state)
+    assert torch.equal(pipe.module[0].weight, state["0.weight"])
+
+
+def test_assign_and_wrong_kinds_are_refused():
+    """They would take the parameters off their stages."""
+    pipe = pipeline()
+    with pytest.raises(UsageError, match="stay the same objects .* leave it out"):
+        pipe.load_state_dict(pipe.state_dict(), assign=True)
+    with pytest.raises(UsageError, match="str came; for a file call load_weights"):
+        pipe.load_state_dict("model.pt")
+
+
+# --- files, in and out
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "index", "torch", "bin", "mapping"])
+def test_every_kind_of_weights(tmp_path, kind):
+    """Into a model on meta, into a placed one, and into one that is neither."""
+    plain = make()
+    saving.save_weights(plain, tmp_path, {}, 10**9 if kind == "file" else 200)
+    torch.save(plain.state_dict(), tmp_path / "x.pt")
+    where = {"weight_map": dict.fromkeys(plain.state_dict(), "x.pt")}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(where))
+    weights = {
+        "bin": tmp_path / "pytorch_model.bin.index.json",
+        "file": tmp_path / "model.safetensors",
+        "directory": str(tmp_path),
+        "index": tmp_path / "model.safetensors.index.json",
+        "torch": tmp_path / "x.pt",
+        "mapping": plain.state_dict(),
+    }[kind]
+    with torch.device("meta"):
+        net = make()
+    pipes = pipeline(net, weights=weights), pipeline(), pipeline()
+    pipes[0](X.clone())
+    pipes[0].load_state_dict(plain.state_dict())  # the running statistics of that call
+    pipes[1](X)
+    for pipe in pipes[1:]:
+        pipe.load_weights(weights)
+    for pipe in pipes:
+        assert same_state(pipe.state_dict(), plain.state_dict())
+    pipes[2](X)
+    with torch.device("meta"):
+        late = pipeline(make())
+    late.load_weights(weights)
+    torch.testing.assert_close(late.eval()(X), plain.eval()(X))
+
+
+def test_what_is_loaded_later_wins():
+    """Weights given to the constructor do not come back over a later load."""
+    first, second = make(), make()
+    pipe = pipeline(make(), weights=first.state_dict())
+    pipe.load_state_dict(second.state_dict())
+    pipe.eval()(X)
+    assert same_state(pipe.state_dict(), second.state_dict())
+
+
+def test_load_weights_checks_first(tmp_path):
+    """A misfit changes nothing."""
+    pipe = pipeline()
+    pipe(X)
+    before = copies(pipe.state_dict())
+    state = {**make().state_dict(), "0.bias": torch.zeros(3)}
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(
+        WeightsError, match=r"x.pt does not fit:\n  wrong shape: '0.bias' .stage 0."
+    ):
+        pipe.load_weights(tmp_path / "x.pt")
+    assert same_state(pipe.state_dict(), before)
+
+
+def test_mapped_files_are_let_go(tmp_path, monkeypatch):
+    """A file of ``torch.save`` is mapped anew after so many bytes, and reads the same."""
+    monkeypatch.setattr("blockpipe.weights._MAPPED", 100)
+    plain = make()
+    torch.save(plain.state_dict(), tmp_path / "x.pt")
+    pipe = pipeline()
+    pipe.load_weights(tmp_path / "x.pt")
+    assert same_state(pipe.state_dict(), plain.state_dict())
+
+
+def test_stage_after_stage(tmp_path):
+    """Shards follow the stages, so that a process reads few files."""
+    pipe = pipeline()
+    pipe(X)
+    pipe.save_weights(tmp_path, max_shard_bytes=200)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    stage_of = {
+        n: h.stage for h in (*pipe.recording.parameters, *pipe.recording.buffers) for n in h.names
+    }
+    stages = [stage_of[n] for n, _ in sorted(index["weight_map"].items(), key=lambda item: item[1])]
+    assert stages == sorted(stages)
+    assert "4.weight" not in index["weight_map"]  # tied to 0.weight
+
+
+def test_saving_replaces_what_was_there(tmp_path):
+    """Fewer or more shards: no file of the earlier checkpoint stays to be read; others do."""
+    (tmp_path / "config.json").write_text("{}")
+    pipe = pipeline()
+    for limit in (100, 10**9, 200):
+        pipe.save_weights(tmp_path, max_shard_bytes=limit)
+        names = {path.name for path in tmp_path.iterdir()}
+        assert "config.json" in names
+        assert ("model.safetensors" in names) == (limit == 10**9)
+        assert ("model.safetensors.index.json" in names) == (limit != 10**9)
+        assert len({name.rpartition("-of-")[2] for name in names if "-of-" in name}) <= 1
+        pipe.load_weights(tmp_path)
+    with pytest.raises(UsageError, match="max_shard_bytes is a number of bytes from 1 on, but 0"):
+        pipe.save_weights(tmp_path, max_shard_bytes=0)
+
+
+def test_a_failure_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
+    """A disk that fills up in the second shard."""
+    pipe = pipeline()
+    pipe.save_weights(tmp_path, max_shard_bytes=100)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    calls = []
+
+    def full(path, tensors):
+        calls.append(path)
+        if len(calls) == 2:
+            path.write_bytes(b"half")
+            raise OSError("No space left on device")
+        write_tensors(path, tensors)
+
+    monkeypatch.setattr(saving, "write_tensors", full)
+    with pytest.raises(OSError, match="No space left"):
+        pipe.save_weights(tmp_path, max_shard_bytes=200)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_what_cannot_be_saved(tmp_path):
+    """A model without values, a dtype that the format does not have."""
+    with torch.device("meta"):
+        pipe = pipeline(make())
+    with pytest.raises(WeightsError, match="'0.weight' is on the meta device"):
+        pipe.save_weights(tmp_path)
+    odd = nn.Linear(2, 2, dtype=torch.complex128)
+    with pytest.raises(WeightsError, match="'weight' is torch.complex128"):
+        bp.Pipeline(odd).save_weights(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_hugging_face(tmp_path, kind):
+    """A model built on meta loads what ``save_pretrained`` wrote, by its own ``_init_weights`` for
+    the rest; what the pipeline saves, ``from_pretrained`` and safetensors' ``load_model`` read."""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_model
+
+    if kind == "llama":
+        config = transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, vocab_size=32, tie_word_embeddings=True, use_cache=False,
+        )  # fmt: skip
+        mark = "model.layers.1"
+    else:
+        config = transformers.GPT2Config(
+            n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=16, use_cache=False,
+            bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        mark = "transformer.h.1"
+    plain = transformers.AutoModelForCausalLM.from_config(config).eval()
+    plain.save_pretrained(tmp_path / "theirs", max_shard_size="5KB")
+    with torch.device("meta"):
+        net = transformers.AutoModelForCausalLM.from_config(config)
+    bp.begin_blocks(net, {mark: 1})
+    ids = torch.randint(0, 32, (4, 8))
+    pipe = bp.Pipeline(
+        net,
+        devices=["cpu"] * 2,
+        chunks=2,
+        weights=tmp_path / "theirs",
+        init=net._init_weights,
+        sample=((), {"input_ids": ids}),
+    ).eval()
+    assert same_state(net.state_dict(), plain.state_dict())
+    torch.testing.assert_close(pipe(input_ids=ids).logits, plain(input_ids=ids).logits)
+    pipe.save_weights(tmp_path / "ours", max_shard_bytes=5000)
+    config.save_pretrained(tmp_path / "ours")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert same_state(back.state_dict(), plain.state_dict())
+    pipe.save_weights(tmp_path / "one")
+    fresh = transformers.AutoModelForCausalLM.from_config(config)
+    load_model(fresh, tmp_path / "one" / "model.safetensors")
+    assert same_state(fresh.state_dict(), plain.state_dict())
+
+
+def test_timm():
+    """Buffers that no checkpoint holds come from the modules' ``reset_parameters``."""
+    timm = pytest.importorskip("timm")
+    plain = timm.create_model("levit_128s")
+    with torch.device("meta"):
+        net = timm.create_model("levit_128s")
+    bp.begin_blocks(net, {"stages.1": 1})
+    images = torch.zeros(4, 3, 224, 224)
+    weights = plain.state_dict()
+    pipeline(net, cuts=(0,), weights=weights, init="reset_parameters", sample=((images,), {}))
+    for pair in zip(plain.named_buffers(), net.named_buffers(), strict=True):
+        assert torch.equal(pair[0][1], pair[1][1]), pair[0][0]
+
+
+# --- resuming
+
+
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resumed_training_is_equal_to_the_bit(name, tmp_path):
+    """Weights, optimizer state and learning-rate scheduler, saved and loaded in another cut."""
+
+    def start(cuts, **options):
+        torch.manual_seed(1)
+        pipe = pipeline(cuts=cuts, **options)
+        optimizer = OPTIMIZERS[name](pipe.parameters())
+        return pipe, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+    pipe, optimizer, scheduler = start((2, 4))
+    losses = []
+    for n in range(6):
+        losses.append(step(pipe, optimizer))
+        scheduler.step()
+        if n == 2:
+            pipe.save_weights(tmp_path)
+            states = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+            torch.save(states, tmp_path / "training.pt")
+
+    pipe2, optimizer, scheduler = start((1, 2, 3), weights=tmp_path)
+    saved = torch.load(tmp_path / "training.pt", weights_only=True)
+    optimizer.load_state_dict(saved["optimizer"])
+    scheduler.load_state_dict(saved["scheduler"])
+    for expected in losses[3:]:
+        assert torch.equal(step(pipe2, optimizer), expected)
+        scheduler.step()
+    assert same_state(pipe2.state_dict(), pipe.state_dict())
+
+
+def test_resumed_from_meta(tmp_path):
+    """An optimizer made and loaded while the model was on meta goes on with it."""
+    pipe = pipeline()
+    optimizer = OPTIMIZERS["adam"](pipe.parameters())
+    step(pipe, optimizer)
+    state, weights = copy.deepcopy(optimizer.state_dict()), copies(pipe.state_dict())
+    expected = step(pipe, optimizer), step(pipe, optimizer)
+    with torch.device("meta"):
+        net = make((1, 3))
+    late = pipeline(net, cuts=(1, 3), weights=weights, sample=((X,), {}))
+    optimizer = OPTIMIZERS["adam"](late.parameters())
+    optimizer.load_state_dict(state)
+    assert torch.equal(step(late, optimizer), expected[0])
+    assert torch.equal(step(late, optimizer), expected[1])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoint(tmp_path):
+    """``torch.distributed.checkpoint`` saves and loads a pipeline's model and optimizer."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    pipe = pipeline()
+    optimizer = OPTIMIZERS["adam"](pipe.parameters())
+    step(pipe, optimizer)
+    model_state, optimizer_state = get_state_dict(pipe.module, optimizer)
+    dcp.save(
+        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True
+    )
+    expected = step(pipe, optimizer), step(pipe, optimizer)
+
+    other = pipeline(cuts=(1, 3))
+    other(X)
+    optimizer = OPTIMIZERS["adam"](other.parameters())
+    model_state, optimizer_state = get_state_dict(other.module, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(
+        other.module,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    assert torch.equal(step(other, optimizer), expected[0])
+    assert torch.equal(step(other, optimizer), expected[1])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoint_of_the_pipeline_itself(tmp_path):
+    """It is stateful: ``dcp.save`` and ``dcp.load`` take it as it is, in other cuts too."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    pipe, other = pipeline(), pipeline(cuts=(1, 3))
+    pipe(X)
+    dcp.save({"model": pipe}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"model": other}, checkpoint_id=tmp_path, no_dist=True)
+    assert same_state(other.state_dict(), pipe.state_dict())
