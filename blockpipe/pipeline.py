@@ -24,8 +24,8 @@ from .execution import Execution
 from .glue import Doors, Glue
 from .journey import FreeJourney
 from .lanes import close_idle_threads
-from .memory import MemoryReport, measured, predict
 from .materialize import Init, check_init
+from .memory import MemoryReport, measured, predict
 from .microbatch import BatchDims, Joint, LossReduction, Microbatch, join, split, weights_of
 from .options import (
     as_sample,
