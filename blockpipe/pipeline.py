@@ -3,7 +3,6 @@
 Reads as the flow does: record → plan → place → schedule → replay.
 """
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,37 +13,30 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from .ambient import Ambient
-from .batchnorm import DeferredBatchNorm, synchronized
+from .batchnorm import synchronized
 from .blocks import Cursor, _cursor, set_cursor
-from .capture import record
-from .crossing import Home, Step
+from .crossing import Step
 from .differentiable import attach, input_gradients
-from .errors import PlanError, StateError, UsageError
+from .errors import UsageError
 from .execution import Execution
-from .glue import Doors, Glue
+from .glue import Glue
 from .journey import FreeJourney
 from .lanes import close_idle_threads
-from .materialize import Init, check_init
+from .materialize import Init
 from .memory import MemoryReport, measured, predict
 from .microbatch import BatchDims, Joint, LossReduction, Microbatch, join, split, weights_of
 from .options import (
     as_sample,
     check_batch_dims,
     check_options,
-    check_plan,
-    checked_devices,
-    checked_offload,
 )
-from .placement import Fingerprint, Placement
+from .placed import PlacedModel
 from .plan import StagePlan
-from .prepared import Prepared, ScheduleOption, lanes_of
-from .recording import Recording
+from .prepared import Prepared, ScheduleOption
 from .summary import summarize
-from .transfer import Owner, default_devices, set_owner
 from .tree import leaves, map_tensors
-from .weights import Weights, open_weights
+from .weights import Weights
 from .where import remembers_caller, users_line
-from .wrapped import WrappedModel
 
 
 class StepResult(NamedTuple):
@@ -57,10 +49,7 @@ class StepResult(NamedTuple):
     outputs: Any
 
 
-_numbers = itertools.count()
-
-
-class Pipeline(WrappedModel):
+class Pipeline(PlacedModel):
     """Runs a marked model as a pipeline over the devices of one machine.
 
     Args:
@@ -142,7 +131,6 @@ class Pipeline(WrappedModel):
         init: Init | None = None,
         isolate: bool = False,
     ) -> None:
-        super().__init__()
         if isinstance(model, Pipeline):
             raise UsageError("this model is a Pipeline already; pass its .module")
         check_options(
@@ -153,31 +141,23 @@ class Pipeline(WrappedModel):
                 "isolate=True proves that stages are cut apart, but schedule='uncut' does not cut "
                 "them; use 'sequential' to look at one micro-batch at a time"
             )
-        check_plan(plan)
         check_batch_dims(batch_dims)
-        check_init(model, weights, init)
-        if weights is not None:
-            open_weights(weights)
-        self.module = model
-        self._weights, self._init = weights, init
+        super().__init__(
+            model,
+            devices=devices,
+            schedule=schedule,
+            in_flight=in_flight,
+            checkpoint=checkpoint,
+            offload=offload,
+            deferred_batch_norm=deferred_batch_norm,
+            plan=plan,
+            weights=weights,
+            init=init,
+            isolate=isolate,
+        )
         self.chunks = chunks
-        self.schedule: ScheduleOption = schedule
-        self.in_flight = in_flight
-        self.checkpoint = checkpoint
-        self.offload = checked_offload(offload)
         self.batch_dims = batch_dims
         self.loss_reduction = loss_reduction
-        self.isolate = isolate
-        self.deferred_batch_norm = deferred_batch_norm
-        self._number = next(_numbers)
-        self._plan = plan
-        self._given_devices = checked_devices(devices)
-        given = self._given_devices
-        self._given_lanes = None if given is None else lanes_of(given, devices or ())
-        self._prepared: dict[Any, Prepared] = {}
-        self._compile: tuple[dict[str, Any] | None, bool] | None = None
-        self._placement: Placement | None = None
-        self._fingerprint: Fingerprint | None = None
         if chunks == 1 and len(set(self._given_devices or ())) > 1:
             warnings.warn(
                 f"chunks=1 on {len(set(self._given_devices or ()))} devices: only one works at a "
@@ -194,48 +174,7 @@ class Pipeline(WrappedModel):
             args, kwargs = as_sample(sample)
             self._prepare(self._split(args, kwargs, None)[0])
 
-    # --- what it is
-
-    @property
-    def recording(self) -> Recording | None:
-        """The newest recording; ``None`` before the first call."""
-        last = None
-        for prepared in self._prepared.values():
-            last = prepared.recording
-        return last
-
-    @property
-    def plan(self) -> StagePlan | None:
-        """Which module call is on which stage; ``None`` before the recording."""
-        recording = self.recording
-        return self._plan if recording is None else recording.plan
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """The device of each stage.
-
-        Raises:
-            UsageError: no devices were given, and nothing is recorded yet.
-        """
-        if self._placement is not None:
-            return list(self._placement.devices)
-        if self._given_devices is None:
-            raise UsageError(
-                "the stages are not known before the recording; pass devices=…, or sample=…, or "
-                "call the pipeline first"
-            )
-        return list(self._given_devices)
-
-    @property
-    def input_device(self) -> torch.device:
-        """Where the first stage is. Inputs may be anywhere: they are moved."""
-        return self.devices[0]
-
-    @property
-    def output_device(self) -> torch.device:
-        """Where joined outputs and the loss are: the last stage's device."""
-        recording = self.recording
-        return self.devices[-1 if recording is None else recording.route[-1]]
+    # --- what is where
 
     @remembers_caller
     def summary(self, *args: Any, **kwargs: Any) -> str:
@@ -339,16 +278,6 @@ class Pipeline(WrappedModel):
         one_by_one = prepared.goes_one_by_one(self.schedule, microbatches)
         schedule = "sequential" if one_by_one else self.schedule
         return predict(prepared, schedule, microbatches, optimizer=optimizer, limit=limit)
-
-    def _sketched(self, batch: Microbatch) -> Prepared:
-        """As :meth:`_prepare`, but nothing is placed."""
-        recording = self._record(batch)
-        devices = self._placed() or self._choose_devices(recording)
-        recording.check(len(devices))
-        return self._prepared_by(recording, {}, devices)
-
-    def _placed(self) -> list[torch.device] | None:
-        return None if self._placement is None else self._placement.devices
 
     # --- what it does
 
@@ -543,22 +472,6 @@ class Pipeline(WrappedModel):
         for prepared in self._prepared.values():
             self._compile_modules(prepared)
 
-    def _compile_modules(self, prepared: Prepared) -> None:
-        if self._compile is not None:
-            options, cuda_graphs = self._compile
-            prepared.compile(options, cuda_graphs=cuda_graphs)
-
-    def unplace(self) -> nn.Module:
-        """Move the model's parameters and buffers back to where they were; returns the model.
-
-        What was on the meta device stays on its stage's device: it may be larger than any other.
-        """
-        if self._placement is not None:
-            self._placement.unplace()
-            self._placement = None
-        self._prepared.clear()
-        return self.module
-
     def close(self) -> None:
         """End the threads that wait for a next step. The pipeline can be used again."""
         close_idle_threads()
@@ -568,127 +481,6 @@ class Pipeline(WrappedModel):
 
     def __exit__(self, *failure: Any) -> None:
         self.close()
-
-    # --- record → plan → place
-
-    def _prepare(self, batch: Microbatch) -> Prepared:
-        """The recording that fits a micro-batch, and the model placed by it."""
-        if self._fingerprint is None or not self._fingerprint.fits():
-            self._prepared.clear()  # the model was changed: record anew
-            self._fingerprint = Fingerprint(self.module)
-        key = self._key(batch, self._fingerprint)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            recording = self._record(batch)
-            devices = self._placed() or self._choose_devices(recording)
-            recording.check(len(devices))
-            self._check_state(recording, devices)
-            prepared = self._place(recording, devices)
-            self._compile_modules(prepared)
-            self._prepared[key] = prepared
-            self._fingerprint = Fingerprint(self.module)
-        return prepared
-
-    def _record(self, batch: Microbatch) -> Recording:
-        return record(
-            self.module,
-            batch.args,
-            batch.kwargs,
-            plan=self._plan,
-            devices=self._placed(),
-            cut=self.schedule != "uncut",
-        )
-
-    def _check_state(self, recording: Recording, devices: list[torch.device]) -> None:
-        """Buffers that the forward writes are read in the plain loop's order, or it is an error."""
-        for held in recording.shared_state:
-            on = [held.stage, *held.also_read_on]
-            one_device = len({devices[stage] for stage in on}) == 1
-            if self.schedule == "uncut" and one_device:
-                continue
-            if self.schedule == "sequential" and len(on) == 1:
-                continue
-            remedy = "'sequential'" if len(on) == 1 else "'uncut' with both stages on one device"
-            raise StateError(
-                f"buffer {held.name!r} is written by the forward and read on hops {held.hops} "
-                f"(stages {on}; {held.where}): micro-batches under way at once would mix in it; "
-                f"read and write it on one hop, or use schedule={remedy}"
-            )
-
-    def _choose_devices(self, recording: Recording) -> list[torch.device]:
-        devices = self._given_devices or default_devices()
-        return devices or [torch.device("cpu")] * recording.num_stages
-
-    def _place(self, recording: Recording, devices: list[torch.device]) -> Prepared:
-        first = self._placement is None
-        if self._placement is None:
-            self._materialize(recording, devices)
-            self._placement = Placement(self.module, devices)
-        homes = self._placement.place(recording, keep=not first and not torch.is_grad_enabled())
-        return self._prepared_by(recording, homes, devices)
-
-    def _prepared_by(
-        self,
-        recording: Recording,
-        homes: Mapping[int, tuple[Tensor, int, int, str]],
-        devices: list[torch.device],
-    ) -> Prepared:
-        planned: dict[str, dict[int, int]] = {}
-        if self._plan is not None:
-            for assignment in self._plan.assignments:
-                planned.setdefault(assignment.path, {})[assignment.call] = assignment.stage
-        batch_norm = DeferredBatchNorm(self.module) if self.deferred_batch_norm else None
-        stand_ins = None if batch_norm is None else batch_norm.stand_ins()
-        return Prepared(
-            self.module,
-            recording,
-            recording.route,
-            {key: Home(*where) for key, where in homes.items()},
-            devices,
-            self._given_lanes or lanes_of(devices, devices),
-            Doors(self.module, recording, planned, stand_ins),
-            planned=self._plan is not None,
-            in_flight=self.in_flight,
-            checkpoint=self.checkpoint if self.schedule != "uncut" else "never",
-            offload=self._offloaded(recording),
-            batch_norm=batch_norm,
-        )
-
-    def _offloaded(self, recording: Recording) -> frozenset[int]:
-        stages = frozenset(range(recording.num_stages)) if self.offload is True else self.offload
-        if not stages or self.schedule == "uncut":
-            return frozenset()
-        beyond = sorted(stage for stage in stages if stage >= recording.num_stages)
-        if beyond:
-            raise PlanError(
-                f"offload names stages {beyond}, but the model has stages 0.."
-                f"{recording.num_stages - 1}; name some of these, or pass offload=True"
-            )
-        if recording.unhookable:
-            raise PlanError(
-                "offload hooks into what autograd saves, which torch.func does not bear, and "
-                f"{recording.unhookable} use it; pass offload=False, or checkpoint= instead"
-            )
-        return stages
-
-    def _key(self, batch: Microbatch, fingerprint: Fingerprint) -> Any:
-        """What a recording depends on: modes, grad mode, structure. Sizes are not in it: a micro-
-        batch whose size leads elsewhere is noticed by its route."""
-        shape = tuple(
-            (leaf.dtype, leaf.dim(), leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else _hashable(leaf)
-            for leaf in leaves((batch.args, batch.kwargs))
-        )
-        names = tuple(batch.kwargs)
-        return fingerprint.modes(), torch.is_grad_enabled(), len(batch.args), names, shape
-
-    def _own_storages(self, prepared: Prepared) -> int | None:
-        if not self.isolate:
-            return None
-        for home in prepared.homes.values():
-            set_owner(home.tensor, Owner(self._number, home.stage))
-        return self._number
 
     # --- batches
 
@@ -759,12 +551,6 @@ class Pipeline(WrappedModel):
                 f"stages; use the plain model ({users_line()})"
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles take the model and the options along, and record anew."""
-        state = dict(self.__dict__)
-        state.update(_prepared={}, _placement=None, _fingerprint=None)
-        return state
-
 
 class _start_over:  # noqa: N801 - a context manager that reads as a verb
     """While entered, each call of the model begins on stage 0: ``generate`` calls it many times."""
@@ -781,11 +567,3 @@ class _start_over:  # noqa: N801 - a context manager that reads as a verb
 
     def __exit__(self, *failure: Any) -> None:
         self._handle.remove()
-
-
-def _hashable(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return type(value)
-    return value if isinstance(value, bool | int | float | str | None) else type(value)

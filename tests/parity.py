@@ -149,8 +149,13 @@ def compare(
     isolate: bool = True,
     steps: int = 1,
     checkpoint: str = "never",
+    random: bool = False,
 ) -> tuple[Difference, bp.Pipeline]:
-    """A pipelined step of a marked copy beside the plain loop's."""
+    """A pipelined step of a marked copy beside the plain loop's.
+
+    A model that draws random numbers (``random``) is compared with the same pipeline under
+    ``"sequential"``, without recomputation.
+    """
     if chunks is None:
         chunks = 3 if next(tensors((args, kwargs))).shape[0] >= 6 else 2
     plain, marked = copy.deepcopy(model), copy.deepcopy(model)
@@ -164,10 +169,19 @@ def compare(
         isolate=isolate,
         checkpoint=checkpoint,
     )
+    own = loss_fn is any_loss and "labels" in kwargs
+    given = {"target": target, "loss_fn": None if own else loss_fn, **kwargs}
+    if random:
+        bp.begin_blocks(plain, marks)
+        reference = bp.Pipeline(plain, devices=devices, chunks=chunks, schedule="sequential")
+        torch.manual_seed(0)
     for _ in range(steps):
-        expected = plain_step(plain, args, kwargs, target, loss_fn, chunks)
-        own = loss_fn is any_loss and "labels" in kwargs
-        result = pipe.forward_backward(
-            *args, target=target, loss_fn=None if own else loss_fn, **kwargs
-        )
+        if random:
+            expected = reference.forward_backward(*args, **given).loss
+        else:
+            expected = plain_step(plain, args, kwargs, target, loss_fn, chunks)
+    if random:
+        torch.manual_seed(0)
+    for _ in range(steps):
+        result = pipe.forward_backward(*args, **given)
     return difference(marked, plain, result.loss, expected), pipe

@@ -22,6 +22,7 @@ import torch
 import blockpipe as bp
 from blockpipe import prepared
 from blockpipe.errors import PlanError
+from blockpipe.options import CHECKPOINTS
 from blockpipe.scheduler import SCHEDULES
 
 from .parity import block_marks, compare, random_marks, without_randomness
@@ -31,11 +32,16 @@ CUTS = ("blocks 2", "blocks 4", "random 2", "random 4")
 
 
 def check(
-    entry: Entry, cuts: tuple[str, ...] = CUTS, seed: int = 0, schedule: str = "1f1b"
+    entry: Entry,
+    cuts: tuple[str, ...] = CUTS,
+    seed: int = 0,
+    schedule: str = "1f1b",
+    checkpoint: str = "never",
+    random_too: bool = False,
 ) -> dict[str, str]:
     """What each cut of one model came to: "exact", a relative difference, or an error."""
     torch.manual_seed(seed)
-    model = without_randomness(entry.build())
+    model = entry.build() if random_too else without_randomness(entry.build())
     args, kwargs = entry.batch()
     recording = bp.record(model, args, kwargs)
     rng = random.Random(zlib.crc32(entry.name.encode()) + seed)
@@ -47,7 +53,15 @@ def check(
                 marks = block_marks(model, recording, int(stages))
             else:
                 marks = _random_cut(model, args, kwargs, recording, int(stages), rng)
-            result, _ = compare(model, args, kwargs, marks, schedule=schedule)
+            result, _ = compare(
+                model,
+                args,
+                kwargs,
+                marks,
+                schedule=schedule,
+                checkpoint=checkpoint,
+                random=random_too,
+            )
             worst = max(result.gradients, result.loss, result.buffers)
             found[cut] = "exact" if result.exact else f"{worst:.0e}"
         except Exception as error:
@@ -86,6 +100,8 @@ def main() -> None:
     parser.add_argument("--only", help="a part of the names to run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="never")
+    parser.add_argument("--random", action="store_true", help="leave dropout and the like on")
     options = parser.parse_args()
     torch.set_num_threads(1)
     prepared.SMALL_OPERATION = prepared.SMALL_HOP = 0.0  # on lanes, however small the models
@@ -98,7 +114,13 @@ def main() -> None:
                 continue
             begun = time.perf_counter()
             try:
-                found = check(entry, seed=options.seed, schedule=options.schedule)
+                found = check(
+                    entry,
+                    seed=options.seed,
+                    schedule=options.schedule,
+                    checkpoint=options.checkpoint,
+                    random_too=options.random,
+                )
             except Exception as error:
                 if os.environ.get("SWEEP_TRACE"):
                     traceback.print_exc()

@@ -1,0 +1,293 @@
+"""A model recorded, placed and prepared: everything that comes before a step.
+
+Reads as the flow does: record → plan → place.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batchnorm import DeferredBatchNorm
+from .capture import record
+from .crossing import Home
+from .errors import PlanError, StateError, UsageError
+from .glue import Doors
+from .materialize import Init, check_init
+from .microbatch import Microbatch
+from .options import (
+    check_plan,
+    checked_devices,
+    checked_offload,
+)
+from .placement import Fingerprint, Placement
+from .plan import StagePlan
+from .prepared import Prepared, ScheduleOption, lanes_of
+from .recording import Recording
+from .transfer import Owner, default_devices, set_owner
+from .tree import leaves
+from .weights import Weights, open_weights
+from .wrapped import WrappedModel
+
+_numbers = itertools.count()
+
+
+class PlacedModel(WrappedModel):
+    """A module that stands for the user's model, on the devices of its stages.
+
+    Args:
+        model: the user's.
+        devices: as they were given.
+        schedule: of the steps.
+        in_flight: at most so many micro-batches.
+        checkpoint: which of them are recomputed.
+        offload: stages whose activations are in host memory meanwhile.
+        deferred_batch_norm: whether running statistics are those of the whole batch.
+        plan: stages that override the marks.
+        weights: where the values of a model on the meta device come from.
+        init: what gives values to those of its tensors that have none.
+        isolate: whether the stage sanitizer is on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        devices: Sequence[Any] | None,
+        schedule: ScheduleOption,
+        in_flight: int | None,
+        checkpoint: str,
+        offload: bool | Iterable[int],
+        deferred_batch_norm: bool,
+        plan: StagePlan | None,
+        weights: Weights | None,
+        init: Init | None,
+        isolate: bool,
+    ) -> None:
+        super().__init__()
+        check_plan(plan)
+        check_init(model, weights, init)
+        if weights is not None:
+            open_weights(weights)
+        self.module = model
+        self.schedule: ScheduleOption = schedule
+        self.in_flight = in_flight
+        self.checkpoint = checkpoint
+        self.offload = checked_offload(offload)
+        self.deferred_batch_norm = deferred_batch_norm
+        self.isolate = isolate
+        self._weights, self._init = weights, init
+        self._plan = plan
+        self._given_devices = given = checked_devices(devices)
+        self._given_lanes = None if given is None else lanes_of(given, devices or ())
+        self._number = next(_numbers)
+        self._prepared: dict[Any, Prepared] = {}
+        self._compile: tuple[dict[str, Any] | None, bool] | None = None
+        self._placement: Placement | None = None
+        self._fingerprint: Fingerprint | None = None
+
+    # --- what it is
+
+    @property
+    def recording(self) -> Recording | None:
+        """The newest recording; ``None`` before the first call."""
+        last = None
+        for prepared in self._prepared.values():
+            last = prepared.recording
+        return last
+
+    @property
+    def plan(self) -> StagePlan | None:
+        """Which module call is on which stage; ``None`` before the recording."""
+        recording = self.recording
+        return self._plan if recording is None else recording.plan
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each stage.
+
+        Raises:
+            UsageError: no devices were given, and nothing is recorded yet.
+        """
+        if self._placement is not None:
+            return list(self._placement.devices)
+        if self._given_devices is None:
+            raise UsageError(
+                "the stages are not known before the recording; pass devices=…, or sample=…, or "
+                "call the pipeline first"
+            )
+        return list(self._given_devices)
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where the first stage is. Inputs may be anywhere: they are moved."""
+        return self.devices[0]
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where joined outputs and the loss are: the last stage's device."""
+        recording = self.recording
+        return self.devices[-1 if recording is None else recording.route[-1]]
+
+    def _placed(self) -> list[torch.device] | None:
+        return None if self._placement is None else self._placement.devices
+
+    # --- record → plan → place
+
+    def _prepare(self, batch: Microbatch) -> Prepared:
+        """The recording that fits a micro-batch, and the model placed by it."""
+        if self._fingerprint is None or not self._fingerprint.fits():
+            self._prepared.clear()  # the model was changed: record anew
+            self._fingerprint = Fingerprint(self.module)
+        key = self._key(batch, self._fingerprint)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            recording = self._record(batch)
+            devices = self._placed() or self._choose_devices(recording)
+            recording.check(len(devices))
+            self._check_state(recording, devices)
+            prepared = self._place(recording, devices)
+            self._compile_modules(prepared)
+            self._prepared[key] = prepared
+            self._fingerprint = Fingerprint(self.module)
+        return prepared
+
+    def _record(self, batch: Microbatch) -> Recording:
+        return record(
+            self.module,
+            batch.args,
+            batch.kwargs,
+            plan=self._plan,
+            devices=self._placed(),
+            cut=self.schedule != "uncut",
+        )
+
+    def _check_state(self, recording: Recording, devices: list[torch.device]) -> None:
+        """Buffers that the forward writes are read in the plain loop's order, or it is an error."""
+        for held in recording.shared_state:
+            on = [held.stage, *held.also_read_on]
+            one_device = len({devices[stage] for stage in on}) == 1
+            if self.schedule == "uncut" and one_device:
+                continue
+            if self.schedule == "sequential" and len(on) == 1:
+                continue
+            remedy = "'sequential'" if len(on) == 1 else "'uncut' with both stages on one device"
+            raise StateError(
+                f"buffer {held.name!r} is written by the forward and read on hops {held.hops} "
+                f"(stages {on}; {held.where}): micro-batches under way at once would mix in it; "
+                f"read and write it on one hop, or use schedule={remedy}"
+            )
+
+    def _choose_devices(self, recording: Recording) -> list[torch.device]:
+        devices = self._given_devices or default_devices()
+        return devices or [torch.device("cpu")] * recording.num_stages
+
+    def _place(self, recording: Recording, devices: list[torch.device]) -> Prepared:
+        first = self._placement is None
+        if self._placement is None:
+            self._materialize(recording, devices)
+            self._placement = Placement(self.module, devices)
+        homes = self._placement.place(recording, keep=not first and not torch.is_grad_enabled())
+        return self._prepared_by(recording, homes, devices)
+
+    def _prepared_by(
+        self,
+        recording: Recording,
+        homes: Mapping[int, tuple[Tensor, int, int, str]],
+        devices: list[torch.device],
+    ) -> Prepared:
+        planned: dict[str, dict[int, int]] = {}
+        if self._plan is not None:
+            for assignment in self._plan.assignments:
+                planned.setdefault(assignment.path, {})[assignment.call] = assignment.stage
+        batch_norm = DeferredBatchNorm(self.module) if self.deferred_batch_norm else None
+        stand_ins = None if batch_norm is None else batch_norm.stand_ins()
+        return Prepared(
+            self.module,
+            recording,
+            recording.route,
+            {key: Home(*where) for key, where in homes.items()},
+            devices,
+            self._given_lanes or lanes_of(devices, devices),
+            Doors(self.module, recording, planned, stand_ins),
+            planned=self._plan is not None,
+            in_flight=self.in_flight,
+            checkpoint=self.checkpoint if self.schedule != "uncut" else "never",
+            offload=self._offloaded(recording),
+            batch_norm=batch_norm,
+        )
+
+    def _offloaded(self, recording: Recording) -> frozenset[int]:
+        stages = frozenset(range(recording.num_stages)) if self.offload is True else self.offload
+        if not stages or self.schedule == "uncut":
+            return frozenset()
+        beyond = sorted(stage for stage in stages if stage >= recording.num_stages)
+        if beyond:
+            raise PlanError(
+                f"offload names stages {beyond}, but the model has stages 0.."
+                f"{recording.num_stages - 1}; name some of these, or pass offload=True"
+            )
+        if recording.unhookable:
+            raise PlanError(
+                "offload hooks into what autograd saves, which torch.func does not bear, and "
+                f"{recording.unhookable} use it; pass offload=False, or checkpoint= instead"
+            )
+        return stages
+
+    def _key(self, batch: Microbatch, fingerprint: Fingerprint) -> Any:
+        """What a recording depends on: modes, grad mode, structure. Sizes are not in it: a micro-
+        batch whose size leads elsewhere is noticed by its route."""
+        shape = tuple(
+            (leaf.dtype, leaf.dim(), leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else _hashable(leaf)
+            for leaf in leaves((batch.args, batch.kwargs))
+        )
+        names = tuple(batch.kwargs)
+        return fingerprint.modes(), torch.is_grad_enabled(), len(batch.args), names, shape
+
+    def _own_storages(self, prepared: Prepared) -> int | None:
+        if not self.isolate:
+            return None
+        for home in prepared.homes.values():
+            set_owner(home.tensor, Owner(self._number, home.stage))
+        return self._number
+
+    def _sketched(self, batch: Microbatch) -> Prepared:
+        """As :meth:`_prepare`, but nothing is placed."""
+        recording = self._record(batch)
+        devices = self._placed() or self._choose_devices(recording)
+        recording.check(len(devices))
+        return self._prepared_by(recording, {}, devices)
+
+    def unplace(self) -> nn.Module:
+        """Move the model's parameters and buffers back to where they were; returns the model.
+
+        What was on the meta device stays on its stage's device: it may be larger than any other.
+        """
+        if self._placement is not None:
+            self._placement.unplace()
+            self._placement = None
+        self._prepared.clear()
+        return self.module
+
+    def _compile_modules(self, prepared: Prepared) -> None:
+        if self._compile is not None:
+            options, cuda_graphs = self._compile
+            prepared.compile(options, cuda_graphs=cuda_graphs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles take the model and the options along, and record anew."""
+        state = dict(self.__dict__)
+        state.update(_prepared={}, _placement=None, _fingerprint=None)
+        return state
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return type(value)
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
