@@ -64,7 +64,8 @@ class Compiled:
         self.graphs: list[Graphs] = []
         self._options = options
         self._is_first = True
-        self.paths = doors.stand_in(self._wrap)
+        # A capture has its activations in memory of its own.
+        self.paths = doors.stand_in(self._wrap, recomputes=not cuda_graphs)
 
     def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any] | None:
         if not any(True for _ in module.parameters()):

@@ -403,12 +403,16 @@ class Doors:
         return Again.of(what, about, paths, modules, recording.written)
 
     def stand_in(
-        self, wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any] | None]
+        self,
+        wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any] | None],
+        *,
+        recomputes: bool,
     ) -> list[str]:
         """Have the doors call something else than the sealed modules' forwards.
 
         Args:
             wrap: from a module and its forward to what is called instead; ``None``: as it is.
+            recomputes: whether what stands in can be run again for its activations.
 
         Returns:
             The paths of the modules that something stands in for.
@@ -418,6 +422,7 @@ class Doors:
             new = wrap(module, forward)
             if new is not None:
                 door.forward = new
+                door.again = door.again if recomputes else None
                 found.append(path)
         return found
 

@@ -161,3 +161,97 @@ def test_two_stages_a_device_on_two_devices(schedule):
     vee, loop = [0, 1, 1, 0], [0, 1, 0, 1]
     order = vee if schedule == "zb-v" else loop
     check([f"cuda:{i}" for i in order], schedule)
+
+
+def noisy(width: int = 64) -> nn.Sequential:
+    """Layers that save much and draw random numbers."""
+    model = nn.Sequential(
+        *(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.2, batch_first=True)
+            for _ in range(4)
+        )
+    )
+    return bp.begin_blocks(model, {"1": 1, "2": 2, "3": 3})
+
+
+def stepped(model, x, devices, steps=2, **options):
+    torch.manual_seed(5)
+    pipe = bp.Pipeline(model, devices=devices, chunks=4, **options)
+    for _ in range(steps):
+        loss = pipe.forward_backward(x, loss_fn=lambda y: y.square().mean()).loss
+    return pipe, loss
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("devices", [["cpu", "cuda:0", "cpu", "cuda:0"], ["cuda:0"] * 4])
+def test_recomputation_draws_the_same_masks(devices, schedule, mode):
+    """The devices' generators are covered as the host's is: dropout masks are equal."""
+    first = noisy()
+    other = copy.deepcopy(first)
+    x = torch.randn(8, 16, 64)
+    _, expected = stepped(first, x, devices, schedule="sequential")
+    _, loss = stepped(other, x, devices, schedule=schedule, checkpoint=mode)
+    torch.testing.assert_close(loss, expected)
+    for p, q in zip(other.parameters(), first.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("steps", [1, 8])
+def test_offload_keeps_the_numbers(schedule, checkpoint, steps, monkeypatch):
+    """Streams and events order the copies: many steps, each with memory that is used again."""
+    monkeypatch.setattr("blockpipe.offload.SMALLEST", 0)
+    first = noisy(128)
+    other = copy.deepcopy(first)
+    x = torch.randn(32, 64, 128)
+    devices = ["cuda:0", "cpu", "cuda:0", "cpu"]
+    _, expected = stepped(first, x, devices, steps, schedule="sequential")
+    _, loss = stepped(
+        other, x, devices, steps, schedule=schedule, offload=True, checkpoint=checkpoint
+    )
+    torch.testing.assert_close(loss, expected)
+    for p, q in zip(other.parameters(), first.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_offload_frees_device_memory():
+    """Activations of the micro-batches that are away are not on the device."""
+    x = torch.randn(64, 256, 256)
+    peaks = []
+    for offload in (False, True):
+        pipe, _ = stepped(
+            noisy(256), x, ["cuda:0", "cpu", "cpu", "cpu"], schedule="gpipe", offload=offload
+        )
+        with pipe.measured_memory() as report:
+            pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+        peaks.append(report.stages[0].measured)
+        assert abs(report.stages[0].peak - peaks[-1]) < 0.25 * peaks[-1]
+    assert peaks[1] < 0.6 * peaks[0]
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_predicted_memory_beside_the_allocators(mode):
+    """Within 15 %, where activations are most of it."""
+    x = torch.randn(64, 256, 256)
+    devices = ["cuda:0", "cpu", "cpu", "cpu"]
+    pipe, _ = stepped(noisy(256), x, devices, schedule="1f1b", checkpoint=mode)
+    with pipe.measured_memory() as report:
+        pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+    stage = report.stages[0]
+    assert abs(stage.peak - stage.measured) < 0.15 * stage.measured, str(report)
+
+
+def test_graphs_keep_their_activations():
+    """A captured module is not recomputed: a capture has memory of its own."""
+    model = net()
+    plain = copy.deepcopy(model).cuda()
+    x, y = torch.randn(32, 64), torch.randn(32, 64)
+    pipe = bp.Pipeline(model, devices=["cuda:0", "cpu"] * 2, chunks=4, checkpoint="always")
+    pipe.compile(cuda_graphs=True)
+    for _ in range(3):
+        pipe.forward_backward(x, target=y, loss_fn=loss_of)
+        plain_step(plain, (x.cuda(),), {}, y.cuda(), loss_of, 4)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad.cpu())
