@@ -50,3 +50,23 @@ def test_a_real_model_trains_as_plain(family: str, name: str) -> None:
     (entry,) = [e for e in FAMILIES[family]() if e.name == name]
     found = sweep.check(entry)
     assert all(value == "exact" for value in found.values()), found
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("family", "name", "schedule"),
+    [
+        ("torchvision", "resnet18", "1f1b"),
+        ("torchvision", "efficientnet_b0", "zb-h1"),
+        ("timm", "convnext_atto", "gpipe"),
+        ("huggingface", "bart", "1f1b"),
+        ("huggingface", "t5", "gpipe"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_real_model_recomputes_with_dropout_on(family: str, name: str, schedule: str) -> None:
+    """With random numbers drawn and everything recomputed: as sequential without."""
+    (entry,) = [e for e in FAMILIES[family]() if e.name == name]
+    cuts = ("blocks 4", "random 4")
+    found = sweep.check(entry, cuts, schedule=schedule, checkpoint="always", random_too=True)
+    assert all(value == "exact" for value in found.values()), found
