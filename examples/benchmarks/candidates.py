@@ -28,6 +28,7 @@ class Task:
     model: nn.Sequential
     x: Tensor
     y: Tensor
+    checkpoint: str = "never"  # of those who can recompute
 
 
 class Candidate:
@@ -194,7 +195,11 @@ class Blockpipe(Candidate):
         super().__init__(task)
         self.model[1] = bp.BeginBlock(self.model[1], stage=1)
         self.pipe = bp.Pipeline(
-            self.model, devices=["cpu"] * 2, chunks=task.chunks, schedule=self.schedule
+            self.model,
+            devices=["cpu"] * 2,
+            chunks=task.chunks,
+            schedule=self.schedule,
+            checkpoint=task.checkpoint,
         )
 
     def step(self) -> Tensor:

@@ -50,6 +50,7 @@ CANDIDATES: dict[str, type[Candidate]] = {
     "torch-pipelining": TorchPipelining,
 }
 TO_THE_BIT = {"blockpipe", "blockpipe-gpipe"}  # what Blockpipe promises on the CPU
+RECOMPUTES = ("blockpipe", "torchgpipe", "fairscale")
 TOLERANCE = 1e-4  # of the gradient's norm: a whole batch's loss is rounded differently
 SHORT = 0.1  # seconds of a step: below, what ran before it shows in its time
 
@@ -66,12 +67,20 @@ def main() -> None:
     parser.add_argument(
         "--gpipe", action="store_true", help="also Blockpipe in GPipe's order, with 1F1B"
     )
+    parser.add_argument(
+        "--checkpoint",
+        choices=["never", "except_last", "always"],
+        default="never",
+        help="recomputation, of those who have it: the others are left out",
+    )
     options = parser.parse_args()
     if any(chunks < 2 or chunks % 2 for chunks in options.chunks):
         parser.error("--chunks: even numbers, since the independent threads take half each")
     names = [name for name in CANDIDATES if name in (options.only or CANDIDATES)]
     if not options.gpipe and options.only is None:
         names.remove("blockpipe-gpipe")
+    if options.checkpoint != "never":
+        names = [name for name in names if name.startswith(RECOMPUTES)]
     print(machine())
     names = runnable(names)
     for workload in options.workload:
@@ -81,7 +90,14 @@ def main() -> None:
         for chunks in options.chunks:
             print(f"\n{workload}, {chunks} micro-batches", flush=True)
             untimed = 1 if chunks * sum(seconds) < SHORT else 0
-            lines = measure(workload, chunks, names, repeats=options.repeats, untimed=untimed)
+            lines = measure(
+                workload,
+                chunks,
+                names,
+                repeats=options.repeats,
+                untimed=untimed,
+                checkpoint=options.checkpoint,
+            )
             print(lines, flush=True)
 
 
@@ -107,9 +123,18 @@ def lacking(name: str) -> str | None:
     return None
 
 
-def measure(workload: str, chunks: int, names: Sequence[str], *, repeats: int, untimed: int) -> str:
+def measure(
+    workload: str,
+    chunks: int,
+    names: Sequence[str],
+    *,
+    repeats: int,
+    untimed: int,
+    checkpoint: str,
+) -> str:
     """Check the gradients, then time all in turn."""
-    task = Task(WORKLOADS[workload], workload, chunks, *WORKLOADS[workload].sample(chunks))
+    sample = WORKLOADS[workload].sample(chunks)
+    task = Task(WORKLOADS[workload], workload, chunks, *sample, checkpoint)
     with ExitStack() as stack:
         candidates = {}
         for name in names:

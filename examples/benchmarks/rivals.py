@@ -99,7 +99,7 @@ def _options(task: Task) -> dict[str, Any]:
         "balance": [1, 1],
         "devices": ["cpu"] * 2,
         "chunks": task.chunks,
-        "checkpoint": "never",
+        "checkpoint": task.checkpoint,
     }
 
 
