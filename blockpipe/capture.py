@@ -27,11 +27,11 @@ from .recorder import (
     RecordingDoor,
     RecordingGlue,
     WatchedCursor,
-    conclude,
     hold,
     named_slots,
 )
 from .recording import Hop, Recording
+from .sealing import conclude
 from .snapshot import ModelState, random_states
 from .transfer import carry
 from .tree import map_tensors, tensors

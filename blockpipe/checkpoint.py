@@ -176,7 +176,7 @@ class Frame:
     def recompute(self) -> None:
         """Make what was saved again, if it is not there."""
         with self._lock:
-            if not self._values:
+            if self.count and not self._values:
                 self._surroundings.run(self._run_again)
 
     def value(self, slot: _Slot) -> Tensor:

@@ -133,18 +133,6 @@ class Execution:
         return [*sources[:-1], list(dict.fromkeys([*sources[-1], *own]))]
 
     @contextmanager
-    def _loss_watched(self) -> Iterator[None]:
-        """In the first run of a loss function: does it draw?"""
-        kind = _kind_of(self.loss_fn)
-        if self.loss_fn is None or kind in self.prepared.loss_draws:
-            yield
-            return
-        drew: list[bool] = []
-        with Meter(None, drew=drew.append):
-            yield
-        self.prepared.loss_draws[kind] = bool(drew)
-
-    @contextmanager
     def _drawing(self) -> Iterator[None]:
         """Around the forwards: where they succeed, the generators go on from them."""
         yield
@@ -409,10 +397,7 @@ class Execution:
             # The loss is computed where the forward's last operation was: an inner block may have
             # ended since, and its end moved the cursor.
             journey.cursor.stage = journey.stage
-            loss = None
-            if "loss" in self.want:
-                with self._loss_watched():
-                    loss = self._loss(output, target)
+            loss = self._loss(output, target) if "loss" in self.want else None
         return self._result(journey, output, loss)
 
     @contextmanager
@@ -464,10 +449,15 @@ class Execution:
         return found
 
     def _loss(self, output: Any, target: Any) -> Tensor:
-        if self.loss_fn is not None:
-            loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
-        else:
+        if self.loss_fn is None:
             loss = _own_loss(output)
+        elif _kind_of(self.loss_fn) in self.prepared.loss_draws:
+            loss = self._called_loss(output, target)
+        else:
+            drew: list[bool] = []
+            with Meter(None, drew=drew.append):
+                loss = self._called_loss(output, target)
+            self.prepared.loss_draws[_kind_of(self.loss_fn)] = bool(drew)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(
@@ -476,6 +466,10 @@ class Execution:
                 "(a 0-d tensor, a `loss` field or key, or a 0-d first element)"
             )
         return loss
+
+    def _called_loss(self, output: Any, target: Any) -> Any:
+        assert self.loss_fn is not None
+        return self.loss_fn(output) if target is None else self.loss_fn(output, target)
 
     def _result(self, journey: Journey, output: Any, loss: Tensor | None) -> Result:
         result = Result()
@@ -568,7 +562,7 @@ class Execution:
 def _kind_of(loss_fn: Any) -> Any:
     """What stays the same where a loss function is written anew for each step: its code."""
     loss_fn = getattr(loss_fn, "func", loss_fn)
-    return getattr(loss_fn, "__code__", type(loss_fn))
+    return getattr(loss_fn, "__code__", (type(loss_fn), getattr(loss_fn, "training", None)))
 
 
 class _FixedCursor(Cursor):

@@ -34,6 +34,7 @@ from .placed import PlacedModel
 from .plan import StagePlan
 from .prepared import Prepared, ScheduleOption
 from .summary import summarize
+from .transfer import is_asynchronous
 from .tree import leaves, map_tensors
 from .weights import Weights
 from .where import remembers_caller, users_line
@@ -226,7 +227,8 @@ class Pipeline(PlacedModel):
         microbatches = self._split(args, kwargs, None)
         prepared = self._sketched(microbatches[0])
         if limit is None and prepared.is_asynchronous:
-            limit = min(torch.cuda.mem_get_info(d)[1] for d in prepared.devices if d.type == "cuda")
+            accelerators = [device for device in prepared.devices if is_asynchronous(device)]
+            limit = min(torch.accelerator.get_memory_info(d)[1] for d in accelerators)
         return self._predicted(prepared, len(microbatches), optimizer, limit)
 
     @contextmanager

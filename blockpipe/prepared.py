@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -231,7 +231,7 @@ class Prepared:
         if known is None:
             known = self._make(option, microbatches)
             if self.restores:
-                known = known.with_restored(lambda h, m: self._restores(h, m, microbatches))
+                known = known.with_restored(partial(self._restores, microbatches=microbatches))
             self._schedules[key] = known
         return known
 
@@ -243,6 +243,7 @@ class Prepared:
                 self.costs,
                 in_flight=self.in_flight,
                 separable=self.recording.separable,
+                restores=partial(self._restores, microbatches=microbatches),
             )
             return choice.schedule
         if isinstance(option, str):

@@ -13,7 +13,7 @@ Under ``"1f1b"`` four hops give the well-known table::
 import contextlib
 import heapq
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .errors import ScheduleError
@@ -361,6 +361,7 @@ def choose(
     *,
     in_flight: int | None = None,
     separable: Sequence[bool] | None = None,
+    restores: Callable[[int, int], bool] | None = None,
 ) -> Choice:
     """The schedule that is predicted to be the fastest; of equals (2 %), what keeps the least.
 
@@ -370,6 +371,7 @@ def choose(
         costs: what each hop costs.
         in_flight: as for :func:`make_schedule`.
         separable: as for :func:`make_schedule`.
+        restores: ``(hop, microbatch) -> bool``: what has an R before its backward.
 
     Example:
         >>> choose([0, 1, 2, 3], 8, Costs()).schedule.name
@@ -385,6 +387,8 @@ def choose(
         )
         for n in names
     ]
+    if restores is not None:
+        made = [schedule.with_restored(restores) for schedule in made]
     tried = [simulate(schedule, costs) for schedule in made]
     shortest = min(s.makespan for s in tried)
 

@@ -147,14 +147,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
             f"{count} micro-batches and lanes {list(lane_of)} of {len(lanes)} came"
         )
     total = hops * count
-    split = _check_each_once(schedule)
+    split, restored = _check_each_once(schedule)
     finish = array("d", [-1.0]) * (3 * total if split else 2 * total)
     duration = [costs.of(hop) for hop in range(hops)]
     activation = [_at(costs.activation, hop) for hop in range(hops)]
     dropped = [_at(costs.dropped, hop) for hop in range(hops)]
     again = costs.forward if costs.restore is None else costs.restore
     restore = [_at(again, hop) for hop in range(hops)]
-    restored = _restored(schedule)
     arrives = [
         _at(costs.transfer, hop) if hop + 1 < hops and lane_of[hop] != lane_of[hop + 1] else 0.0
         for hop in range(hops)
@@ -219,11 +218,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     return Simulation(schedule, makespan, idle, busy, peak, starts)
 
 
-def _check_each_once(schedule: Schedule) -> bytearray:
+def _check_each_once(schedule: Schedule) -> tuple[bytearray, bytearray]:
     """Every hop and micro-batch has one F, one B, at most one W and one R, on its own lane.
 
     Returns:
-        Where ``hop * microbatches + microbatch`` has a W; empty if none has.
+        Where ``hop * microbatches + microbatch`` has a W, and where an R; empty if none has.
     """
     hops, count = len(schedule.lane_of_hop), schedule.microbatches
     total = hops * count
@@ -256,20 +255,8 @@ def _check_each_once(schedule: Schedule) -> bytearray:
         raise ScheduleError(
             f"{'FB'[kind]}{rest // count}.{rest % count} is missing in {schedule.name}"
         )
-    weights = seen[2 * total : 3 * total]
-    return weights if any(weights) else bytearray()
-
-
-def _restored(schedule: Schedule) -> bytearray:
-    """Where ``hop * microbatches + microbatch`` has an R; empty if none has."""
-    found = bytearray()
-    for codes in schedule.codes:
-        for code in codes:
-            if code & 3 == R:
-                found = found or bytearray(len(schedule.lane_of_hop) * schedule.microbatches)
-                hop, m = code >> HOP_SHIFT & HOP_MASK, code >> MICROBATCH_SHIFT
-                found[hop * schedule.microbatches + m] = 1
-    return found
+    weights, restored = seen[2 * total : 3 * total], seen[3 * total :]
+    return weights if any(weights) else bytearray(), restored if any(restored) else bytearray()
 
 
 def _check_all_ran(schedule: Schedule, position: list[int], finish: "array[float]") -> None:
