@@ -13,7 +13,7 @@ waits for that gradient.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -53,20 +53,17 @@ class Again:
         cls,
         what: str,
         about: Recomputable,
-        paths: Iterable[str],
-        modules: Mapping[str, nn.Module],
-        written: Collection[str],
+        modules: Iterable[nn.Module],
+        written: Collection[int],
     ) -> Again:
-        """From the paths of the modules that are called, those of all modules, and the names of
-        the buffers that the forward writes."""
-        buffers = {}
-        for outer in paths:
-            for inner, module in modules[outer].named_modules(prefix=outer):
-                prefix = f"{inner}." if inner else ""
-                keys = frozenset(key for key in module._buffers if prefix + key in written)
-                if module._buffers:
-                    buffers[inner] = module._buffers, keys
-        return cls(what, about, list(buffers.values()))
+        """From the modules that are called, and the ids of the buffers that the forward writes."""
+        inner = {module: None for outer in modules for module in outer.modules()}
+        buffers = [
+            (names, frozenset(key for key, buffer in names.items() if id(buffer) in written))
+            for names in (module._buffers for module in inner)
+            if names
+        ]
+        return cls(what, about, buffers)
 
 
 @dataclass(slots=True)

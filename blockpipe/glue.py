@@ -399,8 +399,11 @@ class Doors:
         about = recording.recomputable.get(path)
         if about is None or not about.is_run_again:
             return None
-        paths = recording.called_in(path) if path in recording.sealed_functions else [path]
-        return Again.of(what, about, paths, modules, recording.written)
+        called = recording.called_in(path) if path in recording.sealed_functions else [path]
+        written = {
+            id(modules[""].get_buffer(held.name)) for held in recording.buffers if held.written
+        }
+        return Again.of(what, about, [modules[inner] for inner in called], written)
 
     def stand_in(
         self,

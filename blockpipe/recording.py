@@ -216,11 +216,6 @@ class Recording:
         return [b for b in self.buffers if b.written and len(b.hops) > 1]
 
     @property
-    def written(self) -> set[str]:
-        """The names of the buffers that the forward writes."""
-        return {name for b in self.buffers if b.written for name in b.names}
-
-    @property
     def unused(self) -> list[Held]:
         """Parameters that no call reads."""
         return [p for p in self.parameters if p.hop is None]

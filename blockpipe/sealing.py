@@ -1,7 +1,7 @@
 """What follows from a recording's run: which calls are sealed, and where unread parameters live.
 
-A call is sealed if it stayed on one hop and got every foreign tensor through its arguments. A module
-is called several times, and its door stands there each time: so what counts is each call of it.
+A call is sealed if it stayed on one hop and got every foreign tensor through its arguments. A
+module may be called several times, and its door stands there each time: what counts is every call.
 """
 
 from __future__ import annotations

@@ -650,6 +650,57 @@ def test_random_programs(instructions, chunks, schedule, mode, isolate):
     assert difference(net, plain, loss, expected).exact
 
 
+class NoisyProgram(Program):
+    """Draws random numbers in glue, and calls layers that do; batch norm where it can."""
+
+    def __init__(self, instructions):
+        super().__init__(instructions)
+        self.noisy = nn.ModuleList(Layer(4, 0.4) for _ in range(4))
+        for layer, norm in zip(self.noisy, self.norms, strict=True):
+            layer.norm = norm
+
+    def run(self, op, a, b, stage):
+        if op.name in ("linear", "half"):
+            return self.noisy[stage](a)  # a layer for each stage
+        made = super().run(op, a, b, stage)
+        return F.dropout(made, 0.3) if op.name in ("tanh", "mul") else made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    programs,
+    st.integers(2, 4),
+    st.sampled_from(SCHEDULES),
+    st.sampled_from(MODES),
+    st.booleans(),
+)
+def test_random_programs_that_draw(instructions, chunks, schedule, mode, isolate):
+    """With dropout and batch norm: as sequential, without recomputation."""
+    results = []
+    x, index = torch.randn(8, 4), torch.randint(0, 4, (8,))
+    for options in ({}, {"schedule": schedule, "checkpoint": mode, "isolate": isolate}):
+        torch.manual_seed(0)
+        net = NoisyProgram(instructions)
+        pipe = bp.Pipeline(
+            net, **{"devices": ["cpu"] * 3, "chunks": chunks, "schedule": "sequential", **options}
+        )
+        try:
+            for _ in range(2):
+                loss = pipe.forward_backward(
+                    x.clone(),
+                    index,
+                    loss_fn=lambda outputs: sum(o.square().mean() for o in outputs),
+                ).loss
+        except (PlanError, CrossingError, StateError):
+            assume(False)
+        except RuntimeError as error:
+            assert "inplace" in str(error) or "in-place" in str(error)
+            assume(False)
+        results.append((net, loss))
+    (first, expected), (other, loss) = results
+    assert difference(other, first, loss, expected).exact
+
+
 def test_frames_are_made_where_it_recomputes_only(monkeypatch):
     """Never means never: not even the hooks are on."""
     made = []
