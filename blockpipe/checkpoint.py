@@ -115,7 +115,14 @@ class Frame:
         self._versions = [version_of(t) for t in self._given]
         copies = again.about.keeps_inputs
         self._needs_graph: set[int] = set()
-        self._call = map_tensors(lambda t: self._kept(t, copies), _opened((args, kwargs)))
+        kept: dict[int, Any] = {}  # modules ask whether two arguments are one (attention does)
+
+        def keep(tensor: Tensor) -> Any:
+            if id(tensor) not in kept:
+                kept[id(tensor)] = self._kept(tensor, copies)
+            return kept[id(tensor)]
+
+        self._call = map_tensors(keep, _opened((args, kwargs)))
         self._buffers = [
             (names, {k: _copy_of(t) if k in written else t for k, t in names.items()})
             for names, written in again.buffers
@@ -205,7 +212,14 @@ class Frame:
             stack.enter_context(torch.enable_grad())
             for (names, kept), (_, written) in zip(self._buffers, self.again.buffers, strict=True):
                 names.update({k: _copy_of(t) if k in written else t for k, t in kept.items()})
-            args, kwargs = map_leaves(self._entered, _opened(self._call))
+            entered: dict[int, Any] = {}
+
+            def enter(leaf: Any) -> Any:
+                if id(leaf) not in entered:
+                    entered[id(leaf)] = self._entered(leaf)
+                return entered[id(leaf)]
+
+            args, kwargs = map_leaves(enter, _opened(self._call))
             packs = torch.autograd.graph.saved_tensors_hooks(self._collect(), _same)
             try:
                 with packs:

@@ -305,6 +305,28 @@ def test_what_depends_on_something_else_is_an_error():
         pipe.forward_backward(torch.randn(4, 8), loss_fn=square)
 
 
+def test_arguments_that_are_one_tensor_stay_one():
+    """Attention asks whether query, key and value are the same object, and computes otherwise."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.first(x)
+            with bp.Block(1):
+                return self.attention(x, x, x, need_weights=False)[0]
+
+    net = Net()
+    plain = copy.deepcopy(net)
+    x = torch.randn(8, 5, 8)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, checkpoint="always", isolate=True)
+    loss = pipe.forward_backward(x, loss_fn=square).loss
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).exact
+
+
 def test_autocast_is_the_forwards():
     """The caller's, and what the forward enters around a call."""
 
