@@ -142,6 +142,11 @@ class Pipeline(PlacedModel):
                 "isolate=True proves that stages are cut apart, but schedule='uncut' does not cut "
                 "them; use 'sequential' to look at one micro-batch at a time"
             )
+        if offload is not False and schedule == "uncut":
+            raise UsageError(
+                "offload brings activations back before a stage's backward, but schedule='uncut' "
+                "has one backward for all stages; use checkpoint=, or another schedule"
+            )
         check_batch_dims(batch_dims)
         super().__init__(
             model,

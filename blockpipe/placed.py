@@ -214,15 +214,15 @@ class PlacedModel(WrappedModel):
             Doors(self.module, recording, planned, stand_ins),
             planned=self._plan is not None,
             in_flight=self.in_flight,
-            checkpoint=self.checkpoint if self.schedule != "uncut" else "never",
+            checkpoint=self.checkpoint,
             offload=self._offloaded(recording),
             batch_norm=batch_norm,
         )
 
     def _offloaded(self, recording: Recording) -> frozenset[int]:
         stages = frozenset(range(recording.num_stages)) if self.offload is True else self.offload
-        if not stages or self.schedule == "uncut":
-            return frozenset()
+        if not stages:
+            return stages
         beyond = sorted(stage for stage in stages if stage >= recording.num_stages)
         if beyond:
             raise PlanError(

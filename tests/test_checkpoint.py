@@ -456,6 +456,27 @@ def test_a_differentiable_call_recomputes_too(mode):
     assert again(other) == [{"never": 0, "except_last": 3, "always": 4}[mode]] * 5
 
 
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+def test_one_ordinary_graph_recomputes_when_it_is_asked(mode):
+    """Uncut: second backwards and higher derivatives too, each recomputed anew."""
+    net = layers(0.2)
+    other = copy.deepcopy(net)
+    x = torch.randn(8, 16)
+    results = []
+    for model, checkpoint_ in ((net, "never"), (other, mode)):
+        torch.manual_seed(0)
+        pipe = bp.Pipeline(
+            model, devices=["cpu"] * 3, chunks=4, schedule="uncut", checkpoint=checkpoint_
+        )
+        loss = square(pipe(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append(loss.detach())
+    assert difference(other, net, results[1], results[0]).exact
+    times = {"except_last": 3, "always": 4}[mode]
+    assert again(other) == [2 * times] * 5
+
+
 def test_nothing_is_recomputed_without_gradients():
     """Under no_grad, and in what is frozen."""
     net = layers()

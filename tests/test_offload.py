@@ -193,6 +193,12 @@ def test_what_names_no_stages_is_refused(wrong):
         bp.Pipeline(layers(), devices=["cpu"] * 3, chunks=2, offload=wrong)
 
 
+def test_uncut_is_refused():
+    """It has no backward of a stage's own."""
+    with pytest.raises(TypeError, match="schedule='uncut' has one backward for all stages"):
+        bp.Pipeline(layers(), devices=["cpu"] * 3, chunks=2, offload=True, schedule="uncut")
+
+
 def test_a_stage_that_is_not_there_is_refused():
     """As soon as the stages are known."""
     pipe = bp.Pipeline(layers(), devices=["cpu"] * 3, chunks=2, offload=[5])
