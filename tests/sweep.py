@@ -4,8 +4,9 @@
     python -m tests.sweep --family timm --only convnext
 
 Each model is cut into 2 and into 4 stages, at its blocks' boundaries and at random inner modules,
-and takes one step under the stage sanitizer, 1F1B's or another schedule's. The gradients, the loss and the buffers are
-compared with those of the plain loop over the same micro-batches, on one thread.
+and takes one step under the stage sanitizer, 1F1B's or another schedule's. The gradients, the loss
+and the buffers are compared with those of the plain loop over the same micro-batches, on one
+thread; with --random, with those of the same pipeline under "sequential", without recomputation.
 """
 
 import argparse
