@@ -81,7 +81,7 @@ class Execution:
         self.want = want
         self.cut = schedule != "uncut"
         differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        self._draws = self._loss_draws()
+        self._loss_kind = _kind_of(loss_fn)
         self.step = Step(
             prepared.route,
             prepared.homes,
@@ -118,15 +118,10 @@ class Execution:
 
     # --- what draws random numbers
 
-    def _loss_draws(self) -> bool:
-        """Whether the loss function draws: not known before it has run once."""
-        if self.loss_fn is None:
-            return False
-        return self.prepared.loss_draws.get(_kind_of(self.loss_fn), True)
-
     def _sources(self) -> list[list[Source]]:
         sources = self.prepared.sources
-        if not self._draws:
+        known = self.prepared.loss_draws.get(self._loss_kind, self.loss_fn is not None)
+        if not known:
             return sources
         last = self.prepared.route[-1]
         own = sources_of(["torch"], self.prepared.devices[last])
@@ -451,13 +446,13 @@ class Execution:
     def _loss(self, output: Any, target: Any) -> Tensor:
         if self.loss_fn is None:
             loss = _own_loss(output)
-        elif _kind_of(self.loss_fn) in self.prepared.loss_draws:
+        elif self._loss_kind in self.prepared.loss_draws:
             loss = self._called_loss(output, target)
         else:
             drew: list[bool] = []
             with Meter(None, drew=drew.append):
                 loss = self._called_loss(output, target)
-            self.prepared.loss_draws[_kind_of(self.loss_fn)] = bool(drew)
+            self.prepared.loss_draws[self._loss_kind] = bool(drew)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(
