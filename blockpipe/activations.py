@@ -30,6 +30,7 @@ class Activations:
         self._storages: dict[_Key, tuple[Any, int]] = {}  # kept alive, so that a key stays its own
         self._saved: list[tuple[int, Call | None, _Key]] = []
         self._given: dict[int, set[_Key]] = {}  # from the id of a call to what it was given
+        self._sharing: set[int] = set()  # ids of calls that were given views of one storage
         self._versions: list[tuple[Call, Tensor, int]] = []
         self._inputs: set[_Key] = set()
         self._hop = 0
@@ -60,9 +61,11 @@ class Activations:
         """A call begins, with these arguments."""
         keys = self._given.setdefault(id(call), set())
         with torch._C.DisableTorchFunction():
-            for tensor in tensors:
+            for tensor in {id(t): t for t in tensors}.values():
                 key = self._noted(tensor)
                 if key is not None:
+                    if key in keys:
+                        self._sharing.add(id(call))
                     keys.add(key)
                 if not tensor.is_inference():
                     self._versions.append((call, tensor, tensor._version))
@@ -98,8 +101,11 @@ class Activations:
             known = about.setdefault(door.path, Recomputable())
             known.keeps_inputs |= id(door) in written
             # Which call drew from Python's or numpy's generator is not known, but on which hop.
+            known.buffers |= door.buffers
             known.draws |= door.draws or bool(hops[door.hop or 0].draws - {"torch"})
             known.refuses = known.refuses or door.refuses
+            if id(door) in written and id(door) in self._sharing:
+                known.refuses = "it writes to arguments that share memory"
         for door, saved, freed in self._gains(doors, door_of):
             door.saved_bytes = saved
             # Running it again has to gain something: a convolution saves its input alone.

@@ -12,68 +12,93 @@ waits for that gradient.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections import deque
+from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .ambient import Surroundings
 from .blocks import Cursor, recomputing, set_cursor
 from .crossing import Box, enter_graph, version_of
 from .errors import StateError
 from .offload import Away, Offload
-from .randomness import Source, States, current, replayed
+from .randomness import Source, current, moved, replayed
 from .recording import Recomputable
-from .tree import map_leaves, map_tensors, tensors
+from .tree import map_leaves, map_tensors
 from .where import users_line
 
 Buffers = dict[str, Tensor | None]
 
 
-@dataclass
+@dataclasses.dataclass
 class Again:
     """How to run a sealed call again.
 
     Attributes:
         what: for messages.
         about: what the recording saw.
-        buffers: of its modules, and which of them it writes in place.
+        buffers: those that it reads or writes: where each stands, and whether the forward writes
+            it in place.
     """
 
     what: str
     about: Recomputable
-    buffers: list[tuple[Buffers, frozenset[str]]]
-
-    @classmethod
-    def of(
-        cls,
-        what: str,
-        about: Recomputable,
-        modules: Iterable[nn.Module],
-        written: Collection[int],
-    ) -> Again:
-        """From the modules that are called, and the ids of the buffers that the forward writes."""
-        inner = {module: None for outer in modules for module in outer.modules()}
-        buffers = [
-            (names, frozenset(key for key, buffer in names.items() if id(buffer) in written))
-            for names in (module._buffers for module in inner)
-            if names
-        ]
-        return cls(what, about, buffers)
+    buffers: list[tuple[Buffers, str, bool]]
 
 
-@dataclass(slots=True)
+class _Kept:
+    """An argument, kept from the call without its graph."""
+
+    __slots__ = ("_enters", "_value", "_version")
+
+    def __init__(self, tensor: Tensor, offload: Offload | None, *, copies: bool) -> None:
+        is_leaf = tensor.is_leaf and tensor.requires_grad
+        self._enters = tensor.requires_grad and not is_leaf
+        self._value: Tensor | Away | None = None
+        if offload is not None and not copies:
+            self._value = offload.away(tensor)
+        if self._value is None:
+            self._value = tensor if is_leaf else tensor.detach()
+            if copies and not is_leaf:
+                self._value = self._value.clone()
+        self.note_version()
+
+    def note_version(self) -> None:
+        """What it is from here on is what it has to be when the call is run again."""
+        self._version = version_of(self._value) if isinstance(self._value, Tensor) else -1
+
+    def was_written(self) -> tuple[int, ...] | None:
+        """Its shape, if it was written in place since."""
+        if isinstance(self._value, Tensor) and version_of(self._value) != self._version:
+            return tuple(self._value.shape)
+        return None
+
+    def entered(self, *, copies: bool) -> Tensor:
+        """As the call had it: no leaf where it was none, for the call may write to it in place."""
+        assert self._value is not None
+        value = self._value.tensor() if isinstance(self._value, Away) else self._value
+        if value.is_leaf and value.requires_grad:
+            return value
+        value = value.clone() if copies else value
+        return enter_graph(Box(), value) if self._enters else value.detach()
+
+
 class _Slot:
     """What stands for a saved tensor until it is made again."""
 
-    frame: Frame
-    index: int
-    shape: torch.Size
-    dtype: torch.dtype
+    __slots__ = ("frame", "index", "what")
+
+    def __init__(self, frame: Frame, tensor: Tensor) -> None:
+        self.frame = frame
+        self.index = frame.count
+        self.what = tensor.dtype, tensor.shape
 
 
 class _Enough(BaseException):
@@ -87,11 +112,13 @@ class Frame:
     Args:
         again: how.
         stage: where it runs.
-        sources: what it draws random numbers from.
+        sources: what it draws random numbers from; if it does, for all that is known.
         function: what is called.
         args: with what; kept, without their graphs.
         kwargs: with what.
         offload: where to keep the arguments; ``None``: where they are.
+        verifies: compare what is made again with what was saved (a digest of each tensor): done in
+            a pipeline's first step, for a module may depend on what nobody can see.
     """
 
     def __init__(
@@ -102,46 +129,36 @@ class Frame:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
+        *,
         offload: Offload | None = None,
+        verifies: bool = False,
     ) -> None:
         self.again = again
         self.stage = stage
         self.function = function
-        self.keeps = False  # what was recomputed, after it was read: the backward has two parts
+        self.verifies = verifies
+        self.keeps = False  # what was made again, after it was read: it may be read once more
         self.count = 0
         self._surroundings = Surroundings()
-        self._offload = offload
-        self._given = list(tensors((args, kwargs)))
-        self._versions = [version_of(t) for t in self._given]
-        copies = again.about.keeps_inputs
-        self._needs_graph: set[int] = set()
-        kept: dict[int, Any] = {}  # modules ask whether two arguments are one (attention does)
+        self._arguments: dict[int, _Kept] = {}  # by id: modules ask whether two arguments are one
 
         def keep(tensor: Tensor) -> Any:
-            if id(tensor) not in kept:
-                kept[id(tensor)] = self._kept(tensor, copies)
-            return kept[id(tensor)]
+            kept = self._arguments.get(id(tensor))
+            if kept is None:
+                kept = _Kept(tensor, offload, copies=again.about.keeps_inputs)
+                self._arguments[id(tensor)] = kept
+            return kept
 
         self._call = map_tensors(keep, _opened((args, kwargs)))
         self._buffers = [
-            (names, {k: _copy_of(t) if k in written else t for k, t in names.items()})
-            for names, written in again.buffers
+            _copy_of(names.get(key)) if written else names.get(key)
+            for names, key, written in again.buffers
         ]
-        self._random: States = current(sources) if again.about.draws else {}
+        self._random = current(sources)
         self._values: dict[int, Tensor] = {}
+        self._digests: list[tuple[torch.Size, Tensor | None]] = []
+        self._is_there = False
         self._lock = threading.RLock()
-
-    def _kept(self, tensor: Tensor, copies: bool) -> Tensor | Away:
-        if tensor.is_leaf and tensor.requires_grad:
-            return tensor
-        kept: Tensor | Away | None = None
-        if self._offload is not None:
-            kept = self._offload.away(tensor)
-        if kept is None:
-            kept = tensor.detach().clone() if copies else tensor.detach()
-        if tensor.requires_grad:
-            self._needs_graph.add(id(kept))
-        return kept
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The call itself; what it saves is dropped."""
@@ -150,76 +167,74 @@ class Frame:
             result = self.function(*args, **kwargs)
         finally:
             torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._forget()  # of a gradient that the call itself has asked for
         if not self.again.about.keeps_inputs:
-            self._check_inputs("is written in place by")
-            self._versions = [version_of(t) for t in self._inputs()]
-        self._given = []
+            self._check_arguments("is written in place by")
+        if not self.again.about.draws:
+            self.again.about.draws = moved(self._random)
+            self._random = self._random if self.again.about.draws else {}
         return result
 
-    def _inputs(self) -> list[Tensor]:
-        return list(tensors(self._call))
-
-    def _check_inputs(self, how: str) -> None:
-        given = self._given or self._inputs()
-        for tensor, version in zip(given, self._versions, strict=True):
-            if version_of(tensor) != version:
-                raise StateError(
-                    f"an input of shape {tuple(tensor.shape)} {how} {self.again.what}, which is to "
-                    "be recomputed, but was not when the model was recorded "
-                    f"({users_line()}); give Pipeline a sample that takes this way, or mark it "
-                    "with checkpoint=False"
-                )
-
     def _pack(self, tensor: Tensor) -> _Slot:
-        slot = _Slot(self, self.count, tensor.shape, tensor.dtype)
+        slot = _Slot(self, tensor)
         self.count += 1
+        if self.verifies:
+            self._digests.append((tensor.shape, _digest(tensor)))
         return slot
+
+    def _check_arguments(self, how: str) -> None:
+        for kept in self._arguments.values():
+            shape = kept.was_written()
+            if shape is not None:
+                raise StateError(
+                    f"an input of shape {shape} {how} {self.again.what}, which is to be "
+                    f"recomputed, but was not when the model was recorded ({users_line()}); give "
+                    "Pipeline a sample that takes this way, or mark it with checkpoint=False"
+                )
 
     # --- again
 
     def recompute(self) -> None:
         """Make what was saved again, if it is not there."""
         with self._lock:
-            if self.count and not self._values:
+            if self.count and not self._is_there:
                 self._surroundings.run(self._run_again)
+                self._is_there = True
 
     def value(self, slot: _Slot) -> Tensor:
-        """What a slot stands for; recomputed now if nobody has seen to it before."""
+        """What a slot stands for; made now if nobody has seen to it before."""
         with self._lock:
             if slot.index not in self._values:
-                self._values.clear()
+                # Read for a second time, by a function that asks twice: it may ask again.
+                self.keeps = self.keeps or self._is_there
+                self._forget()
                 self.recompute()
             found = self._values.get(slot.index)
-            if found is None or found.shape != slot.shape or found.dtype != slot.dtype:
-                raise self._differs(slot, found)
+            if found is None or (found.dtype, found.shape) != slot.what:
+                now = "nothing" if found is None else _shown(found.dtype, found.shape)
+                raise self._differs(slot.index, _shown(*slot.what), now)
             if not self.keeps:
                 del self._values[slot.index]
             return found
 
+    def _forget(self) -> None:
+        self._values.clear()
+        self._is_there = False
+
     def _run_again(self) -> None:
-        if not self.again.about.keeps_inputs:
-            self._check_inputs("was written in place after the call of")
-        before = [(names, dict(names)) for names, _ in self._buffers]
-        outer = set_cursor(self._cursor())
-        token = recomputing.set(True)
+        copies = self.again.about.keeps_inputs
+        if not copies:
+            self._check_arguments("was written in place after the call of")
+        args, kwargs = map_leaves(self._argument(copies), _opened(self._call))
         with ExitStack() as stack:
-            stack.callback(set_cursor, outer)
-            stack.callback(recomputing.reset, token)
-            for names, values in before:
-                stack.callback(names.update, values)
+            stack.callback(set_cursor, set_cursor(self._cursor()))
+            stack.callback(recomputing.reset, recomputing.set(True))
+            for (names, key, written), kept in zip(self.again.buffers, self._buffers, strict=True):
+                stack.callback(names.__setitem__, key, names.get(key))
+                names[key] = _copy_of(kept) if written else kept
             if self._random:
                 stack.enter_context(replayed(self._random))
             stack.enter_context(torch.enable_grad())
-            for (names, kept), (_, written) in zip(self._buffers, self.again.buffers, strict=True):
-                names.update({k: _copy_of(t) if k in written else t for k, t in kept.items()})
-            entered: dict[int, Any] = {}
-
-            def enter(leaf: Any) -> Any:
-                if id(leaf) not in entered:
-                    entered[id(leaf)] = self._entered(leaf)
-                return entered[id(leaf)]
-
-            args, kwargs = map_leaves(enter, _opened(self._call))
             packs = torch.autograd.graph.saved_tensors_hooks(self._collect(), _same)
             try:
                 with packs:
@@ -227,21 +242,20 @@ class Frame:
             except _Enough:
                 pass
 
+    def _argument(self, copies: bool) -> Callable[[Any], Any]:
+        entered: dict[int, Any] = {}
+
+        def enter(leaf: Any) -> Any:
+            if isinstance(leaf, _Kept) and id(leaf) not in entered:
+                entered[id(leaf)] = leaf.entered(copies=copies)
+            return entered.get(id(leaf), leaf)
+
+        return enter
+
     def _cursor(self) -> Cursor:
         cursor = Cursor()
         cursor.stage = self.stage
         return cursor
-
-    def _entered(self, kept: Any) -> Any:
-        if isinstance(kept, Away):
-            value = kept.tensor()
-        elif not isinstance(kept, Tensor) or (kept.is_leaf and kept.requires_grad):
-            return kept
-        else:
-            value = kept
-        value = value.clone() if self.again.about.keeps_inputs else value
-        # No leaf: the call may write to it in place.
-        return enter_graph(Box(), value) if id(kept) in self._needs_graph else value.detach()
 
     def _collect(self) -> Callable[[Tensor], Tensor]:
         made = 0
@@ -251,6 +265,8 @@ class Frame:
             value = tensor.detach()
             if made < self.count:
                 self._values[made] = value
+                if self.verifies:
+                    self._verify(made, value)
             made += 1
             if made == self.count:
                 raise _Enough
@@ -258,19 +274,26 @@ class Frame:
 
         return pack
 
-    def _differs(self, slot: _Slot, found: Tensor | None) -> StateError:
-        then = f"{str(slot.dtype).removeprefix('torch.')}{list(slot.shape)}"
-        now = (
-            "nothing"
-            if found is None
-            else f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)}"
-        )
+    def _verify(self, index: int, value: Tensor) -> None:
+        shape, seen = self._digests[index]
+        if shape != value.shape or seen is None:
+            return  # told when it is read
+        now = _digest(value)
+        if now is None or not _agree(seen, now):
+            what = _shown(value.dtype, value.shape)
+            raise self._differs(index, what, f"{what} with other numbers")
+
+    def _differs(self, index: int, then: str, now: str) -> StateError:
         return StateError(
-            f"{self.again.what} on stage {self.stage} saved {then} (number {slot.index} of "
+            f"{self.again.what} on stage {self.stage} saved {then} (number {index} of "
             f"{self.count}) in its forward, and {now} when it was recomputed: it depends on "
-            "something that has changed (a cache that it was given, a counter, a generator of its "
-            "own); ask blockpipe.is_recomputing() there, or mark it with checkpoint=False"
+            "something that has changed (state of its own, a cache that it was given, a generator "
+            "of its own); ask blockpipe.is_recomputing() there, or mark it with checkpoint=False"
         )
+
+
+def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _unpack(slot: _Slot) -> Tensor:
@@ -285,12 +308,51 @@ def _copy_of(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
+def _digest(tensor: Tensor) -> Tensor | None:
+    """Two numbers that tell a tensor's values from others; ``None`` where there is no adding up."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        value = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+        if value.dtype.itemsize == 1 and value.is_floating_point():
+            return None
+        if not value.is_floating_point():
+            return value.sum(dtype=torch.int64).double()[None]
+        total = value.sum(dtype=torch.float32 if value.device.type == "mps" else torch.float64)
+        return torch.stack([total, torch.linalg.vector_norm(value, dtype=total.dtype)])
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    """Within what operations that add up in no fixed order differ by."""
+    with torch._C.DisableTorchFunction():
+        tolerance = 1e-5 if one.device.type == "cpu" else 1e-2
+        # The total may cancel: what it may be off by is a part of the norm.
+        allowed = tolerance * (1 + one.abs().max().nan_to_num().item())
+        return torch.allclose(one, other, rtol=tolerance, atol=allowed, equal_nan=True)
+
+
 def _opened(value: Any) -> Any:
-    """Lists and dicts copied: the call may add to them."""
+    """Containers copied, all the way down: the call may change them."""
+    new: Any
     if type(value) is tuple:
-        return tuple(_opened(item) for item in value)
-    if type(value) is list:
-        return [_opened(item) for item in value]
-    if type(value) is dict:
-        return {key: _opened(item) for key, item in value.items()}
+        return tuple([_opened(item) for item in value])
+    if isinstance(value, list):
+        new = copy.copy(value)
+        new[:] = [_opened(item) for item in value]
+        return new
+    if isinstance(value, MutableMapping):
+        new = copy.copy(value)
+        for key, item in value.items():
+            new[key] = _opened(item)
+        return new
+    if isinstance(value, set | deque):
+        return copy.copy(value)
+    if isinstance(value, SimpleNamespace):
+        return SimpleNamespace(**{key: _opened(item) for key, item in vars(value).items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        new = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(new, field.name, _opened(getattr(value, field.name)))
+        return new
     return value

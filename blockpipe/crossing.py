@@ -7,7 +7,7 @@ the storage (:class:`Aliases`): both die with what they describe, and neither re
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -153,6 +153,8 @@ class Step:
         tracks_writes: bool = True,
         sealed_functions: Mapping[str, tuple[frozenset[int], Any]] | None = None,
         sources: Sequence[list[Source]] = (),
+        rereads: Collection[int] = (),
+        is_first: bool = False,
     ) -> None:
         self.number = next(Step._numbers)
         self.route = route
@@ -161,6 +163,8 @@ class Step:
         self.tracks_writes = tracks_writes  # whether the recording saw a write to a foreign tensor
         self.sealed_functions = sealed_functions or {}  # hops, and how they are recomputed
         self.sources = sources  # what each hop draws random numbers from
+        self.rereads = rereads  # hops with functions that may read what they saved twice
+        self.is_first = is_first  # of a recording
         self.homes = homes
         self.devices = devices
         self.differentiable = differentiable

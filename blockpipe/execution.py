@@ -26,7 +26,7 @@ from .meter import Meter
 from .microbatch import Microbatch
 from .offload import Offload
 from .prepared import Prepared, ScheduleOption
-from .randomness import Source, Streams, own_turn, sources_of
+from .randomness import Source, Streams, current, moved, own_turn, sources_of
 from .sanitizer import Sanitizer
 from .schedule import Action, Schedule
 from .transfer import edge_of, is_asynchronous
@@ -94,6 +94,8 @@ class Execution:
             tracks_writes=prepared.recording.writes_across,
             sealed_functions=prepared.doors.functions,
             sources=self._sources(),
+            rereads=prepared.rereads,
+            is_first=prepared.steps == 0,
         )
         self._streams: Streams | None = None
         if any(self.step.sources):
@@ -130,9 +132,12 @@ class Execution:
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         """Around the forwards: where they succeed, the generators go on from them."""
+        before = {} if self._streams is not None else current(self.prepared.generators)
         yield
         if self._streams is not None:
             self._streams.finish()
+        elif moved(before):
+            self.prepared.draws_after_all()
 
     def _enter_stream(self, m: int, sources: list[Source]) -> None:
         if self._streams is not None:

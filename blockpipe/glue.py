@@ -399,11 +399,12 @@ class Doors:
         about = recording.recomputable.get(path)
         if about is None or not about.is_run_again:
             return None
-        called = recording.called_in(path) if path in recording.sealed_functions else [path]
-        written = {
-            id(modules[""].get_buffer(held.name)) for held in recording.buffers if held.written
-        }
-        return Again.of(what, about, [modules[inner] for inner in called], written)
+        buffers = []
+        for held in recording.buffers:
+            if held.name in about.buffers:
+                outer, _, key = held.name.rpartition(".")
+                buffers.append((modules[outer]._buffers, key, held.written))
+        return Again(what, about, buffers)
 
     def stand_in(
         self,

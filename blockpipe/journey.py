@@ -43,6 +43,7 @@ from .crossing import (
 )
 from .errors import CrossingError, RouteError, StateError
 from .offload import Offload
+from .randomness import torchs_of
 from .transfer import Owner, edge_of, owner_of, set_owner
 from .tree import map_tensors, tensors
 from .where import users_line
@@ -398,8 +399,18 @@ class Journey:
 
     def frame(self, again: Again, function: Callable[..., Any], args: Any, kwargs: Any) -> Frame:
         """A call on this hop that will be recomputed."""
-        sources = self.step.sources[self.hop] if self.step.sources else []
-        frame = Frame(again, self.stage, sources, function, args, kwargs, self.offload)
+        known = self.step.sources[self.hop] if self.step.sources else []
+        device = self.step.device_of(self.stage) or torch.device("cpu")
+        frame = Frame(
+            again,
+            self.stage,
+            known or torchs_of(device),
+            function,
+            args,
+            kwargs,
+            offload=self.offload,
+            verifies=self.step.is_first,
+        )
         self.frames.setdefault(self.hop, []).append(frame)
         return frame
 
@@ -422,6 +433,8 @@ class Journey:
             setattr(value, TAG, Tag(self.key, hop, stage))
             return value
         value = self.step.carried(tensor, stage)
+        if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
+            value = value.data  # a slice of the batch: a write to it is none to the others
         if tensor.requires_grad and self.step.differentiable:
             box = Box()
             value = enter_graph(box, value)
@@ -500,7 +513,7 @@ class Journey:
 
     def _keep_recomputed(self, hop: int, keeps: bool) -> None:
         for frame in self.frames.get(hop, ()):
-            frame.keeps = keeps
+            frame.keeps = keeps or hop in self.step.rereads
 
     def _send_home(self, crossing: Crossing, gradient: Tensor) -> None:
         if crossing.to_hop < 0:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .blocks import current_stage
 from .errors import UsageError
 from .prepared import Prepared, ScheduleOption
+from .recording import Hop
 from .schedule import Schedule
 from .summary import bytes_text, text_table
 from .transfer import is_asynchronous
@@ -46,8 +47,8 @@ _STATES = {
     "amsgrad": 3.0,
 }
 # What operations work on besides what is kept, in results of the largest of them: in a backward
-# the gradients of its result and of its input. A guess; examples/benchmarks/memory.py shows how far
-# it carries.
+# the gradients of its result and of its input; or of its result and of its parameter, before that
+# is added to `.grad`. A guess; examples/benchmarks/memory.py shows how far it carries.
 _WORKING = 2
 
 
@@ -221,8 +222,13 @@ def _static(prepared: Prepared, stage: int, copies: float) -> StageMemory:
         kept=sum(prepared.kept(hop.index, 0, 2)[0] for hop in hops),
         glue=sum(hop.glue_bytes for hop in hops),
         crossings=sum(c.bytes for c in recording.crossings if c.to_stage == stage),
-        working=_WORKING * max((hop.largest_bytes for hop in hops), default=0),
+        working=_working(hops, max((h.bytes for h in held if h.trainable), default=0)),
     )
+
+
+def _working(hops: Sequence[Hop], parameter: int) -> int:
+    result = max((hop.largest_bytes for hop in hops), default=0)
+    return max(_WORKING * result, result + parameter)
 
 
 def _peak(

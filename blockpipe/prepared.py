@@ -17,7 +17,7 @@ from .crossing import Home
 from .errors import ScheduleError
 from .glue import Doors
 from .meter import ACCELERATOR, CPU
-from .randomness import Source, sources_of
+from .randomness import Source, sources_of, torchs_of
 from .recording import Kept, Recording
 from .schedule import Schedule
 from .scheduler import Choice, choose, make_schedule
@@ -105,6 +105,23 @@ class Prepared:
         return [
             sources_of(sorted(hop.draws), self.devices[hop.stage]) for hop in self.recording.hops
         ]
+
+    @cached_property
+    def generators(self) -> list[Source]:
+        """torch's, of the host and of the stages' devices."""
+        return list(dict.fromkeys(s for device in self.devices for s in torchs_of(device)))
+
+    def draws_after_all(self) -> None:
+        """A forward drew random numbers that it did not draw when it was recorded (a dropout that
+        was 0 then): from the next step on it takes turns."""
+        for hop in self.recording.hops:
+            hop.draws.add("torch")
+        self.__dict__.pop("sources", None)
+
+    @cached_property
+    def rereads(self) -> frozenset[int]:
+        """Hops with functions that may read what they saved more than once."""
+        return frozenset(hop.index for hop in self.recording.hops if hop.reruns)
 
     def recomputes(self, microbatch: int, microbatches: int) -> bool:
         """Whether a micro-batch is recomputed where no mark says otherwise."""

@@ -16,7 +16,7 @@ import hashlib
 import random
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ _CPU = torch.device("cpu")
 _turn = threading.RLock()  # who may draw now; the same thread again: a recomputation in a forward
 
 
-def sources_of(kinds: Iterable[str], device: torch.device) -> list[Source]:
+def sources_of(kinds: Collection[str], device: torch.device) -> list[Source]:
     """What a stage on a device draws from.
 
     Args:
@@ -43,11 +43,13 @@ def sources_of(kinds: Iterable[str], device: torch.device) -> list[Source]:
     for kind in kinds:
         if kind != "torch":
             found.append(kind)
-            continue
-        found.append(_CPU)
-        if is_asynchronous(device):
-            found.append(device)
-    return found
+    # Who draws from one may draw from torch's where the recording did not come.
+    return [*found, *torchs_of(device)] if kinds else []
+
+
+def torchs_of(device: torch.device) -> list[Source]:
+    """torch's generators that a stage on a device can draw from."""
+    return [_CPU, device] if is_asynchronous(device) else [_CPU]
 
 
 def _get(source: Source) -> Any:
@@ -95,6 +97,11 @@ def _bytes_of(state: Any) -> bytes:
 def current(sources: Iterable[Source]) -> States:
     """The states that generators are in, for :func:`replayed`."""
     return {source: _get(source) for source in sources}
+
+
+def moved(states: States) -> bool:
+    """Whether any of these generators is in another state now."""
+    return any(_bytes_of(_get(source)) != _bytes_of(then) for source, then in states.items())
 
 
 @contextmanager

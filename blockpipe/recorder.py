@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .activations import Activations
 from .backward import Root, entries_of, kept_for_weights, why_whole
 from .blocks import Cursor, Mark
-from .crossing import RECORDING, TAG, Home, HopGraph, Import, JourneyKey, Step, Tag
+from .crossing import RECORDING, TAG, Home, HopGraph, Import, JourneyKey, Step, Tag, version_of
 from .errors import CrossingError, PlanError
 from .glue import Glue, is_question, looks_at_graph
 from .journey import Journey
@@ -84,6 +85,7 @@ class Recorder(Journey):
         self.hook_calls: list[Call | None] = []
         self.keepers: list[str] = []
         self.untracked: list[tuple[CrossingError, Call | None]] = []
+        self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self._ambient_hooks: Any = None
         self._host_states: dict[Any, Any] = {}
 
@@ -176,6 +178,7 @@ class Recorder(Journey):
             for call in tag.calls - tag.returned_by:
                 if not call.under_way:
                     call.sealed = False  # it came out by another way than the door: state, a list
+        self._note_if_not_given(key, newest, tag)
         foreign = self.is_foreign(newest)
         found = super().local(tensor)
         if foreign:
@@ -184,7 +187,30 @@ class Recorder(Journey):
                     call.sealed = False
         return found
 
+    def _note_if_not_given(self, key: int, tensor: Tensor, tag: Tag | None) -> None:
+        """What a call reads that was made before it, and did not come in by its arguments, may be
+        another micro-batch's when it is run again."""
+        if tag is None or tag.key is not self.key:
+            return
+        inside = tag.calls if isinstance(tag, _RecordedTag) else ()
+        for call, given, _ in self.stack:
+            if call.refuses is None and call not in inside and not {key, id(tensor)} & given:
+                call.refuses = f"it reads a tensor that it was not given ({_line()})"
+
+    def check_outsiders(self, func: Callable[..., Any], first: object) -> None:
+        """After an operation: did it write to what is neither argument nor buffer?"""
+        outsiders, self.outsiders = self.outsiders, []
+        for tensor, version in outsiders:
+            # A tensor that is no fake one is not written in a fake run: then it goes by the name.
+            if version_of(tensor) != version or (tensor is first and _writes(func)):
+                self.refuse_again(
+                    f"it writes to a tensor that is no argument and no buffer ({_line()})"
+                )
+
     def _local_untagged(self, tensor: Tensor) -> Tensor:
+        held = self.held.get(id(tensor))
+        if held is None or not held.is_buffer:
+            self.outsiders.append((tensor, version_of(tensor)))
         try:
             return super()._local_untagged(tensor)
         except CrossingError as error:
@@ -197,6 +223,11 @@ class Recorder(Journey):
         # What a call under way was given, its door will have imported.
         given: set[int] = set().union(*(known for _, known, _ in self.stack[1:]))
         super().refuse_foreign(what, [t for t in tensors_ if id(t) not in given])
+
+    def _tag(self, tensor: Tensor) -> None:
+        # What a fake run writes to in place and is no fake tensor outlives the recording.
+        if isinstance(tensor, FakeTensor) or not self.result.fake:
+            super()._tag(tensor)
 
     def _make_tag(self) -> Tag:
         return _RecordedTag(self.key, self.hop, self.stage, {c for c, _, _ in self.stack})
@@ -212,6 +243,8 @@ class Recorder(Journey):
         home_hop = held.hop
         for call, _, _ in self.stack:
             self.reads.setdefault(id(call), set()).add(home_hop)
+            if held.is_buffer:
+                call.buffers.add(held.name)
 
     def made(self, tensor: Tensor) -> bool:
         """Whether this forward made a tensor."""
@@ -392,7 +425,9 @@ class RecordingGlue(Glue):
             self.journey.operation()
         elif looks_at_graph(func):
             self.journey.looked_at_graph()
-        return super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
+        self.journey.check_outsiders(func, args[0] if args else None)
+        return result
 
     def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
         self.journey.operation()
@@ -432,6 +467,11 @@ class RecordingDoor:
 
 def _saved_tensor_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    name = func.__name__
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _host_sources() -> list[str]:

@@ -70,6 +70,7 @@ class Call:
     is_function: bool = False
     checkpoint: bool | None = None  # what the mark in effect says
     draws: bool = False
+    buffers: set[str] = field(default_factory=set, repr=False)  # that it reads or writes
     refuses: str | None = None  # why it cannot be run again
     saved_bytes: int = 0  # by autograd, of a sealed call
     is_run_again: bool = False  # where recomputation is on: it is sealed, and that gains something
@@ -93,6 +94,7 @@ class Recomputable:
     pays: bool = False  # it saves more than what it is given
     keeps_inputs: bool = False  # they are written in place: kept from before
     draws: bool = False
+    buffers: set[str] = field(default_factory=set)  # that it reads or writes, by name
     refuses: str | None = None  # why it cannot be
 
     @property
@@ -219,17 +221,6 @@ class Recording:
     def unused(self) -> list[Held]:
         """Parameters that no call reads."""
         return [p for p in self.parameters if p.hop is None]
-
-    def called_in(self, path: str) -> list[str]:
-        """The modules that are called inside of a function, and theirs."""
-        found = []
-        for call in self.calls:
-            outer = call.parent
-            while outer is not None:
-                if outer.path == path and call.is_module:
-                    found.append(call.path)
-                outer = outer.parent
-        return list(dict.fromkeys(found))
 
     def check(self, devices: int | None = None) -> None:
         """Raise one :class:`PlanError` for gaps in the stages, or too few devices."""

@@ -236,6 +236,11 @@ def _notes(recording: Recording) -> list[str]:
             )
     for sync in recording.host_syncs if recording.num_stages > 1 else ():
         notes.append(f"on an accelerator the host waits at {_short(sync.where)}: {sync.operation}")
+    if "" in recording.unhookable:
+        notes.append(
+            "what autograd saves is not known, and nothing can be recomputed: torch.func in the "
+            "forward's own code; put it into a module"
+        )
     if recording.why_real:
         notes.append(f"recorded by a real run: {recording.why_real}")
     return notes
