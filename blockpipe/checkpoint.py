@@ -235,7 +235,9 @@ class Frame:
             if self._random:
                 stack.enter_context(replayed(self._random))
             stack.enter_context(torch.enable_grad())
-            packs = torch.autograd.graph.saved_tensors_hooks(self._collect(), _same)
+            stack.callback(vars(_running).update, frame=_running.frame, made=_running.made)
+            _running.frame, _running.made = self, 0
+            packs = torch.autograd.graph.saved_tensors_hooks(_pack_again, _same)
             try:
                 with packs:
                     self.function(*args, **kwargs)
@@ -257,22 +259,14 @@ class Frame:
         cursor.stage = self.stage
         return cursor
 
-    def _collect(self) -> Callable[[Tensor], Tensor]:
-        made = 0
-
-        def pack(tensor: Tensor) -> Tensor:
-            nonlocal made
-            value = tensor.detach()
-            if made < self.count:
-                self._values[made] = value
-                if self.verifies:
-                    self._verify(made, value)
-            made += 1
-            if made == self.count:
-                raise _Enough
-            return value
-
-        return pack
+    def collect(self, index: int, tensor: Tensor) -> None:
+        """A tensor that was saved when the call ran again."""
+        if index < self.count:
+            self._values[index] = tensor
+            if self.verifies:
+                self._verify(index, tensor)
+        if index + 1 == self.count:
+            raise _Enough
 
     def _verify(self, index: int, value: Tensor) -> None:
         shape, seen = self._digests[index]
@@ -294,6 +288,26 @@ class Frame:
 
 def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+class _Running(threading.local):
+    """The call that runs again in this thread, and how much it has saved."""
+
+    frame: Frame | None = None
+    made = 0
+
+
+_running = _Running()
+
+
+def _pack_again(tensor: Tensor) -> Tensor:
+    # One function for all: a compiled module is compiled anew for hooks that it does not know.
+    frame, index = _running.frame, _running.made
+    assert frame is not None
+    _running.made += 1
+    value = tensor.detach()
+    frame.collect(index, value)
+    return value
 
 
 def _unpack(slot: _Slot) -> Tensor:

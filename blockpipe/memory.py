@@ -157,6 +157,8 @@ def predict(
         optimizer: see :func:`copies_of`.
         limit: bytes that a device has, for suggestions.
     """
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise UsageError(f"limit is a number of bytes, such as 16 * 2**30, but {limit!r} came")
     copies = copies_of(optimizer)
     made = prepared.schedule(schedule, microbatches)
     sizes = [
@@ -187,8 +189,9 @@ def copies_of(optimizer: object) -> float:
     """
     if optimizer is None:
         return 0.0
-    if isinstance(optimizer, int | float) and not isinstance(optimizer, bool) and optimizer >= 0:
-        return float(optimizer)
+    if isinstance(optimizer, int | float) and not isinstance(optimizer, bool):
+        if 0 <= optimizer < float("inf"):
+            return float(optimizer)
     if isinstance(optimizer, str) and optimizer.lower() in _STATES:
         return _STATES[optimizer.lower()]
     if isinstance(optimizer, Optimizer):

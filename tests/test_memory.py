@@ -188,7 +188,15 @@ def test_what_optimizers_keep(optimizer, copies):
     assert copies_of(made) == pytest.approx(copies, abs=0.01)
 
 
-@pytest.mark.parametrize("wrong", ["adm", -1, True, object()])
+@pytest.mark.parametrize("wrong", ["16GB", -1, 0, True, 1.5])
+def test_a_limit_is_a_number_of_bytes(wrong):
+    """Anything else is refused."""
+    pipe = bp.Pipeline(layers(), devices=["cpu"] * 2, chunks=4)
+    with pytest.raises(TypeError, match="limit is a number of bytes"):
+        pipe.memory(torch.randn(8, 32), limit=wrong)
+
+
+@pytest.mark.parametrize("wrong", ["adm", -1, True, object(), float("inf"), float("nan")])
 def test_an_unknown_optimizer_is_refused(wrong):
     """With those that are known."""
     with pytest.raises(TypeError, match=r"optimizer is one of 'sgd'.*number of copies"):
