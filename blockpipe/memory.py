@@ -64,7 +64,7 @@ class StageMemory:
         in_flight: the most micro-batches whose activations are there at once.
         activations: at the peak, under the schedule.
         glue: of ``kept``, what is outside of sealed calls, and never recomputed.
-        crossings: what a micro-batch brings from other stages.
+        crossings: what a micro-batch brings from other stages; as much goes back as gradients.
         working: what operations need while they run.
         measured: the peak that was measured; ``None``: nothing was.
     """
@@ -118,13 +118,13 @@ class MemoryReport:
 
     def __str__(self) -> str:
         head = ["Stage", "Device", "Parameters", "Gradients", "Optimizer", "A micro-batch"]
-        head += ["In flight", "Activations", "Working", "Peak"]
+        head += ["In flight", "Activations", "Working", "Peak", "Received"]
         has_measured = any(s.measured is not None for s in self.stages)
         rows = []
         for s in self.stages:
             sizes = [s.parameters, s.gradients, s.optimizer, s.kept]
             row = [str(s.stage), s.device, *map(bytes_text, sizes), str(s.in_flight)]
-            row += [bytes_text(n) for n in (s.activations, s.working, s.peak)]
+            row += [bytes_text(n) for n in (s.activations, s.working, s.peak, s.crossings)]
             if has_measured:
                 row.append("-" if s.measured is None else bytes_text(s.measured))
             rows.append(row)
@@ -189,9 +189,12 @@ def copies_of(optimizer: object) -> float:
     """
     if optimizer is None:
         return 0.0
-    if isinstance(optimizer, int | float) and not isinstance(optimizer, bool):
-        if 0 <= optimizer < float("inf"):
-            return float(optimizer)
+    if (
+        isinstance(optimizer, int | float)
+        and not isinstance(optimizer, bool)
+        and 0 <= optimizer < float("inf")
+    ):
+        return float(optimizer)
     if isinstance(optimizer, str) and optimizer.lower() in _STATES:
         return _STATES[optimizer.lower()]
     if isinstance(optimizer, Optimizer):

@@ -85,6 +85,7 @@ def test_the_parts_of_a_report():
         assert stage.peak == sum(
             [stage.parameters, stage.gradients, stage.optimizer, stage.activations, stage.working]
         )
+    assert (first.crossings, second.crossings) == (0, 2 * 32 * 4)
     assert report.by_device == {"cpu": first.peak + second.peak}
     assert report.to_dict()["stages"][0]["kept"] == first.kept
     assert net[0].a.weight.device.type == "cpu"
