@@ -33,6 +33,14 @@ def test_gpt() -> None:
     assert "tied" in out or "embed.weight" in out
 
 
+def test_a_large_model() -> None:
+    """From meta to trained, saved, and loaded into other stages."""
+    out = run("examples/large_model.py")
+    assert "none of them in memory" in out
+    assert "Measured" in out
+    assert "loaded into two stages: loss 2." in out
+
+
 def test_a_large_model_is_recorded_and_planned() -> None:
     """U-Net (24, 160) of 7.8 B parameters, on the meta device, in far less than 30 s."""
     pytest.importorskip("torchvision")
