@@ -328,8 +328,8 @@ def _digest(tensor: Tensor) -> Tensor | None:
         return None
     with torch._C.DisableTorchFunction(), torch.no_grad():
         value = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
-        if value.dtype.itemsize == 1 and value.is_floating_point():
-            return None
+        if value.dtype == torch.uint8 or (value.dtype.itemsize == 1 and value.is_floating_point()):
+            return None  # a library's scratch memory, or nothing that sums
         if not value.is_floating_point():
             return value.sum(dtype=torch.int64).double()[None]
         total = value.sum(dtype=torch.float32 if value.device.type == "mps" else torch.float64)
