@@ -14,6 +14,7 @@ from .errors import UsageError
 from .filling import Filling
 from .fitting import misfits, slots_of
 from .options import checked_devices
+from .placement import follow_with_optimizer_state
 from .recorder import named_slots
 from .recording import Held, Recording
 from .weights import Source, Weights, open_weights
@@ -98,6 +99,7 @@ def materialize(
         if init is not None:
             filling.initialize(_as_function(init))
         filling.check(whole=stages is None)
+    follow_with_optimizer_state()  # what an optimizer loaded on meta is lost, and no step says so
 
 
 def load_in_place(model: nn.Module, weights: Weights, recording: Recording | None) -> None:

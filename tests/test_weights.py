@@ -615,7 +615,7 @@ def test_resumed_training_is_equal_to_the_bit(name, tmp_path):
 
 
 def test_resumed_from_meta(tmp_path):
-    """An optimizer made and loaded while the model was on meta goes on with it."""
+    """The model on meta, placed by its sample; then the optimizer loads what was saved."""
     pipe = pipeline()
     optimizer = OPTIMIZERS["adam"](pipe.parameters())
     step(pipe, optimizer)
@@ -628,6 +628,23 @@ def test_resumed_from_meta(tmp_path):
     optimizer.load_state_dict(state)
     assert torch.equal(step(late, optimizer), expected[0])
     assert torch.equal(step(late, optimizer), expected[1])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_loaded_on_meta_is_refused(name):
+    """It has no values any more: the next step says so, instead of training with what it lost."""
+    pipe = pipeline()
+    optimizer = OPTIMIZERS[name](pipe.parameters())
+    step(pipe, optimizer)
+    with torch.device("meta"):
+        net = make()
+    late = pipeline(net, weights=copies(pipe.state_dict()))
+    saved, optimizer = optimizer.state_dict(), OPTIMIZERS[name](late.parameters())
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    with pytest.raises(UsageError, match="is on the meta device: .* after the placement .pass sam"):
+        step(late, optimizer)
+    optimizer.load_state_dict(saved)
+    step(late, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
