@@ -46,9 +46,11 @@ def materialize(
         weights: a path (a ``.safetensors`` file; the directory or the ``*.index.json`` of a
             sharded checkpoint; else a file for ``torch.load``), or a mapping from names to
             tensors. Values are cast to the model's dtype. One name of a tied tensor is enough.
-        init: called, as ``Module.apply`` does it, with each module that itself holds tensors for
-            which ``weights`` has no values, children first, without gradients; or
-            ``"reset_parameters"``: the modules' own. What ``weights`` has given stays.
+        init: called, as ``Module.apply`` does it, with each module that holds, itself or in its
+            children, tensors for which ``weights`` has no values, children first, without
+            gradients; or ``"reset_parameters"``: the own methods of the modules that hold such
+            tensors themselves. What ``weights`` has given stays. A warning names the parameters
+            and persistent buffers that ``weights`` lacks.
         stages: only the tensors that these stages read; ``None``: all.
 
     Raises:
@@ -97,7 +99,7 @@ def materialize(
         for entry in sorted(unique, key=lambda h: h.stage):
             filling.fill(entry, wanted)
         if init is not None:
-            filling.initialize(_as_function(init))
+            filling.initialize(_as_function(init), recurse=not isinstance(init, str))
         filling.check(whole=stages is None)
     follow_with_optimizer_state()  # what an optimizer loaded on meta is lost, and no step says so
 
@@ -149,7 +151,9 @@ def check_weights(
     slots = slots_of(model).values()
     for slot, tensor in slots:
         slot.stage = next((held[name].stage for name in slot.names if name in held), None)
-        slot.required = init is None and (tensor.is_meta or slot.saved)
+        # A function is called for what is on meta only: what has values may well not be the
+        # checkpoint's.
+        slot.required = (tensor.is_meta and init is None) or (slot.saved and not tensor.is_meta)
     remedy = (
         "rename what is named otherwise (weights= takes a mapping too), and pass init= for what "
         "no checkpoint holds"
