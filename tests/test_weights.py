@@ -175,7 +175,76 @@ def test_shards_round_trip(limit, sizes, tied, dtype):
         assert same_state(pipe.state_dict(), before)
 
 
+class Views(nn.Module):
+    """Buffers that are turned around on reading."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("conj", torch.tensor([1 + 2j, 3 + 4j]).conj())
+        self.register_buffer("neg", torch.tensor([1 + 2j, 3 + 4j]).conj().imag)
+        self.register_buffer("plain", torch.tensor([1 + 2j, 3 + 4j]))
+
+    def forward(self, x):
+        return x * self.neg.sum() * self.conj.imag.sum()
+
+
+def test_conjugated_and_negated_views(tmp_path):
+    """What is written is what the tensor shows, and what is read is what it shows then."""
+    library = pytest.importorskip("safetensors.torch")
+    net, other = Views(), Views()
+    assert net.conj.is_conj()
+    assert net.neg.is_neg()
+    bp.Pipeline(net).save_weights(tmp_path)
+    found = library.load_file(tmp_path / "model.safetensors")
+    assert same_state({n: found[n] for n in net.state_dict()}, net.state_dict())
+    state = {n: t.resolve_conj().resolve_neg() * 3 for n, t in net.state_dict().items()}
+    write_tensors(tmp_path / "model.safetensors", state)
+    bp.Pipeline(other).load_weights(tmp_path)
+    assert same_state(other.state_dict(), state)
+
+
 # --- bad checkpoints
+
+
+@pytest.mark.parametrize(
+    ("header", "count", "why"),
+    [
+        ('{"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}', 4, "sizes and offsets"),
+        ('{"a":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}}', 4, "sizes and offsets"),
+        ('{"a":{"dtype":"F32","shape":["1"],"data_offsets":[0,4]}}', 4, "sizes and offsets"),
+        ('{"a":{"dtype":"F32","shape":[-1],"data_offsets":[4,0]}}', 4, "sizes and offsets"),
+        ('{"a":{"dtype":"F32","shape":[0,18446744073709551616],"data_offsets":[0,0]}}', 0, "sizes"),
+        ('{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}', 4, "sizes and offsets"),
+        ('{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', 8, "end at"),
+        ('{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', 8, "'a' is at"),
+        (
+            '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+            '"b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            4,
+            "'b' is at",
+        ),
+        ('{"__metadata__":{"a":1}}', 0, "from names to strings"),
+        ('{"__metadata__":[1]}', 0, "AttributeError"),
+    ],
+)
+def test_a_hostile_header(tmp_path, header, count, why):
+    """What the safetensors package refuses is refused here, and by nothing but our own error."""
+    library = pytest.importorskip("safetensors")
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(count))
+    with pytest.raises(library.SafetensorError), library.safe_open(path, "pt") as file:
+        file.keys()
+    with pytest.raises(WeightsError, match=why):
+        open_weights(path)
+
+
+def test_a_header_in_utf_16(tmp_path):
+    """Python's json reads it; the format has UTF-8 only."""
+    text = '{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'.encode("utf-16")
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(WeightsError, match="UnicodeDecodeError"):
+        open_weights(path)
 
 
 def index_of(directory, weight_map):
@@ -515,6 +584,15 @@ def test_what_cannot_be_saved(tmp_path):
     odd = nn.Linear(2, 2, dtype=torch.complex128)
     with pytest.raises(WeightsError, match="'weight' is torch.complex128"):
         bp.Pipeline(odd).save_weights(tmp_path)
+    named = nn.Linear(2, 2)
+    named.register_buffer("__metadata__", torch.zeros(1))
+    with pytest.raises(WeightsError, match="keeps '__metadata__' for itself"):
+        bp.Pipeline(named).save_weights(tmp_path)
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    wrapped = nn.Linear(2, 2)
+    wrapped.weight = nn.Parameter(two(torch.ones(2, 2), torch.ones(2, 2)))
+    with pytest.raises(WeightsError, match="'weight' is a .*keeps its values in other tensors"):
+        bp.Pipeline(wrapped).save_weights(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
