@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from .errors import WeightsError
 from .recording import Recording
-from .weights import Header
+from .weights import Header, why_unreadable
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Slot:
     stage: int | None = None
     required: bool = True  # whether a checkpoint without it does not fit
     saved: bool = True  # in a state dict; buffers that are not persistent are not
+    expanded: bool = False  # one value at several indices: nothing can be copied into it
 
     def source_name(self, headers: Mapping[str, Header]) -> str | None:
         """Under which of its names a checkpoint has it: of several the last, as
@@ -43,6 +44,8 @@ class Misfits:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    uncopyable: list[str] = field(default_factory=list)
 
     def check(self, what: str, model: nn.Module, remedy: str) -> None:
         """Raise one :class:`WeightsError` for all of them, if there are any."""
@@ -50,6 +53,8 @@ class Misfits:
             *(f"missing: {line}" for line in self.missing),
             *(f"unexpected: {line}" for line in self.unexpected),
             *(f"wrong shape: {line}" for line in self.wrong),
+            *(f"wrong kind: {line}" for line in self.kinds),
+            *(f"cannot be copied: {line}" for line in self.uncopyable),
         ]
         if lines:
             raise WeightsError(
@@ -60,7 +65,7 @@ class Misfits:
 
 
 def misfits(slots: Sequence[Slot], headers: Mapping[str, Header]) -> Misfits:
-    """Compare a model's tensors with a checkpoint's, by names and shapes."""
+    """Compare a model's tensors with a checkpoint's, by names, shapes and kinds of numbers."""
     found = Misfits()
     slot_of = {name: slot for slot in slots for name in slot.names}
     for slot in slots:
@@ -76,7 +81,24 @@ def misfits(slots: Sequence[Slot], headers: Mapping[str, Header]) -> Misfits:
                 f"{name!r}{_stage(known.stage)}: {list(known.header.shape)} in the model, "
                 f"{list(header.shape)} in the checkpoint"
             )
+        elif _kind(header.dtype) != _kind(known.header.dtype):
+            # Quantized weights without their scales would pass for weights.
+            found.kinds.append(
+                f"{name!r}{_stage(known.stage)}: {known.header} in the model, {header} in the "
+                "checkpoint; cast it yourself if it is meant so"
+            )
+        elif known.expanded:
+            found.uncopyable.append(
+                f"{name!r}{_stage(known.stage)} is expanded, with one value at several indices; "
+                "clone() it in the model"
+            )
     return found
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    return "floating" if dtype.is_floating_point else "integer"  # bool too: masks were uint8 once
 
 
 def _named(slot: Slot) -> str:
@@ -105,11 +127,18 @@ def slots_of(model: nn.Module) -> dict[int, tuple[Slot, Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                header = Header(tuple(tensor.shape), tensor.dtype)
-                slot, _ = slots.setdefault(id(tensor), (Slot([], header, saved=False), tensor))
+                slot, _ = slots.setdefault(id(tensor), (_slot_of(tensor, saved=False), tensor))
                 slot.names.append(f"{path}.{key}" if path else key)
                 slot.saved |= key not in module._non_persistent_buffers_set
     return slots
+
+
+def _slot_of(tensor: Tensor, stage: int | None = None, saved: bool = True) -> Slot:
+    expanded = tensor.layout is torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    header = Header(tuple(tensor.shape), tensor.dtype)
+    return Slot([], header, stage, saved=saved, expanded=expanded and not tensor.is_meta)
 
 
 def stages_of(recording: Recording | None) -> dict[str, int]:
@@ -146,17 +175,26 @@ def load_checked(
         for name, value in state.items()
         if name not in headers and name not in own
     ]
+    for name in headers.keys() & own.keys():
+        value, into = state[name], own[name]
+        why = why_unreadable(value)
+        if why and (value.is_meta or _storing(value) != _storing(into)):
+            found.uncopyable.append(f"{name!r} is a tensor {why}")
     if not strict:
-        found = Misfits(wrong=found.wrong)
+        found.missing, found.unexpected = [], []
     state = _completed(state, slots, headers)
     try:
         found.check("the state dict", model, "load what was saved from a model of this structure")
     except WeightsError as error:
         # The model may have its own way with old or renamed keys: does it, on a copy without data?
         refusal = _refusal(model, state, strict)
-        if refusal is not None:
+        if refusal is not None or found.uncopyable:
             raise error from refusal
     return model.load_state_dict(state, strict=strict)
+
+
+def _storing(tensor: Tensor) -> tuple[torch.layout, bool]:
+    return tensor.layout, tensor.is_quantized
 
 
 def is_extra(name: str) -> bool:
@@ -170,8 +208,7 @@ def state_slots(own: Mapping[str, Any], recording: Recording | None) -> list[Slo
     slots: dict[int, Slot] = {}
     for name, value in own.items():
         if isinstance(value, Tensor) and not is_extra(name):
-            header = Header(tuple(value.shape), value.dtype)
-            slot = slots.setdefault(id(value), Slot([], header, stages.get(name)))
+            slot = slots.setdefault(id(value), _slot_of(value, stages.get(name)))
             slot.names.append(name)
     return list(slots.values())
 

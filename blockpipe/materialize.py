@@ -109,15 +109,20 @@ def load_in_place(model: nn.Module, weights: Weights, recording: Recording | Non
 
     Raises:
         WeightsError: it cannot be read, or does not fit (then nothing has changed).
+        OSError: reading failed on the way: a part has been loaded.
     """
     source = open_weights(weights)
     parts = () if recording is None else (*recording.parameters, *recording.buffers)
     check_weights(model, source, {name: h for h in parts for name in h.names})
-    with torch.no_grad():
-        for slot, tensor in slots_of(model).values():
-            name = slot.source_name(source.headers)
-            if name is not None:
-                source.read(name, tensor)
+    try:
+        with torch.no_grad():
+            for slot, tensor in slots_of(model).values():
+                name = slot.source_name(source.headers)
+                if name is not None:
+                    source.read(name, tensor)
+    except BaseException as error:  # a disk that fails
+        error.add_note("blockpipe: the model now holds a part of the checkpoint")
+        raise
 
 
 def check_init(model: nn.Module, weights: object, init: object) -> None:

@@ -199,7 +199,7 @@ def _headers(tensors: Mapping[str, Any], what: str) -> dict[str, Header]:
     wrong = [
         f"{name!r} is {_kind(value)}"
         for name, value in tensors.items()
-        if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_meta
+        if not isinstance(name, str) or not isinstance(value, Tensor) or why_unreadable(value)
     ]
     if wrong:
         raise WeightsError(
@@ -211,5 +211,14 @@ def _headers(tensors: Mapping[str, Any], what: str) -> dict[str, Header]:
 
 def _kind(value: object) -> str:
     if isinstance(value, Tensor):
-        return "a tensor" + (" on the meta device, without values" if value.is_meta else "")
+        return f"a tensor {why_unreadable(value) or ''}".rstrip()
     return f"a {type(value).__name__}"
+
+
+def why_unreadable(tensor: Tensor) -> str | None:
+    """Why a dense tensor cannot be filled from it, if so."""
+    if tensor.is_meta:
+        return "on the meta device, without values"
+    if tensor.layout is not torch.strided:
+        return f"of {tensor.layout}: pass its to_dense()"
+    return "that is quantized: pass its dequantize()" if tensor.is_quantized else None

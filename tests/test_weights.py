@@ -515,6 +515,54 @@ def test_load_weights_checks_first(tmp_path):
     assert same_state(pipe.state_dict(), before)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_what_cannot_be_copied_is_found_first():
+    """Sparse, quantized and meta sources, expanded targets, other kinds of numbers."""
+    quantized = torch.quantize_per_tensor(torch.ones(6, 6), 0.1, 0, torch.qint8)
+    odd = {
+        "of torch.sparse_coo: pass its to_dense": torch.eye(6).to_sparse(),
+        "that is quantized: pass its dequantize": quantized,
+        "on the meta device, without values": torch.zeros(6, 6, device="meta"),
+    }
+    pipe = pipeline()
+    before = copies(pipe.state_dict())
+    state = {n: t + 1 for n, t in before.items()}
+    for why, value in odd.items():
+        for load in (pipe.load_weights, pipe.load_state_dict):
+            with pytest.raises(WeightsError, match=f"'2.weight' is a tensor {why}"):
+                load({**state, "2.weight": value})
+    kinds = {
+        "2.weight": torch.ones(6, 6, dtype=torch.int8),
+        "1.num_batches_tracked": torch.ones(()),
+    }
+    for name, value in kinds.items():
+        with pytest.raises(WeightsError, match=f"wrong kind: '{name}'"):
+            pipe.load_weights({**state, name: value})
+    assert same_state(pipe.state_dict(), before)
+
+    pipe.module.register_buffer("wide", torch.zeros(1).expand(4))
+    before = copies(pipe.state_dict())
+    for load in (pipe.load_weights, pipe.load_state_dict):
+        with pytest.raises(WeightsError, match="cannot be copied: 'wide' is expanded"):
+            load({**state, "wide": torch.ones(4)})
+    assert same_state(pipe.state_dict(), before)
+
+
+def test_a_disk_that_fails_in_the_middle(monkeypatch):
+    """The error says that the model holds a part."""
+    pipe, state = pipeline(), make().state_dict()
+
+    def read(source, name, into):
+        if name == "2.weight":
+            raise OSError("Input/output error")
+        into.copy_(state[name])
+
+    monkeypatch.setattr("blockpipe.weights.InMemory.read", read)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        pipe.load_weights(state)
+    assert caught.value.__notes__ == ["blockpipe: the model now holds a part of the checkpoint"]
+
+
 def test_mapped_files_are_let_go(tmp_path, monkeypatch):
     """A file of ``torch.save`` is mapped anew after so many bytes, and reads the same."""
     monkeypatch.setattr("blockpipe.weights._MAPPED", 100)
