@@ -9,6 +9,7 @@ of a tensor go from the file straight into the tensor, and from the tensor into 
 import ctypes
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -159,6 +160,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             with torch.no_grad():
                 host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
             _write_all(file, _bytes_of(host))
+        os.fsync(file.fileno())  # or a rename may reach the disk before what it names
 
 
 def check_savable(name: str, tensor: Tensor) -> None:

@@ -623,6 +623,46 @@ def test_a_failure_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("limits", [(10**9, 200), (100, 200), (200, 10**9), (10**9, 10**9)])
+@pytest.mark.parametrize("failing", ["replace", "unlink"])
+def test_a_failure_while_renaming(tmp_path, monkeypatch, limits, failing):
+    """At every single rename and removal the directory holds a whole checkpoint, old or new."""
+    first, second = pipeline(), pipeline()
+    states = [copies(pipe.state_dict()) for pipe in (first, second)]
+    original = getattr(Path, failing)
+    for last in range(20):
+        first.save_weights(tmp_path, max_shard_bytes=limits[0])
+        left = iter(range(last))
+
+        def fails(path, *args, left=left, **options):
+            if path.name.endswith(".part") == (failing == "replace"):
+                next(left)
+            return original(path, *args, **options)
+
+        monkeypatch.setattr(Path, failing, fails)
+        try:
+            second.save_weights(tmp_path, max_shard_bytes=limits[1])
+            break
+        except StopIteration:
+            monkeypatch.setattr(Path, failing, original)
+            found = pipeline()
+            found.load_weights(tmp_path)
+            assert any(same_state(found.state_dict(), state) for state in states)
+    else:
+        pytest.fail("never saved")
+
+
+def test_as_many_shards_again(tmp_path, monkeypatch):
+    """Their names collide: rather no checkpoint for a moment than half of each."""
+    pipe = pipeline()
+    pipe.save_weights(tmp_path, max_shard_bytes=200)
+    monkeypatch.setattr(Path, "replace", lambda *names: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pipe.save_weights(tmp_path, max_shard_bytes=200)
+    with pytest.raises(WeightsError, match="without one index for them"):
+        pipe.load_weights(tmp_path)
+
+
 def test_what_cannot_be_saved(tmp_path):
     """A model without values, a dtype that the format does not have."""
     with torch.device("meta"):
