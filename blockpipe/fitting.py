@@ -7,7 +7,7 @@ checkpoint and half of another.
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,7 @@ class Misfits:
     wrong: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     uncopyable: list[str] = field(default_factory=list)
+    hint: str = ""  # what explains them all
 
     def check(self, what: str, model: nn.Module, remedy: str) -> None:
         """Raise one :class:`WeightsError` for all of them, if there are any."""
@@ -58,9 +59,8 @@ class Misfits:
         ]
         if lines:
             raise WeightsError(
-                f"a checkpoint of {type(model).__name__} was expected, but {what} does not fit:\n  "
-                + "\n  ".join(lines)
-                + f"\nNothing was changed; {remedy}"
+                f"a checkpoint of {type(model).__name__} was expected, but {what} does not fit"
+                f"{self.hint}:\n  " + "\n  ".join(lines) + f"\nNothing was changed; {remedy}"
             )
 
 
@@ -72,10 +72,11 @@ def misfits(slots: Sequence[Slot], headers: Mapping[str, Header]) -> Misfits:
         if slot.required and slot.source_name(headers) is None:
             why = "" if slot.saved else ", not persistent: it needs init="
             found.missing.append(f"{_named(slot)}, {slot.header}{why}")
+    near = _stages_by_path(slots)
     for name, header in headers.items():
         known = slot_of.get(name)
         if known is None:
-            found.unexpected.append(f"{name!r}{_stage(_stage_near(name, slot_of))}, {header}")
+            found.unexpected.append(f"{name!r}{_stage(_stage_near(name, near))}, {header}")
         elif header.shape != known.header.shape:
             found.wrong.append(
                 f"{name!r}{_stage(known.stage)}: {list(known.header.shape)} in the model, "
@@ -92,7 +93,27 @@ def misfits(slots: Sequence[Slot], headers: Mapping[str, Header]) -> Misfits:
                 f"{name!r}{_stage(known.stage)} is expanded, with one value at several indices; "
                 "clone() it in the model"
             )
+    if found.unexpected and headers.keys().isdisjoint(slot_of):
+        found.hint = _prefix_hint(slot_of.keys(), headers.keys())
     return found
+
+
+def _prefix_hint(model: Collection[str], checkpoint: Collection[str]) -> str:
+    """What all names of one begin with and those of the other do not, as a wrapper leaves it."""
+    for longer, shorter, whose in (
+        (checkpoint, model, "checkpoint"),
+        (model, checkpoint, "model"),
+    ):
+        first = next(iter(longer), "")
+        prefix, *_ = [first[: len(first) - len(n)] for n in shorter if first.endswith(f".{n}")] or [
+            ""
+        ]
+        if prefix and all(name.startswith(prefix) for name in longer):
+            return (
+                f" (every name of the {whose} begins with {prefix!r}, and none of the other's: "
+                "pass a mapping with the names changed)"
+            )
+    return ""
 
 
 def _kind(dtype: torch.dtype) -> str:
@@ -109,15 +130,23 @@ def _stage(stage: int | None) -> str:
     return "" if stage is None else f" (stage {stage})"
 
 
-def _stage_near(name: str, slot_of: Mapping[str, Slot]) -> int | None:
+def _stages_by_path(slots: Sequence[Slot]) -> dict[str, int | None]:
+    """From the path of every module to the stage of the first tensor in it."""
+    stages: dict[str, int | None] = {}
+    for slot in slots:
+        path = slot.names[0].rpartition(".")[0]  # under its other names a tied one lives elsewhere
+        while path:
+            stages.setdefault(path, slot.stage)
+            path = path.rpartition(".")[0]
+    return stages
+
+
+def _stage_near(name: str, stages: Mapping[str, int | None]) -> int | None:
     """The stage of the nearest tensors in the tree of names."""
     path = name.rpartition(".")[0]
-    while path:
-        for other, slot in slot_of.items():
-            if other == slot.names[0] and other.startswith(f"{path}."):  # tied ones live elsewhere
-                return slot.stage
+    while path and path not in stages:
         path = path.rpartition(".")[0]
-    return None
+    return stages.get(path)
 
 
 def slots_of(model: nn.Module) -> dict[int, tuple[Slot, Tensor]]:

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -561,6 +562,20 @@ def test_a_disk_that_fails_in_the_middle(monkeypatch):
     with pytest.raises(OSError, match="Input/output") as caught:
         pipe.load_weights(state)
     assert caught.value.__notes__ == ["blockpipe: the model now holds a part of the checkpoint"]
+
+
+@pytest.mark.parametrize("longer", ["checkpoint", "model"])
+def test_names_that_a_wrapper_made_longer(longer):
+    """The common prefix is said, and looking for it takes no time in a large model."""
+    net = nn.ModuleDict({"layers": nn.ModuleList(nn.BatchNorm1d(1) for _ in range(1500))})
+    inner = net.state_dict()
+    outer = nn.ModuleDict({"module": net})
+    given = {"checkpoint": outer.state_dict(), "model": inner}[longer]
+    pipe = bp.Pipeline(net if longer == "checkpoint" else outer)
+    start = time.perf_counter()
+    with pytest.raises(WeightsError, match=f"name of the {longer} begins with 'module.'"):
+        pipe.load_weights(given)
+    assert time.perf_counter() - start < 5  # it was a minute
 
 
 def test_mapped_files_are_let_go(tmp_path, monkeypatch):
