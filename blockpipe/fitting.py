@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
 from .errors import WeightsError
 from .recording import Recording
-from .weights import Header, why_unreadable
+from .weights import Header, is_extra, why_unreadable
 
 
 @dataclass
@@ -48,15 +49,19 @@ class Misfits:
     uncopyable: list[str] = field(default_factory=list)
     hint: str = ""  # what explains them all
 
-    def check(self, what: str, model: nn.Module, remedy: str) -> None:
-        """Raise one :class:`WeightsError` for all of them, if there are any."""
-        lines = [
+    def lines(self) -> list[str]:
+        """All of them."""
+        return [
             *(f"missing: {line}" for line in self.missing),
             *(f"unexpected: {line}" for line in self.unexpected),
             *(f"wrong shape: {line}" for line in self.wrong),
             *(f"wrong kind: {line}" for line in self.kinds),
             *(f"cannot be copied: {line}" for line in self.uncopyable),
         ]
+
+    def check(self, what: str, model: nn.Module, remedy: str) -> None:
+        """Raise one :class:`WeightsError` for all of them, if there are any."""
+        lines = self.lines()
         if lines:
             raise WeightsError(
                 f"a checkpoint of {type(model).__name__} was expected, but {what} does not fit"
@@ -191,6 +196,69 @@ def load_checked(
     own = model.state_dict(keep_vars=True)
     if any(is_lazy(value) for value in own.values()):
         return model.load_state_dict(state, strict=strict)  # shapes come with the dictionary
+    found, state = _compared(own, state, strict, recording)
+    try:
+        found.check("the state dict", model, _REMEDY)
+    except WeightsError as error:
+        # The model may have its own way with old or renamed keys: does it, on a copy without data?
+        refusal = _refusal(model, state, strict)
+        if refusal is not None or found.uncopyable:
+            raise error from refusal
+    return model.load_state_dict(state, strict=strict)
+
+
+def to_be_loaded(
+    model: nn.Module, state: Mapping[str, Any], *, strict: bool
+) -> tuple[dict[str, Any], Any]:
+    """What ``load_state_dict`` would put into a model on the meta device, where it can put nothing.
+
+    Returns:
+        Tensors of the dictionary and extra state under the model's own names; and what torch
+        returns, the missing and the unexpected keys.
+
+    Raises:
+        WeightsError: it does not fit; every misfit is named.
+    """
+    own = model.state_dict(keep_vars=True)
+    found, complete = _compared(own, state, strict, None)
+    if own.keys() == complete.keys() and not found.lines():
+        keys, taken = _IncompatibleKeys([], []), complete
+    else:
+        # As above; and what the model's own way makes of the dictionary is in the copy then.
+        try:
+            keys, taken = _put_into_a_copy(model, complete, strict)
+        except Exception as refusal:
+            try:
+                found.check("the state dict", model, _REMEDY)
+            except WeightsError as error:
+                raise error from refusal
+            raise
+    # What has values and is not in the dictionary keeps them.
+    kept = {n: v for n, v in own.items() if isinstance(v, Tensor) and not v.is_meta}
+    return {**kept, **taken}, keys
+
+
+def _put_into_a_copy(
+    model: nn.Module, state: Mapping[str, Any], strict: bool
+) -> tuple[Any, dict[str, Any]]:
+    given: OrderedDict[str, Any] = OrderedDict(
+        (n, v.detach() if isinstance(v, Tensor) else v) for n, v in state.items()
+    )
+    if hasattr(state, "_metadata"):
+        given._metadata = state._metadata  # type: ignore[attr-defined]
+    copied = _skeleton(model)
+    keys = copied.load_state_dict(given, strict=strict, assign=True)
+    taken = copied.state_dict(keep_vars=True)
+    return keys, {n: v for n, v in taken.items() if not (isinstance(v, Tensor) and v.is_meta)}
+
+
+_REMEDY = "load what was saved from a model of this structure"
+
+
+def _compared(
+    own: Mapping[str, Any], state: Mapping[str, Any], strict: bool, recording: Recording | None
+) -> tuple[Misfits, Mapping[str, Any]]:
+    """A state dict with a model's: what does not fit, and it under all names of tied tensors."""
     slots = state_slots(own, recording)
     headers = {
         name: Header(tuple(value.shape), value.dtype)
@@ -211,24 +279,11 @@ def load_checked(
             found.uncopyable.append(f"{name!r} is a tensor {why}")
     if not strict:
         found.missing, found.unexpected = [], []
-    state = _completed(state, slots, headers)
-    try:
-        found.check("the state dict", model, "load what was saved from a model of this structure")
-    except WeightsError as error:
-        # The model may have its own way with old or renamed keys: does it, on a copy without data?
-        refusal = _refusal(model, state, strict)
-        if refusal is not None or found.uncopyable:
-            raise error from refusal
-    return model.load_state_dict(state, strict=strict)
+    return found, _completed(state, slots, headers)
 
 
 def _storing(tensor: Tensor) -> tuple[torch.layout, bool]:
     return tensor.layout, tensor.is_quantized
-
-
-def is_extra(name: str) -> bool:
-    """Whether it is what a module's ``get_extra_state`` gave: of any type and shape."""
-    return name.rpartition(".")[2] == "_extra_state"
 
 
 def state_slots(own: Mapping[str, Any], recording: Recording | None) -> list[Slot]:

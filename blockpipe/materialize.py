@@ -101,6 +101,8 @@ def materialize(
         if init is not None:
             filling.initialize(_as_function(init), recurse=not isinstance(init, str))
         filling.check(whole=stages is None)
+        if source is not None:
+            _set_extra_state(model, source)
     follow_with_optimizer_state()  # what an optimizer loaded on meta is lost, and no step says so
 
 
@@ -120,6 +122,7 @@ def load_in_place(model: nn.Module, weights: Weights, recording: Recording | Non
                 name = slot.source_name(source.headers)
                 if name is not None:
                     source.read(name, tensor)
+            _set_extra_state(model, source)
     except BaseException as error:  # a disk that fails
         error.add_note("blockpipe: the model now holds a part of the checkpoint")
         raise
@@ -163,7 +166,28 @@ def check_weights(
         "rename what is named otherwise (weights= takes a mapping too), and pass init= for what "
         "no checkpoint holds"
     )
-    misfits([slot for slot, _ in slots], source.headers).check(source.what, model, remedy)
+    found = misfits([slot for slot, _ in slots], source.headers)
+    found.unexpected += [
+        f"{name!r}, for which no module has a set_extra_state"
+        for name in source.extra
+        if name not in _extra_state_of(model)
+    ]
+    found.check(source.what, model, remedy)
+
+
+def _set_extra_state(model: nn.Module, source: Source) -> None:
+    modules = _extra_state_of(model)
+    for name, value in source.extra.items():
+        modules[name].set_extra_state(value)
+
+
+def _extra_state_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have extra state, by its names in a state dict."""
+    return {
+        f"{path}._extra_state".removeprefix("."): module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _as_function(init: Init) -> Callable[[nn.Module], object]:

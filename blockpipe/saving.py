@@ -14,8 +14,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from .errors import UsageError, WeightsError
-from .fitting import is_extra
 from .tensorfile import check_savable, write_tensors
+from .weights import is_extra
 
 _OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
 

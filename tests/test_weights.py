@@ -408,6 +408,104 @@ def test_models_with_a_way_of_their_own():
     assert same_state(pipe.state_dict(), before)
 
 
+class Renamed(nn.Linear):
+    """Hears an old name of its weight, and has extra state."""
+
+    note = "a"
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(module, state, prefix, *rest):
+        if f"{prefix}kernel" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+    def get_extra_state(self):
+        return self.note
+
+    def set_extra_state(self, state):
+        self.note = state
+
+
+def renamed():
+    return bp.begin_blocks(nn.Sequential(Renamed(6, 6), nn.Linear(6, 6)), {"1": 1})
+
+
+def test_a_state_dict_for_a_model_on_meta():
+    """As into the plain model: renaming hooks and extra state are heard, strictly, at once."""
+    plain = renamed()
+    plain[0].note = "b"
+    state = plain.state_dict()
+    state["0.kernel"] = state.pop("0.weight")
+    names = set(state)
+    with torch.device("meta"):
+        net = renamed()
+    pipe = pipeline(net, cuts=(1,))
+    keys = pipe.load_state_dict(state)
+    assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+    assert set(state) == names
+    torch.testing.assert_close(pipe(X), plain(X))
+    assert net[0].note == "b"
+
+    with torch.device("meta"):
+        net = renamed()
+    pipe = pipeline(net, cuts=(1,), init="reset_parameters")
+    del state["1.bias"]
+    with pytest.raises(WeightsError, match="missing: '1.bias'"):
+        pipe.load_state_dict(state)
+    keys = pipe.load_state_dict(state, strict=False)
+    assert keys.missing_keys == ["1.bias"]
+    with pytest.warns(UserWarning, match="lacks\n  '1.bias'"):
+        pipe(X)
+    assert torch.equal(net[0].weight, state["0.kernel"])
+
+
+def test_a_state_dict_with_gaps_for_a_model_on_meta():
+    """Not strict and without ``init=``: what nothing gives values to is named at once, and what has
+    values keeps them."""
+    net = make()
+    state = {n: t for n, t in net.state_dict().items() if n != "2.bias"}
+    with torch.device("meta"):
+        late = pipeline(make())
+    with pytest.raises(WeightsError, match="missing: '2.bias'"):
+        late.load_state_dict(state, strict=False)
+    late.module[2] = nn.Linear(6, 6)
+    bp.begin_blocks(late.module, {"2": 1})
+    bias = late.module[2].bias.detach().clone()
+    assert late.load_state_dict(state, strict=False).missing_keys == ["2.bias"]
+    late(X)
+    assert torch.equal(late.module[2].bias, bias)
+    assert torch.equal(late.module[2].weight, state["2.weight"])
+
+
+@pytest.mark.parametrize("kind", ["mapping", "torch", "index", "safetensors"])
+@pytest.mark.parametrize("meta", [False, True])
+def test_extra_state_in_weights(tmp_path, kind, meta):
+    """It goes through ``set_extra_state``; what no module asks for is unexpected."""
+    plain = renamed()
+    plain[0].note = torch.tensor([3.0]) if kind == "safetensors" else "b"
+    state = plain.state_dict()
+    torch.save(state, tmp_path / "x.pt")
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(state, "x.pt")}))
+    if kind == "safetensors":
+        write_tensors(tmp_path / "x.safetensors", state)
+    files = {"mapping": state, "index": index, "torch": tmp_path / "x.pt"}
+    weights = files.get(kind, tmp_path / "x.safetensors")
+    with torch.device("meta" if meta else "cpu"):
+        net = renamed()
+    pipe = pipeline(net, cuts=(1,), weights=weights)
+    pipe(X)
+    assert net[0].note == plain[0].note
+    torch.testing.assert_close(pipe(X), plain(X))
+    with torch.device("meta" if meta else "cpu"):
+        other = bp.begin_blocks(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), {"1": 1})
+    with pytest.raises(WeightsError, match="unexpected: '0._extra_state', for which no module"):
+        pipeline(other, cuts=(1,), weights=weights, sample=((X,), {}))
+
+
 def test_extra_state_is_the_models_own():
     """What is no tensor goes through ``set_extra_state``."""
 
