@@ -17,6 +17,7 @@ from .options import checked_devices
 from .placement import follow_with_optimizer_state
 from .recorder import named_slots
 from .recording import Held, Recording
+from .transfer import is_on_meta
 from .weights import Source, Weights, open_weights
 
 Init = Callable[[nn.Module], object] | str
@@ -84,11 +85,12 @@ def materialize(
     check_init(model, weights, init)
     if weights is None and init is None:
         raise UsageError(f"materialize needs to know where values come from; {REMEDY}")
+    last = recording.num_stages - 1
+    if not isinstance(stages, Collection | None) or isinstance(stages, str):
+        raise UsageError(f"stages are a list of some of 0..{last}, but {stages!r} came")
     for stage in stages or ():
-        if stage not in range(recording.num_stages):
-            raise UsageError(
-                f"stages are 0..{recording.num_stages - 1} of the recording, but {stage!r} came"
-            )
+        if type(stage) is not int or not 0 <= stage <= last:
+            raise UsageError(f"stages are 0..{last} of the recording, but {stage!r} came")
     wanted = range(recording.num_stages) if stages is None else stages
     source = None if weights is None else open_weights(weights)
     if source is not None:
@@ -137,7 +139,7 @@ def check_init(model: nn.Module, weights: object, init: object) -> None:
             "init is a function that is called with each module, or 'reset_parameters', but "
             f"{init!r} came"
         )
-    if weights is None and not any(t.is_meta for _, t in slots_of(model).values()):
+    if weights is None and not is_on_meta(model):
         raise UsageError(
             f"init= gives values to a model on the meta device, but every tensor of "
             f"{type(model).__name__} has some already; build it under torch.device('meta'), or "

@@ -26,7 +26,7 @@ from .placement import Fingerprint, Placement
 from .plan import StagePlan
 from .prepared import Prepared, ScheduleOption, lanes_of
 from .recording import Recording
-from .transfer import Owner, default_devices, set_owner
+from .transfer import Owner, default_devices, is_on_meta, set_owner
 from .tree import leaves
 from .weights import Weights, open_weights
 from .wrapped import WrappedModel
@@ -70,7 +70,7 @@ class PlacedModel(WrappedModel):
         check_plan(plan)
         check_init(model, weights, init)
         self.module = model
-        if weights is not None and self._is_on_meta():
+        if weights is not None and is_on_meta(model):
             open_weights(weights)
         elif weights is not None:
             # At once: values that come at the first call could come over what was trained by then.

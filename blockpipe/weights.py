@@ -64,6 +64,10 @@ def open_weights(weights: Weights) -> Source:
             "weights is a path, or a mapping from names to tensors, but "
             f"{type(weights).__name__} came"
         )
+    if not os.fspath(weights):
+        raise UsageError(
+            "weights is a path, but an empty one came, which is a mistake more often than ."
+        )
     path = Path(weights)
     if path.is_dir():
         path = _checkpoint_in(path)

@@ -18,6 +18,7 @@ from .fitting import load_checked, stages_of, to_be_loaded
 from .materialize import Init, check_weights, load_in_place, materialize
 from .recording import Recording
 from .saving import save_weights
+from .transfer import is_on_meta
 from .weights import Weights, open_weights
 from .where import users_line
 
@@ -125,7 +126,7 @@ class WrappedModel(nn.Module):
                 f"a state dict is a mapping from names to values, but {type(state_dict).__name__} "
                 f"came; for a file call load_weights(path) ({users_line()})"
             )
-        if self._is_on_meta():
+        if is_on_meta(self.module):
             given, keys = to_be_loaded(self.module, state_dict, strict=strict)
             self._load_later(given)
             return keys
@@ -152,7 +153,7 @@ class WrappedModel(nn.Module):
             ...     pipe.save_weights(directory)
             ...     pipe.load_weights(directory)
         """
-        if self._is_on_meta():
+        if is_on_meta(self.module):
             self._load_later(weights)
         else:
             load_in_place(self.module, weights, self.recording)
@@ -176,9 +177,6 @@ class WrappedModel(nn.Module):
         Source: the layout is that of Hugging Face's ``save_pretrained``.
         """
         save_weights(self.module, directory, stages_of(self.recording), max_shard_bytes)
-
-    def _is_on_meta(self) -> bool:
-        return any(t.is_meta for t in (*self.module.parameters(), *self.module.buffers()))
 
     def _load_later(self, weights: Weights) -> None:
         """Check by name and shape, and keep for the placement."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.errors import PlanError, UsageError, WeightsError
+from blockpipe.errors import PlanError, RecordingError, UsageError, WeightsError
 
 MIB = 2**20
 X = torch.randn(4, 6)
@@ -499,6 +499,12 @@ def test_wrong_options():
         bp.materialize(net, recording, ["cpu"] * 3)
     with pytest.raises(UsageError, match="stages are 0..2 of the recording, but 3 came"):
         bp.materialize(net, recording, ["cpu"] * 3, init=fill_scale, stages=[3])
+    with pytest.raises(UsageError, match=r"stages are a list of some of 0..2, but 1 came"):
+        bp.materialize(net, recording, ["cpu"] * 3, init=fill_scale, stages=1)
+    with pytest.raises(UsageError, match=r"stages are 0..2 of the recording, but True came"):
+        bp.materialize(net, recording, ["cpu"] * 3, init=fill_scale, stages=[True])
+    with pytest.raises(UsageError, match="weights is a path, but an empty one came"):
+        pipeline(net, weights="")
     with pytest.raises(PlanError, match="3 stages|stage 2"):
         bp.materialize(net, recording, ["cpu"] * 2, init=fill_scale)
     other = on_meta(lambda: nn.Sequential(nn.Linear(6, 6)))
@@ -523,6 +529,23 @@ def test_meta_models_record_as_on_the_cpu():
     recording = bp.record(on_meta(Positions), torch.zeros(2, 8, 6))
     assert recording.route == [0, 1]
     assert recording.why_real is None
+
+
+def test_a_meta_buffer_alone_cannot_run_for_real():
+    """A forward that reads values is refused with the reason, as with parameters on meta."""
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+            self.register_buffer("k", torch.ones(6, device="meta"))
+
+        def forward(self, x):
+            x = self.a(x) * self.k
+            return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(RecordingError, match="on the meta device it cannot run for real"):
+        bp.record(Half(), X)
 
 
 def test_first_call_under_inference_mode():
