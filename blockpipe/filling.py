@@ -39,7 +39,11 @@ class Filling:
         """Whatever fails: memory without values must not pass for a model next time."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if self.loaded.keys() - {id(tensor) for tensor in self.allocated}:
+                error.add_note(
+                    "blockpipe: what had values before now holds a part of the checkpoint"
+                )
             for tensor in self.allocated:
                 _become(tensor, like(tensor, torch.device("meta")))
             raise

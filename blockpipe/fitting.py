@@ -272,7 +272,7 @@ def _compared(
         for name, value in state.items()
         if name not in headers and name not in own
     ]
-    for name in headers.keys() & own.keys():
+    for name in (name for name in headers if name in own):
         value, into = state[name], own[name]
         why = why_unreadable(value)
         if why and (value.is_meta or _storing(value) != _storing(into)):

@@ -46,7 +46,8 @@ def materialize(
         devices: one for each stage.
         weights: a path (a ``.safetensors`` file; the directory or the ``*.index.json`` of a
             sharded checkpoint; else a file for ``torch.load``), or a mapping from names to
-            tensors. Values are cast to the model's dtype. One name of a tied tensor is enough.
+            tensors. Values are cast to the model's dtype, floating ones to floating ones. One
+            name of a tied tensor is enough. Extra state goes through ``set_extra_state``.
         init: called, as ``Module.apply`` does it, with each module that holds, itself or in its
             children, tensors for which ``weights`` has no values, children first, without
             gradients; or ``"reset_parameters"``: the own methods of the modules that hold such

@@ -462,6 +462,23 @@ def test_a_failing_init_leaves_the_model_on_meta():
     assert net.c.weight is net.a.weight
 
 
+def test_a_disk_that_fails_where_a_part_had_values(monkeypatch):
+    """What was on meta is so again; the rest may be the checkpoint's, and the error says so."""
+    net, state = Net(), Net().state_dict()
+    net.b = on_meta(lambda: nn.Linear(6, 6))
+
+    def read(source, name, into):
+        if name == "b.weight":
+            raise OSError("Input/output error")
+        into.copy_(state[name])
+
+    monkeypatch.setattr("blockpipe.weights.InMemory.read", read)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        pipeline(net, weights=state, sample=((X,), {}))
+    assert any("now holds a part of the checkpoint" in note for note in caught.value.__notes__)
+    assert net.b.weight.is_meta
+
+
 def test_a_plain_attribute_on_meta_is_named():
     """It is neither parameter nor buffer: nothing can give it values."""
 
