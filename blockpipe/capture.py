@@ -33,7 +33,7 @@ from .recorder import (
 from .recording import Hop, Recording
 from .sealing import conclude
 from .snapshot import ModelState, random_states
-from .transfer import carry
+from .transfer import carry, is_on_meta
 from .tree import map_tensors, tensors
 from .where import failing_line, users_line
 
@@ -96,8 +96,7 @@ def record(
         except BlockpipeError:
             raise
         except Exception as error:
-            on_meta = any(p.device.type == "meta" for p in model.parameters())
-            if on_meta:
+            if is_on_meta(model):
                 raise RecordingError(
                     f"{type(model).__name__}'s forward does not run on fake tensors made from the "
                     f"sample ({_signature(args, kwargs)}), and on the meta device it cannot run "
@@ -223,7 +222,7 @@ def _record_fake(
         return found
 
     state = ModelState(model, values=False)
-    on_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    on_meta = is_on_meta(model)
     swapped = {
         name: faked(tensor, None if homes is None else homes.get(name))
         for name, tensor in (*named_slots(model, "_parameters"), *named_slots(model, "_buffers"))

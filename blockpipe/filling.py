@@ -4,6 +4,7 @@ The ``Parameter`` objects stay: ``.data =`` on a meta parameter raises, but torc
 contents of two tensors.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,13 +32,18 @@ class Filling:
         self.allocated: list[Tensor] = []
         self.loaded: dict[int, tuple[Tensor, str]] = {}  # and the name in the source
         self.empty: dict[int, tuple[Tensor, Held]] = {}
+        self.lacking: list[str] = []  # what the source should have, for a message
 
     @contextmanager
     def or_nothing(self) -> Iterator[None]:
         """Whatever fails: memory without values must not pass for a model next time."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if self.loaded.keys() - {id(tensor) for tensor in self.allocated}:
+                error.add_note(
+                    "blockpipe: what had values before now holds a part of the checkpoint"
+                )
             for tensor in self.allocated:
                 _become(tensor, like(tensor, torch.device("meta")))
             raise
@@ -58,14 +64,23 @@ class Filling:
             self.loaded[id(tensor)] = tensor, name
         elif was_meta and tensor.numel():
             self.empty[id(tensor)] = tensor, held
+            if self.source is not None and slot.saved:
+                self.lacking.append(_named(held))
 
-    def initialize(self, init: Callable[[nn.Module], object]) -> None:
-        """Call ``init`` where something is without values, and read again what it wrote over."""
+    def initialize(self, init: Callable[[nn.Module], object], *, recurse: bool) -> None:
+        """Call ``init`` where something was without values, and read again what it wrote over.
+
+        Args:
+            init: gives a module values.
+            recurse: call it for what is above such tensors too, not for their owners alone: a
+                model may initialize its parts' tensors from further up.
+        """
+        at_start = dict(self.empty)
         with _Writes() as writes:
             for path, module in _children_first(self.model):
-                own = [t for t in _own(module) if id(t) in self.empty]
-                if own:
-                    self._initialize(init, path, module, own, writes)
+                empty = [t for t in _held_by(module, recurse) if id(t) in at_start]
+                if empty:
+                    self._initialize(init, path, module, empty[0].device, writes)
         for tensor, name in self.loaded.values():
             if _storage(tensor) in writes.storages and self.source is not None:
                 self.source.read(name, tensor)
@@ -75,24 +90,27 @@ class Filling:
         init: Callable[[nn.Module], object],
         path: str,
         module: nn.Module,
-        own: list[Tensor],
+        device: torch.device,
         writes: "_Writes",
     ) -> None:
-        before = [(tensor, tensor.detach()) for tensor in own]
-        slots = [(slots, dict(slots)) for slots in _slots(module)]
+        before = [(t, t.detach()) for t in _held_by(module, recurse=True) if not t.is_meta]
+        slots = [(slots, dict(slots)) for part in module.modules() for slots in _slots(part)]
         try:
-            with own[0].device:  # what it makes is made where the module is
+            with device:  # what it makes is made where the module is
                 init(module)
-        except Exception as error:
+            for now, then in slots:
+                for key, old in then.items():
+                    new = now.get(key)
+                    # A function that puts another tensor in place: its values, in the old object.
+                    if old is not None and new is not None and new is not old and not new.is_meta:
+                        old.copy_(new)
+                        now[key] = old
+        except BaseException as error:
             error.add_note(f"blockpipe: in init= for {path or 'the model'} {type(module).__name__}")
+            for now, then in slots:
+                now.clear()
+                now.update(then)
             raise
-        for now, then in slots:
-            for key, old in then.items():
-                new = now.get(key)
-                # A function that puts another tensor in place: its values, in the old object.
-                if old is not None and new is not None and new is not old and not new.is_meta:
-                    old.copy_(new)
-                    now[key] = old
         for tensor, alias in before:
             if tensor.data_ptr() != alias.data_ptr():  # by `.data =`
                 tensor.data = alias.copy_(tensor)
@@ -105,11 +123,7 @@ class Filling:
 
     def check(self, *, whole: bool) -> None:
         """Raise for what is without values; in a whole model, for plain attributes too."""
-        lines = [
-            f"{' = '.join(map(repr, held.names))} (stage {held.stage}, "
-            f"{held.dtype}{list(held.shape)})"
-            for _, held in self.empty.values()
-        ]
+        lines = [_named(held) for _, held in self.empty.values()]
         lines += [
             f"{f'{path}.{key}' if path else key!r}, which is neither a parameter nor a buffer"
             for path, module in self.model.named_modules()
@@ -122,6 +136,20 @@ class Filling:
                 "any to\n  " + "\n  ".join(lines) + "\nInitialize them in a function and pass it "
                 "as init=; register as a buffer what is none"
             )
+        if self.lacking and self.source is not None:
+            # A new head, or a checkpoint that is not whole: only the user knows.
+            warnings.warn(
+                f"a checkpoint holds every parameter and persistent buffer, but {self.source.what} "
+                f"lacks\n  " + "\n  ".join(self.lacking) + "\nof "
+                f"{type(self.model).__name__}; init= gave them values, untrained ones. Fetch the "
+                "whole checkpoint, or ignore this warning if they are meant to be new",
+                stacklevel=2,
+            )
+
+
+def _named(held: Held) -> str:
+    names = " = ".join(map(repr, held.names))
+    return f"{names} (stage {held.stage}, {held.dtype}{list(held.shape)})"
 
 
 def _become(tensor: Tensor, other: Tensor) -> None:
@@ -163,9 +191,9 @@ def _slots(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
-def _own(module: nn.Module) -> Iterator[Tensor]:
-    for slots in _slots(module):
-        yield from (tensor for tensor in slots.values() if tensor is not None)
+def _held_by(module: nn.Module, recurse: bool) -> Iterator[Tensor]:
+    yield from module.parameters(recurse)
+    yield from module.buffers(recurse)
 
 
 def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:

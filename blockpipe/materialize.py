@@ -14,8 +14,10 @@ from .errors import UsageError
 from .filling import Filling
 from .fitting import misfits, slots_of
 from .options import checked_devices
+from .placement import follow_with_optimizer_state
 from .recorder import named_slots
 from .recording import Held, Recording
+from .transfer import is_on_meta
 from .weights import Source, Weights, open_weights
 
 Init = Callable[[nn.Module], object] | str
@@ -44,10 +46,13 @@ def materialize(
         devices: one for each stage.
         weights: a path (a ``.safetensors`` file; the directory or the ``*.index.json`` of a
             sharded checkpoint; else a file for ``torch.load``), or a mapping from names to
-            tensors. Values are cast to the model's dtype. One name of a tied tensor is enough.
-        init: called, as ``Module.apply`` does it, with each module that itself holds tensors for
-            which ``weights`` has no values, children first, without gradients; or
-            ``"reset_parameters"``: the modules' own. What ``weights`` has given stays.
+            tensors. Values are cast to the model's dtype, floating ones to floating ones. One
+            name of a tied tensor is enough. Extra state goes through ``set_extra_state``.
+        init: called, as ``Module.apply`` does it, with each module that holds, itself or in its
+            children, tensors for which ``weights`` has no values, children first, without
+            gradients; or ``"reset_parameters"``: the own methods of the modules that hold such
+            tensors themselves. What ``weights`` has given stays. A warning names the parameters
+            and persistent buffers that ``weights`` lacks.
         stages: only the tensors that these stages read; ``None``: all.
 
     Raises:
@@ -81,11 +86,12 @@ def materialize(
     check_init(model, weights, init)
     if weights is None and init is None:
         raise UsageError(f"materialize needs to know where values come from; {REMEDY}")
+    last = recording.num_stages - 1
+    if not isinstance(stages, Collection | None) or isinstance(stages, str):
+        raise UsageError(f"stages are a list of some of 0..{last}, but {stages!r} came")
     for stage in stages or ():
-        if stage not in range(recording.num_stages):
-            raise UsageError(
-                f"stages are 0..{recording.num_stages - 1} of the recording, but {stage!r} came"
-            )
+        if type(stage) is not int or not 0 <= stage <= last:
+            raise UsageError(f"stages are 0..{last} of the recording, but {stage!r} came")
     wanted = range(recording.num_stages) if stages is None else stages
     source = None if weights is None else open_weights(weights)
     if source is not None:
@@ -96,8 +102,11 @@ def materialize(
         for entry in sorted(unique, key=lambda h: h.stage):
             filling.fill(entry, wanted)
         if init is not None:
-            filling.initialize(_as_function(init))
+            filling.initialize(_as_function(init), recurse=not isinstance(init, str))
         filling.check(whole=stages is None)
+        if source is not None:
+            _set_extra_state(model, source)
+    follow_with_optimizer_state()  # what an optimizer loaded on meta is lost, and no step says so
 
 
 def load_in_place(model: nn.Module, weights: Weights, recording: Recording | None) -> None:
@@ -105,15 +114,21 @@ def load_in_place(model: nn.Module, weights: Weights, recording: Recording | Non
 
     Raises:
         WeightsError: it cannot be read, or does not fit (then nothing has changed).
+        OSError: reading failed on the way: a part has been loaded.
     """
     source = open_weights(weights)
     parts = () if recording is None else (*recording.parameters, *recording.buffers)
     check_weights(model, source, {name: h for h in parts for name in h.names})
-    with torch.no_grad():
-        for slot, tensor in slots_of(model).values():
-            name = slot.source_name(source.headers)
-            if name is not None:
-                source.read(name, tensor)
+    try:
+        with torch.no_grad():
+            for slot, tensor in slots_of(model).values():
+                name = slot.source_name(source.headers)
+                if name is not None:
+                    source.read(name, tensor)
+            _set_extra_state(model, source)
+    except BaseException as error:  # a disk that fails
+        error.add_note("blockpipe: the model now holds a part of the checkpoint")
+        raise
 
 
 def check_init(model: nn.Module, weights: object, init: object) -> None:
@@ -125,7 +140,7 @@ def check_init(model: nn.Module, weights: object, init: object) -> None:
             "init is a function that is called with each module, or 'reset_parameters', but "
             f"{init!r} came"
         )
-    if weights is None and not any(t.is_meta for _, t in slots_of(model).values()):
+    if weights is None and not is_on_meta(model):
         raise UsageError(
             f"init= gives values to a model on the meta device, but every tensor of "
             f"{type(model).__name__} has some already; build it under torch.device('meta'), or "
@@ -147,12 +162,35 @@ def check_weights(
     slots = slots_of(model).values()
     for slot, tensor in slots:
         slot.stage = next((held[name].stage for name in slot.names if name in held), None)
-        slot.required = init is None and (tensor.is_meta or slot.saved)
+        # A function is called for what is on meta only: what has values may well not be the
+        # checkpoint's.
+        slot.required = (tensor.is_meta and init is None) or (slot.saved and not tensor.is_meta)
     remedy = (
         "rename what is named otherwise (weights= takes a mapping too), and pass init= for what "
         "no checkpoint holds"
     )
-    misfits([slot for slot, _ in slots], source.headers).check(source.what, model, remedy)
+    found = misfits([slot for slot, _ in slots], source.headers)
+    found.unexpected += [
+        f"{name!r}, for which no module has a set_extra_state"
+        for name in source.extra
+        if name not in _extra_state_of(model)
+    ]
+    found.check(source.what, model, remedy)
+
+
+def _set_extra_state(model: nn.Module, source: Source) -> None:
+    modules = _extra_state_of(model)
+    for name, value in source.extra.items():
+        modules[name].set_extra_state(value)
+
+
+def _extra_state_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have extra state, by its names in a state dict."""
+    return {
+        f"{path}._extra_state".removeprefix("."): module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _as_function(init: Init) -> Callable[[nn.Module], object]:

@@ -88,9 +88,10 @@ class Pipeline(PlacedModel):
             that says what a micro-batch's mean is over (its number of tokens, say).
         weights: where the values of a model on the meta device come from, when it is placed: a
             path of safetensors (a file, or a sharded checkpoint's directory or index) or for
-            ``torch.load``, or a mapping from names to tensors. See :func:`materialize`.
+            ``torch.load``, or a mapping from names to tensors. See :func:`materialize`. A model
+            that has values is loaded at once.
         init: what gives values to tensors that ``weights`` does not: a function, called with each
-            module that holds such tensors, or ``"reset_parameters"``.
+            module that holds such tensors, itself or in its children, or ``"reset_parameters"``.
         isolate: the stage sanitizer: slow, and proves that no operation reads another stage's
             tensor.
 

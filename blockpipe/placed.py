@@ -15,7 +15,7 @@ from .capture import record
 from .crossing import Home
 from .errors import PlanError, StateError, UsageError
 from .glue import Doors
-from .materialize import Init, check_init
+from .materialize import Init, check_init, load_in_place
 from .microbatch import Microbatch
 from .options import (
     check_plan,
@@ -26,7 +26,7 @@ from .placement import Fingerprint, Placement
 from .plan import StagePlan
 from .prepared import Prepared, ScheduleOption, lanes_of
 from .recording import Recording
-from .transfer import Owner, default_devices, set_owner
+from .transfer import Owner, default_devices, is_on_meta, set_owner
 from .tree import leaves
 from .weights import Weights, open_weights
 from .wrapped import WrappedModel
@@ -69,9 +69,13 @@ class PlacedModel(WrappedModel):
         super().__init__()
         check_plan(plan)
         check_init(model, weights, init)
-        if weights is not None:
-            open_weights(weights)
         self.module = model
+        if weights is not None and is_on_meta(model):
+            open_weights(weights)
+        elif weights is not None:
+            # At once: values that come at the first call could come over what was trained by then.
+            load_in_place(model, weights, None)
+            weights = init = None
         self.schedule: ScheduleOption = schedule
         self.in_flight = in_flight
         self.checkpoint = checkpoint

@@ -77,7 +77,7 @@ class Placement:
     def _move(self, tensor: Tensor, device: torch.device) -> None:
         self._origins.setdefault(id(tensor), (tensor, tensor.device))
         if tensor.device != device:
-            _follow_with_optimizer_state()
+            follow_with_optimizer_state()
             _to(tensor, device)
 
 
@@ -90,8 +90,8 @@ def _to(tensor: Tensor, device: torch.device) -> None:
 _following: list[object] = []
 
 
-def _follow_with_optimizer_state() -> None:
-    """From the first move on: state that an optimizer loaded before goes where its parameter is."""
+def follow_with_optimizer_state() -> None:
+    """From now on: state that an optimizer loaded before goes where its parameter is."""
     if not _following:
         _following.append(register_optimizer_step_pre_hook(_move_optimizer_state))
 
@@ -101,6 +101,13 @@ def _move_optimizer_state(optimizer: Optimizer, args: object, kwargs: object) ->
         if not isinstance(parameter, Tensor):
             continue
         for key, value in state.items():
+            if isinstance(value, Tensor) and value.is_meta and not parameter.is_meta:
+                raise UsageError(
+                    f"an optimizer's state has values, but {key!r} of {type(optimizer).__name__} "
+                    f"for a parameter of shape {list(parameter.shape)} is on the meta device: it "
+                    "was made or loaded before the model had values, and is lost; make and load "
+                    "the optimizer after the placement (pass sample= to Pipeline)"
+                )
             # 0-d `step` counters stay on the CPU by torch's own choice.
             if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
                 state[key] = value.to(parameter.device)

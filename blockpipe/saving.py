@@ -1,7 +1,8 @@
 """A model's weights as safetensors, in Hugging Face's layout, one tensor in host memory at a time.
 
 ``model.safetensors``, or shards with ``model.safetensors.index.json``. Everything is written
-under other names first and renamed at the end, so that a failure leaves what was there.
+under other names first, forced to the disk, and renamed at the end, so that a failure leaves what
+was there.
 """
 
 import json
@@ -13,8 +14,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from .errors import UsageError, WeightsError
-from .fitting import is_extra
 from .tensorfile import check_savable, write_tensors
+from .weights import is_extra
 
 _OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
 
@@ -50,7 +51,10 @@ def save_weights(
         if count > 1:
             index = "model.safetensors.index.json"
             written[index] = target / f".{index}.{os.getpid()}.part"
-            written[index].write_text(_index(names, shards), encoding="utf-8")
+            with written[index].open("w", encoding="utf-8") as file:
+                file.write(_index(names, shards))
+                file.flush()
+                os.fsync(file.fileno())
         _put(target, written)
     finally:
         for part in written.values():
@@ -58,15 +62,26 @@ def save_weights(
 
 
 def _put(target: Path, written: Mapping[str, Path]) -> None:
-    # What a loader looks for first goes first and comes last: no time sees half of two checkpoints.
-    for entry in ("model.safetensors", "model.safetensors.index.json"):
-        if len(written) > 1 or entry not in written:
-            (target / entry).unlink(missing_ok=True)
+    # What a loader looks for comes last, so that it finds the whole of the old checkpoint until it
+    # finds the whole of the new one:
+    #
+    #     old           new             in between a loader reads
+    #     one file      one file        old, then new
+    #     one file      shards          old, until its file is removed at the end
+    #     n shards      one file        old, then new: the one file is looked for first
+    #     n shards      m shards        old, until the index is replaced
+    #     n shards      n shards        none: the names collide, and half of each is worse
+    if len(written) > 1 and any((target / name).exists() for name in written if _is_shard(name)):
+        (target / "model.safetensors.index.json").unlink(missing_ok=True)
     for name, part in written.items():
         part.replace(target / name)
-    for old in target.iterdir():
-        if _OURS.fullmatch(old.name) and old.name not in written:
-            old.unlink()
+    old = [p for p in target.iterdir() if _OURS.fullmatch(p.name) and p.name not in written]
+    for path in sorted(old, key=lambda path: _is_shard(path.name)):  # what names others goes first
+        path.unlink()
+
+
+def _is_shard(name: str) -> bool:
+    return "-of-" in name
 
 
 def _savable(model: nn.Module, stages: Mapping[str, int]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ of a tensor go from the file straight into the tensor, and from the tensor into 
 import ctypes
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ DTYPES = {
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = "__metadata__"
 _LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -69,11 +71,17 @@ def read_entries(path: Path) -> dict[str, Entry]:
             raise _corrupt(path, f"its header would be {length} bytes long, of {size} in all")
         text = file.read(length)
     try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        return {name: _entry(found, start, size) for name, found in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        header = json.loads(text.decode("utf-8"))  # bytes may be UTF-16 to json
+        metadata = header.pop(_METADATA, None) or {}
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError(f"{_METADATA} is from names to strings")
+        entries = {name: _entry(found, start) for name, found in header.items()}
+        _check_whole(entries, start, size)
+    except (
+        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
+    ) as error:  # fmt: skip
         raise _corrupt(path, f"{type(error).__name__}: {error}") from error
+    return entries
 
 
 def _corrupt(path: Path, why: str) -> WeightsError:
@@ -83,18 +91,28 @@ def _corrupt(path: Path, why: str) -> WeightsError:
     )
 
 
-def _entry(found: Mapping[str, Any], start: int, size: int) -> Entry:
+def _check_whole(entries: Mapping[str, Entry], start: int, size: int) -> None:
+    """Tensors lie one after another up to the end: no byte is hidden, and none is two tensors'."""
+    end = start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != end:
+            raise ValueError(f"{name!r} is at {entry.begin}, and what is before it ends at {end}")
+        end = entry.end
+    if end != size:
+        raise ValueError(f"its tensors end at {end}, of {size} bytes")
+
+
+def _entry(found: Mapping[str, Any], start: int) -> Entry:
     dtype = DTYPES.get(found["dtype"])
     if dtype is None:
         raise ValueError(f"dtype {found['dtype']!r} is not known here")
-    shape = tuple(int(n) for n in found["shape"])
-    begin, end = (start + int(offset) for offset in found["data_offsets"])
+    shape, (begin, end) = tuple(found["shape"]), found["data_offsets"]
+    if any(type(n) is not int or not 0 <= n < 2**63 for n in (*shape, begin, end)):
+        raise ValueError(f"sizes and offsets are {shape}, {begin!r} and {end!r}")
     expected = math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or not start <= begin <= end <= size or end - begin != expected:
-        raise ValueError(
-            f"{expected} bytes of {found['dtype']}{list(shape)} at {begin}..{end} of {size}"
-        )
-    return Entry(shape, dtype, begin, end)
+    if end - begin != expected:
+        raise ValueError(f"{expected} bytes of {found['dtype']}{list(shape)} at {begin}..{end}")
+    return Entry(shape, dtype, start + begin, start + end)
 
 
 def read_tensor(path: Path, entry: Entry, into: Tensor) -> None:
@@ -104,6 +122,8 @@ def read_tensor(path: Path, entry: Entry, into: Tensor) -> None:
     elsewhere.
     """
     alike = into.device.type == "cpu" and into.dtype == entry.dtype and into.is_contiguous()
+    # What a view turns around on reading, and what a subclass keeps elsewhere, a copy knows.
+    alike = alike and not into.is_conj() and not into.is_neg() and _has_memory(into)
     buffer = into.detach() if alike else torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     with path.open("rb", buffering=0) as file:
         file.seek(entry.begin)
@@ -138,12 +158,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         _write_all(file, memoryview(len(text).to_bytes(8, "little") + text))
         for tensor in ordered.values():
             with torch.no_grad():
-                host = tensor.detach().cpu().contiguous()
+                host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
             _write_all(file, _bytes_of(host))
+        os.fsync(file.fileno())  # or a rename may reach the disk before what it names
 
 
 def check_savable(name: str, tensor: Tensor) -> None:
     """Raise :class:`WeightsError` for what the format cannot hold, or what has no values."""
+    if name == _METADATA:
+        raise WeightsError(
+            f"safetensors keeps {_METADATA!r} for itself, but a tensor has that name; rename it"
+        )
     if tensor.is_meta:
         raise WeightsError(
             f"only values can be saved, but {name!r} is on the meta device; load or initialize "
@@ -154,6 +179,19 @@ def check_savable(name: str, tensor: Tensor) -> None:
             f"safetensors holds dense tensors of {sorted(DTYPES)}, but {name!r} is "
             f"{tensor.dtype} ({tensor.layout}); save it by torch.save(pipe.state_dict(), …)"
         )
+    if not _has_memory(tensor):
+        raise WeightsError(
+            f"safetensors holds plain tensors, but {name!r} is a {type(tensor).__name__}, which "
+            "keeps its values in other tensors; save it by torch.save(pipe.state_dict(), …)"
+        )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor with values has them itself; a subclass may wrap others."""
+    try:
+        return not tensor.numel() or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def _write_all(file: Any, bytes_: memoryview) -> None:

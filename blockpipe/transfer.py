@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -34,6 +34,11 @@ class _CopyStreams(threading.local):
 
 
 _copy_streams = _CopyStreams()
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether a model is without values, as a whole or in part."""
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
 def is_asynchronous(device: torch.device) -> bool:

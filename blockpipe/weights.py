@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import UsageError, WeightsError
-from .tensorfile import read_entries, read_tensor
+from .tensorfile import Entry, read_entries, read_tensor
 
 Weights = str | os.PathLike[str] | Mapping[str, Tensor]
 
@@ -39,6 +39,7 @@ class Source(Protocol):
 
     what: str  # for messages
     headers: dict[str, Header]
+    extra: dict[str, Any]  # what modules' get_extra_state gave, by name
 
     def read(self, name: str, into: Tensor) -> None:
         """Fill a tensor of the same shape."""
@@ -62,6 +63,10 @@ def open_weights(weights: Weights) -> Source:
         raise UsageError(
             "weights is a path, or a mapping from names to tensors, but "
             f"{type(weights).__name__} came"
+        )
+    if not os.fspath(weights):
+        raise UsageError(
+            "weights is a path, but an empty one came, which is a mistake more often than ."
         )
     path = Path(weights)
     if path.is_dir():
@@ -96,8 +101,9 @@ def _checkpoint_in(directory: Path) -> Path:
 class InMemory:
     """A mapping from names to tensors, a state dict for example."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], what: str = "the given mapping") -> None:
+    def __init__(self, tensors: Mapping[str, Any], what: str = "the given mapping") -> None:
         self.what = what
+        self.extra = _extra(tensors)
         self.headers = _headers(tensors, what)
         self._tensors = tensors
 
@@ -112,10 +118,18 @@ class TensorFile:
         self.what = str(path)
         self._path = path
         self._entries = read_entries(path)
-        self.headers = {n: Header(e.shape, e.dtype) for n, e in self._entries.items()}
+        self.headers = {
+            n: Header(e.shape, e.dtype) for n, e in self._entries.items() if not is_extra(n)
+        }
+        self.extra = {n: self._new(e) for n, e in self._entries.items() if is_extra(n)}
 
     def read(self, name: str, into: Tensor) -> None:
         read_tensor(self._path, self._entries[name], into)
+
+    def _new(self, entry: Entry) -> Tensor:
+        made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        read_tensor(self._path, entry, made)
+        return made
 
 
 class TorchFile:
@@ -127,7 +141,8 @@ class TorchFile:
         self._path = path
         self._tensors: dict[str, Tensor] | None = None
         self._read = 0
-        self.headers = _headers(self._load(), self.what)
+        loaded = self._load()
+        self.headers, self.extra = _headers(loaded, self.what), _extra(loaded)
 
     def read(self, name: str, into: Tensor) -> None:
         if self._tensors is None:
@@ -169,14 +184,19 @@ class Shards:
             )
         files = {file: _open_file(index.parent / file) for file in sorted(set(where.values()))}
         self._files = {name: files[file] for name, file in where.items()}
-        absent = sorted(n for n, file in self._files.items() if n not in file.headers)
+        absent = sorted(
+            n
+            for n, file in self._files.items()
+            if n not in (file.extra if is_extra(n) else file.headers)
+        )
         if absent:
             raise WeightsError(
                 f"the index {self.what!r} says that {absent[:5]} are in "
                 f"{sorted({where[n] for n in absent})}, but they are not; fetch index and shards "
                 "of one checkpoint"
             )
-        self.headers = {name: file.headers[name] for name, file in self._files.items()}
+        self.headers = {n: file.headers[n] for n, file in self._files.items() if not is_extra(n)}
+        self.extra = {n: file.extra[n] for n, file in self._files.items() if is_extra(n)}
 
     def read(self, name: str, into: Tensor) -> None:
         self._files[name].read(name, into)
@@ -195,11 +215,21 @@ def _weight_map(index: Path) -> dict[str, str]:
         ) from error
 
 
-def _headers(tensors: Mapping[str, Any], what: str) -> dict[str, Header]:
+def is_extra(name: object) -> bool:
+    """Whether it is what a module's ``get_extra_state`` gave: of any type and shape."""
+    return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
+
+
+def _extra(loaded: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in loaded.items() if is_extra(name)}
+
+
+def _headers(loaded: Mapping[str, Any], what: str) -> dict[str, Header]:
+    tensors = {name: value for name, value in loaded.items() if not is_extra(name)}
     wrong = [
         f"{name!r} is {_kind(value)}"
         for name, value in tensors.items()
-        if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_meta
+        if not isinstance(name, str) or not isinstance(value, Tensor) or why_unreadable(value)
     ]
     if wrong:
         raise WeightsError(
@@ -211,5 +241,14 @@ def _headers(tensors: Mapping[str, Any], what: str) -> dict[str, Header]:
 
 def _kind(value: object) -> str:
     if isinstance(value, Tensor):
-        return "a tensor" + (" on the meta device, without values" if value.is_meta else "")
+        return f"a tensor {why_unreadable(value) or ''}".rstrip()
     return f"a {type(value).__name__}"
+
+
+def why_unreadable(tensor: Tensor) -> str | None:
+    """Why a dense tensor cannot be filled from it, if so."""
+    if tensor.is_meta:
+        return "on the meta device, without values"
+    if tensor.layout is not torch.strided:
+        return f"of {tensor.layout}: pass its to_dense()"
+    return "that is quantized: pass its dequantize()" if tensor.is_quantized else None

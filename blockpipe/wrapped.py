@@ -12,13 +12,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from .errors import UsageError
-from .fitting import load_checked, stages_of, state_slots
+from .fitting import load_checked, stages_of, to_be_loaded
 from .materialize import Init, check_weights, load_in_place, materialize
 from .recording import Recording
 from .saving import save_weights
+from .transfer import is_on_meta
 from .weights import Weights, open_weights
 from .where import users_line
 
@@ -99,7 +99,8 @@ class WrappedModel(nn.Module):
     ) -> Any:
         """As the plain model's, but what does not fit is found before anything changes.
 
-        A model that is still on the meta device keeps the dictionary until it is placed.
+        A model that is still on the meta device keeps the dictionary's tensors until it is placed:
+        do not write to them before. What the dictionary lacks, ``init=`` must fill then.
 
         Args:
             state_dict: from a pipeline of any stages, or from the plain model. A tied tensor may
@@ -125,12 +126,10 @@ class WrappedModel(nn.Module):
                 f"a state dict is a mapping from names to values, but {type(state_dict).__name__} "
                 f"came; for a file call load_weights(path) ({users_line()})"
             )
-        if self._is_on_meta():
-            known = self.module.state_dict().keys()
-            unexpected = [name for name in state_dict if name not in known]
-            given = {n: t for n, t in state_dict.items() if strict or n in known}
-            missing = self._load_later(given, strict=strict)
-            return _IncompatibleKeys(missing, [] if strict else unexpected)
+        if is_on_meta(self.module):
+            given, keys = to_be_loaded(self.module, state_dict, strict=strict)
+            self._load_later(given)
+            return keys
         keys = load_checked(self.module, state_dict, strict=strict, recording=self.recording)
         self._weights = None  # of before
         return keys
@@ -154,8 +153,8 @@ class WrappedModel(nn.Module):
             ...     pipe.save_weights(directory)
             ...     pipe.load_weights(directory)
         """
-        if self._is_on_meta():
-            self._load_later(weights, strict=True)
+        if is_on_meta(self.module):
+            self._load_later(weights)
         else:
             load_in_place(self.module, weights, self.recording)
             self._weights = None  # of before
@@ -179,17 +178,10 @@ class WrappedModel(nn.Module):
         """
         save_weights(self.module, directory, stages_of(self.recording), max_shard_bytes)
 
-    def _is_on_meta(self) -> bool:
-        return any(t.is_meta for t in (*self.module.parameters(), *self.module.buffers()))
-
-    def _load_later(self, weights: Weights, *, strict: bool) -> list[str]:
-        """Check by name and shape, and keep for the placement; what is missing, if that may be."""
-        source = open_weights(weights)
-        check_weights(self.module, source, {}, self._init if strict else "anything")
+    def _load_later(self, weights: Weights) -> None:
+        """Check by name and shape, and keep for the placement."""
+        check_weights(self.module, open_weights(weights), {}, self._init)
         self._weights = weights
-        slots = state_slots(self.module.state_dict(keep_vars=True), None)
-        absent = [slot for slot in slots if slot.source_name(source.headers) is None]
-        return [name for slot in absent for name in slot.names]
 
     def _materialize(self, recording: Recording, devices: list[torch.device]) -> None:
         """Give a model on the meta device its values, once: later ones are the training's."""

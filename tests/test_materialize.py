@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.errors import PlanError, UsageError, WeightsError
+from blockpipe.errors import PlanError, RecordingError, UsageError, WeightsError
 
 MIB = 2**20
 X = torch.randn(4, 6)
@@ -203,11 +203,11 @@ def test_only_some_stages():
 
 
 def test_weights_of_a_model_that_has_values():
-    """They are loaded where its tensors are, when it is placed, once."""
+    """They are loaded where its tensors are, at once, once."""
     plain, net = Net(), Net()
     pipe = pipeline(net, weights=plain.state_dict())
+    assert same_state(net, plain)
     pipe(X)
-    assert torch.equal(net.a.weight, plain.a.weight)
     with torch.no_grad():
         net.a.weight.zero_()
     pipe.unplace()
@@ -226,7 +226,7 @@ def test_misfits_are_all_named_and_nothing_changes():
             n: (id(t), t.device, t._version) for n, t in net.state_dict(keep_vars=True).items()
         }
         with pytest.raises(WeightsError, match="does not fit") as caught:
-            pipeline(net, weights=state, sample=((X,), {}))
+            bp.materialize(net, bp.record(net, X), ["cpu"] * 3, weights=state)
         said = str(caught.value)
         assert "missing: 'b.bias' (stage 1), float32[6]\n" in said
         assert "unexpected: 'b.extra' (stage 1), float32[3]\n" in said
@@ -312,10 +312,130 @@ def test_weights_win_over_init():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             tensor.fill_(9.0)
 
-    pipeline(net, weights=state, init=init, sample=((X,), {}))
+    with pytest.warns(UserWarning, match="lacks\n  'b.bias' .stage 1, float32.6..\nof Net;"):
+        pipeline(net, weights=state, init=init, sample=((X,), {}))
     assert called == ["Linear", "Net"]
     assert (net.b.bias == 9.0).all()
     assert torch.equal(net.b.weight, plain.b.weight)
+
+
+def test_init_is_called_for_what_is_above():
+    """A model's function may initialize its children's tensors from a parent that owns none; what
+    was loaded below it is read again. The modules' own methods are for their owners alone."""
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def reset_parameters(self):
+            for p in self.parameters():
+                p.zero_()
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    called = []
+
+    def init(module):
+        called.append(type(module).__name__)
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+        if isinstance(module, Parent):
+            module.a.weight.data = torch.full((6, 6), 3.0)
+            module.b.weight = nn.Parameter(torch.full((6, 6), 4.0))
+
+    def make():
+        return bp.begin_blocks(nn.Sequential(Parent(), Parent(), nn.Linear(6, 6)), {"1": 1})
+
+    net = on_meta(make)
+    kept = net[0].b.weight
+    pipeline(net, devices=["cpu"] * 2, init=init, sample=((X,), {}))
+    assert called == ["Linear", "Linear", "Parent"] * 2 + ["Linear", "Sequential"]
+    assert (net[0].a.weight == 3.0).all()
+    assert (net[0].b.weight == 4.0).all()
+    assert net[0].b.weight is kept
+
+    plain, net = make(), on_meta(make)
+    state = {n: t for n, t in plain.state_dict().items() if n != "0.a.bias"}
+    with pytest.warns(UserWarning, match=r"lacks\n  '0.a.bias'"):
+        pipeline(net, devices=["cpu"] * 2, weights=state, init=init, sample=((X,), {}))
+    assert all(torch.equal(net.state_dict()[name], t) for name, t in state.items())
+
+    net = on_meta(make)
+    pipeline(net, devices=["cpu"] * 2, init="reset_parameters", sample=((X,), {}))
+    assert net[0].a.weight.any()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_a_hugging_face_model_is_initialized_as_if_built(kind):
+    """By its own ``_init_weights``: every tensor has the spread that building gives it."""
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(0, 32, (4, 8))
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=64, n_layer=8, n_head=4, vocab_size=200, n_positions=32,
+            bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        make, sample = (lambda: transformers.GPT2LMHeadModel(config)), {"input_ids": ids}
+    else:
+        config = transformers.T5Config(
+            d_model=64, d_ff=128, d_kv=16, num_layers=2, num_heads=4, vocab_size=200
+        )
+        make = lambda: transformers.T5ForConditionalGeneration(config)  # noqa: E731
+        sample = {"input_ids": ids, "decoder_input_ids": ids}
+    plain, net = make(), on_meta(make)
+    bp.materialize(net, bp.record(net, (), sample), ["cpu"], init=net._init_weights)
+    tensors = [dict((*m.named_parameters(), *m.named_buffers())) for m in (plain, net)]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, want in tensors[0].items():
+        want, got = want.detach().float(), tensors[1][name].detach().float()
+        if want.numel() > 100:
+            factor = float(got.std() / want.std()) if want.any() else 1 + float(got.abs().max())
+            assert 0.8 < factor < 1.25, name
+        else:
+            assert abs(float(got.mean() - want.mean())) < 0.3, name
+
+
+@pytest.mark.filterwarnings("ignore:a checkpoint holds every parameter")
+def test_what_a_checkpoint_lacks_is_said():
+    """With ``init=`` in a warning, once, with stages; not persistent buffers are in none. A model
+    that has values was initialized by nobody here: there the gap is an error."""
+    state = Net().state_dict()
+    less = {n: t for n, t in state.items() if not n.startswith("b.")}
+
+    def init(module):
+        fill_scale(module)
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+    pipe = pipeline(on_meta(), weights=less, init=init)
+    with pytest.warns(UserWarning, match="init= gave them values") as caught:
+        pipe(X)
+    (said,) = [str(w.message) for w in caught]
+    assert "'b.weight' (stage 1" in said
+    assert "'b.bias' (stage 1" in said
+    assert said.count("stage") == 2
+    live = Net()
+    with pytest.raises(WeightsError, match="missing: 'b.weight'"):
+        pipeline(live, weights=less, init=init, sample=((X,), {}))
+    live.a, live.c = on_meta(lambda: nn.Linear(6, 6)), on_meta(lambda: nn.Linear(6, 6))
+    with pytest.raises(WeightsError, match="missing: 'b.weight'"):
+        pipeline(live, weights=less, init=init, sample=((X,), {}))
+
+
+def test_an_init_that_replaces_and_fails_leaves_the_objects():
+    """The parameters are those from before, on the meta device again."""
+    net = on_meta()
+    before = dict(net.named_parameters())
+
+    def init(module):
+        module.weight = nn.Parameter(torch.ones(6, 6))
+        raise ValueError("late")
+
+    with pytest.raises(ValueError, match="late"):
+        pipeline(net, init=init, sample=((X,), {}))
+    assert all(p is before[name] and p.is_meta for name, p in net.named_parameters())
 
 
 def test_what_init_leaves_out_is_named():
@@ -340,6 +460,23 @@ def test_a_failing_init_leaves_the_model_on_meta():
     assert any("in init= for a Linear" in note for note in caught.value.__notes__)
     assert all(t.is_meta for t in (*net.parameters(), *net.buffers()))
     assert net.c.weight is net.a.weight
+
+
+def test_a_disk_that_fails_where_a_part_had_values(monkeypatch):
+    """What was on meta is so again; the rest may be the checkpoint's, and the error says so."""
+    net, state = Net(), Net().state_dict()
+    net.b = on_meta(lambda: nn.Linear(6, 6))
+
+    def read(source, name, into):
+        if name == "b.weight":
+            raise OSError("Input/output error")
+        into.copy_(state[name])
+
+    monkeypatch.setattr("blockpipe.weights.InMemory.read", read)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        pipeline(net, weights=state, sample=((X,), {}))
+    assert any("now holds a part of the checkpoint" in note for note in caught.value.__notes__)
+    assert net.b.weight.is_meta
 
 
 def test_a_plain_attribute_on_meta_is_named():
@@ -379,6 +516,12 @@ def test_wrong_options():
         bp.materialize(net, recording, ["cpu"] * 3)
     with pytest.raises(UsageError, match="stages are 0..2 of the recording, but 3 came"):
         bp.materialize(net, recording, ["cpu"] * 3, init=fill_scale, stages=[3])
+    with pytest.raises(UsageError, match=r"stages are a list of some of 0..2, but 1 came"):
+        bp.materialize(net, recording, ["cpu"] * 3, init=fill_scale, stages=1)
+    with pytest.raises(UsageError, match=r"stages are 0..2 of the recording, but True came"):
+        bp.materialize(net, recording, ["cpu"] * 3, init=fill_scale, stages=[True])
+    with pytest.raises(UsageError, match="weights is a path, but an empty one came"):
+        pipeline(net, weights="")
     with pytest.raises(PlanError, match="3 stages|stage 2"):
         bp.materialize(net, recording, ["cpu"] * 2, init=fill_scale)
     other = on_meta(lambda: nn.Sequential(nn.Linear(6, 6)))
@@ -403,6 +546,23 @@ def test_meta_models_record_as_on_the_cpu():
     recording = bp.record(on_meta(Positions), torch.zeros(2, 8, 6))
     assert recording.route == [0, 1]
     assert recording.why_real is None
+
+
+def test_a_meta_buffer_alone_cannot_run_for_real():
+    """A forward that reads values is refused with the reason, as with parameters on meta."""
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+            self.register_buffer("k", torch.ones(6, device="meta"))
+
+        def forward(self, x):
+            x = self.a(x) * self.k
+            return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(RecordingError, match="on the meta device it cannot run for real"):
+        bp.record(Half(), X)
 
 
 def test_first_call_under_inference_mode():

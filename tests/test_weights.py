@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -175,7 +176,76 @@ def test_shards_round_trip(limit, sizes, tied, dtype):
         assert same_state(pipe.state_dict(), before)
 
 
+class Views(nn.Module):
+    """Buffers that are turned around on reading."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("conj", torch.tensor([1 + 2j, 3 + 4j]).conj())
+        self.register_buffer("neg", torch.tensor([1 + 2j, 3 + 4j]).conj().imag)
+        self.register_buffer("plain", torch.tensor([1 + 2j, 3 + 4j]))
+
+    def forward(self, x):
+        return x * self.neg.sum() * self.conj.imag.sum()
+
+
+def test_conjugated_and_negated_views(tmp_path):
+    """What is written is what the tensor shows, and what is read is what it shows then."""
+    library = pytest.importorskip("safetensors.torch")
+    net, other = Views(), Views()
+    assert net.conj.is_conj()
+    assert net.neg.is_neg()
+    bp.Pipeline(net).save_weights(tmp_path)
+    found = library.load_file(tmp_path / "model.safetensors")
+    assert same_state({n: found[n] for n in net.state_dict()}, net.state_dict())
+    state = {n: t.resolve_conj().resolve_neg() * 3 for n, t in net.state_dict().items()}
+    write_tensors(tmp_path / "model.safetensors", state)
+    bp.Pipeline(other).load_weights(tmp_path)
+    assert same_state(other.state_dict(), state)
+
+
 # --- bad checkpoints
+
+
+@pytest.mark.parametrize(
+    ("header", "count", "why"),
+    [
+        ('{"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}', 4, "sizes and offsets"),
+        ('{"a":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}}', 4, "sizes and offsets"),
+        ('{"a":{"dtype":"F32","shape":["1"],"data_offsets":[0,4]}}', 4, "sizes and offsets"),
+        ('{"a":{"dtype":"F32","shape":[-1],"data_offsets":[4,0]}}', 4, "sizes and offsets"),
+        ('{"a":{"dtype":"F32","shape":[0,18446744073709551616],"data_offsets":[0,0]}}', 0, "sizes"),
+        ('{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}', 4, "sizes and offsets"),
+        ('{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', 8, "end at"),
+        ('{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', 8, "'a' is at"),
+        (
+            '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+            '"b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            4,
+            "'b' is at",
+        ),
+        ('{"__metadata__":{"a":1}}', 0, "from names to strings"),
+        ('{"__metadata__":[1]}', 0, "AttributeError"),
+    ],
+)
+def test_a_hostile_header(tmp_path, header, count, why):
+    """What the safetensors package refuses is refused here, and by nothing but our own error."""
+    library = pytest.importorskip("safetensors")
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(count))
+    with pytest.raises(library.SafetensorError), library.safe_open(path, "pt") as file:
+        file.keys()
+    with pytest.raises(WeightsError, match=why):
+        open_weights(path)
+
+
+def test_a_header_in_utf_16(tmp_path):
+    """Python's json reads it; the format has UTF-8 only."""
+    text = '{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'.encode("utf-16")
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(WeightsError, match="UnicodeDecodeError"):
+        open_weights(path)
 
 
 def index_of(directory, weight_map):
@@ -301,7 +371,8 @@ def test_not_strict():
     late = pipeline(net, init="reset_parameters")
     keys = late.load_state_dict(state, strict=False)
     assert (keys.missing_keys, keys.unexpected_keys) == (["2.bias", "4.bias"], ["more"])
-    late(X)
+    with pytest.warns(UserWarning, match=r"'2.bias' .stage 1, .*\n  '4.bias' .stage 2"):
+        late(X)
     assert torch.equal(net[2].weight, state["2.weight"])
 
 
@@ -335,6 +406,104 @@ def test_models_with_a_way_of_their_own():
     with pytest.raises(WeightsError, match="unexpected: '0.kernel' .stage 0., float32.2, 2."):
         pipe.load_state_dict(state)
     assert same_state(pipe.state_dict(), before)
+
+
+class Renamed(nn.Linear):
+    """Hears an old name of its weight, and has extra state."""
+
+    note = "a"
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(module, state, prefix, *rest):
+        if f"{prefix}kernel" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+    def get_extra_state(self):
+        return self.note
+
+    def set_extra_state(self, state):
+        self.note = state
+
+
+def renamed():
+    return bp.begin_blocks(nn.Sequential(Renamed(6, 6), nn.Linear(6, 6)), {"1": 1})
+
+
+def test_a_state_dict_for_a_model_on_meta():
+    """As into the plain model: renaming hooks and extra state are heard, strictly, at once."""
+    plain = renamed()
+    plain[0].note = "b"
+    state = plain.state_dict()
+    state["0.kernel"] = state.pop("0.weight")
+    names = set(state)
+    with torch.device("meta"):
+        net = renamed()
+    pipe = pipeline(net, cuts=(1,))
+    keys = pipe.load_state_dict(state)
+    assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+    assert set(state) == names
+    torch.testing.assert_close(pipe(X), plain(X))
+    assert net[0].note == "b"
+
+    with torch.device("meta"):
+        net = renamed()
+    pipe = pipeline(net, cuts=(1,), init="reset_parameters")
+    del state["1.bias"]
+    with pytest.raises(WeightsError, match="missing: '1.bias'"):
+        pipe.load_state_dict(state)
+    keys = pipe.load_state_dict(state, strict=False)
+    assert keys.missing_keys == ["1.bias"]
+    with pytest.warns(UserWarning, match="lacks\n  '1.bias'"):
+        pipe(X)
+    assert torch.equal(net[0].weight, state["0.kernel"])
+
+
+def test_a_state_dict_with_gaps_for_a_model_on_meta():
+    """Not strict and without ``init=``: what nothing gives values to is named at once, and what has
+    values keeps them."""
+    net = make()
+    state = {n: t for n, t in net.state_dict().items() if n != "2.bias"}
+    with torch.device("meta"):
+        late = pipeline(make())
+    with pytest.raises(WeightsError, match="missing: '2.bias'"):
+        late.load_state_dict(state, strict=False)
+    late.module[2] = nn.Linear(6, 6)
+    bp.begin_blocks(late.module, {"2": 1})
+    bias = late.module[2].bias.detach().clone()
+    assert late.load_state_dict(state, strict=False).missing_keys == ["2.bias"]
+    late(X)
+    assert torch.equal(late.module[2].bias, bias)
+    assert torch.equal(late.module[2].weight, state["2.weight"])
+
+
+@pytest.mark.parametrize("kind", ["mapping", "torch", "index", "safetensors"])
+@pytest.mark.parametrize("meta", [False, True])
+def test_extra_state_in_weights(tmp_path, kind, meta):
+    """It goes through ``set_extra_state``; what no module asks for is unexpected."""
+    plain = renamed()
+    plain[0].note = torch.tensor([3.0]) if kind == "safetensors" else "b"
+    state = plain.state_dict()
+    torch.save(state, tmp_path / "x.pt")
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(state, "x.pt")}))
+    if kind == "safetensors":
+        write_tensors(tmp_path / "x.safetensors", state)
+    files = {"mapping": state, "index": index, "torch": tmp_path / "x.pt"}
+    weights = files.get(kind, tmp_path / "x.safetensors")
+    with torch.device("meta" if meta else "cpu"):
+        net = renamed()
+    pipe = pipeline(net, cuts=(1,), weights=weights)
+    pipe(X)
+    assert net[0].note == plain[0].note
+    torch.testing.assert_close(pipe(X), plain(X))
+    with torch.device("meta" if meta else "cpu"):
+        other = bp.begin_blocks(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), {"1": 1})
+    with pytest.raises(WeightsError, match="unexpected: '0._extra_state', for which no module"):
+        pipeline(other, cuts=(1,), weights=weights, sample=((X,), {}))
 
 
 def test_extra_state_is_the_models_own():
@@ -445,6 +614,68 @@ def test_load_weights_checks_first(tmp_path):
     assert same_state(pipe.state_dict(), before)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_what_cannot_be_copied_is_found_first():
+    """Sparse, quantized and meta sources, expanded targets, other kinds of numbers."""
+    quantized = torch.quantize_per_tensor(torch.ones(6, 6), 0.1, 0, torch.qint8)
+    odd = {
+        "of torch.sparse_coo: pass its to_dense": torch.eye(6).to_sparse(),
+        "that is quantized: pass its dequantize": quantized,
+        "on the meta device, without values": torch.zeros(6, 6, device="meta"),
+    }
+    pipe = pipeline()
+    before = copies(pipe.state_dict())
+    state = {n: t + 1 for n, t in before.items()}
+    for why, value in odd.items():
+        for load in (pipe.load_weights, pipe.load_state_dict):
+            with pytest.raises(WeightsError, match=f"'2.weight' is a tensor {why}"):
+                load({**state, "2.weight": value})
+    kinds = {
+        "2.weight": torch.ones(6, 6, dtype=torch.int8),
+        "1.num_batches_tracked": torch.ones(()),
+    }
+    for name, value in kinds.items():
+        with pytest.raises(WeightsError, match=f"wrong kind: '{name}'"):
+            pipe.load_weights({**state, name: value})
+    assert same_state(pipe.state_dict(), before)
+
+    pipe.module.register_buffer("wide", torch.zeros(1).expand(4))
+    before = copies(pipe.state_dict())
+    for load in (pipe.load_weights, pipe.load_state_dict):
+        with pytest.raises(WeightsError, match="cannot be copied: 'wide' is expanded"):
+            load({**state, "wide": torch.ones(4)})
+    assert same_state(pipe.state_dict(), before)
+
+
+def test_a_disk_that_fails_in_the_middle(monkeypatch):
+    """The error says that the model holds a part."""
+    pipe, state = pipeline(), make().state_dict()
+
+    def read(source, name, into):
+        if name == "2.weight":
+            raise OSError("Input/output error")
+        into.copy_(state[name])
+
+    monkeypatch.setattr("blockpipe.weights.InMemory.read", read)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        pipe.load_weights(state)
+    assert caught.value.__notes__ == ["blockpipe: the model now holds a part of the checkpoint"]
+
+
+@pytest.mark.parametrize("longer", ["checkpoint", "model"])
+def test_names_that_a_wrapper_made_longer(longer):
+    """The common prefix is said, and looking for it takes no time in a large model."""
+    net = nn.ModuleDict({"layers": nn.ModuleList(nn.BatchNorm1d(1) for _ in range(1500))})
+    inner = net.state_dict()
+    outer = nn.ModuleDict({"module": net})
+    given = {"checkpoint": outer.state_dict(), "model": inner}[longer]
+    pipe = bp.Pipeline(net if longer == "checkpoint" else outer)
+    start = time.perf_counter()
+    with pytest.raises(WeightsError, match=f"name of the {longer} begins with 'module.'"):
+        pipe.load_weights(given)
+    assert time.perf_counter() - start < 5  # it was a minute
+
+
 def test_mapped_files_are_let_go(tmp_path, monkeypatch):
     """A file of ``torch.save`` is mapped anew after so many bytes, and reads the same."""
     monkeypatch.setattr("blockpipe.weights._MAPPED", 100)
@@ -505,6 +736,46 @@ def test_a_failure_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("limits", [(10**9, 200), (100, 200), (200, 10**9), (10**9, 10**9)])
+@pytest.mark.parametrize("failing", ["replace", "unlink"])
+def test_a_failure_while_renaming(tmp_path, monkeypatch, limits, failing):
+    """At every single rename and removal the directory holds a whole checkpoint, old or new."""
+    first, second = pipeline(), pipeline()
+    states = [copies(pipe.state_dict()) for pipe in (first, second)]
+    original = getattr(Path, failing)
+    for last in range(20):
+        first.save_weights(tmp_path, max_shard_bytes=limits[0])
+        left = iter(range(last))
+
+        def fails(path, *args, left=left, **options):
+            if path.name.endswith(".part") == (failing == "replace"):
+                next(left)
+            return original(path, *args, **options)
+
+        monkeypatch.setattr(Path, failing, fails)
+        try:
+            second.save_weights(tmp_path, max_shard_bytes=limits[1])
+            break
+        except StopIteration:
+            monkeypatch.setattr(Path, failing, original)
+            found = pipeline()
+            found.load_weights(tmp_path)
+            assert any(same_state(found.state_dict(), state) for state in states)
+    else:
+        pytest.fail("never saved")
+
+
+def test_as_many_shards_again(tmp_path, monkeypatch):
+    """Their names collide: rather no checkpoint for a moment than half of each."""
+    pipe = pipeline()
+    pipe.save_weights(tmp_path, max_shard_bytes=200)
+    monkeypatch.setattr(Path, "replace", lambda *names: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pipe.save_weights(tmp_path, max_shard_bytes=200)
+    with pytest.raises(WeightsError, match="without one index for them"):
+        pipe.load_weights(tmp_path)
+
+
 def test_what_cannot_be_saved(tmp_path):
     """A model without values, a dtype that the format does not have."""
     with torch.device("meta"):
@@ -514,6 +785,15 @@ def test_what_cannot_be_saved(tmp_path):
     odd = nn.Linear(2, 2, dtype=torch.complex128)
     with pytest.raises(WeightsError, match="'weight' is torch.complex128"):
         bp.Pipeline(odd).save_weights(tmp_path)
+    named = nn.Linear(2, 2)
+    named.register_buffer("__metadata__", torch.zeros(1))
+    with pytest.raises(WeightsError, match="keeps '__metadata__' for itself"):
+        bp.Pipeline(named).save_weights(tmp_path)
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    wrapped = nn.Linear(2, 2)
+    wrapped.weight = nn.Parameter(two(torch.ones(2, 2), torch.ones(2, 2)))
+    with pytest.raises(WeightsError, match="'weight' is a .*keeps its values in other tensors"):
+        bp.Pipeline(wrapped).save_weights(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -615,7 +895,7 @@ def test_resumed_training_is_equal_to_the_bit(name, tmp_path):
 
 
 def test_resumed_from_meta(tmp_path):
-    """An optimizer made and loaded while the model was on meta goes on with it."""
+    """The model on meta, placed by its sample; then the optimizer loads what was saved."""
     pipe = pipeline()
     optimizer = OPTIMIZERS["adam"](pipe.parameters())
     step(pipe, optimizer)
@@ -628,6 +908,23 @@ def test_resumed_from_meta(tmp_path):
     optimizer.load_state_dict(state)
     assert torch.equal(step(late, optimizer), expected[0])
     assert torch.equal(step(late, optimizer), expected[1])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_loaded_on_meta_is_refused(name):
+    """It has no values any more: the next step says so, instead of training with what it lost."""
+    pipe = pipeline()
+    optimizer = OPTIMIZERS[name](pipe.parameters())
+    step(pipe, optimizer)
+    with torch.device("meta"):
+        net = make()
+    late = pipeline(net, weights=copies(pipe.state_dict()))
+    saved, optimizer = optimizer.state_dict(), OPTIMIZERS[name](late.parameters())
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    with pytest.raises(UsageError, match="is on the meta device: .* after the placement .pass sam"):
+        step(late, optimizer)
+    optimizer.load_state_dict(saved)
+    step(late, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
