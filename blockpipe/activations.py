@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .recording import Call, Hop, Kept, Recomputable
+from .recording import Call, Hop, Kept, Piece, Recomputable
 
 _Key = int  # which storage
 
@@ -28,13 +28,14 @@ class Activations:
     def __init__(self, skipped: Iterable[Tensor]) -> None:
         self._skipped = {key for t in skipped if (key := _key_of(t)) is not None}
         self._storages: dict[_Key, tuple[Any, int]] = {}  # kept alive, so that a key stays its own
-        self._saved: list[tuple[int, Call | None, _Key]] = []
+        self._saved: list[tuple[int, Call | None, _Key, int]] = []
         self._given: dict[int, set[_Key]] = {}  # from the id of a call to what it was given
         self._sharing: set[int] = set()  # ids of calls that were given views of one storage
         self._versions: list[tuple[Call, Tensor, int]] = []
         self._inputs: set[_Key] = set()
         self._hop = 0
         self._call: Call | None = None
+        self._piece = 0
 
     def put_on(self) -> None:
         """Hook into what autograd saves in this thread from here on."""
@@ -53,9 +54,9 @@ class Activations:
                 self._storages[key] = tensor.untyped_storage(), size
                 self._inputs.add(key)
 
-    def at(self, hop: int, call: Call | None) -> None:
+    def at(self, hop: int, call: Call | None, piece: int) -> None:
         """What is saved next is saved here."""
-        self._hop, self._call = max(hop, 0), call
+        self._hop, self._call, self._piece = max(hop, 0), call, piece
 
     def given(self, call: Call, tensors: Iterable[Tensor]) -> None:
         """A call begins, with these arguments."""
@@ -74,7 +75,7 @@ class Activations:
         with torch._C.DisableTorchFunction():
             key = self._noted(tensor)
             if key is not None:
-                self._saved.append((self._hop, self._call, key))
+                self._saved.append((self._hop, self._call, key, self._piece))
             # Not the tensor itself: a node that saves its own result would be a cycle.
             return tensor if tensor.is_leaf else tensor.detach()
 
@@ -107,13 +108,26 @@ class Activations:
             if id(door) in written and id(door) in self._sharing:
                 known.refuses = "it writes to arguments that share memory"
         for door, saved, freed in self._gains(doors, door_of):
-            door.saved_bytes = saved
             # Running it again has to gain something: a convolution saves its input alone.
             about[door.path].pays |= 20 * freed > saved > 0
         for door in doors:
             door.is_run_again = about[door.path].is_run_again
         self._fill_in(hops, doors, door_of)
         return about
+
+    def by_piece(self, pieces: list[Piece]) -> None:
+        """Fill in what the pieces, and the calls, save."""
+        inside: dict[int, tuple[Call, set[_Key]]] = {}
+        earlier: set[_Key] = set()
+        for _, call, key, piece in self._saved:
+            if key not in earlier:
+                earlier.add(key)
+                pieces[piece].saved_bytes += self._storages[key][1]
+            while call is not None:
+                inside.setdefault(id(call), (call, set()))[1].add(key)
+                call = call.parent
+        for call, keys in inside.values():
+            call.saved_bytes = self._bytes(keys)
 
     def forget(self) -> None:
         """Let go of all tensors."""
@@ -126,7 +140,7 @@ class Activations:
         """For each sealed call the bytes that it saves, and those that only it keeps alive."""
         inside: dict[int, set[_Key]] = {id(door): set() for door in doors}
         others: set[_Key] = set().union(*(self._given.get(id(door), set()) for door in doors))
-        for _, call, key in self._saved:
+        for _, call, key, _ in self._saved:
             door = door_of.get(id(call))
             (others if door is None else inside[id(door)]).add(key)
         for door in doors:
@@ -138,7 +152,7 @@ class Activations:
         never: list[set[_Key]] = [set() for _ in hops]
         always: list[set[_Key]] = [set() for _ in hops]
         asked: list[set[_Key]] = [set() for _ in hops]
-        for at, call, key in self._saved:
+        for at, call, key, _ in self._saved:
             hop = min(at, len(hops) - 1)
             door = door_of.get(id(call))
             never[hop].add(key)

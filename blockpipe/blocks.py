@@ -55,7 +55,7 @@ class Cursor:
         self.follow_marks = follow_marks
         self.highest = -1
         self.checkpoint: bool | None = None  # what the mark in effect says of recomputation
-        self._scopes: list[tuple[int, bool | None]] = []
+        self._scopes: list[tuple[int, bool | None, Mark | None]] = []
         self.in_scope = False
         self.on_move: Callable[[int], None] | None = None
         self.on_call: FunctionCall | None = None
@@ -72,17 +72,17 @@ class Cursor:
 
     def enter(self, mark: Mark) -> None:
         """Move to a mark's stage and remember the one to come back to."""
-        self._scopes.append((self.stage, self.checkpoint))
+        self._scopes.append((self.stage, self.checkpoint, self.mark))
         self.begin(mark)
         self.in_scope = True
 
     def leave(self) -> None:
         """Come back to the outer block's stage; after the outermost block, stay."""
-        outer, self.checkpoint = self._scopes.pop()
+        outer, self.checkpoint, mark = self._scopes.pop()
         self.in_scope = bool(self._scopes)
         self.block_ended = not self._scopes
         if self._scopes and self.follow_marks:
-            self.move(outer, self.mark)
+            self.move(outer, mark)
 
     def move(self, stage: int, mark: Mark | None) -> None:
         """Set the stage, and tell the journey."""

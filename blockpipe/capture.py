@@ -19,7 +19,7 @@ from .activations import Activations
 from .blocks import set_cursor
 from .crossing import Step
 from .errors import BlockpipeError, IsolationError, PlanError, RecordingError
-from .glue import CustomFunctions
+from .glue import CustomFunctions, is_compiled
 from .meter import Meter
 from .plan import StagePlan
 from .recorder import (
@@ -298,6 +298,7 @@ def _run(
     result.unhookable = sorted(unhookable)
     activations = Activations([*model.parameters(), *model.buffers()])
     recorder = Recorder(step, cursor, result, activations, unhookable)
+    recorder.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
     hold(model, recorder)
     versions = {id(b): (b, b._version) for b in model.buffers() if not b.is_inference()}
     for path, module in model.named_modules():

@@ -22,9 +22,10 @@ from .errors import CrossingError, PlanError
 from .glue import Glue, is_question, looks_at_graph
 from .journey import Journey
 from .meter import ACCELERATOR, CPU, HostSync
+from .pieces import Pieces, inbound
 from .plan import too_few_devices
 from .randomness import current
-from .recording import Call, CrossingInfo, Held, Hop, Recording, Unmarked
+from .recording import Call, CrossingInfo, Flow, Held, Hop, Recording, Unmarked
 from .transfer import edge_of
 from .tree import tensors
 from .where import users_line
@@ -33,12 +34,23 @@ from .where import users_line
 class _RecordedTag(Tag):
     """A tag that knows inside which calls its tensor was made, and which of them returned it."""
 
-    __slots__ = ("calls", "returned_by")
+    __slots__ = ("calls", "flow", "piece", "returned_by", "sources")
 
-    def __init__(self, key: JourneyKey, hop: int, stage: int, calls: set[Call]) -> None:
+    def __init__(
+        self,
+        key: JourneyKey,
+        hop: int,
+        stage: int,
+        calls: set[Call],
+        sources: tuple[Call, ...],
+        piece: int,
+    ) -> None:
         super().__init__(key, hop, stage)
         self.calls = calls
         self.returned_by: set[Call] = set()
+        self.sources = sources  # calls that made it, or what it was computed from in glue
+        self.piece = piece  # in which it was made
+        self.flow: Flow | None = None
 
 
 class WatchedCursor(Cursor):
@@ -83,9 +95,12 @@ class Recorder(Journey):
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
         self.custom_in: list[tuple[str, Call | None]] = []
         self.hook_calls: list[Call | None] = []
+        self.compiled: set[str] = set()  # paths of modules
         self.keepers: list[str] = []
         self.untracked: list[tuple[CrossingError, Call | None]] = []
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
+        self.pieces = Pieces(result.pieces, result.flows)
+        self._sources: dict[int, Call] = {}  # calls that made what the operation under way reads
         self._ambient_hooks: Any = None
         self._host_states: dict[Any, Any] = {}
 
@@ -141,6 +156,8 @@ class Recorder(Journey):
         hop = self.arrive()
         info = self.result.hops[hop]
         info.operations += 1
+        self.pieces.operation()
+        self._sources = {}
         for call, _, _ in self.stack:
             if call.hop is None:
                 call.hop = hop
@@ -150,7 +167,7 @@ class Recorder(Journey):
         if not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
             self._note_unmarked(hop)
         innermost = self.stack[-1][0] if self.stack else None
-        self.activations.at(hop, innermost)
+        self.activations.at(hop, innermost, self.pieces.current.index)
         hooks = _saved_tensor_hooks()
         if hooks is not None and hooks != self._ambient_hooks:
             info.whole = "it recomputes, or packs what it saves"
@@ -175,6 +192,7 @@ class Recorder(Journey):
         newest = self.newest(original)
         tag: Tag | None = getattr(newest, TAG, None)
         if isinstance(tag, _RecordedTag):
+            self._note_flow(newest, tag)
             for call in tag.calls - tag.returned_by:
                 if not call.under_way:
                     call.sealed = False  # it came out by another way than the door: state, a list
@@ -186,6 +204,13 @@ class Recorder(Journey):
                 if key not in given and id(newest) not in given:
                     call.sealed = False
         return found
+
+    def _note_flow(self, tensor: Tensor, tag: _RecordedTag) -> None:
+        """A tensor of this forward is read: where from?"""
+        if tag.key is self.key:
+            self._sources.update((id(call), call) for call in tag.sources)
+            size = tensor.numel() * tensor.element_size()
+            tag.flow = self.pieces.flow(tag.flow, tag.piece, size, needs_grad=tensor.requires_grad)
 
     def _note_if_not_given(self, key: int, tensor: Tensor, tag: Tag | None) -> None:
         """What a call reads that was made before it, and did not come in by its arguments, may be
@@ -230,7 +255,9 @@ class Recorder(Journey):
             super()._tag(tensor)
 
     def _make_tag(self) -> Tag:
-        return _RecordedTag(self.key, self.hop, self.stage, {c for c, _, _ in self.stack})
+        calls = {call for call, _, _ in self.stack}
+        sources, piece = tuple(self._sources.values()), self.pieces.current.index
+        return _RecordedTag(self.key, self.hop, self.stage, calls, sources, piece)
 
     def _note_read(self, tensor: Tensor, held: Held) -> None:
         if held.hop is None:
@@ -240,6 +267,7 @@ class Recorder(Journey):
             held.also_read_on.append(self.stage)
         if self.hop not in held.hops:
             held.hops.append(self.hop)
+        self.pieces.reads(held)
         home_hop = held.hop
         for call, _, _ in self.stack:
             self.reads.setdefault(id(call), set()).add(home_hop)
@@ -293,7 +321,12 @@ class Recorder(Journey):
             stage=self.cursor.stage,
             is_function=is_function,
             checkpoint=self.cursor.checkpoint,
+            mark=self.cursor.mark.where if self.cursor.mark else None,
+            mark_name=self.cursor.mark.name if self.cursor.mark else None,
         )
+        sources = [getattr(getattr(t, TAG, None), "sources", ()) for t in tensors(args)]
+        call.inbound = inbound(sources, call)
+        self.pieces.begin(len(self.result.calls), self._closed())
         self.result.calls.append(call)
         self.activations.given(call, tensors(args))
         if path in self.unhookable:
@@ -313,6 +346,7 @@ class Recorder(Journey):
             tag = getattr(tensor, TAG, None)
             if isinstance(tag, _RecordedTag):
                 tag.returned_by.add(call)
+                tag.sources = (call,)
         call.stage = self.step.route[call.hop] if call.hop is not None else call.stage
 
     def watched(
@@ -344,12 +378,25 @@ class Recorder(Journey):
         hop = self.result.hops[self.hop]
         hop.kernels += 1
         hop.flops += flops
-        hop.cpu_seconds += CPU.seconds(flops, moved)
-        hop.accelerator_seconds += ACCELERATOR.seconds(flops, moved)
         hop.largest_bytes = max(hop.largest_bytes, made)
+        cpu, accelerator = CPU.seconds(flops, moved), ACCELERATOR.seconds(flops, moved)
+        hop.cpu_seconds += cpu
+        hop.accelerator_seconds += accelerator
+        self.pieces.spent(flops, cpu, accelerator, made)
         for call, _, _ in self.stack:
-            call.cpu_seconds += CPU.seconds(flops, moved)
-            call.accelerator_seconds += ACCELERATOR.seconds(flops, moved)
+            call.flops += flops
+            call.cpu_seconds += cpu
+            call.accelerator_seconds += accelerator
+
+    def _closed(self) -> Iterator[str]:
+        """Why no stage can begin with the call that begins here."""
+        for call, _, _ in self.stack:
+            if call.path in self.compiled and not call.is_function:
+                yield f"it is inside of compiled module {call.path or '(the model)'}"
+            if call.path in self.unhookable:
+                yield f"it is inside of {call.path or 'the model'}, which uses torch.func"
+        if _saved_tensor_hooks() not in (None, self._ambient_hooks):
+            yield "it is inside of what is recomputed, or packs what it saves"
 
     def drew(self, from_its_own: bool) -> None:
         """An operation drew random numbers; from a generator that it was given?"""

@@ -72,7 +72,11 @@ class Call:
     draws: bool = False
     buffers: set[str] = field(default_factory=set, repr=False)  # that it reads or writes
     refuses: str | None = None  # why it cannot be run again
-    saved_bytes: int = 0  # by autograd, of a sealed call
+    saved_bytes: int = 0  # by autograd, in it
+    flops: float = 0.0
+    mark: str | None = None  # the line of the mark in effect; None: none, or a plan
+    mark_name: str | None = None
+    inbound: list[Call] = field(default_factory=list, repr=False)  # that made its arguments
     is_run_again: bool = False  # where recomputation is on: it is sealed, and that gains something
     cpu_seconds: float = 0.0
     accelerator_seconds: float = 0.0
@@ -85,6 +89,36 @@ class Call:
     def repeats(self, mode: bool) -> bool:
         """Whether it is recomputed where the pipeline recomputes, or does not."""
         return self.is_run_again and (mode if self.checkpoint is None else self.checkpoint)
+
+
+@dataclass
+class Piece:
+    """What runs from the beginning of one call to that of the next: the least that a stage can be.
+
+    Calls that begin without an operation between them begin one piece together.
+    """
+
+    index: int
+    calls: list[int] = field(default_factory=list)  # that begin with it: indices, outermost first
+    why_not: str | None = None  # why no stage can begin with it
+    operations: int = 0
+    kernels: int = 0
+    flops: float = 0.0
+    cpu_seconds: float = 0.0
+    accelerator_seconds: float = 0.0
+    saved_bytes: int = 0  # by autograd, of what no earlier piece saved
+    largest_bytes: int = 0
+    held: list[str] = field(default_factory=list)  # names of parameters and buffers that it reads
+
+
+@dataclass
+class Flow:
+    """A tensor that is made in one piece and read in later ones."""
+
+    made: int
+    read: list[int]  # ascending
+    bytes: int
+    needs_grad: bool
 
 
 @dataclass
@@ -174,6 +208,8 @@ class Recording:
     buffers: list[Held] = field(default_factory=list)
     crossings: list[CrossingInfo] = field(default_factory=list)
     unmarked: list[Unmarked] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list, repr=False)
+    flows: list[Flow] = field(default_factory=list, repr=False)
     sealed: dict[str, frozenset[int]] = field(default_factory=dict)
     sealed_functions: dict[str, frozenset[int]] = field(default_factory=dict)
     recomputable: dict[str, Recomputable] = field(default_factory=dict)
