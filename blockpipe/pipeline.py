@@ -4,8 +4,7 @@ Reads as the flow does: record → plan → place → schedule → replay.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -20,21 +19,18 @@ from .differentiable import attach, input_gradients
 from .errors import UsageError
 from .execution import Execution
 from .glue import Glue
+from .inspected import InspectedModel
 from .journey import FreeJourney
 from .lanes import close_idle_threads
 from .materialize import Init
-from .memory import MemoryReport, measured, predict
-from .microbatch import BatchDims, Joint, LossReduction, Microbatch, join, split, weights_of
+from .microbatch import BatchDims, Joint, LossReduction, join, weights_of
 from .options import (
     as_sample,
     check_batch_dims,
     check_options,
 )
-from .placed import PlacedModel
 from .plan import StagePlan
-from .prepared import Prepared, ScheduleOption
-from .summary import summarize
-from .transfer import is_asynchronous
+from .prepared import ScheduleOption
 from .tree import leaves, map_tensors
 from .weights import Weights
 from .where import remembers_caller, users_line
@@ -50,7 +46,7 @@ class StepResult(NamedTuple):
     outputs: Any
 
 
-class Pipeline(PlacedModel):
+class Pipeline(InspectedModel):
     """Runs a marked model as a pipeline over the devices of one machine.
 
     Args:
@@ -151,6 +147,8 @@ class Pipeline(PlacedModel):
         check_batch_dims(batch_dims)
         super().__init__(
             model,
+            chunks=chunks,
+            batch_dims=batch_dims,
             devices=devices,
             schedule=schedule,
             in_flight=in_flight,
@@ -162,8 +160,6 @@ class Pipeline(PlacedModel):
             init=init,
             isolate=isolate,
         )
-        self.chunks = chunks
-        self.batch_dims = batch_dims
         self.loss_reduction = loss_reduction
         if chunks == 1 and len(set(self._given_devices or ())) > 1:
             warnings.warn(
@@ -180,112 +176,6 @@ class Pipeline(PlacedModel):
         if sample is not None:
             args, kwargs = as_sample(sample)
             self._prepare(self._split(args, kwargs, None)[0])
-
-    # --- what is where
-
-    @remembers_caller
-    def summary(self, *args: Any, **kwargs: Any) -> str:
-        """The stages as a table; records the model on the arguments, but places nothing.
-
-        Without arguments: of what was recorded last.
-        """
-        if args or kwargs:
-            recording = self._record(self._split(args, kwargs, None)[0])
-        else:
-            found = self.recording
-            if found is None:
-                raise UsageError("summary() needs a sample before the first call: summary(x)")
-            recording = found
-        devices = self._placed() or self._choose_devices(recording)
-        recording.check(len(devices))
-        prepared = [p for p in self._prepared.values() if p.recording is recording]
-        notes = [note for p in prepared for note in p.notes()]
-        return summarize(recording, [str(device) for device in devices], notes)
-
-    @remembers_caller
-    def memory(
-        self, *args: Any, optimizer: object = None, limit: int | None = None, **kwargs: Any
-    ) -> MemoryReport:
-        """What memory a step will need, stage by stage; records, but places nothing.
-
-        Args:
-            *args: the model's arguments, for the whole batch.
-            optimizer: what trains it: a name such as ``"adamw"``, a number of copies of each
-                parameter, or the optimizer itself; ``None``: none.
-            limit: bytes that a device has; ``None``: what the accelerators have.
-            **kwargs: the model's keyword arguments.
-
-        Returns:
-            A :class:`blockpipe.memory.MemoryReport`, with suggestions; printed, it is a table.
-
-        Raises:
-            UsageError: an optimizer that is not known.
-
-        Example:
-            >>> import torch, blockpipe as bp
-            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-            >>> net[1] = bp.BeginBlock(net[1], stage=1)
-            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
-            >>> report = pipe.memory(torch.ones(4, 4), optimizer="adam")
-            >>> report.stages[0].parameters, report.stages[0].optimizer  # 40 numbers
-            (160, 320)
-        """
-        microbatches = self._split(args, kwargs, None)
-        prepared = self._sketched(microbatches[0])
-        if limit is None and prepared.is_asynchronous:
-            accelerators = [device for device in prepared.devices if is_asynchronous(device)]
-            limit = min(torch.accelerator.get_memory_info(d)[1] for d in accelerators)
-        return self._predicted(prepared, len(microbatches), optimizer, limit)
-
-    @contextmanager
-    def measured_memory(self, optimizer: object = None) -> Iterator[MemoryReport]:
-        """Measure the peaks of the steps that run inside, beside the prediction.
-
-        On an accelerator it asks the allocator, and a device's peak stands at each of its stages.
-        On the CPU it counts the bytes of live tensors, which makes a step slower.
-
-        Args:
-            optimizer: as for :meth:`memory`.
-
-        Yields:
-            A :class:`blockpipe.memory.MemoryReport`, filled in at the end.
-
-        Raises:
-            UsageError: nothing is placed yet.
-
-        Example:
-            >>> import torch, blockpipe as bp
-            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-            >>> net[1] = bp.BeginBlock(net[1], stage=1)
-            >>> x = torch.ones(4, 4)
-            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, sample=(x,))
-            >>> with pipe.measured_memory() as report:
-            ...     _ = pipe.forward_backward(x, loss_fn=torch.sum)
-            >>> report.stages[0].measured > report.stages[0].parameters
-            True
-        """
-        if not self._prepared:
-            raise UsageError(
-                "measured_memory() compares with the recording of a placed model; pass sample=… "
-                "to Pipeline, or call it once first"
-            )
-        prepared = next(reversed(self._prepared.values()))
-        report = MemoryReport([], "", 0)
-        stage_of = {key: home.stage for key, home in prepared.homes.items()}
-        with measured(self.module, prepared.devices, stage_of, optimizer) as peaks:
-            yield report
-        prepared = next(reversed(self._prepared.values()))
-        found = self._predicted(prepared, prepared.microbatches or self.chunks, optimizer, None)
-        for stage in found.stages:
-            stage.measured = peaks.get(stage.stage)
-        vars(report).update(vars(found))
-
-    def _predicted(
-        self, prepared: Prepared, microbatches: int, optimizer: object, limit: int | None
-    ) -> MemoryReport:
-        one_by_one = prepared.goes_one_by_one(self.schedule, microbatches)
-        schedule = "sequential" if one_by_one else self.schedule
-        return predict(prepared, schedule, microbatches, optimizer=optimizer, limit=limit)
 
     # --- what it does
 
@@ -491,12 +381,6 @@ class Pipeline(PlacedModel):
         self.close()
 
     # --- batches
-
-    def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> list[Microbatch]:
-        cut = self.schedule != "uncut"
-        return split(args, kwargs, target, self.chunks, self.batch_dims, cut=cut)
 
     def _output_dim(self) -> int:
         if isinstance(self.batch_dims, int):
