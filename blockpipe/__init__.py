@@ -1,5 +1,11 @@
 """Declarative pipeline parallelism for any PyTorch model, from marks in its own forward."""
 
+from .assignment import (
+    get_pipeline_stage_assignment,
+    reset_pipeline_stage_assignment,
+    set_pipeline_stage_assignment,
+)
+from .assignment_table import print_pipeline_stage_assignment_summary
 from .blocks import (
     BeginBlock,
     Block,
@@ -39,6 +45,11 @@ __all__ = [
     "StagePlan",
     "materialize",
     "record",
+    # Stages as data on a model
+    "get_pipeline_stage_assignment",
+    "print_pipeline_stage_assignment_summary",
+    "reset_pipeline_stage_assignment",
+    "set_pipeline_stage_assignment",
     # Schedules
     "Action",
     "Costs",

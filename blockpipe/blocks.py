@@ -86,9 +86,10 @@ class Cursor:
 
     def move(self, stage: int, mark: Mark | None) -> None:
         """Set the stage, and tell the journey."""
+        moves = stage != self.stage
         self.stage = stage
         self.mark = mark
-        if self.on_move is not None:
+        if moves and self.on_move is not None:
             self.on_move(stage)
 
 

@@ -18,10 +18,11 @@ from torch.nn.utils.stateless import _reparametrize_module
 from .activations import Activations
 from .blocks import set_cursor
 from .crossing import Step
-from .errors import BlockpipeError, IsolationError, PlanError, RecordingError
+from .errors import BlockpipeError, IsolationError, RecordingError
 from .glue import CustomFunctions, is_compiled
 from .meter import Meter
 from .plan import StagePlan
+from .planned import Planned, Stages, planned_by
 from .recorder import (
     Recorder,
     RecordingDoor,
@@ -60,7 +61,7 @@ def record(
         fake: use fake tensors: no device memory, no arithmetic. A model that reads values is run
             for real instead, and :attr:`Recording.why_real` says what it asked for; with
             ``False`` it runs for real at once.
-        plan: stages that override the marks.
+        plan: stages that override the marks, and a plan that was set on the model.
         devices: where the stages of a placed model are.
         cut: whether autograd is cut between the stages, as all schedules but ``"uncut"`` do.
 
@@ -70,29 +71,56 @@ def record(
     Raises:
         RecordingError: the forward does what no pipeline can do, or does not run on the sample
             (then with the forward's own error as its cause).
-        PlanError: the plan names a module that is not there.
+        PlanError: the plan names a module that is not there, or does not fit the forward.
 
     Example:
         >>> import torch, blockpipe as bp
         >>> print(bp.record(torch.nn.Linear(4, 2), torch.zeros(1, 4)).route)
         [0]
     """
-    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
-        args = (args,)
-    kwargs = dict(kwargs or {})
     if not isinstance(model, nn.Module):
         raise RecordingError(
             f"record takes an nn.Module, but {type(model).__name__} came ({users_line()})"
         )
-    stages = _planned_stages(model, plan)
+    planned = planned_by(model, plan)
+    return record_planned(model, args, kwargs, planned, fake=fake, devices=devices, cut=cut)
+
+
+def record_planned(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    planned: Planned | None,
+    *,
+    fake: bool = True,
+    devices: list[torch.device] | None = None,
+    cut: bool = True,
+) -> Recording:
+    """As :func:`record`, by a plan that is resolved, and checked against what it gives."""
+    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
+        args = (args,)
+    stages = None if planned is None else planned.stages
+    recording = _record(model, tuple(args), dict(kwargs or {}), stages, devices, fake=fake, cut=cut)
+    if planned is not None:
+        planned.check(recording)
+    return recording
+
+
+def _record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stages: Stages | None,
+    devices: list[torch.device] | None,
+    *,
+    fake: bool,
+    cut: bool,
+) -> Recording:
+    """Record with fake tensors, or for real where that does not go."""
     why_real: str | None = None
     if fake:
         try:
-            return _hooked(
-                lambda unhookable: _record_fake(
-                    model, tuple(args), kwargs, stages, devices, cut=cut, unhookable=unhookable
-                )
-            )
+            return _record_anywhere(model, args, kwargs, stages, devices, cut=cut)
         except BlockpipeError:
             raise
         except Exception as error:
@@ -105,7 +133,7 @@ def record(
             why_real = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     recording = _hooked(
         lambda unhookable: _record_real(
-            model, tuple(args), kwargs, stages, devices, cut=cut, unhookable=unhookable
+            model, args, kwargs, stages, devices, cut=cut, unhookable=unhookable
         )
     )
     recording.why_real = why_real
@@ -141,7 +169,8 @@ def record_on_fake_devices(
         for held in (*placed.parameters, *placed.buffers)
         for name in held.names
     }
-    stages = _planned_stages(model, plan)
+    planned = planned_by(model, plan)
+    stages = planned.stages if planned else None
     kwargs = dict(kwargs or {})
     try:
         return _hooked(
@@ -171,27 +200,39 @@ def _is_device_mismatch(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in known)
 
 
-def _planned_stages(model: nn.Module, plan: StagePlan | None) -> dict[str, dict[int, int]] | None:
-    if plan is None:
-        return None
-    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
-    unknown = sorted({a.path for a in plan.assignments} - paths)
-    if unknown:
-        raise PlanError(
-            f"the plan assigns {unknown[:5]}, which {type(model).__name__} does not have; "
-            "make the plan from a recording of this model"
+def _record_anywhere(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stages: Stages | None,
+    devices: list[torch.device] | None,
+    *,
+    cut: bool,
+) -> Recording:
+    """Record with fake tensors; a model that was placed for another plan as if it were whole."""
+
+    def attempt(homes: Mapping[str, torch.device] | None) -> Recording:
+        return _hooked(
+            lambda unhookable: _record_fake(
+                model, args, kwargs, stages, devices, homes, cut=cut, unhookable=unhookable
+            )
         )
-    stages: dict[str, dict[int, int]] = {}
-    for assignment in plan.assignments:
-        stages.setdefault(assignment.path, {})[assignment.call] = assignment.stage
-    return stages
+
+    try:
+        return attempt(None)
+    except Exception as error:
+        if devices is not None or not _is_device_mismatch(error):
+            raise
+        slots = ("_parameters", "_buffers")
+        names = [name for slot in slots for name, _ in named_slots(model, slot)]
+        return attempt(dict.fromkeys(names, torch.device("cpu")))
 
 
 def _record_fake(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    stages: dict[str, dict[int, int]] | None,
+    stages: Stages | None,
     devices: list[torch.device] | None,
     homes: Mapping[str, torch.device] | None = None,
     *,
@@ -229,8 +270,9 @@ def _record_fake(
     }
     try:
         with random_states(), _reparametrize_module(model, swapped, tie_weights=False):
-            # A meta model takes any sample: only its shapes count.
-            sample_device = torch.device("cpu") if on_meta else None
+            # There a model takes any sample: only its shapes count.
+            in_one_place = on_meta or (homes is not None and devices is None)
+            sample_device = torch.device("cpu") if in_one_place else None
             fake_args, fake_kwargs = map_tensors(lambda t: faked(t, sample_device), (args, kwargs))
             with mode:
                 return _run(
@@ -251,7 +293,7 @@ def _record_real(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    stages: dict[str, dict[int, int]] | None,
+    stages: Stages | None,
     devices: list[torch.device] | None,
     *,
     cut: bool,
@@ -284,7 +326,7 @@ def _run(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    stages: dict[str, dict[int, int]] | None,
+    stages: Stages | None,
     devices: list[torch.device] | None,
     *,
     fake: bool,
@@ -327,7 +369,6 @@ def _run(
         conclude(model, recorder, versions)
     finally:
         activations.forget()
-    _check_calls(result, stages or {})
     return result
 
 
@@ -362,23 +403,6 @@ def _saving_watched(recorder: Recorder) -> Iterator[None]:
         raise
     finally:
         recorder.end()
-
-
-def _check_calls(result: Recording, stages: Mapping[str, Mapping[int, int]]) -> None:
-    """A plan's calls happen; a module that is not called at all may be (in another mode)."""
-    made = {(call.path, call.call) for call in result.calls if not call.is_function}
-    called = {path for path, _ in made}
-    missing = [
-        f"{path!r} call {call}"
-        for path, calls in stages.items()
-        for call in calls
-        if path in called and (path, call) not in made
-    ]
-    if missing:
-        raise PlanError(
-            f"the plan assigns {', '.join(missing[:5])}, but the forward does not make these "
-            "calls; make the plan from a recording of this model"
-        )
 
 
 def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:

@@ -21,7 +21,8 @@ from .ambient import in_thread
 from .checkpoint import Again
 from .crossing import Entry
 from .journey import Journey
-from .recording import Recording
+from .planned import Stages, planned_stage
+from .recording import Call, Recording
 from .tree import map_tensors, tensors
 
 # Questions that need no copy, and hooks, which belong on the tensor itself.
@@ -317,7 +318,7 @@ class Door:
         self,
         forward: Callable[..., Any],
         hops: frozenset[int],
-        stages: Mapping[int, int] | None = None,
+        stages: Mapping[int | None, int] | None = None,
         again: Again | None = None,
     ) -> None:
         self.forward = forward
@@ -327,16 +328,20 @@ class Door:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         glue = active_glue()
-        if glue is None or glue.inside:
+        if glue is None:
             return self.forward(*args, **kwargs)
         journey = glue.journey
+        if glue.inside:
+            if self.stages is not None and glue.recompute is None:
+                journey.count_call(self)  # a later one may be outside of what is sealed
+            return self.forward(*args, **kwargs)
         if glue.recompute is not None:
             if glue.recompute in self.hops:
                 return glue.call_sealed(self.forward, args, kwargs)
             return self.forward(*args, **kwargs)
         if self.stages is not None:
             call = journey.count_call(self)
-            journey.cursor.move(self.stages.get(call, journey.cursor.stage), None)
+            journey.cursor.move(planned_stage(self.stages, call, journey.cursor.stage), None)
         if self.hops and journey.is_sealed(self.hops):
             return glue.call_sealed(self.forward, args, kwargs, self.again)
         return self.forward(*args, **kwargs)
@@ -362,10 +367,10 @@ class Doors:
         self,
         model: nn.Module,
         recording: Recording,
-        planned: Mapping[str, Mapping[int, int]] | None = None,
+        planned: Stages | None = None,
         inner: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] | None = None,
     ) -> None:
-        planned, inner = planned or {}, inner or {}
+        planned, inner = _outside_of_sealed(recording, planned or {}), inner or {}
         sealed = recording.sealed
         modules = dict(model.named_modules())
         self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
@@ -450,6 +455,26 @@ class Doors:
 
 
 _MISSING = object()
+
+
+def _outside_of_sealed(recording: Recording, planned: Stages) -> Stages:
+    """A plan without modules that only ever run inside of sealed calls: those run untouched (and
+    compiled ones would be compiled anew around our doors)."""
+
+    def is_sealed(call: Call) -> bool:
+        doors = recording.sealed_functions if call.is_function else recording.sealed
+        return call.sealed and call.hop in doors.get(call.path, ())
+
+    outside: set[str] = set()
+    inside: dict[int, bool] = {}  # ids of calls: whether what they call is
+    called = set()
+    for call in recording.calls:
+        is_in = call.parent is not None and inside[id(call.parent)]
+        inside[id(call)] = is_in or is_sealed(call)
+        called.add(call.path)
+        if not is_in:
+            outside.add(call.path)
+    return {path: s for path, s in planned.items() if path in outside or path not in called}
 
 
 class _Replacement:

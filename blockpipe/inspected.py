@@ -15,9 +15,10 @@ from .memory import MemoryReport, measured, predict
 from .microbatch import BatchDims, Microbatch, split
 from .placed import PlacedModel
 from .prepared import Prepared
+from .recording import Recording
 from .summary import summarize
 from .transfer import is_asynchronous
-from .where import remembers_caller
+from .where import remembers_caller, users_line
 
 
 class InspectedModel(PlacedModel):
@@ -45,19 +46,30 @@ class InspectedModel(PlacedModel):
 
     # --- what is where
 
+    def recorded(
+        self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Recording:
+        """A recording on some arguments; without any, the newest. Nothing is placed.
+
+        Raises:
+            UsageError: there is none yet, and no arguments came.
+        """
+        if args or kwargs:
+            return self._record(self._split(args, kwargs or {}, None)[0])
+        if self.recording is None:
+            raise UsageError(
+                "what is not recorded yet needs a sample: summary(x), or call the pipeline first "
+                f"({users_line()})"
+            )
+        return self.recording
+
     @remembers_caller
     def summary(self, *args: Any, **kwargs: Any) -> str:
         """The stages as a table; records the model on the arguments, but places nothing.
 
         Without arguments: of what was recorded last.
         """
-        if args or kwargs:
-            recording = self._record(self._split(args, kwargs, None)[0])
-        else:
-            found = self.recording
-            if found is None:
-                raise UsageError("summary() needs a sample before the first call: summary(x)")
-            recording = found
+        recording = self.recorded(args, kwargs)
         devices = self._placed() or self._choose_devices(recording)
         recording.check(len(devices))
         prepared = [p for p in self._prepared.values() if p.recording is recording]

@@ -123,6 +123,10 @@ class Journey:
         self._calls[id(what)] = count + 1
         return count
 
+    def forget_calls(self) -> None:
+        """Count calls from 0 again: the model's forward begins anew."""
+        self._calls.clear()
+
     def _marked(self, stage: int) -> None:
         """A mark asks for a stage. Where the recording had a hop begin with this very mark, wait
         for the turn at once: the user's code may read its own state before its first operation."""

@@ -314,12 +314,12 @@ class Pipeline(InspectedModel):
             differentiable=torch.is_grad_enabled(),
             cut=False,
         )
-        cursor = Cursor(follow_marks=self._plan is None)
+        cursor = Cursor(follow_marks=not prepared.planned)
         journey = FreeJourney(step, 0, cursor)
         before = set_cursor(cursor)
         try:
             args, kwargs = map_tensors(journey.take_input, (args, kwargs))
-            with prepared.doors, _start_over(self.module, cursor), Glue(journey):
+            with prepared.doors, _start_over(self.module, journey), Glue(journey):
                 return map_tensors(journey.newest, function(*args, **kwargs))
         finally:
             set_cursor(before)
@@ -447,10 +447,11 @@ class Pipeline(InspectedModel):
 class _start_over:  # noqa: N801 - a context manager that reads as a verb
     """While entered, each call of the model begins on stage 0: ``generate`` calls it many times."""
 
-    def __init__(self, model: nn.Module, cursor: Cursor) -> None:
+    def __init__(self, model: nn.Module, journey: FreeJourney) -> None:
         def start(*_: Any) -> None:
-            cursor.move(0, None)
-            cursor.highest = -1
+            journey.cursor.move(0, None)
+            journey.cursor.highest = -1
+            journey.forget_calls()
 
         self._handle = model.register_forward_pre_hook(start, prepend=True)
 

@@ -24,6 +24,7 @@ from .options import (
 )
 from .placement import Fingerprint, Placement
 from .plan import StagePlan
+from .planned import KeptPlan, kept_plan, planned_by
 from .prepared import Prepared, ScheduleOption, lanes_of
 from .recording import Recording
 from .transfer import Owner, default_devices, is_on_meta, set_owner
@@ -86,6 +87,7 @@ class PlacedModel(WrappedModel):
         self._plan = plan
         self._given_devices = given = checked_devices(devices)
         self._given_lanes = None if given is None else lanes_of(given, devices or ())
+        self._kept: KeptPlan | None = kept_plan(model)  # what the placement follows
         self._number = next(_numbers)
         self._prepared: dict[Any, Prepared] = {}
         self._compile: tuple[dict[str, Any] | None, bool] | None = None
@@ -96,17 +98,19 @@ class PlacedModel(WrappedModel):
 
     @property
     def recording(self) -> Recording | None:
-        """The newest recording; ``None`` before the first call."""
+        """The newest recording; ``None`` before the first call under its plan."""
         last = None
-        for prepared in self._prepared.values():
+        for prepared in () if self._is_replanned() else self._prepared.values():
             last = prepared.recording
         return last
 
     @property
     def plan(self) -> StagePlan | None:
-        """Which module call is on which stage; ``None`` before the recording."""
-        recording = self.recording
-        return self._plan if recording is None else recording.plan
+        """Which module call is on which stage; before the recording what was given, or ``None``."""
+        recording, kept = self.recording, kept_plan(self.module)
+        if recording is not None:
+            return recording.plan
+        return self._plan if self._plan is not None or kept is None else kept.plan
 
     @property
     def devices(self) -> list[torch.device]:
@@ -136,12 +140,21 @@ class PlacedModel(WrappedModel):
         return self.devices[-1 if recording is None else recording.route[-1]]
 
     def _placed(self) -> list[torch.device] | None:
-        return None if self._placement is None else self._placement.devices
+        if self._placement is None or self._is_replanned():
+            return None
+        return self._placement.devices
+
+    def _is_replanned(self) -> bool:
+        """Whether a plan was set or taken off since the model was placed."""
+        return self._plan is None and kept_plan(self.module) is not self._kept
 
     # --- record → plan → place
 
     def _prepare(self, batch: Microbatch) -> Prepared:
         """The recording that fits a micro-batch, and the model placed by it."""
+        if self._is_replanned():
+            self.unplace()
+            self._kept = kept_plan(self.module)
         if self._fingerprint is None or not self._fingerprint.fits():
             self._prepared.clear()  # the model was changed: record anew
             self._fingerprint = Fingerprint(self.module)
@@ -202,10 +215,7 @@ class PlacedModel(WrappedModel):
         homes: Mapping[int, tuple[Tensor, int, int, str]],
         devices: list[torch.device],
     ) -> Prepared:
-        planned: dict[str, dict[int, int]] = {}
-        if self._plan is not None:
-            for assignment in self._plan.assignments:
-                planned.setdefault(assignment.path, {})[assignment.call] = assignment.stage
+        planned = planned_by(self.module, self._plan)
         batch_norm = DeferredBatchNorm(self.module) if self.deferred_batch_norm else None
         stand_ins = None if batch_norm is None else batch_norm.stand_ins()
         return Prepared(
@@ -215,8 +225,8 @@ class PlacedModel(WrappedModel):
             {key: Home(*where) for key, where in homes.items()},
             devices,
             self._given_lanes or lanes_of(devices, devices),
-            Doors(self.module, recording, planned, stand_ins),
-            planned=self._plan is not None,
+            Doors(self.module, recording, planned.stages if planned else None, stand_ins),
+            planned=planned is not None,
             in_flight=self.in_flight,
             checkpoint=self.checkpoint,
             offload=self._offloaded(recording),

@@ -24,6 +24,7 @@ from .journey import Journey
 from .meter import ACCELERATOR, CPU, HostSync
 from .pieces import Pieces, inbound
 from .plan import too_few_devices
+from .planned import planned_stage
 from .randomness import current
 from .recording import Call, CrossingInfo, Flow, Held, Hop, Recording, Unmarked
 from .transfer import edge_of
@@ -60,9 +61,9 @@ class WatchedCursor(Cursor):
     moves = 0
 
     def move(self, stage: int, mark: Mark | None) -> None:
-        self.moves += 1
         assert self.recorder is not None
         if stage != self.stage:
+            self.moves += 1
             self.recorder.moved()
         super().move(stage, mark)
         if mark is not None:
@@ -131,7 +132,7 @@ class Recorder(Journey):
                 hop,
                 stage,
                 mark.name if mark else None,
-                mark.where if mark else "the start",
+                mark.where if mark else users_line() if hop else "the start",
                 self.cursor.moves,
             )
         )
@@ -164,7 +165,8 @@ class Recorder(Journey):
             elif call.last_hop != hop and call.last_hop is not None:
                 call.sealed = False
             call.last_hop = hop
-        if not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
+        follows = self.cursor.follow_marks  # a plan says where everything is
+        if follows and not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
             self._note_unmarked(hop)
         innermost = self.stack[-1][0] if self.stack else None
         self.activations.at(hop, innermost, self.pieces.current.index)
@@ -495,7 +497,7 @@ class RecordingDoor:
         path: str,
         module: nn.Module,
         recorder: Recorder,
-        stages: Mapping[int, int] | None,
+        stages: Mapping[int | None, int] | None,
     ) -> None:
         self.forward = forward
         self.path = path
@@ -507,7 +509,8 @@ class RecordingDoor:
         recorder = self.recorder
         if self.stages is not None:
             call_number = recorder.count_call(self)
-            recorder.cursor.move(self.stages.get(call_number, recorder.cursor.stage), None)
+            now = recorder.cursor.stage
+            recorder.cursor.move(planned_stage(self.stages, call_number, now), None)
         kind = type(self.module).__name__
         return recorder.watched(self.path, kind, self.module, self.forward, args, kwargs)
 

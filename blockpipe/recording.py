@@ -240,7 +240,18 @@ class Recording:
     @property
     def plan(self) -> StagePlan:
         """Which module call is on which stage."""
-        return StagePlan([Assignment(c.path, c.call, c.stage) for c in self.calls if c.is_module])
+        entries: dict[int, Assignment] = {}
+        for call in self.calls:
+            if not call.is_module:
+                continue
+            entry = Assignment(call.path, call.call, call.stage, call.kind)
+            entries[id(call)] = entry
+            outer = call.parent
+            while outer is not None and not outer.is_module:
+                outer = outer.parent
+            if outer is not None:
+                entries[id(outer)].inside.append(entry)
+        return StagePlan(list(entries.values()))
 
     @property
     def tied(self) -> list[Held]:

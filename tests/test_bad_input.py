@@ -344,7 +344,7 @@ def test_plan_pattern_with_near_miss() -> None:
 @pytest.mark.parametrize("text", ["[]", "{}", "no json", '{"assignments": [{"path": "a"}]}'])
 def test_plan_from_text_that_is_none(text: str) -> None:
     """from_json of something else is a PlanError that shows the format."""
-    with pytest.raises(PlanError, match=r'a plan is {"version": 1'):
+    with pytest.raises(PlanError, match=r'a plan is {"version": 2'):
         bp.StagePlan.from_json(text)
 
 
