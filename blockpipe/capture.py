@@ -333,7 +333,7 @@ def _run(
     cut: bool,
     unhookable: frozenset[str],
 ) -> Recording:
-    result = Recording(type(model).__name__, fake)
+    result = Recording(type(model).__name__, fake, planned=stages is not None)
     cursor = WatchedCursor(follow_marks=stages is None)
     differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     step = Step([], {}, devices, differentiable=differentiable, cut=cut, splits=True)

@@ -3,20 +3,22 @@
 Nothing here runs a step: what is asked before the first call records, and places nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from .errors import UsageError
+from .errors import ScheduleError, UsageError
+from .explain import explain
 from .memory import MemoryReport, measured, predict
 from .microbatch import BatchDims, Microbatch, split
 from .placed import PlacedModel
 from .prepared import Prepared
 from .recording import Recording
-from .summary import summarize
+from .simulate import simulate
+from .summary import Prediction, Summary, summarize
 from .transfer import is_asynchronous
 from .where import remembers_caller, users_line
 
@@ -54,27 +56,109 @@ class InspectedModel(PlacedModel):
         Raises:
             UsageError: there is none yet, and no arguments came.
         """
-        if args or kwargs:
-            return self._record(self._split(args, kwargs or {}, None)[0])
-        if self.recording is None:
-            raise UsageError(
-                "what is not recorded yet needs a sample: summary(x), or call the pipeline first "
-                f"({users_line()})"
-            )
-        return self.recording
+        prepared, _ = self._seen("summary(x)", args, kwargs or {})
+        return prepared.recording
 
     @remembers_caller
-    def summary(self, *args: Any, **kwargs: Any) -> str:
-        """The stages as a table; records the model on the arguments, but places nothing.
+    def summary(
+        self,
+        *args: Any,
+        depth: int | None = None,
+        columns: Iterable[str] | None = None,
+        **kwargs: Any,
+    ) -> Summary:
+        """What is where, and what a step is predicted to cost; records, but places nothing.
 
         Without arguments: of what was recorded last.
+
+        Args:
+            *args: the model's arguments, for the whole batch.
+            depth: as for :meth:`Recording.summary`.
+            columns: as for :meth:`Recording.summary`.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            A :class:`blockpipe.summary.Summary`; ``str()`` is a table, ``to_dict()`` data.
+
+        Raises:
+            UsageError: no arguments before the first call; an unknown column, a depth that is none.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+            >>> summary = pipe.summary(torch.ones(4, 4))
+            >>> summary.parameters, summary.prediction.microbatches
+            (49, 2)
         """
-        recording = self.recorded(args, kwargs)
-        devices = self._placed() or self._choose_devices(recording)
-        recording.check(len(devices))
-        prepared = [p for p in self._prepared.values() if p.recording is recording]
-        notes = [note for p in prepared for note in p.notes()]
-        return summarize(recording, [str(device) for device in devices], notes)
+        prepared, microbatches = self._seen("summary(x)", args, kwargs)
+        prediction, why_not = None, []
+        try:
+            prediction = self._predict_step(prepared, microbatches)
+        except ScheduleError as error:  # of the user's own schedule: a step will raise it
+            why_not.append(f"no step is predicted: {error}")
+        notes = [*prepared.notes(), *why_not]
+        return summarize(
+            prepared.recording,
+            depth=depth,
+            columns=columns,
+            devices=prepared.devices,
+            prediction=prediction,
+            notes=notes,
+        )
+
+    @remembers_caller
+    def explain(self, path: str, *args: Any, **kwargs: Any) -> str:
+        """Why a module, or a parameter, is where it is; see :meth:`Recording.explain`.
+
+        Args:
+            path: of a module, a parameter or a buffer.
+            *args: the model's arguments, to record it on; none: of what was recorded last.
+            **kwargs: the model's keyword arguments.
+
+        Raises:
+            UsageError: nothing of that name; no arguments before the first call.
+        """
+        prepared, _ = self._seen("explain(path, x)", args, kwargs)
+        return explain(
+            prepared.recording, path, devices=prepared.devices, checkpoint=self.checkpoint
+        )
+
+    def _seen(
+        self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Prepared, int]:
+        """What is prepared for these arguments, or was last; and for how many micro-batches."""
+        if args or kwargs:
+            microbatches = self._split(args, kwargs, None)
+            return self._sketched(microbatches[0]), len(microbatches)
+        if not self._prepared:
+            name = call.partition("(")[0]
+            raise UsageError(
+                f"{name}() needs a sample before the first call: {call} ({users_line()})"
+            )
+        prepared = next(reversed(self._prepared.values()))
+        return prepared, prepared.microbatches or self.chunks
+
+    def _predict_step(self, prepared: Prepared, microbatches: int) -> Prediction:
+        """A step played out."""
+        memory = self._predicted(prepared, microbatches, None, None)
+        one_by_one = prepared.goes_one_by_one(self.schedule, microbatches)
+        made = prepared.schedule("sequential" if one_by_one else self.schedule, microbatches)
+        played = simulate(made, prepared.costs)
+        restore = [0.0] * prepared.recording.num_stages
+        for hop, stage in enumerate(prepared.route):
+            kept = prepared.regime(hop, 0, 2)
+            seconds = kept.accelerator_seconds if prepared.is_asynchronous else kept.cpu_seconds
+            restore[stage] += seconds
+        return Prediction(
+            made.name,
+            microbatches,
+            played.makespan,
+            played.bubble,
+            restore,
+            [stage.peak for stage in memory.stages],
+        )
 
     @remembers_caller
     def memory(

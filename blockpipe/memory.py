@@ -26,7 +26,7 @@ from .errors import UsageError
 from .prepared import Prepared, ScheduleOption
 from .recording import Hop
 from .schedule import Schedule
-from .summary import bytes_text, text_table
+from .table import bytes_text, text_table
 from .transfer import is_asynchronous
 from .tree import tensors
 

@@ -22,7 +22,7 @@ from .recording import Kept, Recording
 from .schedule import Schedule
 from .scheduler import Choice, choose, make_schedule
 from .simulate import Costs, validate
-from .summary import bytes_text
+from .table import bytes_text
 from .transfer import is_asynchronous
 
 ScheduleOption = str | Schedule | Callable[[Sequence[int], int], Schedule]

@@ -148,7 +148,7 @@ class Recorder(Journey):
         """A mark moves the cursor: no module whose call is under way stays on one stage."""
         self.result.moves = True
         for call, _, _ in self.stack:
-            call.sealed = False
+            call.open(f"a mark inside of it moves the forward ({_line()})")
 
     # --- operations
 
@@ -163,7 +163,7 @@ class Recorder(Journey):
             if call.hop is None:
                 call.hop = hop
             elif call.last_hop != hop and call.last_hop is not None:
-                call.sealed = False
+                call.open(f"it visits several stages ({_line()})")
             call.last_hop = hop
         follows = self.cursor.follow_marks  # a plan says where everything is
         if follows and not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
@@ -197,14 +197,16 @@ class Recorder(Journey):
             self._note_flow(newest, tag)
             for call in tag.calls - tag.returned_by:
                 if not call.under_way:
-                    call.sealed = False  # it came out by another way than the door: state, a list
+                    # It came out by another way than the door: state, a list.
+                    call.open(f"it makes a tensor that it does not return, read at {_line()}")
         self._note_if_not_given(key, newest, tag)
         foreign = self.is_foreign(newest)
         found = super().local(tensor)
         if foreign:
+            what = "a tensor" if held is None else held.name
             for call, given, _ in self.stack:
                 if key not in given and id(newest) not in given:
-                    call.sealed = False
+                    call.open(f"it reads {what} of another stage, no argument ({_line()})")
         return found
 
     def _note_flow(self, tensor: Tensor, tag: _RecordedTag) -> None:
@@ -304,6 +306,7 @@ class Recorder(Journey):
                 tensor.requires_grad and self.step.differentiable,
                 name,
                 users_line(),
+                self.stack[-1][0] if self.stack else None,
             )
         )
 
@@ -345,6 +348,7 @@ class Recorder(Journey):
             self.activations.put_on()
         call.under_way = False
         for tensor in tensors(result):
+            call.outputs.append(tuple(tensor.shape))
             tag = getattr(tensor, TAG, None)
             if isinstance(tag, _RecordedTag):
                 tag.returned_by.add(call)

@@ -5,12 +5,15 @@ It holds no tensor and no module, so that it can be kept, compared, printed and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .errors import PlanError
+from .explain import explain
 from .meter import HostSync
 from .plan import Assignment, StagePlan, gaps, too_few_devices
-from .summary import summarize
+from .summary import Summary, summarize
+from .where import remembers_caller
 
 
 @dataclass
@@ -80,6 +83,8 @@ class Call:
     is_run_again: bool = False  # where recomputation is on: it is sealed, and that gains something
     cpu_seconds: float = 0.0
     accelerator_seconds: float = 0.0
+    outputs: list[tuple[int, ...]] = field(default_factory=list, repr=False)  # shapes of tensors
+    opened: str | None = None  # why it is not sealed
 
     @property
     def is_module(self) -> bool:
@@ -89,6 +94,11 @@ class Call:
     def repeats(self, mode: bool) -> bool:
         """Whether it is recomputed where the pipeline recomputes, or does not."""
         return self.is_run_again and (mode if self.checkpoint is None else self.checkpoint)
+
+    def open(self, why: str) -> None:
+        """It is not sealed; the first reason counts."""
+        self.sealed = False
+        self.opened = self.opened or why
 
 
 @dataclass
@@ -175,6 +185,7 @@ class CrossingInfo:
     needs_grad: bool
     what: str | None  # the name, for a parameter or buffer
     where: str
+    reader: Call | None = field(default=None, repr=False, compare=False)  # the innermost call
 
 
 @dataclass
@@ -219,6 +230,7 @@ class Recording:
     writes_across: bool = False  # whether it writes in place to a tensor of another hop
     host_syncs: list[HostSync] = field(default_factory=list)
     moves: bool = False  # whether a mark ever asked for another stage
+    planned: bool = False  # whether a plan overrode the marks
     why_real: str | None = None
 
     @property
@@ -280,6 +292,60 @@ class Recording:
         if problems:
             raise PlanError("; ".join(problems))
 
-    def summary(self, devices: list[str] | None = None) -> str:
-        """A table: modules with their stages, totals, crossings, warnings."""
-        return summarize(self, devices)
+    @remembers_caller
+    def summary(
+        self,
+        devices: Sequence[object] | None = None,
+        *,
+        depth: int | None = None,
+        columns: Iterable[str] | None = None,
+    ) -> Summary:
+        """What is on which stage, what it costs, what crosses, what to look at.
+
+        Args:
+            devices: of each stage, or their names: a column, and what times are predicted for.
+                ``None``: no column, and times are a CPU's.
+            depth: modules above it in the tree of calls are opened (the model itself is at 0);
+                ``None``: those that span stages.
+            columns: what to show of a module, out of ``"stage"``, ``"device"``, ``"parameters"``,
+                ``"trainable"``, ``"bytes"`` (of parameters and buffers), ``"activations"`` (bytes
+                that autograd saves), ``"flops"`` (of the forward), ``"forward_ms"``,
+                ``"backward_ms"``, ``"share"`` (of the stage's time), ``"output"`` (the shape).
+
+        Returns:
+            A :class:`blockpipe.summary.Summary`; ``str()`` is a table, ``to_dict()`` data.
+
+        Raises:
+            UsageError: an unknown column, a depth that is none, too few devices.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> recording = bp.record(net, torch.zeros(8, 4))
+            >>> recording.summary(columns=["parameters", "output"]).stages[1].parameters
+            10
+        """
+        return summarize(self, depth=depth, columns=columns, devices=devices)
+
+    @remembers_caller
+    def explain(self, path: str) -> str:
+        """Why a module, or a parameter, is where it is.
+
+        Args:
+            path: of a module, a parameter or a buffer; ``""``: the model.
+
+        Returns:
+            For each of a module's calls: what put it on its stage, whether it runs untouched, what
+            crosses into it, whether it is recomputed; and where its parameters live, and why.
+
+        Raises:
+            UsageError: nothing of that name; the message has near misses.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+            >>> print(bp.record(net, torch.zeros(8, 4)).explain("1.weight").splitlines()[0])
+            1.weight (parameter, float32 [2, 4], 32 B) lives on stage 0
+        """
+        return explain(self, path)

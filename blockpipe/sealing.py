@@ -32,9 +32,9 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     functions = {call.path for call in result.calls if call.is_function}
     for call in result.calls:
         if any(_around(call.path, path) for path in recorder.keepers) and not call.is_function:
-            call.sealed = False
-            for outer in _outer(call):
-                outer.sealed = False
+            why = "it leaves a tensor with a gradient path on itself, which the next call may read"
+            for around in (call, *_outer(call)):
+                around.open(why)
     for call in result.calls:
         visited = {h for h in (call.hop, call.last_hop) if h is not None}
         if call.sealed:

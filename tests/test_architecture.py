@@ -23,9 +23,14 @@ def _imports() -> dict[str, set[str]]:
 
 
 def test_no_import_circle():
-    """Imports go one way; the one exception is for types alone."""
+    """Imports go one way; those under TYPE_CHECKING, inside of an ``if``, are for types alone."""
     graph = _imports()
-    graph["summary"] -= {"recording"}  # under TYPE_CHECKING
+    for data, views in {
+        "recording": ("rows", "summary", "explain"),
+        "summary": ("summary_text", "summary_html"),
+    }.items():
+        for view in views:
+            graph[view] -= {data}
     graph.pop("__init__")
     while graph:
         free = [name for name, needs in graph.items() if not needs & graph.keys()]

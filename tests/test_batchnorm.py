@@ -626,8 +626,8 @@ def test_synchronized_modules_are_named():
     assert caught[0].filename == __file__
     with torch.no_grad():
         pipe(torch.randn(4, 3))
-    assert "batch norm deferred: 1 module" in pipe.summary()
-    assert "not deferred, SyncBatchNorm: 1" in pipe.summary()
+    assert "batch norm deferred: 1 module" in str(pipe.summary())
+    assert "not deferred, SyncBatchNorm: 1" in str(pipe.summary())
     with warnings.catch_warnings():
         bp.Pipeline(model, devices=["cpu"] * 2, chunks=2)
 

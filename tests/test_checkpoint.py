@@ -513,7 +513,7 @@ def test_a_generator_of_ones_own_is_not_run_again():
     pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, checkpoint="always")
     pipe.forward_backward(torch.randn(4, 8), loss_fn=square)
     assert again(net) == [0, 2]
-    assert "0 is not recomputed: it draws from a generator of its own" in pipe.summary()
+    assert "0 is not recomputed: it draws from a generator of its own" in str(pipe.summary())
 
 
 def test_torch_func_inside_is_not_run_again():
@@ -646,7 +646,7 @@ def test_the_summary_says_what_glue_keeps():
     pipe.forward_backward(torch.randn(8, 8), loss_fn=square)
     hop = pipe.recording.hops[0]
     assert hop.glue_bytes == 4 * 8 * 4  # exp's result, which sin saves too, of four rows
-    assert "recomputation: glue keeps 128 B a micro-batch on stage 0" in pipe.summary()
+    assert "recomputation: glue keeps 128 B a micro-batch on stage 0" in str(pipe.summary())
 
 
 class Wide(nn.Module):

@@ -54,7 +54,7 @@ def test_host_syncs_of_a_pipeline():
     in_forward, in_backward = found[:-1], found[-1]
     assert recorded == in_forward
     assert in_backward.operation.endswith("indexing with a mask"), "of line 24, as it goes back"
-    note = next(line for line in pipe.summary().splitlines() if "the host waits" in line)
+    note = next(line for line in str(pipe.summary()).splitlines() if "the host waits" in line)
     assert f"test_meter.py:{lines_of(found)[0]}: a tensor's value" in note
 
 

@@ -355,7 +355,7 @@ def test_run_calls_other_methods():
 def test_sample_places_at_once_and_summary_does_not():
     """``summary(x)`` records; ``sample`` places."""
     pipe = pipeline(net())
-    assert "Stage" in pipe.summary(torch.zeros(2, 4))
+    assert "Stage" in str(pipe.summary(torch.zeros(2, 4)))
     assert pipe.recording is None
     placed = pipeline(net(), sample=((torch.zeros(2, 4),), {}))
     assert placed.recording.route == [0, 1, 2]

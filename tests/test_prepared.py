@@ -59,7 +59,7 @@ def test_small_models_run_in_the_callers_thread(constant, monkeypatch):
         expected = plain_step(plain, (x,), {}, None, loss_fn, 4)
     assert difference(net, plain, loss, expected).exact
     assert seen.seen == {threading.current_thread().name}
-    assert "operations are small: steps run in one thread" in pipe.summary()
+    assert "operations are small: steps run in one thread" in str(pipe.summary())
 
 
 def test_large_models_run_on_lanes():
@@ -248,7 +248,9 @@ def test_in_flight_bounds_the_forwards_under_way(schedule, limit):
 def test_auto_says_why():
     """The summary has the choice and what the others would have taken."""
     pipe = step("auto", devices=["cpu"] * 4, chunks=8, rows=16)
-    note = next(line for line in pipe.summary().splitlines() if "auto (8 micro-batches)" in line)
+    note = next(
+        line for line in str(pipe.summary()).splitlines() if "auto (8 micro-batches)" in line
+    )
     assert "% bubble predicted" in note
     assert "× its time" in note
 

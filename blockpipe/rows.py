@@ -1,0 +1,291 @@
+"""What a summary's tables are made of: a row for each module shown, and one for each stage.
+
+Every number of a module includes what is inside of it: its calls are counted whole, its parameters
+once each. The tree is that of the calls and not of the paths, so that a module stands below the one
+that calls it; which is where its time goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a recording can summarize itself; its rows need only its fields
+    from .recording import Call, Held, Recording
+
+BACKWARD = 2.0  # times a forward: predicted, as the schedules' costs have it
+
+
+@dataclass
+class ModuleRow:
+    """A module, or a run of alike ones.
+
+    Attributes:
+        paths: of the modules; one, or those of a run.
+        name: the path from the row above it.
+        kind: the class.
+        depth: in the tree of calls.
+        calls: how many, of all of ``paths``.
+        stages: where they run.
+        parameters: how many numbers, tied ones once.
+        trainable: of these, that need a gradient.
+        bytes: of parameters and buffers.
+        activation_bytes: that autograd saves in the calls, of one micro-batch. What two calls save
+            counts in both.
+        flops: of one micro-batch's forward.
+        forward_seconds: predicted.
+        share: of the stage's predicted time; ``None`` on several stages.
+        outputs: the shapes that the calls return, each once.
+        where: the line that calls it first.
+    """
+
+    paths: list[str]
+    name: str
+    kind: str
+    depth: int
+    calls: int
+    stages: list[int]
+    parameters: int
+    trainable: int
+    bytes: int
+    activation_bytes: int
+    flops: float
+    forward_seconds: float
+    share: float | None
+    outputs: list[tuple[int, ...]]
+    where: str
+    device: str | None = None
+
+    @property
+    def backward_seconds(self) -> float:
+        """Predicted."""
+        return BACKWARD * self.forward_seconds
+
+
+@dataclass
+class StageRow:
+    """A stage: what it holds, and what a micro-batch costs on it.
+
+    Attributes:
+        begins: the line of the mark that begins it; ``None``: no call is on it.
+        hops: the visits of the route.
+        operations: torch functions that the forward calls.
+        parameters: how many numbers live here.
+        trainable: of these, that need a gradient.
+        bytes: of parameters and buffers.
+        activation_bytes: that autograd saves of one micro-batch, each storage of a hop once.
+        flops: of one micro-batch's forward.
+        forward_seconds: predicted.
+        restore_seconds: predicted, of recomputation.
+        peak_bytes: predicted for a step; ``None``: it is not known what a step is.
+    """
+
+    stage: int
+    device: str | None
+    name: str | None
+    begins: str | None
+    hops: list[int]
+    operations: int
+    parameters: int
+    trainable: int
+    bytes: int
+    activation_bytes: int
+    flops: float
+    forward_seconds: float
+    restore_seconds: float = 0.0
+    peak_bytes: int | None = None
+
+    @property
+    def backward_seconds(self) -> float:
+        """Predicted."""
+        return BACKWARD * self.forward_seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of one micro-batch: forward, backward, and what is recomputed between them."""
+        return self.forward_seconds + self.backward_seconds + self.restore_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """The predicted peak; or what it holds, and keeps of one micro-batch."""
+        return self.bytes + self.activation_bytes if self.peak_bytes is None else self.peak_bytes
+
+
+def stage_rows(recording: Recording, devices: list[str] | None, rates: str) -> list[StageRow]:
+    """A row for each stage.
+
+    Args:
+        recording: of what.
+        devices: their names, by stage.
+        rates: ``"cpu"`` or ``"accelerator"``: by which the times are predicted.
+    """
+    rows = []
+    for stage in range(recording.num_stages):
+        hops = [hop for hop in recording.hops if hop.stage == stage]
+        parameters = [p for p in recording.parameters if p.stage == stage]
+        buffers = [b for b in recording.buffers if b.stage == stage]
+        rows.append(
+            StageRow(
+                stage,
+                None if devices is None else devices[stage],
+                next((hop.name for hop in hops if hop.name), None),
+                next((hop.where for hop in hops), None),
+                [hop.index for hop in hops],
+                sum(hop.operations for hop in hops),
+                sum(p.elements for p in parameters),
+                sum(p.elements for p in parameters if p.trainable),
+                sum(held.bytes for held in (*parameters, *buffers)),
+                sum(hop.never.bytes for hop in hops),
+                sum(hop.flops for hop in hops),
+                sum(getattr(hop, f"{rates}_seconds") for hop in hops),
+            )
+        )
+    return rows
+
+
+def module_rows(
+    recording: Recording, stages: list[StageRow], depth: int | None, rates: str
+) -> list[ModuleRow]:
+    """The modules in the order of their calls, repeated ones in one row.
+
+    Args:
+        recording: of what.
+        stages: its stages.
+        depth: what is above is opened; ``None``: what spans stages.
+        rates: as for :func:`stage_rows`.
+    """
+    return list(_Rows(recording, stages, depth, rates).below([], None, 0))
+
+
+@dataclass(eq=False)
+class _Node:
+    """A module, with all its calls; it stands where the first one is."""
+
+    path: str
+    kind: str
+    is_function: bool
+    calls: list[Call] = field(default_factory=list)
+    children: list[_Node] = field(default_factory=list)
+    stages: set[int] = field(default_factory=set)
+
+
+class _Rows:
+    def __init__(
+        self, recording: Recording, stages: list[StageRow], depth: int | None, rates: str
+    ) -> None:
+        self._stages = stages
+        self._depth = depth
+        self._seconds = f"{rates}_seconds"
+        self._held = [*recording.parameters, *recording.buffers]
+        self._inside = _by_module(self._held)
+        self._roots: list[_Node] = []
+        nodes: dict[str, _Node] = {}
+        for call in recording.calls:
+            node = nodes.get(call.path)
+            if node is None:
+                node = nodes[call.path] = _Node(call.path, call.kind, call.is_function)
+                above = self._roots if call.parent is None else nodes[call.parent.path].children
+                above.append(node)
+            elif _is_in_itself(call):
+                continue  # a function that calls itself: the outer call has it all
+            node.calls.append(call)
+            node.stages |= _stages_of(call, recording.route)
+
+    def below(self, nodes: list[_Node], name: str | None, level: int) -> Iterator[ModuleRow]:
+        """The row of alike nodes, and those of what is in them; the roots' for no node."""
+        children = [node.children for node in nodes] if nodes else [self._roots]
+        if name is not None:
+            yield self._row(nodes, name, level - 1)
+            if not self._is_open(nodes[0], level - 1):
+                return
+        above = nodes[0].path if nodes else ""
+        begin = 0
+        for _, same in groupby(children[0], key=lambda node: self._alike(node, level)):
+            run = list(same)
+            group = [node for of_one in children for node in of_one[begin : begin + len(run)]]
+            begin += len(run)
+            label = _name(run[0].path, above)
+            if len(run) > 1:
+                label += f" … {run[-1].path.rpartition('.')[2]}"
+            yield from self.below(group, label, level + 1)
+
+    def _is_open(self, node: _Node, level: int) -> bool:
+        return len(node.stages) > 1 if self._depth is None else level < self._depth
+
+    def _alike(self, node: _Node, level: int) -> object:
+        """Equal for repeated blocks: numbered, of one class, on one stage, the same inside."""
+        parent, _, name = node.path.rpartition(".")
+        return (parent, self._shape(node, level)) if name.isdigit() else node
+
+    def _shape(self, node: _Node, level: int) -> tuple[object, ...]:
+        shown = node.children if self._is_open(node, level) else []
+        inside = tuple((_name(c.path, node.path), self._shape(c, level + 1)) for c in shown)
+        return node.kind, tuple(sorted(node.stages)), inside
+
+    def _row(self, nodes: list[_Node], name: str, level: int) -> ModuleRow:
+        keys: set[int] = set().union(*(self._inside.get(n.path, set()) for n in nodes))
+        if nodes[0].is_function:  # its parameters are those of the modules that it calls
+            keys = set().union(*(self._keys(child) for n in nodes for child in n.children))
+        held = [self._held[key] for key in keys]
+        parameters = [h for h in held if not h.is_buffer]
+        calls = [call for node in nodes for call in node.calls]
+        stages = sorted(set().union(*(node.stages for node in nodes)))
+        seconds = sum(getattr(call, self._seconds) for call in calls)
+        whole = self._stages[stages[0]].forward_seconds if len(stages) == 1 else 0.0
+        devices = [self._stages[s].device or "" for s in stages]
+        return ModuleRow(
+            [node.path for node in nodes],
+            name,
+            nodes[0].kind,
+            level,
+            len(calls),
+            stages,
+            sum(p.elements for p in parameters),
+            sum(p.elements for p in parameters if p.trainable),
+            sum(h.bytes for h in held),
+            sum(call.saved_bytes for call in calls),
+            sum(call.flops for call in calls),
+            seconds,
+            seconds / whole if whole else None,
+            list(dict.fromkeys(shape for call in calls for shape in call.outputs)),
+            calls[0].where,
+            ", ".join(dict.fromkeys(devices)) or None,
+        )
+
+    def _keys(self, node: _Node) -> set[int]:
+        inside = self._inside.get(node.path, set())
+        return inside.union(*(self._keys(child) for child in node.children))
+
+
+def _by_module(held: list[Held]) -> dict[str, set[int]]:
+    """Which parameters and buffers are inside of each module, under any of their names."""
+    found: dict[str, set[int]] = {}
+    for key, one in enumerate(held):
+        for name in one.names:
+            path = name
+            while path:
+                path = path.rpartition(".")[0]
+                found.setdefault(path, set()).add(key)
+    return found
+
+
+def _stages_of(call: Call, route: list[int]) -> set[int]:
+    """Those that a call visits; one that does nothing is where the forward is then."""
+    if call.hop is None or call.last_hop is None:
+        return {call.stage}
+    return set(route[call.hop : call.last_hop + 1])
+
+
+def _is_in_itself(call: Call) -> bool:
+    outer = call.parent
+    while outer is not None:
+        if outer.path == call.path:
+            return True
+        outer = outer.parent
+    return False
+
+
+def _name(path: str, above: str) -> str:
+    return path.removeprefix(f"{above}.") if above else path
