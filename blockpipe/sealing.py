@@ -47,7 +47,8 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
             first = call.hop if call.hop is not None else 0
             last = call.last_hop if call.last_hop is not None else first
             bad.setdefault(call.path, set()).update(range(first, last + 1))
-        if call.parent is None or not call.parent.sealed:
+        # A call that does nothing makes no hop: a door would take it to one.
+        if call.hop is not None and (call.parent is None or not call.parent.sealed):
             needs_door.add(call.path)
     for path in needs_door:
         hops = set(good.get(path, set()))

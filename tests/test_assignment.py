@@ -13,6 +13,7 @@ from torch import nn
 
 import blockpipe as bp
 from blockpipe.errors import BlockpipeError, PlanError, UsageError
+from blockpipe.testing import dry_run
 
 from .parity import any_loss, plain_step
 
@@ -56,7 +57,7 @@ def function(x):
 trees = st.recursive(
     st.integers(0, 7),
     lambda inner: st.tuples(st.lists(inner, min_size=1, max_size=4), st.booleans(), st.booleans()),
-    max_leaves=7,
+    max_leaves=5,
 )
 
 
@@ -76,11 +77,7 @@ def build(tree: object) -> nn.Module:
     return Part([made(tree), nn.Linear(4, 4)], False, True)
 
 
-def number_of_calls(net: nn.Module) -> int:
-    return len(bp.record(net, torch.zeros(2, 4)).plan.assignments)
-
-
-def staged(net: nn.Module, data: st.DataObject) -> bp.StagePlan | None:
+def staged(net: nn.Module, data: st.DataObject) -> bp.StagePlan:
     """A plan of random stages, reached in order; returns to earlier ones are drawn too."""
     plan = bp.record(net, torch.zeros(2, 4)).plan
     highest = 0
@@ -95,7 +92,7 @@ def staged(net: nn.Module, data: st.DataObject) -> bp.StagePlan | None:
     return plan
 
 
-several = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+several = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 
 
 @several
@@ -146,21 +143,17 @@ def test_replay_follows_a_plan_to_the_bit(tree, data):
 
 @several
 @given(trees, st.data())
-def test_json_keeps_stages_kinds_and_nesting(tree, data, tmp_path_factory):
-    """A file brings back what was saved, entry inside of entry."""
+def test_json_keeps_stages_kinds_and_nesting(tree, data):
+    """Text brings back what was written, entry inside of entry."""
     plan = staged(build(tree), data)
-    path = tmp_path_factory.mktemp("plans") / "plan.json"
-    plan.save(path)
-    again = bp.StagePlan.load(path)
+    again = bp.StagePlan.from_json(plan.to_json())
     assert again == plan
     assert [(e.kind, len(e.inside)) for e in again.assignments] == [
         (e.kind, len(e.inside)) for e in plan.assignments
     ]
 
 
-paths = st.text(
-    st.characters(codec="utf-8", exclude_characters="."), min_size=1, max_size=6
-).filter(lambda path: path not in ("forward",))
+paths = st.text(st.characters(codec="utf-8", exclude_characters="."), min_size=1, max_size=6)
 items = st.tuples(paths, st.none() | st.integers(0, 12), st.integers(0, 3))
 
 
@@ -168,13 +161,12 @@ items = st.tuples(paths, st.none() | st.integers(0, 12), st.integers(0, 3))
 def test_a_layout_holds_any_path(entries):
     """Commas, signs, quotes and spaces in a module's name survive."""
     plan = bp.StagePlan([bp.Assignment(*e) for e in entries], partial=True)
-    assume_whole = not plan.problems()
-    if assume_whole:
+    if not plan.problems():
         assert bp.StagePlan.from_layout(plan.layout) == plan
 
 
-def net_of(*stages: int) -> nn.Module:
-    """Named layers; no stages given: unmarked."""
+def net_of() -> nn.Module:
+    """Named layers, one a container; unmarked."""
     torch.manual_seed(0)
     net = nn.Sequential()
     net.add_module("stem", nn.Linear(4, 4))
@@ -224,11 +216,17 @@ def test_a_container_s_own_stage_is_its_own_code_s():
     """Its entry's stage holds until the first call inside."""
     net = Part([Part([nn.Linear(4, 4), nn.Linear(4, 4)], True, True)], False, False)
     entries = bp.get_pipeline_stage_assignment(net, X)
-    entries[0].stage = 1
-    plan = bp.set_pipeline_stage_assignment(net, [*entries])
-    assert plan.layout == "steps.0=1, steps.0.steps.0=0"
-    # The multiplication before, then both layers and the addition after them.
-    assert bp.record(net, X).route == [1, 0] or bp.record(net, X).route == [1, 0]
+    entries[0].inside[0].stage = entries[0].inside[1].stage = 1
+    plan = bp.set_pipeline_stage_assignment(net, entries, X)
+    assert plan.layout == "steps.0.steps.0=1"
+    recording = bp.record(net, X)
+    assert recording.route == [0, 1]
+    # The multiplication before the first layer; the layers, and the addition after them.
+    assert [hop.operations for hop in recording.hops] == [1, 3]
+    entries[0].assign(0)
+    entries[0].inside[1].stage = 1
+    bp.set_pipeline_stage_assignment(net, entries, X)
+    assert [hop.operations for hop in bp.record(net, X).hops] == [2, 2]
 
 
 @pytest.mark.parametrize("form", ["nested", "flat", "plan", "dict", "layout", "path", "file"])
@@ -260,7 +258,7 @@ def test_what_is_set_overrides_marks_until_it_is_reset():
     marks = bp.record(net, X).plan
     bp.set_pipeline_stage_assignment(net, "body=1, head=2", X)
     assert bp.record(net, X).route == [0, 1, 2]
-    assert bp.testing.dry_run(net, X).route == [0, 1, 2]
+    assert dry_run(net, X).route == [0, 1, 2]
     assert bp.Pipeline(net, devices=["cpu"] * 3, chunks=2, sample=(X,)).plan.num_stages == 3
     assert bp.record(net, X, plan=marks).plan == marks
     bp.reset_pipeline_stage_assignment(net)
@@ -339,7 +337,7 @@ def test_a_pipeline_notices_at_its_next_call():
     assert len(pipe.devices) == 3
     assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
     bp.reset_pipeline_stage_assignment(net)
-    assert "stage" in pipe.summary(X).lower()
+    assert "stage" in str(pipe.summary(X)).lower()
     pipe(X)
     assert pipe.recording.route == [0]
 
@@ -347,7 +345,7 @@ def test_a_pipeline_notices_at_its_next_call():
 def test_get_from_a_pipeline_and_from_a_recording():
     """A pipeline that was called needs no sample."""
     pipe = bp.Pipeline(bp.begin_blocks(net_of(), {"head": 1}), devices=["cpu"] * 2, chunks=2)
-    with pytest.raises(UsageError, match=r"not recorded yet needs a sample.*test_assignment"):
+    with pytest.raises(UsageError, match=r"needs a sample before the first call.*test_assignment"):
         bp.get_pipeline_stage_assignment(pipe)
     before = bp.get_pipeline_stage_assignment(pipe, X)
     pipe(X)
@@ -710,7 +708,7 @@ def test_long_names_go_on_in_the_next_line(length):
         cells = "".join(
             line[int(length * begin) : int(length * end)].strip()
             for line in lines[4:]
-            if line[0] not in "_="
+            if len(set(line)) > 1
         )
         expected = (f"{path}.0.0(Linear)(0)", f"{path}.0")[column]
         assert expected in cells.replace(" ", "")
