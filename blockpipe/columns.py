@@ -46,7 +46,7 @@ COLUMNS = {
     "share": Column("Share", lambda row: "-" if row.share is None else f"{100 * row.share:.0f} %"),
     "output": Column("Output", _output),
 }
-_USUAL = ("stage", "device", "parameters", "bytes", "activations", "share")
+_USUAL = ("stage", "device", "parameters", "activations", "share")  # fit 100 characters
 
 
 def chosen(columns: Iterable[str] | None, *, has_devices: bool) -> list[str]:

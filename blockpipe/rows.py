@@ -208,16 +208,20 @@ class _Rows:
             begin += len(run)
             label = _name(run[0].path, above)
             if len(run) > 1:
-                label += f" … {run[-1].path.rpartition('.')[2]}"
+                label += f" … {_numbered(run[-1].path)[2]}"
             yield from self.below(group, label, level + 1)
 
     def _is_open(self, node: _Node, level: int) -> bool:
         return len(node.stages) > 1 if self._depth is None else level < self._depth
 
     def _alike(self, node: _Node, level: int) -> object:
-        """Equal for repeated blocks: numbered, of one class, on one stage, the same inside."""
-        parent, _, name = node.path.rpartition(".")
-        return (parent, self._shape(node, level)) if name.isdigit() else node
+        """Equal for repeated blocks: numbered, of one class, on one stage, the same inside. Where
+        there is more than a number (``layer_3``), they need to be of one size too."""
+        parent, prefix, number = _numbered(node.path)
+        if not number:
+            return node
+        size = sum(self._held[key].elements for key in self._keys(node)) if prefix else 0
+        return parent, prefix, size, self._shape(node, level)
 
     def _shape(self, node: _Node, level: int) -> tuple[object, ...]:
         shown = node.children if self._is_open(node, level) else []
@@ -285,6 +289,13 @@ def _is_in_itself(call: Call) -> bool:
             return True
         outer = outer.parent
     return False
+
+
+def _numbered(path: str) -> tuple[str, str, str]:
+    """The path of the module around a module, its name, and the number at the name's end."""
+    parent, _, name = path.rpartition(".")
+    prefix = name.rstrip("0123456789")
+    return parent, prefix, name[len(prefix) :]
 
 
 def _name(path: str, above: str) -> str:

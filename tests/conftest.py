@@ -10,6 +10,12 @@ from blockpipe import prepared
 from blockpipe.lanes import close_idle_threads
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="accept the golden files in tests/golden"
+    )
+
+
 @pytest.fixture(autouse=True)
 def _one_thread_and_one_seed() -> Iterator[None]:
     """Equality to the bit is promised at equal intra-operation threads: one, here."""
