@@ -1,5 +1,7 @@
 """Declarative pipeline parallelism for any PyTorch model, from marks in its own forward."""
 
+from .balance import balance
+from .balanced import BalancedPlan
 from .blocks import (
     BeginBlock,
     Block,
@@ -14,10 +16,12 @@ from .capture import record
 from .errors import BlockpipeError
 from .materialize import materialize
 from .meter import host_syncs
+from .partition import partition_balanced, partition_uniform
 from .pipeline import Pipeline, StepResult
 from .plan import Assignment, StagePlan
 from .recording import Recording
 from .schedule import Action, Schedule
+from .sequential import mark_sequential
 from .simulate import Costs, simulate
 
 __version__ = "0.1.0"
@@ -39,6 +43,12 @@ __all__ = [
     "StagePlan",
     "materialize",
     "record",
+    # Where to cut
+    "BalancedPlan",
+    "balance",
+    "mark_sequential",
+    "partition_balanced",
+    "partition_uniform",
     # Schedules
     "Action",
     "Costs",

@@ -59,6 +59,12 @@ class WatchedCursor(Cursor):
     recorder: Recorder | None = None
     moves = 0
 
+    def begin(self, mark: Mark) -> None:
+        assert self.recorder is not None
+        if mark.where not in self.recorder.result.marks:
+            self.recorder.result.marks.append(mark.where)
+        super().begin(mark)
+
     def move(self, stage: int, mark: Mark | None) -> None:
         self.moves += 1
         assert self.recorder is not None

@@ -219,6 +219,7 @@ class Recording:
     writes_across: bool = False  # whether it writes in place to a tensor of another hop
     host_syncs: list[HostSync] = field(default_factory=list)
     moves: bool = False  # whether a mark ever asked for another stage
+    marks: list[str] = field(default_factory=list)  # the lines of those met, heeded or not
     why_real: str | None = None
 
     @property
