@@ -260,6 +260,11 @@ class Recorder(Journey):
         if isinstance(tensor, FakeTensor) or not self.result.fake:
             super()._tag(tensor)
 
+    def take_input(self, tensor: Tensor, index: int = 0, hop: int = 0) -> Tensor:
+        value = super().take_input(tensor, index, hop)
+        setattr(value, TAG, _RecordedTag(self.key, hop, 0, set(), (), 0))
+        return value
+
     def _make_tag(self) -> Tag:
         calls = {call for call, _, _ in self.stack}
         sources, piece = tuple(self._sources.values()), self.pieces.current.index
