@@ -6,6 +6,8 @@ from .assignment import (
     set_pipeline_stage_assignment,
 )
 from .assignment_table import print_pipeline_stage_assignment_summary
+from .balance import balance
+from .balanced import BalancedPlan
 from .blocks import (
     BeginBlock,
     Block,
@@ -20,10 +22,12 @@ from .capture import record
 from .errors import BlockpipeError
 from .materialize import materialize
 from .meter import host_syncs
+from .partition import partition_balanced, partition_uniform
 from .pipeline import Pipeline, StepResult
 from .plan import Assignment, StagePlan
 from .recording import Recording
 from .schedule import Action, Schedule
+from .sequential import mark_sequential
 from .simulate import Costs, simulate
 
 __version__ = "0.1.0"
@@ -50,6 +54,12 @@ __all__ = [
     "print_pipeline_stage_assignment_summary",
     "reset_pipeline_stage_assignment",
     "set_pipeline_stage_assignment",
+    # Where to cut
+    "BalancedPlan",
+    "balance",
+    "mark_sequential",
+    "partition_balanced",
+    "partition_uniform",
     # Schedules
     "Action",
     "Costs",

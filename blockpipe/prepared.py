@@ -32,7 +32,7 @@ ScheduleOption = str | Schedule | Callable[[Sequence[int], int], Schedule]
 # Measured on two cores by examples/benchmarks/small_operations.py; see docs/benchmarks.md.
 SMALL_OPERATION = 25e-6
 SMALL_HOP = 1.2e-3
-_LINK = 2e10  # bytes a second between devices: PCIe, a guess
+BANDWIDTH = 2e10  # bytes a second between devices: PCIe, a guess
 
 
 def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hashable]:
@@ -48,6 +48,14 @@ def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hash
         device if is_asynchronous(device) else stage if named.index is None else named
         for stage, (device, named) in enumerate(zip(devices, given, strict=True))
     ]
+
+
+def is_small(recording: Recording) -> bool:
+    """Whether a recording's operations, or hops, are too small for threads to pay on the CPU."""
+    hops = recording.hops
+    seconds = sum(hop.cpu_seconds for hop in hops)
+    operations = sum(hop.kernels for hop in hops)
+    return seconds < max(SMALL_OPERATION * operations, SMALL_HOP * len(hops))
 
 
 @dataclass
@@ -175,12 +183,7 @@ class Prepared:
     @cached_property
     def is_small(self) -> bool:
         """Whether operations, or hops, on the CPU are too small for threads to pay."""
-        if self.is_asynchronous:
-            return False
-        hops = self.recording.hops
-        seconds = sum(hop.cpu_seconds for hop in hops)
-        operations = sum(hop.kernels for hop in hops)
-        return seconds < max(SMALL_OPERATION * operations, SMALL_HOP * len(hops))
+        return not self.is_asynchronous and is_small(self.recording)
 
     @cached_property
     def has_one_lane(self) -> bool:
@@ -335,7 +338,7 @@ def costs_of(recording: Recording, regimes: Sequence[Kept], asynchronous: bool) 
         forward=forward,
         backward=[2 * seconds for seconds in forward],
         weight=forward,
-        transfer=[rates.operation + n / _LINK if asynchronous else 0.0 for n in sent],
+        transfer=[rates.operation + n / BANDWIDTH if asynchronous else 0.0 for n in sent],
         activation=[float(kept.full) for kept in regimes],
         restore=[
             kept.accelerator_seconds if asynchronous else kept.cpu_seconds for kept in regimes

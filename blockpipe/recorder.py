@@ -60,6 +60,12 @@ class WatchedCursor(Cursor):
     recorder: Recorder | None = None
     moves = 0
 
+    def begin(self, mark: Mark) -> None:
+        assert self.recorder is not None
+        if mark.where not in self.recorder.result.marks:
+            self.recorder.result.marks.append(mark.where)
+        super().begin(mark)
+
     def move(self, stage: int, mark: Mark | None) -> None:
         assert self.recorder is not None
         if stage != self.stage:
@@ -257,6 +263,11 @@ class Recorder(Journey):
         # What a fake run writes to in place and is no fake tensor outlives the recording.
         if isinstance(tensor, FakeTensor) or not self.result.fake:
             super()._tag(tensor)
+
+    def take_input(self, tensor: Tensor, index: int = 0, hop: int = 0) -> Tensor:
+        value = super().take_input(tensor, index, hop)
+        setattr(value, TAG, _RecordedTag(self.key, hop, 0, set(), (), 0))
+        return value
 
     def _make_tag(self) -> Tag:
         calls = {call for call, _, _ in self.stack}

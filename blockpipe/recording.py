@@ -231,6 +231,7 @@ class Recording:
     host_syncs: list[HostSync] = field(default_factory=list)
     moves: bool = False  # whether a mark ever asked for another stage
     planned: bool = False  # whether a plan overrode the marks
+    marks: list[str] = field(default_factory=list)  # the lines of those met, heeded or not
     why_real: str | None = None
 
     @property

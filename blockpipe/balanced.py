@@ -1,0 +1,146 @@
+"""A plan that says why it is what it is: what each stage costs, what limits it, and its marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .plan import StagePlan
+from .simulate import Simulation
+from .summary import bytes_text, text_table
+
+_BAR = 20  # characters of the costliest stage's
+
+
+@dataclass
+class StageShare:
+    """One stage of a :class:`BalancedPlan`.
+
+    Attributes:
+        stage: its number.
+        begins: the path of the module that begins it; the first stage: ``"the start"``.
+        call: which of that module's calls.
+        pieces: what it is made of: a stage can begin at each of them, taken alone.
+        cost: in the unit of ``by``, as it was balanced: with crossings, speeds and extra weight.
+        forward: seconds of one micro-batch's forward, on this stage's device.
+        backward: seconds of its backward.
+        elements: numbers in the parameters that live here.
+        parameters: bytes of them.
+        memory: the predicted peak in bytes.
+        received: bytes that a micro-batch brings from other stages.
+        limit: bytes of the device; ``None``: none was given.
+    """
+
+    stage: int
+    begins: str
+    call: int
+    pieces: int
+    cost: float
+    forward: float
+    backward: float
+    elements: int
+    parameters: int
+    memory: int
+    received: int
+    limit: int | None = None
+
+
+@dataclass
+class BalancedPlan(StagePlan):
+    """What :func:`balance` returns: a plan, and what its stages cost. ``print`` shows a table.
+
+    It is a :class:`StagePlan` like any other, for ``Pipeline(model, plan=plan)``. What is said of
+    the stages is of the plan as it was made: ``assign`` does not change it.
+
+    Attributes:
+        shares: one for each stage.
+        by: what was balanced.
+        source: where the costs come from.
+        bottleneck: what limits the costliest stage, in words.
+        step_seconds: predicted for a step, without the optimizer's.
+        simulation: of the schedule; ``None``: a step runs in one thread, without a schedule.
+        notes: what else there is to know.
+    """
+
+    model: str = ""
+    shares: list[StageShare] = field(default_factory=list)
+    by: str = "time"
+    source: str = ""
+    bottleneck: str = ""
+    step_seconds: float = 0.0
+    microbatches: int = 1
+    simulation: Simulation | None = field(default=None, repr=False)
+    notes: list[str] = field(default_factory=list)
+    marks_text: str = field(default="", repr=False)
+
+    def marks(self) -> str:
+        """The plan as lines of Python, to paste where the model is built; it is called ``model``
+        there. Where marks cannot say what the plan says, comments tell why."""
+        return self.marks_text
+
+    @property
+    def bubble(self) -> float:
+        """The share of all lanes' time in which they are predicted to idle, 0 to 1."""
+        return 0.0 if self.simulation is None else self.simulation.bubble
+
+    @property
+    def imbalance(self) -> float:
+        """The costliest stage's cost over the mean of all; 1: they are equal."""
+        costs = [share.cost for share in self.shares]
+        return max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0
+
+    def __str__(self) -> str:
+        if not self.shares:
+            return super().__str__()
+        show = UNITS[self.by]
+        total = sum(share.cost for share in self.shares) or 1.0
+        most = max(share.cost for share in self.shares) or 1.0
+        has_limits = any(share.limit is not None for share in self.shares)
+        head = ["Stage", "Begins at", "", self.by.capitalize(), "Share", "Pieces"]
+        head += ["Forward", "Backward", "Parameters", "Memory", "Received"]
+        rows = []
+        for share in self.shares:
+            begins = share.begins + (f" (call {share.call})" if share.call else "")
+            row = [str(share.stage), begins, "█" * round(_BAR * share.cost / most)]
+            row += [show(share.cost), f"{100 * share.cost / total:.1f} %", str(share.pieces)]
+            row += [seconds_text(share.forward), seconds_text(share.backward)]
+            row += [f"{share.elements:,}", bytes_text(share.memory), bytes_text(share.received)]
+            if has_limits:
+                row.append("-" if share.limit is None else bytes_text(share.limit))
+            rows.append(row)
+        schedule = "one thread" if self.simulation is None else self.simulation.schedule.name
+        lines = [
+            f"{self.model} in {len(self.shares)} stages, by {self.by} ({self.source})",
+            "",
+            text_table(head + ["Limit"] * has_limits, rows, left=3),
+            "",
+            self.bottleneck,
+            f"predicted: {seconds_text(self.step_seconds)} for a step of {self.microbatches} "
+            f"micro-batches ({schedule}, {100 * self.bubble:.1f} % bubble)",
+            *(f"note: {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+
+def seconds_text(seconds: float) -> str:
+    """A time as people read it."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def _flops_text(flops: float) -> str:
+    return f"{flops:.3g}"
+
+
+def _bytes_text(count: float) -> str:
+    return bytes_text(round(count))
+
+
+UNITS: dict[str, Callable[[float], str]] = {
+    "time": seconds_text,
+    "memory": _bytes_text,
+    "parameters": _bytes_text,
+    "flops": _flops_text,
+}

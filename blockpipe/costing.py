@@ -1,0 +1,177 @@
+"""What every stage that could be would cost, for what a user wants balanced.
+
+The schedule comes in twice: before the cut it says how many micro-batches a stage holds at once,
+which memory depends on; after it, how long a step of such stages takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .cuts import Chain
+from .errors import ScheduleError
+from .prepared import ScheduleOption, is_small
+from .recording import Recording
+from .schedule import B, F, HOP_MASK, HOP_SHIFT, Schedule, W
+from .scheduler import choose, make_schedule
+from .simulate import Costs, Simulation, simulate
+from .transfer import is_asynchronous
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What stages are to run under, checked.
+
+    Attributes:
+        stages: how many.
+        by: what is balanced.
+        chunks: micro-batches of a step.
+        schedule: of the steps.
+        devices: of the stages.
+        lanes: what names each stage's lane.
+        speeds: of the stages' devices.
+        limits: of their memory, in bytes; infinite: none.
+        copies: of each parameter, by the optimizer.
+        extra: of the first and the last stage, in the unit of ``by``.
+        slack: by what share the costliest stage may cost more.
+        bandwidth: bytes a second; infinite: a crossing costs nothing.
+        training: with a backward.
+    """
+
+    stages: int
+    by: str
+    chunks: int
+    schedule: ScheduleOption
+    devices: list[torch.device]
+    lanes: list[Hashable]
+    speeds: list[float]
+    limits: list[float]
+    copies: float
+    extra: tuple[float, float]
+    slack: float
+    bandwidth: float
+    training: bool
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether stages are on accelerators."""
+        return is_asynchronous(self.devices[0])
+
+    @property
+    def lane_of_stage(self) -> list[int]:
+        """The number of each stage's lane."""
+        numbers: dict[Hashable, int] = {}
+        return [numbers.setdefault(lane, len(numbers)) for lane in self.lanes]
+
+    def made(self, costs: Costs) -> Schedule:
+        """The schedule, of as many hops as there are stages.
+
+        Raises:
+            ScheduleError: one of the user's own that is for something else.
+        """
+        option, lanes = self.schedule, self.lane_of_stage
+        if not self.training:
+            return make_schedule("gpipe", lanes, self.chunks)
+        if option == "auto":
+            return choose(lanes, self.chunks, costs).schedule
+        if isinstance(option, str):
+            name = "sequential" if option == "uncut" else option
+            return make_schedule(name, lanes, self.chunks, costs=costs)
+        found = option(lanes, self.chunks) if callable(option) else option
+        if not isinstance(found, Schedule):
+            raise ScheduleError(
+                "schedule is a name, a Schedule, or a function (lane_of_hop, microbatches) -> "
+                f"Schedule, but {found!r} came"
+            )
+        if len(found.lane_of_hop) != self.stages or found.microbatches != self.chunks:
+            raise ScheduleError(
+                f"schedule {found.name!r} is for {len(found.lane_of_hop)} hops and "
+                f"{found.microbatches} micro-batches, but there are stages={self.stages} and "
+                f"chunks={self.chunks}"
+            )
+        return found
+
+
+class Costing:
+    """Costs under some conditions; matrices as :class:`Chain` has them.
+
+    Args:
+        chain: of the recording.
+        conditions: what the stages run under.
+    """
+
+    def __init__(self, chain: Chain, conditions: Conditions) -> None:
+        self.chain = chain
+        self.conditions = conditions
+        self.in_flight = held_at_once(conditions.made(Costs()))
+
+    def cost(self, stage: int) -> Tensor:
+        """What is balanced, of one stage."""
+        chain, to = self.chain, self.conditions
+        extra = to.extra[0] * (stage == 0) + to.extra[1] * (stage == to.stages - 1)
+        if to.by == "memory":
+            return self.memory(stage) + extra
+        if to.by == "time":
+            moved = chain.received + chain.returned if to.training else chain.received
+            return (chain.seconds + extra) / to.speeds[stage] + moved / to.bandwidth
+        row = chain.parameters if to.by == "parameters" else chain.flops
+        return (chain.total(row) + extra) / to.speeds[stage]
+
+    def memory(self, stage: int) -> Tensor:
+        """One stage's peak, in bytes."""
+        to = self.conditions
+        return self.chain.memory(self.in_flight[stage], to.copies, training=to.training)
+
+    def step(self, recording: Recording, bounds: Sequence[int]) -> tuple[float, Simulation | None]:
+        """The predicted time of a step, and the schedule played out; in one thread there is none.
+
+        Args:
+            recording: with the stages.
+            bounds: pieces that they begin with, and the end.
+        """
+        to = self.conditions
+        pairs = list(pairwise(bounds))
+        forward, backward = (
+            [float(row[a:b].sum()) / v for (a, b), v in zip(pairs, to.speeds, strict=True)]
+            for row in (self.chain.forward, self.chain.backward)
+        )
+        if to.by == "time":
+            forward[0] += to.extra[0] / to.speeds[0]
+            forward[-1] += to.extra[1] / to.speeds[-1]
+        one_thread = len(set(to.lanes)) == 1 or to.chunks == 1
+        if one_thread or (not to.is_asynchronous and is_small(recording)):
+            return to.chunks * (sum(forward) + sum(backward)), None
+        costs = Costs(
+            forward=forward,
+            backward=backward,
+            weight=[seconds / 2 for seconds in backward],
+            transfer=[float(self.chain.received[a, b]) / to.bandwidth for a, b in pairs[1:]]
+            + [0.0],
+            activation=[float(self.chain.saved[a:b].sum()) for a, b in pairs],
+        )
+        played = simulate(to.made(costs), costs)
+        return played.makespan, played
+
+
+def held_at_once(schedule: Schedule) -> list[int]:
+    """For each hop, the most micro-batches that are between their forward and the end of their
+    backward there.
+
+    Example:
+        >>> held_at_once(make_schedule("1f1b", [0, 1, 2], 8))
+        [3, 2, 1]
+    """
+    split = {hop for hop, _ in schedule.split()}
+    held = [0] * len(schedule.lane_of_hop)
+    most = list(held)
+    for lane in schedule.codes:
+        for code in lane:
+            kind, hop = code & 3, code >> HOP_SHIFT & HOP_MASK
+            held[hop] += (kind == F) - (kind == (W if hop in split else B))
+            most[hop] = max(most[hop], held[hop])
+    return most
