@@ -12,6 +12,7 @@ from .blocks import (
 )
 from .capture import record
 from .errors import BlockpipeError
+from .logs import set_log_level
 from .materialize import materialize
 from .meter import host_syncs
 from .pipeline import Pipeline, StepResult
@@ -48,6 +49,7 @@ __all__ = [
     "Pipeline",
     "StepResult",
     "host_syncs",
+    "set_log_level",
     # Errors
     "BlockpipeError",
 ]

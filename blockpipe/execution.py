@@ -450,7 +450,7 @@ class Execution:
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         if self.loss_fn is None:
-            loss = _own_loss(output)
+            loss = own_loss(output)
         elif self._loss_kind in self.prepared.loss_draws:
             loss = self._called_loss(output, target)
         else:
@@ -598,7 +598,12 @@ def _check_differentiable(loss: Tensor) -> None:
         )
 
 
-def _own_loss(output: Any) -> Any:
+def own_loss(output: Any) -> Any:
+    """The loss that a model's output has: itself, a field or key, or a first element.
+
+    Raises:
+        UsageError: it has none.
+    """
     if isinstance(output, Tensor):
         return output  # its caller says what is wrong if it has more than one element
     loss = getattr(output, "loss", None)
