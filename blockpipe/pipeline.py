@@ -34,7 +34,7 @@ from .options import (
 from .plan import StagePlan
 from .prepared import ScheduleOption
 from .tree import leaves, map_tensors
-from .verifying import Verification, Verifier, verify
+from .verifying import Verification, Verifier, check_tolerances, verify
 from .weights import Weights
 from .where import remembers_caller, users_line
 
@@ -421,6 +421,7 @@ class Pipeline(InspectedModel):
         """
         self._check_call()
         check_loss(loss_fn, target)
+        check_tolerances(rtol, atol)
         compared = Verifier(
             self,
             self.forward_backward,

@@ -171,7 +171,7 @@ class Verifier:
 
     Args:
         pipe: the pipeline.
-        step: its ``forward_backward``, or its ``forward`` where nothing is to be trained.
+        step: its ``forward_backward``.
         weigh: from micro-batches to the weights of their losses.
         output_dim: on which outputs are joined.
         args: of the model, for the whole batch.
@@ -341,7 +341,7 @@ class Verifier:
         outcome = _Outcome({})
         if not self.trains:
             with torch.no_grad():
-                self._put_outputs(outcome, self.step(*args, **kwargs))
+                self._put_outputs(outcome, self.pipe(*args, **kwargs))
         else:
             result = self.step(
                 *args, target=target, loss_fn=self.loss_fn, return_outputs=True, **kwargs
@@ -467,14 +467,17 @@ def own_or_mean_square(output: Any, target: Any = None) -> Tensor:
 # --- the comparison
 
 
-def verify(verifier: Verifier, *, rtol: float | None, atol: float) -> Verification:
-    """Run both, compare, and find where they part."""
-    rtol = _TOLERANCE if rtol is None else rtol
-    for name, value in (("rtol", rtol), ("atol", atol)):
+def check_tolerances(rtol: object, atol: object) -> None:
+    """Raise :class:`UsageError` for what is no tolerance."""
+    for name, value in (("rtol", 0.0 if rtol is None else rtol), ("atol", atol)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise UsageError(f"{name} is a number from 0 on, but {value!r} came ({users_line()})")
+
+
+def verify(verifier: Verifier, *, rtol: float | None, atol: float) -> Verification:
+    """Run both, compare, and find where they part."""
     with verifier.stricter():
-        return _verify(verifier, rtol, atol)
+        return _verify(verifier, _TOLERANCE if rtol is None else rtol, atol)
 
 
 def _verify(verifier: Verifier, rtol: float, atol: float) -> Verification:
