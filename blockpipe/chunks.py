@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from .errors import MicrobatchError, ScheduleError, UsageError
+from .errors import RecordingError, ScheduleError, UsageError
 from .inspected import InspectedModel
-from .memory import copies_of, predict
+from .memory import check_limit, copies_of, predict
 from .options import check_schedule
 from .prepared import Prepared, ScheduleOption
 from .progress import Progress
@@ -146,6 +146,13 @@ class _Runner:
     schedule: ScheduleOption
     prepared: dict[Any, Prepared] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
+    error: Exception | None = None
+
+    def fails(self, error: Exception) -> None:
+        """It cannot run so: batch norm of a single sample, a schedule for other micro-batches."""
+        self.error = error.with_traceback(None)
+        cause = error.__cause__ or error
+        self.trial.why_not = f"fails: {type(cause).__name__}: {cause}"
 
 
 def find_chunks(
@@ -162,11 +169,13 @@ def find_chunks(
     samples = sum(m.size for m in pipe._split(batch.args, batch.kwargs, batch.target))
     schedules = _schedules(pipe, options.schedules)
     wanted = _candidates(pipe, options.candidates, samples)
-    if not isinstance(options.repeats, int) or options.repeats < 1:
+    repeats = options.repeats
+    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
         raise UsageError(
-            f"repeats is a whole number from 1 on, but {options.repeats!r} came ({users_line()})"
+            f"repeats is a whole number from 1 on, but {repeats!r} came ({users_line()})"
         )
     copies_of(options.optimizer)
+    check_limit(options.limit)
     if is_on_meta(pipe.module):  # its values come with the placement
         pipe._prepare(pipe._split(batch.args, batch.kwargs, batch.target)[0])
     runners = [
@@ -178,6 +187,9 @@ def find_chunks(
     left = [runner for runner in runners if runner.trial.why_not is None]
     if left:
         _measure(pipe, step, batch, left, options.repeats)
+    errors = [runner.error for runner in runners if runner.error is not None]
+    if errors and len(errors) == len(runners):
+        raise errors[0]  # it is not the number of micro-batches
     for runner in left:
         if runner.times and runner.trial.why_not is None:
             runner.trial.seconds = statistics.median(runner.times)
@@ -233,16 +245,16 @@ def _predicted(
         count = len(microbatches)
         trial = Trial(str(name), chunks, count)
         runner = _Runner(trial, schedule)
-        prepared = pipe._sketched(microbatches[0])
-        if schedule == "uncut":
-            return runner  # one graph over all stages: no schedule to play out
         try:
+            prepared = pipe._sketched(microbatches[0])
+            if schedule == "uncut":
+                return runner  # one graph over all stages: no schedule to play out
             alone = prepared.goes_one_by_one(schedule, count)
             option = "sequential" if alone else schedule
             played = simulate(prepared.schedule(option, count), prepared.costs)
             report = predict(prepared, option, count, optimizer=options.optimizer)
-        except (ScheduleError, MicrobatchError) as error:
-            trial.why_not = f"does not fit: {error}"
+        except (ScheduleError, RecordingError) as error:
+            runner.fails(error)
             return runner
     trial.predicted_seconds, trial.bubble = played.makespan, played.bubble
     trial.memory = max(report.by_device.values())
@@ -293,10 +305,11 @@ def _timed(
             return time.perf_counter() - began
         except (torch.OutOfMemoryError, MemoryError):
             runner.trial.why_not = "out of memory"
-        except RuntimeError as error:
-            if "can't allocate memory" not in str(error):  # the host's allocator has no class
-                raise
-            runner.trial.why_not = "out of memory"
+        except Exception as error:
+            if "can't allocate memory" in str(error):  # the host's allocator has no class for it
+                runner.trial.why_not = "out of memory"
+            else:
+                runner.fails(error)
     # What the failed step held is free now: the next one shall have it.
     runner.prepared.clear()
     if torch.accelerator.is_available():

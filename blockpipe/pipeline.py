@@ -472,7 +472,8 @@ class Pipeline(InspectedModel):
 
         Raises:
             UsageError: a candidate that is no number from 1 on.
-            The first exception of a step, but for those that say that memory is out.
+            The first exception of a step, where every candidate fails. One that fails alone is told
+            in the report: batch norm of a single sample, say.
 
         Example:
             >>> import torch, blockpipe as bp

@@ -50,7 +50,10 @@ def _verify(net: nn.Module, chunks: int = 4, stages: int = 3, **options: Any) ->
 def test_a_good_model_is_exact(schedule: str, checkpoint: str):
     """With dropout, batch norm and uneven micro-batches, to the bit under every schedule."""
     found = _verify(_net(0.5), schedule=schedule, checkpoint=checkpoint)
-    assert found.verdict == "exact" and found.exact and found and found.first_difference is None
+    assert found.verdict == "exact"
+    assert found.exact
+    assert found
+    assert found.first_difference is None
     assert {d.kind for d in found.differences} == {"outputs", "loss", "gradients", "buffers"}
     assert sum(d.kind == "gradients" for d in found.differences) == 8
 
@@ -73,7 +76,8 @@ def test_loss_reductions(reduction: Any):
 def test_deferred_batch_norm():
     """The plain loop defers the running statistics as well, and they change."""
     found = _verify(_net(0.1), deferred_batch_norm=True)
-    assert found.verdict == "exact" and len([d for d in found.differences if d.kind == "buffers"])
+    assert found.verdict == "exact"
+    assert len([d for d in found.differences if d.kind == "buffers"])
 
 
 def test_batch_dims():
@@ -98,7 +102,8 @@ def test_without_gradients_the_forward_is_compared():
     found = bp.Pipeline(net.requires_grad_(False), devices=["cpu"] * 3, chunks=2).verify(
         _batch()[0]
     )
-    assert found and {d.kind for d in found.differences} == {"outputs", "buffers"}
+    assert found
+    assert {d.kind for d in found.differences} == {"outputs", "buffers"}
 
 
 def test_a_loss_with_parameters():
@@ -144,7 +149,8 @@ def test_lanes_run_for_small_models(monkeypatch: pytest.MonkeyPatch):
     x = torch.randn(4, 4)
     pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, sample=(x,))
     found = pipe.verify(x)
-    assert found and "on 2 lanes" in str(found)
+    assert found
+    assert "on 2 lanes" in str(found)
     assert any(thread is not threading.main_thread() for thread in names)
     names.clear()
     pipe.forward_backward(x, loss_fn=torch.sum)
@@ -155,11 +161,13 @@ def test_lanes_run_for_small_models(monkeypatch: pytest.MonkeyPatch):
 
 
 def _assert_parts(found: Verification, phase: str, path: str, stage: int) -> None:
-    assert not found and not found.ok
+    assert not found
+    assert not found.ok
     parting = found.first_difference
     assert parting is not None
     assert (parting.phase, parting.path, parting.stage) == (phase, path, stage)
-    assert f"{path!r}" in str(found) and f"stage {stage}" in str(found)
+    assert f"{path!r}" in str(found)
+    assert f"stage {stage}" in str(found)
     with pytest.raises(VerificationError, match="not the plain one"):
         found.raise_if_different()
 
@@ -367,7 +375,8 @@ def _assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
     for name in ("modes", "python", "hooks", "threads"):
         assert before[name] == after[name]
     for a, b in zip(before["attributes"], after["attributes"], strict=True):
-        assert a.keys() == b.keys() and all(a[key] is b[key] for key in a)
+        assert a.keys() == b.keys()
+        assert all(a[key] is b[key] for key in a)
 
 
 class _Counting(nn.Linear):
@@ -396,7 +405,8 @@ def test_nothing_is_left():
     before = _state(net)
     assert pipe.verify(x)
     _assert_same(before, _state(net))
-    assert pipe.chunks == 3 and len(pipe._prepared) == 1
+    assert pipe.chunks == 3
+    assert len(pipe._prepared) == 1
 
 
 def test_nothing_is_left_by_a_failure():
@@ -423,7 +433,8 @@ def test_parameters_that_the_forward_writes_and_optimizers_in_the_backward():
     before = [p.detach().clone() for p in net.parameters()]
     pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
     found = pipe.verify(torch.arange(8).view(4, 2))
-    assert found.verdict == "exact" and not steps
+    assert found.verdict == "exact"
+    assert not steps
     assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
     pipe.forward_backward(torch.arange(8).view(4, 2), loss_fn=torch.sum)
     assert steps, "the hooks are back"
@@ -451,7 +462,8 @@ def test_on_the_stages():
     pipe = bp.Pipeline(_net(0.5), devices=["cpu"] * 3, chunks=4, checkpoint="always")
     x, y = _batch()
     found = pipe.verify(x, target=y, loss_fn=F.cross_entropy, device="stages")
-    assert found.verdict == "exact" and "uncut graph" in found.reference
+    assert found.verdict == "exact"
+    assert "uncut graph" in found.reference
     assert (pipe.schedule, pipe.checkpoint) == ("1f1b", "always")
 
 
@@ -468,7 +480,8 @@ def test_compiled_modules():
     pipe = bp.Pipeline(_net(), devices=["cpu"] * 3, chunks=2)
     pipe.compile(backend="eager")
     found = pipe.verify(_batch()[0])
-    assert found and not found.exact
+    assert found
+    assert not found.exact
 
 
 @pytest.mark.parametrize(
@@ -512,7 +525,8 @@ def test_the_table_is_the_differences():
     rows = [line.split() for line in str(found).splitlines()[2:6]]
     kinds = [d.kind for d in found.differences]
     assert {row[0]: sum(map(int, row[1:4])) for row in rows} == {k: kinds.count(k) for k in kinds}
-    assert found.to_dict()["ok"] is True and len(found.to_dict()["differences"]) == len(kinds)
+    assert found.to_dict()["ok"] is True
+    assert len(found.to_dict()["differences"]) == len(kinds)
 
 
 def test_values_that_are_not_finite_are_told():
@@ -522,7 +536,8 @@ def test_values_that_are_not_finite_are_told():
     x = torch.randn(4, 4)
     x[0, 0] = float("nan")
     found = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2).verify(x)
-    assert found.verdict == "exact" and "not finite in the plain run" in str(found)
+    assert found.verdict == "exact"
+    assert "not finite in the plain run" in str(found)
 
 
 # --- sketches
@@ -540,7 +555,8 @@ def test_a_sketch_sees_every_bit():
     assert sketch(torch.zeros(3)).apart(sketch(-torch.zeros(3))) == 0
     assert sketch(torch.zeros(0)).apart(sketch(torch.zeros(0))) == 0
     nan = torch.full((3,), float("nan"))
-    assert sketch(nan).apart(sketch(nan)) == 0 and sketch(nan).apart(sketch(x[0, :3])) > 0
+    assert sketch(nan).apart(sketch(nan)) == 0
+    assert sketch(nan).apart(sketch(x[0, :3])) > 0
 
 
 @pytest.mark.parametrize("size", [10, 1000, 100_000])
