@@ -20,6 +20,7 @@ from .blocks import (
 )
 from .capture import record
 from .errors import BlockpipeError
+from .logs import set_log_level
 from .materialize import materialize
 from .meter import host_syncs
 from .partition import partition_balanced, partition_uniform
@@ -69,6 +70,7 @@ __all__ = [
     "Pipeline",
     "StepResult",
     "host_syncs",
+    "set_log_level",
     # Errors
     "BlockpipeError",
 ]

@@ -7,6 +7,8 @@ With fake tensors it takes no device memory and does no arithmetic; where a mode
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ from .glue import CustomFunctions, is_compiled
 from .meter import Meter
 from .plan import StagePlan
 from .planned import Planned, Stages, planned_by
+from .progress import Progress
 from .recorder import (
     Recorder,
     RecordingDoor,
@@ -37,6 +40,8 @@ from .snapshot import ModelState, random_states
 from .transfer import carry, is_on_meta
 from .tree import map_tensors, tensors
 from .where import failing_line, users_line
+
+_log = logging.getLogger(__name__)
 
 
 def record(
@@ -118,9 +123,12 @@ def _record(
 ) -> Recording:
     """Record with fake tensors, or for real where that does not go."""
     why_real: str | None = None
+    began = time.perf_counter()
     if fake:
         try:
-            return _record_anywhere(model, args, kwargs, stages, devices, cut=cut)
+            recording = _record_anywhere(model, args, kwargs, stages, devices, cut=cut)
+            _tell(recording, args, kwargs, began)
+            return recording
         except BlockpipeError:
             raise
         except Exception as error:
@@ -137,7 +145,39 @@ def _record(
         )
     )
     recording.why_real = why_real
+    _tell(recording, args, kwargs, began)
     return recording
+
+
+def _tell(recording: Recording, args: Any, kwargs: Mapping[str, Any], began: float) -> None:
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    _log.info(
+        "recorded %s(%s) in %.2f s%s: %d module calls, route %s, %d crossings, %d sealed modules",
+        recording.model,
+        _signature(args, dict(kwargs)),
+        time.perf_counter() - began,
+        "" if recording.fake else " for real",
+        len(recording.calls),
+        recording.route,
+        len(recording.crossings),
+        len(recording.sealed),
+    )
+    if recording.why_real is not None:
+        _log.info("it ran for real, for on fake tensors it fails: %s", recording.why_real)
+    for path in recording.unhookable:
+        _log.debug("%s does not bear saved-tensor hooks", path or "the model")
+    for hop in recording.hops:
+        _log.debug(
+            "hop %d on stage %d: %d operations, %.3g FLOPs, keeps %d bytes a micro-batch%s (%s)",
+            hop.index,
+            hop.stage,
+            hop.operations,
+            hop.flops,
+            hop.never.bytes,
+            f", its backward is whole: {hop.whole}" if hop.whole else "",
+            hop.where,
+        )
 
 
 def record_on_fake_devices(
@@ -353,11 +393,14 @@ def _run(
     try:
         args, kwargs = _as_inputs(recorder, (args, kwargs))
         meter = Meter(recorder.spent, recorder.waited, recorder.drew, recorder.wrote)
-        with CustomFunctions(), _eager(), _saving_watched(recorder), RecordingGlue(recorder), meter:
-            output = model(*args, **kwargs)
-            recorder.notice_writes()
-            for tensor in tensors(output):
-                recorder.newest(tensor)
+        modules = sum(1 for _ in model.modules())
+        with Progress(f"recording {result.model}", modules, "module calls") as recorder.progress:
+            with CustomFunctions(), _eager(), _saving_watched(recorder):
+                with RecordingGlue(recorder), meter:
+                    output = model(*args, **kwargs)
+                    recorder.notice_writes()
+                    for tensor in tensors(output):
+                        recorder.newest(tensor)
         recorder.note_whole(output)
         recorder.keepers = _keepers(model, recorder)
     finally:

@@ -15,6 +15,7 @@ Every class is a :class:`BlockpipeError` and the builtin that it is a kind of, s
     ├── CrossingError (RuntimeError)   a tensor crossed in a way that autograd cannot follow
     ├── StateError (RuntimeError)      a tensor of another micro-batch was read
     ├── IsolationError (RuntimeError)  an operation touched another stage's storage
+    ├── VerificationError (AssertionError)  a pipelined run that is not what the plain one is
     └── UsageError (TypeError)         a call that a pipeline does not support
 
 A message has four parts: what was expected, what came, where, and what to do.
@@ -71,3 +72,7 @@ class IsolationError(BlockpipeError, RuntimeError):
 
 class UsageError(BlockpipeError, TypeError):
     """A call that is not supported, with what to do instead."""
+
+
+class VerificationError(BlockpipeError, AssertionError):
+    """A pipelined run is not what the plain one is: :meth:`Pipeline.verify` says where."""

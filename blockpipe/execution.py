@@ -4,6 +4,7 @@ Inline where threads cannot pay (one lane, one micro-batch, ``"sequential"``): e
 goes out and comes back before the next, which needs the least memory of all orders.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -34,6 +35,7 @@ from .tree import leaves, map_tensors, tensors
 from .where import failing_line, users_line
 
 _NOTHING = nullcontext()
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -110,6 +112,8 @@ class Execution:
         self.inline = is_cold or self._one_by_one
         if not self.inline:
             ambient.for_threads()
+        if prepared.steps == 0:
+            _log.info("%d micro-batches %s", len(microbatches), self._why_so(is_cold=is_cold))
         self._split: set[tuple[int, int]] = set()
         self._turns: Turns | None = None
         self._roots: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
@@ -117,6 +121,20 @@ class Execution:
         self.inputs_need_grad = differentiable and any(
             t.requires_grad for t in tensors((first.args, first.kwargs))
         )
+
+    def _why_so(self, *, is_cold: bool) -> str:
+        """Whether threads run the step, and why, for the log."""
+        if not self.inline:
+            return f"on {len(set(self.prepared.lane_of_hop))} lanes, a thread each"
+        if is_cold:
+            return "in one thread: the first step compiles"
+        if len(self.microbatches) == 1:
+            return "in one thread: there is nothing to overlap"
+        if self.schedule in ("sequential", "uncut"):
+            return f"in one thread: schedule={self.schedule!r}"
+        if self.prepared.is_small:
+            return "in one thread: operations are so small that threads would not pay"
+        return "in one thread: all stages are on one lane"
 
     # --- what draws random numbers
 
@@ -450,7 +468,7 @@ class Execution:
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         if self.loss_fn is None:
-            loss = _own_loss(output)
+            loss = own_loss(output)
         elif self._loss_kind in self.prepared.loss_draws:
             loss = self._called_loss(output, target)
         else:
@@ -598,7 +616,12 @@ def _check_differentiable(loss: Tensor) -> None:
         )
 
 
-def _own_loss(output: Any) -> Any:
+def own_loss(output: Any) -> Any:
+    """The loss that a model's output has: itself, a field or key, or a first element.
+
+    Raises:
+        UsageError: it has none.
+    """
     if isinstance(output, Tensor):
         return output  # its caller says what is wrong if it has more than one element
     loss = getattr(output, "loss", None)

@@ -19,6 +19,7 @@ from .prepared import Prepared
 from .recording import Recording
 from .simulate import simulate
 from .summary import Prediction, Summary, summarize
+from .table import bytes_text
 from .transfer import is_asynchronous
 from .where import remembers_caller, users_line
 
@@ -45,6 +46,20 @@ class InspectedModel(PlacedModel):
     ) -> list[Microbatch]:
         cut = self.schedule != "uncut"
         return split(args, kwargs, target, self.chunks, self.batch_dims, cut=cut)
+
+    @contextmanager
+    def _as_if(self, **options: Any) -> Iterator[None]:
+        """While entered, other options hold (``chunks``, ``schedule`` …), and steps are prepared
+        anew for them; then everything is as it was."""
+        before = {name: getattr(self, name) for name in (*options, "_prepared")}
+        try:
+            self._prepared = {}
+            for name, value in options.items():
+                setattr(self, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
 
     # --- what is where
 
@@ -244,3 +259,40 @@ class InspectedModel(PlacedModel):
         one_by_one = prepared.goes_one_by_one(self.schedule, microbatches)
         schedule = "sequential" if one_by_one else self.schedule
         return predict(prepared, schedule, microbatches, optimizer=optimizer, limit=limit)
+
+
+def described(pipe: InspectedModel) -> str:
+    """A pipeline on one screen: the model, the stages and their devices, the options."""
+    model, recording = type(pipe.module).__name__, pipe.recording
+    parameters = sum(p.numel() for p in pipe.module.parameters())
+    option = pipe.schedule
+    name = option if isinstance(option, str) else getattr(option, "name", "one's own")
+    options = [f"schedule={name!r}", f"chunks={pipe.chunks}"]
+    usual = {"checkpoint": "never", "in_flight": None, "deferred_batch_norm": False}
+    usual |= {"isolate": False}
+    for option_name, value in usual.items():
+        if getattr(pipe, option_name) != value:
+            options.append(f"{option_name}={getattr(pipe, option_name)!r}")
+    if pipe.offload:
+        options.append(f"offload={pipe.offload if pipe.offload is True else sorted(pipe.offload)}")
+    if pipe._compile is not None:
+        options.append("compiled")
+    lines = [f"Pipeline({model}, {parameters:,} parameters, {', '.join(options)})"]
+    if recording is None:
+        given = pipe._given_devices
+        where = "all accelerators, or the CPU" if given is None else ", ".join(map(str, given))
+        lines.append(f"  not placed yet: it is at the first call; devices: {where}")
+        return "\n".join(lines)
+    held = (*recording.parameters, *recording.buffers)
+    for stage in range(recording.num_stages):
+        own = [h for h in held if h.stage == stage]
+        count = sum(h.elements for h in own if not h.is_buffer)
+        hops = [hop for hop in recording.hops if hop.stage == stage]
+        begins = next((hop.name or hop.where.rpartition("/")[2] for hop in hops), "")
+        lines.append(
+            f"  stage {stage} on {pipe.devices[stage]}: {count:,} parameters, "
+            f"{bytes_text(sum(h.bytes for h in own))}, begins at {begins}"
+        )
+    if recording.route != list(range(recording.num_stages)):
+        lines.append(f"  route {recording.route}")
+    return "\n".join(lines)

@@ -226,6 +226,9 @@ class Turns:
             worker = threading.current_thread()
             if isinstance(worker, _Worker) and worker.threads != self._threads:
                 torch.set_num_threads(self._threads)  # a new thread does not inherit it
+                # A thread that has never asked takes the process's number at its first operation,
+                # and that may be the caller's again by then.
+                torch.get_num_threads()
                 worker.threads = self._threads
             job: _Job | None = first
             while job is not None:

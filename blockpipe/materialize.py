@@ -4,6 +4,7 @@ The obvious way, ``to_empty`` and then ``load_state_dict``, needs the model and 
 whole on one device; here a tensor is allocated where its stage is and filled before the next.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from .recorder import named_slots
 from .recording import Held, Recording
 from .transfer import is_on_meta
 from .weights import Source, Weights, open_weights
+
+_log = logging.getLogger(__name__)
 
 Init = Callable[[nn.Module], object] | str
 
@@ -104,6 +107,12 @@ def materialize(
         if init is not None:
             filling.initialize(_as_function(init), recurse=not isinstance(init, str))
         filling.check(whole=stages is None)
+        _log.info(
+            "filled %s from %s, stages %s",
+            type(model).__name__,
+            " and ".join(["weights"] * (source is not None) + ["init"] * (init is not None)),
+            sorted(wanted),
+        )
         if source is not None:
             _set_extra_state(model, source)
     follow_with_optimizer_state()  # what an optimizer loaded on meta is lost, and no step says so
@@ -126,6 +135,7 @@ def load_in_place(model: nn.Module, weights: Weights, recording: Recording | Non
                 if name is not None:
                     source.read(name, tensor)
             _set_extra_state(model, source)
+        _log.info("loaded %d tensors into %s", len(source.headers), type(model).__name__)
     except BaseException as error:  # a disk that fails
         error.add_note("blockpipe: the model now holds a part of the checkpoint")
         raise

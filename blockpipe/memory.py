@@ -157,8 +157,7 @@ def predict(
         optimizer: see :func:`copies_of`.
         limit: bytes that a device has, for suggestions.
     """
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise UsageError(f"limit is a number of bytes, such as 16 * 2**30, but {limit!r} came")
+    check_limit(limit)
     copies = copies_of(optimizer)
     made = prepared.schedule(schedule, microbatches)
     sizes = [
@@ -175,6 +174,12 @@ def predict(
     report = MemoryReport(stages, made.name, microbatches)
     report.suggestions = suggestions(prepared, report, copies, limit)
     return report
+
+
+def check_limit(limit: object) -> None:
+    """Raise :class:`UsageError` for what is no number of bytes."""
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise UsageError(f"limit is a number of bytes, such as 16 * 2**30, but {limit!r} came")
 
 
 def copies_of(optimizer: object) -> float:

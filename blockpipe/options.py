@@ -94,7 +94,7 @@ def check_options(
         raise UsageError(f"Pipeline takes an nn.Module, but {type(model).__name__} came")
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise PlanError(f"chunks is a whole number from 1 on, but {chunks!r} came")
-    _check_schedule(schedule, chunks)
+    check_schedule(schedule, chunks)
     check_in_flight(in_flight)
     if checkpoint not in CHECKPOINTS:
         raise UsageError(
@@ -113,7 +113,21 @@ def check_options(
         )
 
 
-def _check_schedule(schedule: object, chunks: int) -> None:
+def check_loss(loss_fn: object, target: object) -> None:
+    """Raise :class:`UsageError` for a loss that cannot be called, or a target without one."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise UsageError(
+            f"loss_fn is a callable (output, target) -> loss, but {loss_fn!r} came ({users_line()})"
+        )
+    if target is not None and loss_fn is None:
+        raise UsageError(
+            "a target needs a loss_fn to be compared by, but none came; pass loss_fn=…, or "
+            f"give the model its labels as an argument ({users_line()})"
+        )
+
+
+def check_schedule(schedule: object, chunks: int) -> None:
+    """Raise :class:`ScheduleError` for what names no schedule, or one for other micro-batches."""
     names = [*SCHEDULES, "auto", "uncut"]
     if isinstance(schedule, Schedule):
         if schedule.microbatches != chunks:

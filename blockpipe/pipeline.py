@@ -14,12 +14,13 @@ from torch.autograd import forward_ad
 from .ambient import Ambient
 from .batchnorm import synchronized
 from .blocks import Cursor, _cursor, set_cursor
+from .chunks import Batch, ChunksReport, Options, find_chunks
 from .crossing import Step
 from .differentiable import attach, input_gradients
 from .errors import UsageError
 from .execution import Execution
 from .glue import Glue
-from .inspected import InspectedModel
+from .inspected import InspectedModel, described
 from .journey import FreeJourney
 from .lanes import close_idle_threads
 from .materialize import Init
@@ -27,11 +28,13 @@ from .microbatch import BatchDims, Joint, LossReduction, join, weights_of
 from .options import (
     as_sample,
     check_batch_dims,
+    check_loss,
     check_options,
 )
 from .plan import StagePlan
 from .prepared import ScheduleOption
 from .tree import leaves, map_tensors
+from .verifying import Verification, Verifier, check_tolerances, verify
 from .weights import Weights
 from .where import remembers_caller, users_line
 
@@ -206,16 +209,7 @@ class Pipeline(InspectedModel):
             ``.grad`` may then hold part of the step.
         """
         self._check_call()
-        if loss_fn is not None and not callable(loss_fn):
-            raise UsageError(
-                f"loss_fn is a callable (output, target) -> loss, but {loss_fn!r} came "
-                f"({users_line()})"
-            )
-        if target is not None and loss_fn is None:
-            raise UsageError(
-                "a target needs a loss_fn to be compared by, but none came; pass loss_fn=…, or "
-                f"give the model its labels as an argument ({users_line()})"
-            )
+        check_loss(loss_fn, target)
         ambient = Ambient()
         microbatches = self._split(args, kwargs, target)
         weights = weights_of(microbatches, self.loss_reduction)
@@ -369,6 +363,140 @@ class Pipeline(InspectedModel):
         self._compile = (None if cuda_graphs and not options else dict(options), cuda_graphs)
         for prepared in self._prepared.values():
             self._compile_modules(prepared)
+
+    # --- whether it is right, and fast
+
+    @remembers_caller
+    def verify(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        rtol: float | None = None,
+        atol: float = 0.0,
+        device: Any = None,
+        **kwargs: Any,
+    ) -> Verification:
+        """Run a small batch pipelined and as a plain loop, and compare all that comes out.
+
+        Outputs, loss, gradients of parameters and inputs, buffers. Where they differ, both are run
+        again with every module call watched, and the first module and stage where they part is
+        named. The model, its gradients and buffers and the random generators are left as they
+        were; nothing is trained. Under ``no_grad`` the forward alone is compared.
+
+        The schedule runs on its lanes even where operations are so small that a step would take one
+        thread. With ``deferred_batch_norm`` the plain loop defers as well. Random numbers are drawn
+        from the same streams; where stages on different devices draw, the reference is one uncut
+        graph over the stages.
+
+        Args:
+            *args: the model's arguments, for the whole batch.
+            target: as for :meth:`forward_backward`.
+            loss_fn: as for :meth:`forward_backward`; ``None``: the model's own loss, or the mean
+                square of its outputs if it has none.
+            rtol: how far apart things may be where equality to the bit is not promised (anything
+                on an accelerator, or compiled), relative to the plain run's norm; gradients
+                relative to the norm of all of them. ``None``: 1e-5, for single precision.
+            atol: the same, absolute.
+            device: where the plain run is: it needs room for the whole model. ``None``: the first
+                stage's. ``"stages"``: one uncut graph over the stages, for a model that fits no
+                device.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            A :class:`blockpipe.verifying.Verification`: true if all is well; printed, a table.
+
+        Raises:
+            UsageError: a target without a loss_fn, a tolerance that is no number.
+            The first exception of either run.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+            >>> found = pipe.verify(torch.ones(4, 4))
+            >>> found.ok, found.verdict
+            (True, 'exact')
+        """
+        self._check_call()
+        check_loss(loss_fn, target)
+        check_tolerances(rtol, atol)
+        compared = Verifier(
+            self,
+            self.forward_backward,
+            lambda microbatches: weights_of(microbatches, self.loss_reduction),
+            self._output_dim(),
+            args,
+            kwargs,
+            target,
+            loss_fn,
+            device,
+        )
+        return verify(compared, rtol=rtol, atol=atol)
+
+    @remembers_caller
+    def find_chunks(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        candidates: Iterable[int] | None = None,
+        schedules: Iterable[ScheduleOption] | ScheduleOption | None = None,
+        repeats: int = 5,
+        optimizer: object = None,
+        limit: int | None = None,
+        **kwargs: Any,
+    ) -> ChunksReport:
+        """Try numbers of micro-batches on a batch, side by side, and say which is the fastest.
+
+        The pipeline's own ``chunks`` and ``schedule`` stay as they are, and so does the model:
+        parameters, gradients, buffers, random generators.
+
+        Args:
+            *args: the model's arguments, for the whole batch: one of the size that is trained on.
+            target: as for :meth:`forward_backward`.
+            loss_fn: as for :meth:`forward_backward`.
+            candidates: what to try; ``None``: powers of two up to eight for each stage, and the
+                pipeline's own. A batch of fewer samples makes fewer micro-batches; each number
+                that results is tried once.
+            schedules: under which; ``None``: the pipeline's own.
+            repeats: steps of each; the median counts.
+            optimizer: what trains it, for the memory; as for :meth:`memory`.
+            limit: bytes that a device has; what is predicted to need more is not tried. ``None``:
+                what the accelerators have; on the CPU there is none.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            A :class:`blockpipe.chunks.ChunksReport`; ``report.best`` is its fastest trial.
+
+        Raises:
+            UsageError: a candidate that is no number from 1 on.
+            The first exception of a step, where every candidate fails. One that fails alone is told
+            in the report: batch norm of a single sample, say.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+            >>> report = pipe.find_chunks(torch.ones(4, 4), loss_fn=torch.sum, repeats=1)
+            >>> [trial.microbatches for trial in report.trials]
+            [1, 2, 4]
+        """
+        self._check_call()
+        check_loss(loss_fn, target)
+
+        def step() -> None:
+            self.forward_backward(*args, target=target, loss_fn=loss_fn, **kwargs)
+
+        batch = Batch(args, kwargs, target, loss_fn)
+        options = Options(candidates, schedules, repeats, optimizer, limit)
+        return find_chunks(self, step, batch, options)
+
+    def __repr__(self) -> str:
+        """On one screen: the model is printed by ``print(pipe.module)``."""
+        return described(self)
 
     def close(self) -> None:
         """End the threads that wait for a next step. The pipeline can be used again."""

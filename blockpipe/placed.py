@@ -4,6 +4,7 @@ Reads as the flow does: record → plan → place.
 """
 
 import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,12 +28,14 @@ from .plan import StagePlan
 from .planned import KeptPlan, kept_plan, planned_by
 from .prepared import Prepared, ScheduleOption, lanes_of
 from .recording import Recording
+from .summary import bytes_text
 from .transfer import Owner, default_devices, is_on_meta, set_owner
 from .tree import leaves
 from .weights import Weights, open_weights
 from .wrapped import WrappedModel
 
 _numbers = itertools.count()
+_log = logging.getLogger(__name__)
 
 
 class PlacedModel(WrappedModel):
@@ -156,11 +159,15 @@ class PlacedModel(WrappedModel):
             self.unplace()
             self._kept = kept_plan(self.module)
         if self._fingerprint is None or not self._fingerprint.fits():
+            if self._fingerprint is not None:
+                _log.info("recording anew: modules or parameters were changed, or moved")
             self._prepared.clear()  # the model was changed: record anew
             self._fingerprint = Fingerprint(self.module)
         key = self._key(batch, self._fingerprint)
         prepared = self._prepared.get(key)
         if prepared is None:
+            if self._prepared:
+                _log.info("recording once more: other modes, grad mode or arguments than before")
             recording = self._record(batch)
             devices = self._placed() or self._choose_devices(recording)
             recording.check(len(devices))
@@ -207,7 +214,24 @@ class PlacedModel(WrappedModel):
             self._materialize(recording, devices)
             self._placement = Placement(self.module, devices)
         homes = self._placement.place(recording, keep=not first and not torch.is_grad_enabled())
-        return self._prepared_by(recording, homes, devices)
+        prepared = self._prepared_by(recording, homes, devices)
+        if _log.isEnabledFor(logging.INFO):
+            self._tell(prepared)
+        return prepared
+
+    def _tell(self, prepared: Prepared) -> None:
+        recording = prepared.recording
+        held = (*recording.parameters, *recording.buffers)
+        for stage in range(recording.num_stages):
+            own = [h for h in held if h.stage == stage]
+            size = bytes_text(sum(h.bytes for h in own))
+            _log.info(
+                "stage %d on %s: %d tensors, %s", stage, prepared.devices[stage], len(own), size
+            )
+        for note in prepared.notes():
+            _log.info("%s", note)
+        if prepared.offloaded:
+            _log.info("offloaded hops: %s", sorted(prepared.offloaded))
 
     def _prepared_by(
         self,

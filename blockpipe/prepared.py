@@ -3,6 +3,7 @@ schedules, and whether threads pay."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -24,6 +25,8 @@ from .scheduler import Choice, choose, make_schedule
 from .simulate import Costs, validate
 from .table import bytes_text
 from .transfer import is_asynchronous
+
+_log = logging.getLogger(__name__)
 
 ScheduleOption = str | Schedule | Callable[[Sequence[int], int], Schedule]
 
@@ -205,6 +208,7 @@ class Prepared:
     def compile(self, options: Mapping[str, Any] | None, *, cuda_graphs: bool) -> None:
         """Have compiled modules, or CUDA graphs, stand in for the sealed ones."""
         self.compiled = Compiled(self.doors, options, cuda_graphs=cuda_graphs)
+        _log.info("compiled: %s", ", ".join(self.compiled.paths) or "nothing")
         self.steps = 0
         self._schedules.clear()
         for call in self.recording.calls:
@@ -253,6 +257,14 @@ class Prepared:
             if self.restores:
                 known = known.with_restored(partial(self._restores, microbatches=microbatches))
             self._schedules[key] = known
+            _log.info(
+                "schedule %s for %d micro-batches: %d lanes, %d in flight%s",
+                known.name,
+                microbatches,
+                len(known.lanes),
+                known.in_flight(),
+                f" (auto: {self.choices[microbatches]})" if option == "auto" else "",
+            )
         return known
 
     def _make(self, option: ScheduleOption, microbatches: int) -> Schedule:

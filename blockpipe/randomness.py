@@ -105,17 +105,23 @@ def moved(states: States) -> bool:
 
 
 @contextmanager
+def kept(sources: Iterable[Source]) -> Iterator[None]:
+    """At the end generators are where they were. Others may draw meanwhile."""
+    before = current(sources)
+    try:
+        yield
+    finally:
+        for source, state in before.items():
+            _set(source, state)
+
+
+@contextmanager
 def replayed(states: States) -> Iterator[None]:
     """Draw again what was drawn from these states on; then everything is as it was."""
-    with own_turn():
-        before = current(states)
-        try:
-            for source, state in states.items():
-                _set(source, state)
-            yield
-        finally:
-            for source, state in before.items():
-                _set(source, state)
+    with own_turn(), kept(states):
+        for source, state in states.items():
+            _set(source, state)
+        yield
 
 
 @contextmanager

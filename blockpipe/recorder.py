@@ -25,6 +25,7 @@ from .meter import ACCELERATOR, CPU, HostSync
 from .pieces import Pieces, inbound
 from .plan import too_few_devices
 from .planned import planned_stage
+from .progress import Progress
 from .randomness import current
 from .recording import Call, CrossingInfo, Flow, Held, Hop, Recording, Unmarked
 from .transfer import edge_of
@@ -107,6 +108,7 @@ class Recorder(Journey):
         self.untracked: list[tuple[CrossingError, Call | None]] = []
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.pieces = Pieces(result.pieces, result.flows)
+        self.progress: Progress | None = None
         self._sources: dict[int, Call] = {}  # calls that made what the operation under way reads
         self._ambient_hooks: Any = None
         self._host_states: dict[Any, Any] = {}
@@ -342,6 +344,8 @@ class Recorder(Journey):
         )
         sources = [getattr(getattr(t, TAG, None), "sources", ()) for t in tensors(args)]
         call.inbound = inbound(sources, call)
+        if self.progress is not None:
+            self.progress.step(path)
         self.pieces.begin(len(self.result.calls), self._closed())
         self.result.calls.append(call)
         self.activations.given(call, tensors(args))

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe.partition import best_ends
 
 CHAINS = 500
 

@@ -1,0 +1,322 @@
+"""Into how many micro-batches? Try, side by side, and report.
+
+A formula knows the bubble, (p - 1) / (m + p - 1), but not what smaller operations lose: on a
+device that m = 64 keeps half empty, it recommends m = 64. So steps are timed. Candidates take
+turns, round by round, so that a machine which slows down does so for all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from .errors import RecordingError, ScheduleError, UsageError
+from .inspected import InspectedModel
+from .memory import check_limit, copies_of, predict
+from .options import check_schedule
+from .prepared import Prepared, ScheduleOption
+from .progress import Progress
+from .schedule import Schedule
+from .simulate import simulate
+from .summary import bytes_text, text_table
+from .transfer import is_asynchronous, is_on_meta
+from .untouched import Untouched
+from .where import users_line
+
+_PER_STAGE = 8  # as many chunks for each stage, at the most: the bubble is an eighth then
+
+
+@dataclass
+class Trial:
+    """One number of micro-batches under one schedule.
+
+    Attributes:
+        schedule: its name.
+        chunks: as asked for.
+        microbatches: as the batch makes them.
+        seconds: of a step, the median; ``None``: not measured.
+        samples_per_second: of a step.
+        predicted_seconds: by the recording's costs and the schedule: a roofline's guess.
+        bubble: predicted: the share of the lanes' time in which they idle, 0 to 1.
+        memory: predicted: bytes, of the device that needs the most.
+        why_not: why it was not measured: over the limit, out of memory, no such schedule.
+    """
+
+    schedule: str
+    chunks: int
+    microbatches: int
+    seconds: float | None = None
+    samples_per_second: float | None = None
+    predicted_seconds: float | None = None
+    bubble: float | None = None
+    memory: int | None = None
+    why_not: str | None = None
+
+
+@dataclass
+class ChunksReport:
+    """What :meth:`Pipeline.find_chunks` found; ``str()`` is a table.
+
+    Attributes:
+        trials: one for each candidate and schedule.
+        samples: in the batch.
+        repeats: steps of each.
+    """
+
+    trials: list[Trial]
+    samples: int
+    repeats: int
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest; ``None``: nothing could be measured."""
+        measured = [trial for trial in self.trials if trial.seconds is not None]
+        return min(measured, key=lambda trial: trial.seconds or 0.0, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        head = ["Schedule", "Micro-batches", "ms", "Samples/s", "Predicted ms", "Bubble", "Memory"]
+        best = self.best
+        rows, notes = [], []
+        for trial in self.trials:
+            ms = "-" if trial.seconds is None else f"{1e3 * trial.seconds:.2f}"
+            rows.append(
+                [
+                    trial.schedule,
+                    str(trial.microbatches),
+                    ms + ("*" if trial is best else " "),
+                    _shown(trial.samples_per_second, "{:.1f}"),
+                    _shown(trial.predicted_seconds, "{:.2f}", 1e3),
+                    _shown(trial.bubble, "{:.1%}"),
+                    "-" if trial.memory is None else bytes_text(trial.memory),
+                ]
+            )
+            if trial.why_not:
+                notes.append(f"{trial.schedule}, {trial.microbatches}: {trial.why_not}")
+        if best is None:
+            notes.insert(0, "nothing was measured")
+        else:
+            notes.insert(
+                0,
+                f"* the fastest of {self.samples} samples a step, median of {self.repeats}: "
+                f"schedule={best.schedule!r}, chunks={best.microbatches}",
+            )
+        notes.append("predicted: time, bubble and the memory of the fullest device")
+        return text_table(head, rows, left=1) + "\n\n" + "\n".join(f"note: {n}" for n in notes)
+
+
+def _shown(value: float | None, form: str, factor: float = 1.0) -> str:
+    return "-" if value is None else form.format(factor * value)
+
+
+@dataclass
+class Batch:
+    """What a step is given."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    loss_fn: Callable[..., Any] | None
+
+
+@dataclass
+class Options:
+    """What to try, and how often."""
+
+    candidates: Iterable[int] | None
+    schedules: Iterable[ScheduleOption] | ScheduleOption | None
+    repeats: int
+    optimizer: object
+    limit: int | None
+
+
+@dataclass
+class _Runner:
+    """A trial with what its steps were prepared by."""
+
+    trial: Trial
+    schedule: ScheduleOption
+    prepared: dict[Any, Prepared] = field(default_factory=dict)
+    times: list[float] = field(default_factory=list)
+    error: Exception | None = None
+
+    def fails(self, error: Exception) -> None:
+        """It cannot run so: batch norm of a single sample, a schedule for other micro-batches."""
+        self.error = error.with_traceback(None)
+        cause = error.__cause__ or error
+        self.trial.why_not = f"fails: {type(cause).__name__}: {cause}"
+
+
+def find_chunks(
+    pipe: InspectedModel, step: Callable[[], object], batch: Batch, options: Options
+) -> ChunksReport:
+    """Try each candidate under each schedule.
+
+    Args:
+        pipe: whose chunks they are.
+        step: one, by the pipeline as it is then.
+        batch: what the step is given.
+        options: what to try.
+    """
+    samples = sum(m.size for m in pipe._split(batch.args, batch.kwargs, batch.target))
+    schedules = _schedules(pipe, options.schedules)
+    wanted = _candidates(pipe, options.candidates, samples)
+    repeats = options.repeats
+    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+        raise UsageError(
+            f"repeats is a whole number from 1 on, but {repeats!r} came ({users_line()})"
+        )
+    copies_of(options.optimizer)
+    check_limit(options.limit)
+    if is_on_meta(pipe.module):  # its values come with the placement
+        pipe._prepare(pipe._split(batch.args, batch.kwargs, batch.target)[0])
+    runners = [
+        _predicted(pipe, batch, options, schedule, chunks)
+        for schedule in schedules
+        for chunks in wanted
+    ]
+    trials = [runner.trial for runner in runners]
+    left = [runner for runner in runners if runner.trial.why_not is None]
+    if left:
+        _measure(pipe, step, batch, left, options.repeats)
+    errors = [runner.error for runner in runners if runner.error is not None]
+    if errors and len(errors) == len(runners):
+        raise errors[0]  # it is not the number of micro-batches
+    for runner in left:
+        if runner.times and runner.trial.why_not is None:
+            runner.trial.seconds = statistics.median(runner.times)
+            runner.trial.samples_per_second = samples / runner.trial.seconds
+    return ChunksReport(trials, samples, options.repeats)
+
+
+def _candidates(
+    pipe: InspectedModel, candidates: Iterable[int] | None, samples: int
+) -> dict[int, int]:
+    """From chunks to micro-batches, each number of these once."""
+    if candidates is None:
+        recording = pipe.recording
+        stages = len(pipe._given_devices or ()) if recording is None else recording.num_stages
+        most = _PER_STAGE * max(1, stages)
+        candidates = sorted({pipe.chunks, *(2**k for k in range(most.bit_length()))})
+    wanted = [candidates] if isinstance(candidates, int) else list(candidates)
+    wrong = [n for n in wanted if not isinstance(n, int) or isinstance(n, bool) or n < 1]
+    if wrong or not wanted:
+        raise UsageError(
+            f"candidates are whole numbers from 1 on, such as [2, 4, 8], but {wrong or wanted} "
+            f"came ({users_line()})"
+        )
+    found: dict[int, int] = {}
+    for chunks in wanted:
+        if min(chunks, samples) not in found.values():
+            found[chunks] = min(chunks, samples)
+    return found
+
+
+def _schedules(
+    pipe: InspectedModel, schedules: Iterable[ScheduleOption] | ScheduleOption | None
+) -> list[ScheduleOption]:
+    if schedules is None:
+        return [pipe.schedule]
+    one = isinstance(schedules, str | Schedule) or callable(schedules)
+    found: list[ScheduleOption] = [schedules] if one else list(schedules)  # type: ignore[list-item, arg-type]
+    for schedule in found:
+        chunks = schedule.microbatches if isinstance(schedule, Schedule) else 1
+        check_schedule(schedule, chunks)
+    if not found:
+        raise UsageError(f"schedules names none ({users_line()}); leave it out for the pipeline's")
+    return found
+
+
+def _predicted(
+    pipe: InspectedModel, batch: Batch, options: Options, schedule: ScheduleOption, chunks: int
+) -> _Runner:
+    """What the recording says of a candidate, and whether it is tried at all."""
+    name = schedule if isinstance(schedule, str) else getattr(schedule, "name", "one's own")
+    with pipe._as_if(chunks=chunks, schedule=schedule):
+        microbatches = pipe._split(batch.args, batch.kwargs, batch.target)
+        count = len(microbatches)
+        trial = Trial(str(name), chunks, count)
+        runner = _Runner(trial, schedule)
+        try:
+            prepared = pipe._sketched(microbatches[0])
+            if schedule == "uncut":
+                return runner  # one graph over all stages: no schedule to play out
+            alone = prepared.goes_one_by_one(schedule, count)
+            option = "sequential" if alone else schedule
+            played = simulate(prepared.schedule(option, count), prepared.costs)
+            report = predict(prepared, option, count, optimizer=options.optimizer)
+        except (ScheduleError, RecordingError) as error:
+            runner.fails(error)
+            return runner
+    trial.predicted_seconds, trial.bubble = played.makespan, played.bubble
+    trial.memory = max(report.by_device.values())
+    limit = options.limit
+    if limit is None and prepared.is_asynchronous:
+        there = [device for device in prepared.devices if is_asynchronous(device)]
+        limit = min(torch.accelerator.get_memory_info(d)[1] for d in there)
+    if limit is not None and trial.memory > limit:
+        trial.why_not = f"{bytes_text(trial.memory)} predicted, over {bytes_text(limit)}"
+    return runner
+
+
+def _measure(
+    pipe: InspectedModel,
+    step: Callable[[], object],
+    batch: Batch,
+    runners: list[_Runner],
+    repeats: int,
+) -> None:
+    loss = batch.loss_fn
+    modules = [pipe.module, *([loss] if isinstance(loss, torch.nn.Module) else [])]
+    with pipe._as_if(chunks=runners[0].trial.chunks, schedule=runners[0].schedule):
+        first = pipe._prepare(pipe._split(batch.args, batch.kwargs, batch.target)[0])
+    if isinstance(loss, torch.nn.Module):
+        loss.to(first.devices[first.route[-1]])
+    untouched = Untouched(modules, first.generators)
+    total = (1 + repeats) * len(runners)
+    with Progress("trying micro-batches", total, "steps") as progress:
+        for turn in range(1 + repeats):
+            for runner in runners:
+                progress.step(f"{runner.trial.schedule}, {runner.trial.microbatches}")
+                if runner.trial.why_not is None:
+                    seconds = _timed(pipe, step, runner, untouched)
+                    if turn and seconds is not None:  # the first is for caches
+                        runner.times.append(seconds)
+
+
+def _timed(
+    pipe: InspectedModel, step: Callable[[], object], runner: _Runner, untouched: Untouched
+) -> float | None:
+    with untouched.run(), pipe._as_if(chunks=runner.trial.chunks, schedule=runner.schedule):
+        pipe._prepared = runner.prepared
+        try:
+            _wait(pipe)
+            began = time.perf_counter()
+            step()
+            _wait(pipe)
+            return time.perf_counter() - began
+        except (torch.OutOfMemoryError, MemoryError):
+            runner.trial.why_not = "out of memory"
+        except Exception as error:
+            if "can't allocate memory" in str(error):  # the host's allocator has no class for it
+                runner.trial.why_not = "out of memory"
+            else:
+                runner.fails(error)
+    # What the failed step held is free now: the next one shall have it.
+    runner.prepared.clear()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    return None
+
+
+def _wait(pipe: InspectedModel) -> None:
+    for device in {d for d in pipe._placed() or () if is_asynchronous(d)}:
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,616 @@
+"""Is the pipelined step what the plain loop is? Run both, compare, and say where they part.
+
+The verdict is on a step that nobody watches; only if it differs, both runs are made again with
+every module call watched (:mod:`blockpipe.parting`). So watching cannot hide a race from the
+verdict, and a good model pays for two steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .ambient import Ambient
+from .batchnorm import DeferredBatchNorm
+from .blocks import set_microbatch
+from .errors import UsageError, VerificationError
+from .execution import own_loss
+from .inspected import InspectedModel
+from .microbatch import Microbatch, join, split
+from .parting import Parting, Watch, first_parting
+from .prepared import Prepared
+from .randomness import Source, Streams, torchs_of
+from .summary import text_table
+from .transfer import check_device
+from .tree import leaves, map_tensors, tensors
+from .untouched import Untouched, moved_copy
+from .where import users_line
+
+Verdict = Literal["exact", "within tolerance", "different"]
+Step = Callable[..., Any]
+_KINDS = ("outputs", "loss", "gradients", "input gradients", "buffers")
+_TOLERANCE = 1e-5
+
+
+@dataclass
+class Difference:
+    """One thing that was compared.
+
+    Attributes:
+        kind: "outputs", "loss", "gradients", "input gradients" or "buffers".
+        name: of the parameter, the buffer, the output.
+        verdict: "exact" (to the bit), "within tolerance" or "different".
+        relative: how far apart: the norm of the difference over that of the plain run's value; of
+            a gradient, over the norm of all gradients.
+    """
+
+    kind: str
+    name: str
+    verdict: Verdict
+    relative: float
+
+
+@dataclass
+class Verification:
+    """What :meth:`Pipeline.verify` found; true if all is as it must be, and printed a table.
+
+    Attributes:
+        differences: one for each thing compared.
+        exact: whether equality to the bit is promised here: everything is on the CPU, and not
+            compiled.
+        rtol: the tolerance, relative.
+        atol: the tolerance, absolute, of a difference's norm.
+        first_difference: where the runs part; ``None`` where they do not, or it cannot be seen.
+        schedule: what the pipeline ran.
+        reference: what it was compared with.
+        notes: what else there is to know.
+    """
+
+    differences: list[Difference]
+    exact: bool
+    rtol: float
+    atol: float
+    schedule: str
+    reference: str
+    first_difference: Parting | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Verdict:
+        """That of the worst difference."""
+        found = {difference.verdict for difference in self.differences}
+        if "different" in found:
+            return "different"
+        return "within tolerance" if "within tolerance" in found else "exact"
+
+    @property
+    def ok(self) -> bool:
+        """Whether the pipelined step is the plain one: to the bit where that is promised, else
+        within the tolerance."""
+        return self.verdict == "exact" or (self.verdict != "different" and not self.exact)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def worst(self) -> dict[str, Difference]:
+        """For each kind, what is furthest apart."""
+        found: dict[str, Difference] = {}
+        for difference in self.differences:
+            known = found.get(difference.kind)
+            if known is None or _badness(difference) > _badness(known):
+                found[difference.kind] = difference
+        return found
+
+    def raise_if_different(self) -> None:
+        """Raise :class:`VerificationError` with this table, unless all is as it must be."""
+        if not self.ok:
+            raise VerificationError(f"the pipelined step is not the plain one\n{self}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        parting = self.first_difference
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "exact": self.exact,
+            "rtol": self.rtol,
+            "atol": self.atol,
+            "schedule": self.schedule,
+            "reference": self.reference,
+            "differences": [dict(vars(d)) for d in self.differences],
+            "first_difference": None if parting is None else dict(vars(parting)),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        rows = []
+        for kind, worst in self.worst.items():
+            verdicts = [d.verdict for d in self.differences if d.kind == kind]
+            counts = [verdicts.count(v) for v in ("exact", "within tolerance", "different")]
+            where = worst.name if worst.verdict != "exact" else "-"
+            rows.append([kind, *map(str, counts), f"{worst.relative:.1e}", where])
+        head = ["", "Exact", "Within tolerance", "Different", "Worst", "Where"]
+        promise = "equality to the bit is promised here" if self.exact else "to rounding"
+        lines = [
+            text_table(head, rows, left=1),
+            "",
+            f"{'ok' if self.ok else 'NOT ok'}: {self.verdict} ({promise}; rtol={self.rtol:g}, "
+            f"atol={self.atol:g})",
+            f"pipelined: {self.schedule}",
+            f"reference: {self.reference}",
+        ]
+        if self.first_difference is not None:
+            lines.append(f"they part: {self.first_difference}")
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def _badness(difference: Difference) -> tuple[int, float]:
+    order = ("exact", "within tolerance", "different")
+    return order.index(difference.verdict), difference.relative
+
+
+@dataclass
+class _Outcome:
+    """What a run came to: by kind and name."""
+
+    values: dict[str, dict[str, Any]]
+
+    def put(self, kind: str, named: Iterable[tuple[str, Any]]) -> None:
+        self.values.setdefault(kind, {}).update(named)
+
+
+class Verifier:
+    """Runs a pipeline's step and the plain one, alike from the same state.
+
+    Args:
+        pipe: the pipeline.
+        step: its ``forward_backward``.
+        weigh: from micro-batches to the weights of their losses.
+        output_dim: on which outputs are joined.
+        args: of the model, for the whole batch.
+        kwargs: of the model.
+        target: for the loss.
+        loss_fn: as the step's.
+        device: where the plain run is; ``"stages"``: where the stages are, uncut.
+    """
+
+    def __init__(
+        self,
+        pipe: InspectedModel,
+        step: Step,
+        weigh: Callable[[list[Microbatch]], list[float]],
+        output_dim: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        loss_fn: Callable[..., Any] | None,
+        device: Any,
+    ) -> None:
+        self.pipe, self.step, self.weigh, self.output_dim = pipe, step, weigh, output_dim
+        self.args, self.kwargs, self.target = args, kwargs, target
+        microbatches = pipe._split(args, kwargs, target)
+        self.prepared = pipe._prepare(microbatches[0])
+        self.last = self.prepared.devices[self.prepared.route[-1]]
+        self.loss = loss_fn if isinstance(loss_fn, nn.Module) else None
+        if self.loss is not None:
+            self.loss.to(self.last)  # as a step does
+        self.modules = [pipe.module, *([self.loss] if self.loss is not None else [])]
+        self.trains = torch.is_grad_enabled() and (
+            any(p.requires_grad for module in self.modules for p in module.parameters())
+            or any(t.requires_grad for t in tensors((args, kwargs)))
+        )
+        self.loss_fn = loss_fn if loss_fn is not None else own_or_mean_square
+        self.notes: list[str] = []
+        self.count = len(microbatches)
+        self.device = self._reference_device(device)
+        devices = [*self.prepared.devices, *([self.device] if self.device else [])]
+        sources: list[Source] = [s for device in devices for s in torchs_of(device)]
+        self.untouched = Untouched(self.modules, sources)
+
+    # --- what is compared with what
+
+    @property
+    def _draws(self) -> bool:
+        return any(self.prepared.sources)
+
+    def _reference_device(self, device: Any) -> torch.device | None:
+        """``None``: on the stages."""
+        stages = {self.prepared.devices[stage] for stage in self.prepared.route}
+        if device == "stages":
+            return None
+        chosen = self.prepared.devices[self.prepared.route[0]] if device is None else None
+        chosen = chosen or check_device(device)
+        # Each device draws numbers of its own: only the stages themselves draw these again.
+        if self._draws and stages != {chosen}:
+            if device is not None:
+                raise UsageError(
+                    f"the forward draws random numbers on {sorted(map(str, stages))}, which "
+                    f"{str(chosen)!r} cannot draw; leave device= out (the reference is then on the "
+                    f"stages, uncut), or set dropout to 0 ({users_line()})"
+                )
+            self.notes.append(
+                "the forward draws random numbers on several devices: the reference is on these"
+            )
+            return None
+        return chosen
+
+    @property
+    def exact(self) -> bool:
+        """Whether equality to the bit is promised."""
+        devices = {*self.prepared.devices, self.device or self.prepared.devices[0]}
+        is_host = all(device.type == "cpu" for device in devices)
+        return is_host and self.prepared.compiled is None
+
+    @property
+    def lanes(self) -> int:
+        """How many the pipelined run has."""
+        one = self.prepared.goes_one_by_one(self.pipe.schedule, self.count)
+        return 1 if one else len(set(self.prepared.lane_of_hop))
+
+    def described(self) -> str:
+        """What the pipelined run is."""
+        option = self.pipe.schedule
+        name = option if isinstance(option, str) else "schedule of one's own"
+        if self.lanes > 1:
+            name = self.prepared.schedule(option, self.count).name
+        how = f"on {self.lanes} lanes" if self.lanes > 1 else "in one thread"
+        return f"{name} {how}, {self.count} micro-batches, checkpoint={self.pipe.checkpoint!r}"
+
+    def reference(self) -> str:
+        """What it is compared with."""
+        if self.device is None:
+            return "one uncut graph over the stages' devices, one micro-batch at a time"
+        return f"the plain loop on {self.device}, micro-batch by micro-batch"
+
+    # --- the runs
+
+    @contextmanager
+    def stricter(self) -> Iterator[None]:
+        """While entered, the schedule runs on its lanes also where operations are so small that a
+        step would take one thread: what is verified is meant for larger machines too."""
+        known = self.pipe._prepared
+        key = next(key for key, prepared in known.items() if prepared is self.prepared)
+        before, strict = self.prepared, replace(self.prepared)
+        strict.__dict__["is_small"] = False
+        try:
+            known[key] = self.prepared = strict
+            yield
+        finally:
+            self.prepared = before
+            if key in known:
+                known[key] = before
+
+    def pipelined(self, watch: Watch | None = None) -> _Outcome:
+        """A step of the pipeline."""
+        with self.untouched.run(), ExitStack() as stack:
+            if watch is not None:
+                stack.enter_context(watch.watching())
+            return self._run_step()
+
+    def plain(self, watch: Callable[[nn.Module], Watch] | None = None) -> tuple[_Outcome, Any]:
+        """The same step without a pipeline; with a watch on it, if one is wanted."""
+        if self.device is None:
+            with self.pipe._as_if(
+                schedule="uncut",
+                checkpoint="never",
+                offload=frozenset(),
+                isolate=False,
+                in_flight=None,
+                _compile=None,
+            ):
+                watching = None if watch is None else watch(self.pipe.module)
+                return self.pipelined(watching), watching
+        with self.untouched.run():
+            model, *losses = [moved_copy(module, self.device) for module in self.modules]
+            watching = None if watch is None else watch(model)
+            with ExitStack() as stack:
+                if watching is not None:
+                    stack.enter_context(watching.watching())
+                return self._run_plain(model, *losses), watching
+
+    def _given(self, device: torch.device | None) -> tuple[Any, Any, Any, dict[str, Tensor]]:
+        """Arguments of their own for each run: a forward may write to them; and those that need
+        gradients."""
+        leaves_: dict[int, Tensor] = {}
+
+        def own(tensor: Tensor) -> Tensor:
+            found = leaves_.get(id(tensor))
+            if found is None:
+                found = tensor.detach().to(device or tensor.device, copy=True)
+                found = leaves_[id(tensor)] = found.requires_grad_(tensor.requires_grad)
+            return found
+
+        args, kwargs, target = map_tensors(own, (self.args, self.kwargs, self.target))
+        named = {
+            f"{name}[{i}]" if i else str(name): tensor
+            for name, value in [*enumerate(args), *kwargs.items()]
+            for i, tensor in enumerate(tensors(value))
+            if tensor.requires_grad
+        }
+        return args, kwargs, target, named
+
+    def _run_step(self) -> _Outcome:
+        args, kwargs, target, inputs = self._given(None)
+        outcome = _Outcome({})
+        if not self.trains:
+            with torch.no_grad():
+                self._put_outputs(outcome, self.pipe(*args, **kwargs))
+        else:
+            result = self.step(
+                *args, target=target, loss_fn=self.loss_fn, return_outputs=True, **kwargs
+            )
+            self._put_outputs(outcome, result.outputs)
+            outcome.put("loss", [("loss", result.loss)])
+        self._put_state(outcome, self.modules, inputs)
+        return outcome
+
+    def _run_plain(self, model: nn.Module, *losses: nn.Module) -> _Outcome:
+        args, kwargs, target, inputs = self._given(self.device)
+        loss_fn: Callable[..., Any] = losses[0] if losses else self.loss_fn
+        pipe, ambient = self.pipe, Ambient()
+        microbatches = split(args, kwargs, target, pipe.chunks, pipe.batch_dims, cut=False)
+        weights = self.weigh(microbatches)
+        sources = [*dict.fromkeys(s for hop in self.prepared.sources for s in hop)]
+        sources = sources or (torchs_of(self.last) if self._loss_draws else [])
+        streams = Streams(sources, len(microbatches))
+        outputs, total = [], None
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.trains))
+            stack.enter_context(_threads(self.lanes))
+            if pipe.deferred_batch_norm:
+                stack.enter_context(_deferred(model))
+            for m, (batch, weight) in enumerate(zip(microbatches, weights, strict=True)):
+                outer = set_microbatch(m)
+                streams.enter(m, sources)
+                try:
+                    with ambient.uncached_autocast():
+                        output = model(*batch.args, **batch.kwargs)
+                        if self.trains:
+                            given = () if batch.target is None else (batch.target,)
+                            loss = loss_fn(output, *given)
+                finally:
+                    streams.leave(m)
+                    set_microbatch(outer)
+                outputs.append(map_tensors(lambda t: t.detach().clone(), output))
+                if self.trains:
+                    with ambient.no_autocast():
+                        loss.backward(torch.full_like(loss, weight))
+                    part = loss.detach().reshape(()) * weight
+                    total = part if total is None else total + part
+        outcome = _Outcome({})
+        sizes = [m.size for m in microbatches]
+        self._put_outputs(outcome, join(outputs, sizes, weights, self.device, self.output_dim)[0])
+        if total is not None:
+            outcome.put("loss", [("loss", total)])
+        self._put_state(outcome, [model, *losses], inputs)
+        return outcome
+
+    @property
+    def _loss_draws(self) -> bool:
+        return any(self.prepared.loss_draws.values())
+
+    def _put_outputs(self, outcome: _Outcome, outputs: Any) -> None:
+        found = list(leaves(outputs))
+        one = len(found) == 1
+        named = [("output" if one else f"output {i}", value) for i, value in enumerate(found)]
+        outcome.put("outputs", [(n, v.detach() if isinstance(v, Tensor) else v) for n, v in named])
+
+    def _put_state(
+        self, outcome: _Outcome, modules: list[nn.Module], inputs: dict[str, Tensor]
+    ) -> None:
+        for prefix, module in zip(("", "loss_fn."), modules, strict=False):
+            if self.trains:
+                outcome.put(
+                    "gradients",
+                    [(prefix + n, p.grad) for n, p in module.named_parameters() if p.requires_grad],
+                )
+            buffers = [(prefix + n, b.detach().clone()) for n, b in module.named_buffers()]
+            outcome.put("buffers", buffers)
+        if self.trains:
+            outcome.put("input gradients", [(name, t.grad) for name, t in inputs.items()])
+
+
+@contextmanager
+def _threads(lanes: int) -> Iterator[None]:
+    """As many intra-operation threads as each lane has: sums differ by their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, before // lanes))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _deferred(model: nn.Module) -> Iterator[None]:
+    """Running statistics once a step, of the whole batch, in the plain loop as well."""
+    deferred = DeferredBatchNorm(model)
+    names = [(module.__dict__, dict(module.__dict__)) for module in deferred.modules.values()]
+    try:
+        for path, make in deferred.stand_ins().items():
+            module = deferred.modules[path]
+            module.__dict__["forward"] = make(module.forward)
+        with deferred.step():
+            yield
+    finally:
+        for now, before in names:
+            if "forward" in before:
+                now["forward"] = before["forward"]
+            else:
+                now.pop("forward", None)
+
+
+def own_or_mean_square(output: Any, target: Any = None) -> Tensor:
+    """The model's own loss; the mean square of what it returns if it has none."""
+    try:
+        loss = own_loss(output)
+    except UsageError:
+        loss = None
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    found = [t for t in tensors(output) if t.is_floating_point() and t.requires_grad]
+    if not found:
+        raise UsageError(
+            "verify compares gradients, but no output has a gradient path; call it under "
+            "torch.no_grad() to compare outputs alone, or pass loss_fn=…"
+        )
+    return torch.stack([t.float().square().mean() for t in found]).sum()
+
+
+# --- the comparison
+
+
+def check_tolerances(rtol: object, atol: object) -> None:
+    """Raise :class:`UsageError` for what is no tolerance."""
+    for name, value in (("rtol", 0.0 if rtol is None else rtol), ("atol", atol)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise UsageError(f"{name} is a number from 0 on, but {value!r} came ({users_line()})")
+
+
+def verify(verifier: Verifier, *, rtol: float | None, atol: float) -> Verification:
+    """Run both, compare, and find where they part."""
+    with verifier.stricter():
+        return _verify(verifier, _TOLERANCE if rtol is None else rtol, atol)
+
+
+def _verify(verifier: Verifier, rtol: float, atol: float) -> Verification:
+    prepared = verifier.prepared
+    before = [list(sources) for sources in prepared.sources]
+    piped = verifier.pipelined()
+    if prepared.compiled is not None or before != prepared.sources:
+        # The first compiled step runs in one thread; and one that drew without being known to
+        # takes turns from the next on.
+        piped = verifier.pipelined()
+    plain, _ = _on_one_device(verifier, None)
+    result = Verification(
+        _compared(plain, piped, rtol, atol),
+        verifier.exact,
+        rtol,
+        atol,
+        verifier.described(),
+        verifier.reference(),
+        notes=list(verifier.notes),
+    )
+    result.notes += _not_finite(plain)
+    if not result.ok:
+        result.first_difference = _located(verifier, result)
+        if result.first_difference is None:
+            result.notes.append(
+                "watched, no module call differs: a race, or code after the last call"
+            )
+    return result
+
+
+def _on_one_device(
+    verifier: Verifier, watch: Callable[[nn.Module], Watch] | None
+) -> tuple[_Outcome, Any]:
+    try:
+        return verifier.plain(watch)
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            f"blockpipe: the plain run of verify does not fit {verifier.device}; pass "
+            "device='cpu', or device='stages' to compare with one uncut graph over the stages"
+        )
+        raise
+    except Exception as error:
+        error.add_note("blockpipe: in the plain run of verify, outside of the pipeline")
+        raise
+
+
+def _located(verifier: Verifier, result: Verification) -> Parting | None:
+    compiled = verifier.prepared.compiled
+    opaque = [] if compiled is None else compiled.paths
+    _, plain = _on_one_device(verifier, lambda model: Watch(model, opaque))
+    piped = Watch(verifier.pipe.module, opaque)
+    verifier.pipelined(piped)
+    least = 0.0 if result.exact else result.rtol
+    return first_parting(plain, piped, lambda apart: apart > least) or _of_state(
+        verifier.prepared, result
+    )
+
+
+def _of_state(prepared: Prepared, result: Verification) -> Parting | None:
+    """Every call agrees: a parameter's gradient, or a buffer, that does not."""
+    recording = prepared.recording
+    stage_of = {n: h.stage for h in (*recording.parameters, *recording.buffers) for n in h.names}
+    for kind in ("gradients", "buffers"):
+        for found in result.differences:
+            bad = found.verdict == "different" or (result.exact and found.verdict != "exact")
+            if found.kind == kind and bad:
+                path, _, name = found.name.rpartition(".")
+                what = "the gradient of its" if kind == "gradients" else "its buffer"
+                why = f"{what} {name!r} differs ({found.relative:.1e}), all calls agree"
+                phase = "backward" if kind == "gradients" else "forward"
+                stage = stage_of.get(found.name)
+                return Parting(phase, path, None, stage, None, found.relative, why)
+    return None
+
+
+def _compared(plain: _Outcome, piped: _Outcome, rtol: float, atol: float) -> list[Difference]:
+    found = []
+    gradients = plain.values.get("gradients", {}).values()
+    squares = [float(g.double().norm()) ** 2 for g in gradients if g is not None]
+    norm = math.sqrt(sum(squares))
+    for kind in _KINDS:
+        ours, theirs = plain.values.get(kind, {}), piped.values.get(kind, {})
+        for name in {**ours, **theirs}:
+            there = name in ours and name in theirs
+            scale = norm if kind == "gradients" else None
+            found.append(
+                _difference(kind, name, ours[name], theirs[name], scale, rtol, atol)
+                if there
+                else Difference(kind, name, "different", math.inf)
+            )
+    return found
+
+
+def _difference(
+    kind: str, name: str, a: Any, b: Any, scale: float | None, rtol: float, atol: float
+) -> Difference:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        same = a is b or (type(a) is type(b) and not isinstance(a, Tensor) and _equal(a, b))
+        return Difference(kind, name, "exact" if same else "different", 0.0 if same else math.inf)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return Difference(kind, name, "different", math.inf)
+    a, b = _on_host(a), _on_host(b)
+    if bool(((a == b) | ((a != a) & (b != b))).all()):
+        return Difference(kind, name, "exact", 0.0)
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    distance = float((a.to(wide) - b.to(wide)).norm())
+    scale = float(a.to(wide).norm()) if scale is None else scale
+    relative = distance / scale if scale else math.inf
+    if math.isnan(relative):
+        relative = math.inf
+    rounds = a.is_floating_point() or a.is_complex()
+    within = rounds and distance <= atol + rtol * scale
+    return Difference(kind, name, "within tolerance" if within else "different", relative)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return (tensor if tensor.layout is torch.strided else tensor.to_dense()).detach().cpu()
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b) or bool(a != a and b != b)
+    except (RuntimeError, ValueError, TypeError):
+        return True  # what does not compare is no result either
+
+
+def _not_finite(outcome: _Outcome) -> list[str]:
+    found = [
+        f"{kind} {name}"
+        for kind, named in outcome.values.items()
+        for name, value in named.items()
+        if isinstance(value, Tensor)
+        and value.is_floating_point()
+        and not bool(torch.isfinite(_on_host(value)).all())
+    ]
+    return [f"not finite in the plain run: {', '.join(found[:3])}"] if found else []
