@@ -19,6 +19,7 @@ from .plan import Assignment, StagePlan
 from .recording import Recording
 from .schedule import Action, Schedule
 from .simulate import Costs, simulate
+from .timeline import Timeline
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     # The pipeline
     "Pipeline",
     "StepResult",
+    "Timeline",
     "host_syncs",
     # Errors
     "BlockpipeError",
