@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 from .observer import Moment, Watch
 from .prepared import Prepared
 from .schedule import Kind, Schedule
-from .scheduler import make_schedule
 from .timeline import Timeline
 from .trace import Event, EventKind, Lane, StepInfo
 from .transfer import current_stream, is_asynchronous
@@ -91,8 +91,7 @@ class _StepProfile:
         self.route, self.devices = prepared.route, prepared.devices
         self.names = prepared.lane_of_stage
         self.schedule: Schedule | None = None
-        self.lane_of_hop = prepared.lane_of_hop
-        self.microbatches = microbatches
+        self.in_turns = partial(prepared.schedule, "sequential", microbatches)
         self.costs = prepared.costs
         self.starts = starts
         self.noted: list[_Noted] = []
@@ -144,9 +143,7 @@ class _StepProfile:
 
     def info(self, lanes: dict[tuple[Any, ...], int]) -> StepInfo:
         """What the step was; gives its lanes their numbers in the timeline."""
-        schedule = self.schedule
-        if schedule is None:
-            schedule = make_schedule("sequential", self.lane_of_hop, self.microbatches)
+        schedule = self.in_turns() if self.schedule is None else self.schedule
         numbers = []
         for lane in range(len(schedule.lanes)):
             hops = [h for h, other in enumerate(schedule.lane_of_hop) if other == lane]

@@ -80,10 +80,10 @@ class Timeline(Trace):
         if costs is None:
             return None
         if info.forward_only:
-            costs = Costs(forward=costs.forward, backward=0, weight=0, transfer=costs.transfer)
+            costs = Costs(costs.forward, 0.0, 0.0, costs.transfer, restore=0.0)
         found = Timeline.of(info.schedule, costs, unit=self.unit)
         if info.forward_only:
-            found.events = [e for e in found.events if e.kind == "F" or e.source + 1 == e.hop]
+            found.events = [e for e in found.events if e.kind not in "BWR" and e.source < e.hop]
         found.lanes = [self.lanes[lane] for lane in info.lanes]
         found.title = f"{info.schedule.name}, predicted from " + (
             "the measured hops" if measured else "the recording"
