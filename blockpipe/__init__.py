@@ -30,6 +30,7 @@ from .recording import Recording
 from .schedule import Action, Schedule
 from .sequential import mark_sequential
 from .simulate import Costs, simulate
+from .timeline import Timeline
 
 __version__ = "0.1.0"
 
@@ -69,6 +70,7 @@ __all__ = [
     # The pipeline
     "Pipeline",
     "StepResult",
+    "Timeline",
     "host_syncs",
     "set_log_level",
     # Errors

@@ -23,7 +23,7 @@ from .prepared import Prepared, ScheduleOption
 from .progress import Progress
 from .schedule import Schedule
 from .simulate import simulate
-from .summary import bytes_text, text_table
+from .table import bytes_text, text_table
 from .transfer import is_asynchronous, is_on_meta
 from .untouched import Untouched
 from .where import users_line

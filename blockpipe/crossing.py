@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .errors import CrossingError
+from .observer import Observer, Watch
 from .randomness import Source
 from .transfer import Owner, carry, set_owner
 
@@ -155,6 +156,7 @@ class Step:
         sources: Sequence[list[Source]] = (),
         rereads: Collection[int] = (),
         is_first: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         self.number = next(Step._numbers)
         self.route = route
@@ -165,6 +167,7 @@ class Step:
         self.sources = sources  # what each hop draws random numbers from
         self.rereads = rereads  # hops with functions that may read what they saved twice
         self.is_first = is_first  # of a recording
+        self.observer = observer
         self.homes = homes
         self.devices = devices
         self.differentiable = differentiable
@@ -179,17 +182,17 @@ class Step:
         """The device of a stage, or ``None`` where nothing is placed."""
         return None if self.devices is None else self.devices[stage]
 
-    def copy_of(self, tensor: Tensor, stage: int) -> Tensor:
+    def copy_of(self, tensor: Tensor, stage: int, watch: Watch | None = None) -> Tensor:
         """A parameter's or buffer's value on another stage, copied once in the step."""
         key = id(tensor), stage
         with self._lock:
             if key not in self._copies:
-                self._copies[key] = self.carried(tensor, stage)
+                self._copies[key] = self.carried(tensor, stage, watch)
             return self._copies[key]
 
-    def carried(self, tensor: Tensor, stage: int) -> Tensor:
+    def carried(self, tensor: Tensor, stage: int, watch: Watch | None = None) -> Tensor:
         """A tensor's values on a stage: an alias on the same device, unless isolated."""
-        moved = carry(tensor, self.device_of(stage), copy=self.isolate)
+        moved = carry(tensor, self.device_of(stage), copy=self.isolate, watch=watch)
         if self.isolate_as is not None:
             set_owner(moved, Owner(self.isolate_as, stage))
         return moved

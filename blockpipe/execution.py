@@ -25,6 +25,8 @@ from .journey import FreeJourney, Journey, detached
 from .lanes import Abandoned, Turns
 from .meter import Meter
 from .microbatch import Microbatch
+from .observed import PlainPassage, observed_border
+from .observer import Observer, Watch
 from .offload import Offload
 from .prepared import Prepared, ScheduleOption
 from .randomness import Source, Streams, current, moved, own_turn, sources_of
@@ -59,6 +61,7 @@ class Execution:
         isolate_as: the pipeline's number for the sanitizer; ``None``: not isolated.
         loss_fn: called with outputs and target; ``None``: the model's own loss.
         want: "loss", "outputs", or both.
+        observer: told of what runs when.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Execution:
         isolate_as: int | None = None,
         loss_fn: Callable[..., Any] | None = None,
         want: frozenset[str],
+        observer: Observer | None = None,
     ) -> None:
         self.prepared = prepared
         self.microbatches = microbatches
@@ -81,6 +85,7 @@ class Execution:
         self.isolate_as = isolate_as
         self.loss_fn = loss_fn
         self.want = want
+        self.observer = observer
         self.cut = schedule != "uncut"
         differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self._loss_kind = _kind_of(loss_fn)
@@ -98,6 +103,7 @@ class Execution:
             sources=self._sources(),
             rereads=prepared.rereads,
             is_first=prepared.steps == 0,
+            observer=observer,
         )
         self._streams: Streams | None = None
         if any(self.step.sources):
@@ -233,6 +239,9 @@ class Execution:
         cursor = _FixedCursor(first, m) if self.prepared.is_one_hop else Cursor()
         before, outer = set_cursor(cursor), set_microbatch(m)
         self._enter_stream(m, self._all_sources)
+        seen = None
+        if self.observer is not None:
+            seen = PlainPassage(self.observer, self.prepared.route, cursor, m)
         phase = "forward"
         autocasts = self.ambient.autocasts
         try:
@@ -240,12 +249,15 @@ class Execution:
             args, kwargs, target = batch.args, batch.kwargs, batch.target
             if not self._inputs_are_there:
                 args, kwargs, target = map_tensors(
-                    lambda tensor: self.step.carried(tensor, first), (args, kwargs, target)
+                    lambda tensor: self.step.carried(tensor, first, self._watch(tensor, 0, m)),
+                    (args, kwargs, target),
                 )
             with self.ambient.uncached_autocast() if autocasts else _NOTHING:
                 output = self.prepared.model(*args, **kwargs)
                 loss = self._loss(output, target)
             self._leave_stream(m)
+            if seen is not None:
+                seen.turn_back()
             _check_differentiable(loss)
             result = self.results[m] = Result(loss.detach())
             if "outputs" in self.want:
@@ -257,6 +269,8 @@ class Execution:
                 # As loss.backward(root) does, when it has looked at its arguments.
                 roots = (loss,), (self._root(m, loss),)
                 _engine_run_backward(*roots, False, False, (), True, True)
+            if seen is not None:
+                seen.finish()
         except BaseException as error:
             known = phase == "forward" or self.prepared.is_one_hop
             _note(error, phase, m, cursor.stage if known else None)
@@ -308,6 +322,8 @@ class Execution:
             only=only,
         )
         self._turns = turns
+        if self.observer is not None:
+            self.observer.plays(schedule)
         try:
             turns.run()
         finally:
@@ -373,8 +389,12 @@ class Execution:
             if self.isolate_as is not None:
                 sanitizer = Sanitizer(self.isolate_as, m, self.prepared.route[0], "forward")
             journey.on_border = self._border(journey, sanitizer)
+            if self.observer is not None:
+                journey.on_border = observed_border(journey, journey.on_border, self.observer)
             with sanitizer if sanitizer is not None else _NOTHING:
                 self.results[m] = self._travel(journey, self.microbatches[m])
+            if self.observer is not None:
+                self.observer.ends("F", journey.hop, m)
         except Abandoned:
             raise
         except BaseException as error:
@@ -452,11 +472,16 @@ class Execution:
         last = len(self.prepared.route) - 1
 
         def as_target(tensor: Tensor) -> Tensor:
-            value = self.step.carried(tensor, self.prepared.route[last])
+            watch = self._watch(tensor, last, journey.microbatch)
+            value = self.step.carried(tensor, self.prepared.route[last], watch)
             setattr(value, TAG, Tag(journey.key, last, self.prepared.route[last]))
             return value
 
         return args, kwargs, map_tensors(as_target, batch.target)
+
+    def _watch(self, tensor: Tensor, hop: int, m: int) -> Watch | None:
+        """What the observer has for a copy from the caller to a hop."""
+        return None if self.observer is None else self.observer.watch(tensor, -1, hop, m)
 
     def _positions_of_grad(self, batch: Microbatch) -> dict[int, int]:
         """Where the inputs that need grad are among the leaves."""
@@ -559,16 +584,20 @@ class Execution:
             set_cursor(outer)
 
     def _run_backward(self, journey: Journey, action: Action) -> None:
-        _, hop, m = action
-        if action.kind == "R":
+        kind, hop, m = action
+        if self.observer is not None:
+            self.observer.begins(kind, hop, self.prepared.route[hop], m)
+        if kind == "R":
             journey.restore(hop)
-        elif action.kind == "W":
+        elif kind == "W":
             journey.finish_backward(hop)
         elif not self._split:
             journey.backward(hop)
         else:
             split = (hop, m) in self._split and self.prepared.recording.separable[hop]
             journey.backward(hop, split=split, before_whole=partial(self._finish_before, hop, m))
+        if self.observer is not None:
+            self.observer.ends(kind, hop, m)
 
     def _finish_before(self, hop: int, m: int) -> None:
         """The parameters' gradients of earlier micro-batches: ``.grad`` adds up in their order,

@@ -42,9 +42,10 @@ from .crossing import (
     version_of,
 )
 from .errors import CrossingError, RouteError, StateError
+from .observer import Watch
 from .offload import Offload
 from .randomness import torchs_of
-from .transfer import Owner, edge_of, owner_of, set_owner
+from .transfer import Owner, current_stream, edge_of, owner_of, set_owner
 from .tree import map_tensors, tensors
 from .where import users_line
 
@@ -222,7 +223,7 @@ class Journey:
             value = (
                 tensor
                 if home.stage == self.stage and not self.step.isolate
-                else self.step.copy_of(tensor, self.stage)
+                else self.step.copy_of(tensor, self.stage, self._watch(tensor, home.hop, self.hop))
             )
             found = self._enter(tensor, value, imports, home.hop)
             self.note_import(tensor, home.hop, home.name)
@@ -256,10 +257,11 @@ class Journey:
                 self.notice_writes()
                 self._check_current(tensor, tag)
             if self.step.cut:
-                value = self.step.carried(tensor, self.stage)
+                watch = self._watch(tensor, tag.hop, self.hop)
+                value = self.step.carried(tensor, self.stage, watch)
                 found = self._enter(tensor, value, tag.imports, tag.hop)
             else:
-                value = self._differentiable_copy(tensor)
+                value = self._differentiable_copy(tensor, self._watch(tensor, tag.hop, self.hop))
                 if value is tensor:
                     return tensor
                 found = tag.imports[self.hop] = Import(value, False, version_of(value))
@@ -292,13 +294,25 @@ class Journey:
             self._hop_imports.append((weakref.ref(tensor), weakref.ref(made)))
         return made
 
-    def _differentiable_copy(self, tensor: Tensor) -> Tensor:
+    def _differentiable_copy(self, tensor: Tensor, watch: Watch | None = None) -> Tensor:
         """Uncut: the copy is one more operation of one ordinary graph."""
         device = self.step.device_of(self.stage)
         if device is None or tensor.device == device:
             return tensor
+        if watch is not None:
+            watch("sends", current_stream(tensor.device))
         with torch.set_grad_enabled(self.step.differentiable):
-            return tensor.to(device)
+            copied = tensor.to(device)
+        if watch is not None:
+            watch("arrives", current_stream(device))
+        return copied
+
+    def _watch(self, tensor: Tensor, from_hop: int, to_hop: int) -> Watch | None:
+        """What an observer has for a copy between hops (-1: the caller)."""
+        observer = self.step.observer
+        if observer is None:
+            return None
+        return observer.watch(tensor, from_hop, to_hop, self.microbatch)
 
     def note_import(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
         """Called for each new import; the recording writes it down."""
@@ -436,7 +450,7 @@ class Journey:
             value = value if device is None else value.to(device)
             setattr(value, TAG, Tag(self.key, hop, stage))
             return value
-        value = self.step.carried(tensor, stage)
+        value = self.step.carried(tensor, stage, self._watch(tensor, -1, hop))
         if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
             value = value.data  # a slice of the batch: a write to it is none to the others
         if tensor.requires_grad and self.step.differentiable:
@@ -501,7 +515,7 @@ class Journey:
             box = crossing.box
             if box.gradient is not None:
                 gradient, box.gradient = box.gradient, None
-                self._send_home(crossing, gradient)
+                self._send_home(crossing, gradient, hop)
 
     def finish_backward(self, hop: int) -> None:
         """The gradients of a hop's parameters, where its backward is in two parts."""
@@ -519,11 +533,12 @@ class Journey:
         for frame in self.frames.get(hop, ()):
             frame.keeps = keeps or hop in self.step.rereads
 
-    def _send_home(self, crossing: Crossing, gradient: Tensor) -> None:
+    def _send_home(self, crossing: Crossing, gradient: Tensor, hop: int) -> None:
         if crossing.to_hop < 0:
             self.input_gradients[-1 - crossing.to_hop] = gradient
             return
-        sent = self.step.carried(gradient, self.step.route[crossing.to_hop])
+        watch = self._watch(gradient, hop, crossing.to_hop)
+        sent = self.step.carried(gradient, self.step.route[crossing.to_hop], watch)
         self.add_root(crossing.to_hop, crossing.to_edge, sent)
 
     def _graph(self, hop: int) -> HopGraph:

@@ -4,7 +4,8 @@ Reads as the flow does: record → plan → place → schedule → replay.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -24,7 +25,8 @@ from .inspected import InspectedModel, described
 from .journey import FreeJourney
 from .lanes import close_idle_threads
 from .materialize import Init
-from .microbatch import BatchDims, Joint, LossReduction, join, weights_of
+from .microbatch import BatchDims, Joint, LossReduction, Microbatch, join, weights_of
+from .observer import Observer
 from .options import (
     as_sample,
     check_batch_dims,
@@ -32,7 +34,10 @@ from .options import (
     check_options,
 )
 from .plan import StagePlan
-from .prepared import ScheduleOption
+from .prepared import Prepared, ScheduleOption
+from .profiling import Profile, collected
+from .schedule import Schedule
+from .timeline import Timeline
 from .tree import leaves, map_tensors
 from .verifying import Verification, Verifier, check_tolerances, verify
 from .weights import Weights
@@ -164,6 +169,7 @@ class Pipeline(InspectedModel):
             isolate=isolate,
         )
         self.loss_reduction = loss_reduction
+        self._profile: Profile | None = None
         if chunks == 1 and len(set(self._given_devices or ())) > 1:
             warnings.warn(
                 f"chunks=1 on {len(set(self._given_devices or ()))} devices: only one works at a "
@@ -226,6 +232,7 @@ class Pipeline(InspectedModel):
             isolate_as=self._own_storages(prepared),
             loss_fn=loss_fn,
             want=want,
+            observer=self._observer(prepared, microbatches),
         )
         execution.run()
         if execution.inputs_need_grad and self.schedule != "uncut":
@@ -266,6 +273,7 @@ class Pipeline(InspectedModel):
             ambient,
             isolate_as=self._own_storages(prepared),
             want=frozenset({"outputs"}),
+            observer=self._observer(prepared, microbatches),
         )
         execution.run_forward()
         results = [r.outputs for r in execution.results if r is not None]
@@ -498,6 +506,48 @@ class Pipeline(InspectedModel):
         """On one screen: the model is printed by ``print(pipe.module)``."""
         return described(self)
 
+    @contextmanager
+    def profile(self) -> Iterator[Timeline]:
+        """Note what happens when in the steps that run inside: actions, copies and waits.
+
+        Calls under ``no_grad`` are steps too, and ``pipe(x)`` with its backward is one. On an
+        accelerator times are those of events on its streams. Run a step before: the first one
+        records, and is slower.
+
+        Yields:
+            A :class:`blockpipe.Timeline`, filled at the end; where a step fails, with what was
+            collected until then.
+
+        Raises:
+            UsageError: the pipeline is being profiled already.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+            >>> with pipe.profile() as t:
+            ...     _ = pipe.forward_backward(torch.ones(4, 4), loss_fn=torch.sum)
+            >>> sorted(map(str, t.actions()))
+            ['B0.0', 'B0.1', 'B1.0', 'B1.1', 'F0.0', 'F0.1', 'F1.0', 'F1.1']
+        """
+        if self._profile is not None:
+            raise UsageError(
+                "this pipeline is being profiled already, and a step has one timeline; leave the "
+                f"outer profile() first, or use its timeline ({users_line()})"
+            )
+        self._profile = Profile(Timeline(title=_title(self.schedule)))
+        try:
+            with collected(self._profile) as timeline:
+                yield timeline
+        finally:
+            self._profile = None
+
+    def _observer(self, prepared: Prepared, microbatches: list[Microbatch]) -> Observer | None:
+        if self._profile is None:
+            return None
+        return self._profile.step(prepared, len(microbatches))
+
     def close(self) -> None:
         """End the threads that wait for a next step. The pipeline can be used again."""
         close_idle_threads()
@@ -507,6 +557,10 @@ class Pipeline(InspectedModel):
 
     def __exit__(self, *failure: Any) -> None:
         self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is not being profiled."""
+        return {**super().__getstate__(), "_profile": None}
 
     # --- batches
 
@@ -570,6 +624,12 @@ class Pipeline(InspectedModel):
                 "forward-mode AD cannot go through a pipeline: its graph is cut between the "
                 f"stages; use the plain model ({users_line()})"
             )
+
+
+def _title(schedule: ScheduleOption) -> str:
+    if isinstance(schedule, str):
+        return schedule
+    return schedule.name if isinstance(schedule, Schedule) else "a schedule of one's own"
 
 
 class _start_over:  # noqa: N801 - a context manager that reads as a verb

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .errors import DeviceError
+from .observer import Watch
 
 
 class _CopyStreams(threading.local):
@@ -84,51 +85,87 @@ def default_devices() -> list[torch.device] | None:
     return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
 
 
-def carry(tensor: Tensor, device: torch.device | None, *, copy: bool = False) -> Tensor:
+def carry(
+    tensor: Tensor,
+    device: torch.device | None,
+    *,
+    copy: bool = False,
+    watch: Watch | None = None,
+) -> Tensor:
     """The same values on a device, cut off from autograd.
 
     Args:
         tensor: what to carry; it stays as it is.
         device: where to; ``None``: where it is.
         copy: a real copy even on the same device (the stage sanitizer's wish), strides and all.
+        watch: told when it is under way.
 
     Returns:
         An alias where no copy is needed. An expanded tensor stays expanded: the copy holds each
         stored element once.
     """
+    if watch is not None:
+        return _watched(tensor, device, copy, watch)
     if not copy and (device is None or tensor.device == device) and torch.is_grad_enabled():
         return tensor.detach()
     # With grad on, also where the user's code has it off: autograd would forbid a later write
     # to an alias made without. What is detached gets no graph either way.
     with copying(), torch.enable_grad():
-        return _carried(tensor.detach(), device, copy)
+        return _carried(tensor.detach(), device, copy, None)
 
 
-def _carried(source: Tensor, device: torch.device | None, copy: bool) -> Tensor:
+def _watched(tensor: Tensor, device: torch.device | None, copy: bool, watch: Watch) -> Tensor:
+    """As :func:`carry`. Copies that have streams of their own tell of them; others are timed
+    where they run: on the device's compute stream, or, from and to the host, by the host."""
+    with copying(), torch.enable_grad():
+        if device is not None and tensor.device != device and is_asynchronous(device):
+            return _carried(tensor.detach(), device, copy, watch)
+        stays = device is None or tensor.device == device
+        here = current_stream(tensor.device) if stays else None
+        watch("sends", here)
+        if not stays:  # to the host: it waits for the device
+            watch("waits", None)
+        moved = _carried(tensor.detach(), device, copy, None)
+        if not stays:
+            watch("goes on", None)
+        watch("arrives", here)
+        return moved
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream that computes on a device; ``None``: the host."""
+    return torch.accelerator.current_stream(device) if is_asynchronous(device) else None
+
+
+def _carried(
+    source: Tensor, device: torch.device | None, copy: bool, watch: Watch | None
+) -> Tensor:
     if device is None or source.device == device:
         return _same_strides(source) if copy else source
     compact, expand = _compacted(source)
     if isinstance(source, FakeTensor):
         moved = compact.to(device)  # of a device that need not be there: no streams
     elif is_asynchronous(source.device) and is_asynchronous(device):
-        moved = _across(compact, device)
+        moved = _across(compact, device, watch)
     elif is_asynchronous(device) and compact.layout is torch.strided:
-        moved = _from_host(compact, device)
+        moved = _from_host(compact, device, watch)
     else:
         moved = compact.to(device)  # to the host: waits, for the host may read it at once
     return moved.expand(source.shape) if expand else moved
 
 
-def _across(source: Tensor, device: torch.device) -> Tensor:
+def _across(source: Tensor, device: torch.device, watch: Watch | None) -> Tensor:
     """Between two accelerators, on copy streams; compute streams wait by events only."""
     produced = torch.accelerator.current_stream(source.device)
     consumed = torch.accelerator.current_stream(device)
     sending, receiving = _copy_streams.of(source.device), _copy_streams.of(device)
     sending.wait_event(produced.record_event())
     with sending, receiving:
+        if watch is not None:
+            watch("sends", sending)
         moved = source.to(device, non_blocking=True)
         arrived = receiving.record_event()
-    consumed.wait_event(arrived)
+    _receive(consumed, receiving, arrived, watch)
     # `source` was allocated on `produced` and is read on `sending`; `moved` was allocated on
     # `receiving` and is read on `consumed`: neither may be reused before the other has done.
     source.record_stream(sending)
@@ -136,7 +173,7 @@ def _across(source: Tensor, device: torch.device) -> Tensor:
     return moved
 
 
-def _from_host(source: Tensor, device: torch.device) -> Tensor:
+def _from_host(source: Tensor, device: torch.device, watch: Watch | None) -> Tensor:
     """From the host, on the device's copy stream, through pinned memory: a copy of pageable memory
     would wait until all that is queued on the device is done. The pinned memory is torch's cache,
     which keeps it until the copy is over; memory that the caller has pinned is copied as well, for
@@ -145,11 +182,26 @@ def _from_host(source: Tensor, device: torch.device) -> Tensor:
     receiving = _copy_streams.of(device)
     pinned = torch.empty_like(source, pin_memory=True).copy_(source)
     with receiving:
+        if watch is not None:
+            watch("sends", receiving)
         moved = pinned.to(device, non_blocking=True)
         arrived = receiving.record_event()
-    consumed.wait_event(arrived)
+    _receive(consumed, receiving, arrived, watch)
     moved.record_stream(consumed)
     return moved
+
+
+def _receive(
+    consumed: torch.Stream, receiving: torch.Stream, arrived: torch.Event, watch: Watch | None
+) -> None:
+    """Have the compute stream wait for what arrives on the copy stream."""
+    if watch is None:
+        consumed.wait_event(arrived)
+        return
+    watch("arrives", receiving)
+    watch("waits", consumed)
+    consumed.wait_event(arrived)
+    watch("goes on", consumed)
 
 
 def _compacted(tensor: Tensor) -> tuple[Tensor, bool]:

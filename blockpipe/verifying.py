@@ -26,7 +26,7 @@ from .microbatch import Microbatch, join, split
 from .parting import Parting, Watch, first_parting
 from .prepared import Prepared
 from .randomness import Source, Streams, torchs_of
-from .summary import text_table
+from .table import text_table
 from .transfer import check_device
 from .tree import leaves, map_tensors, tensors
 from .untouched import Untouched, moved_copy

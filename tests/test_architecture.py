@@ -46,6 +46,7 @@ def test_data_does_not_need_torch():
     assert graph["plan"] == {"errors", "layout"}
     assert graph["simulate"] == {"errors", "schedule"}
     assert graph["scheduler"] == {"errors", "schedule", "simulate"}
+    assert graph["trace"] == {"schedule", "simulate"}
     assert [name for name, needs in graph.items() if "pipeline" in needs] == ["__init__"]
 
 

@@ -4,6 +4,8 @@ python -m pytest -m cuda
 """
 
 import copy
+import itertools
+import time
 
 import pytest
 import torch
@@ -255,3 +257,103 @@ def test_graphs_keep_their_activations():
         plain_step(plain, (x.cuda(),), {}, y.cuda(), loss_of, 4)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.cpu(), q.grad.cpu())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "sequential"])
+@pytest.mark.parametrize("devices", [["cuda:0", "cpu"] * 2, ["cuda:0"] * 4])
+def test_a_profile_of_streams(devices, schedule):
+    """Every action once, none over another on a device, what is needed before; gradients are the
+    same. A device's times and the host's are on one axis."""
+    model = net(512)
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(64, 512), torch.randn(64, 512)
+    seen, unseen = (
+        bp.Pipeline(m, devices=devices, chunks=4, schedule=schedule) for m in (model, plain)
+    )
+    for _ in range(2):
+        seen.forward_backward(x, target=y, loss_fn=loss_of)
+        unseen.forward_backward(x, target=y, loss_fn=loss_of)
+    begun = time.perf_counter()
+    with seen.profile() as t:
+        for _ in range(3):
+            seen.forward_backward(x, target=y, loss_fn=loss_of)
+    took = time.perf_counter() - begun
+    for _ in range(3):
+        unseen.forward_backward(x, target=y, loss_fn=loss_of)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    assert 0 < max(e.end for e in t.events) < took + 1e-3
+    is_plain = set(devices) == {"cuda:0"} and schedule != "sequential"
+    for step in range(3):
+        actions = {(e.kind, e.hop, e.microbatch): e for e in t.actions(step)}
+        assert len(actions) == len(t.actions(step))
+        assert {key for key in actions if key[0] == "F"} == {
+            ("F", hop, m) for hop in range(4) for m in range(4)
+        }
+        for (kind, hop, m), e in actions.items():
+            if kind == "B" and not is_plain:
+                assert actions["F", hop, m].end <= e.end
+                assert hop == 3 or actions["B", hop + 1, m].start <= e.end
+        for lane in range(len(t.lanes)):
+            spans = sorted((e.start, e.end) for e in actions.values() if e.lane == lane)
+            assert all(a[1] <= b[0] + 2e-6 for a, b in itertools.pairwise(spans))
+    if "cpu" in devices:
+        copies = [e for e in t.events if e.kind == "copy" and e.source >= 0]
+        assert {(e.source, e.hop) for e in copies} >= {(0, 1), (1, 0), (1, 2), (2, 1)}
+        assert all(e.end >= e.start for e in t.events)
+    assert 0 <= t.bubble() < 1
+    assert all(0 <= busy <= t.step_time + 1e-6 for busy in t.busy())
+
+
+def test_a_profiled_step_does_not_synchronize():
+    """But for the first of a profile, which sets the clocks."""
+    pipe = bp.Pipeline(net(), devices=["cuda:0"] * 4, chunks=4, schedule="sequential")
+    x, y = torch.randn(16, 64), torch.randn(16, 64)
+    pipe.forward_backward(x, target=y, loss_fn=loss_of)
+    with pipe.profile() as t:
+        pipe.forward_backward(x, target=y, loss_fn=loss_of)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            pipe.forward_backward(x, target=y, loss_fn=loss_of)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(t.actions(1)) == 2 * 4 * 4
+
+
+def test_a_long_action_is_as_long_as_on_a_stream():
+    """A sleep of the device counts for the action that it is in, though the host does not wait."""
+
+    class Sleeps(nn.Linear):
+        def forward(self, x):
+            torch.cuda._sleep(20_000_000)
+            return super().forward(x)
+
+    model = bp.begin_blocks(nn.Sequential(nn.Linear(64, 64), Sleeps(64, 64)), {"1": 1})
+    pipe = bp.Pipeline(model, devices=["cuda:0"] * 2, chunks=2, schedule="sequential")
+    x, y = torch.randn(16, 64), torch.randn(16, 64)
+    pipe.forward_backward(x, target=y, loss_fn=loss_of)
+    with pipe.profile() as t:
+        pipe.forward_backward(x, target=y, loss_fn=loss_of)
+    took = {e.hop: e.duration for e in t.events if e.kind == "F" and e.microbatch == 1}
+    assert took[1] > 5e-3  # 20 million cycles, at 4 GHz
+    assert took[0] < took[1] / 2
+
+
+@two
+def test_a_lane_that_waits_for_data_is_not_busy():
+    """The second device stands still while the first sleeps: a stall, and no work."""
+
+    class Sleeps(nn.Linear):
+        def forward(self, x):
+            torch.cuda._sleep(20_000_000)
+            return super().forward(x)
+
+    model = bp.begin_blocks(nn.Sequential(Sleeps(64, 64), nn.Linear(64, 64)), {"1": 1})
+    pipe = bp.Pipeline(model, devices=["cuda:0", "cuda:1"], chunks=2, schedule="gpipe")
+    x, y = torch.randn(16, 64), torch.randn(16, 64)
+    for _ in range(2):
+        pipe.forward_backward(x, target=y, loss_fn=loss_of)
+    with pipe.profile() as t:
+        pipe.forward_backward(x, target=y, loss_fn=loss_of)
+    assert [e for e in t.events if e.kind == "stall" and e.lane == 1 and e.duration > 5e-3]
+    assert t.busy()[1] < t.busy()[0] / 2
