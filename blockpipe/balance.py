@@ -31,7 +31,7 @@ from .partition import check_count, checked_number, checked_numbers
 from .plan import Assignment, StagePlan
 from .prepared import BANDWIDTH, ScheduleOption, lanes_of
 from .recording import Recording
-from .summary import bytes_text
+from .table import bytes_text
 from .transfer import is_asynchronous, is_on_meta
 from .where import remembers_caller, users_line
 from .wrapped import WrappedModel

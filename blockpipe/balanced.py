@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .plan import StagePlan
 from .simulate import Simulation
-from .summary import bytes_text, text_table
+from .table import bytes_text, text_table
 
 _BAR = 20  # characters of the costliest stage's
 

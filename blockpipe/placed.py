@@ -28,7 +28,7 @@ from .plan import StagePlan
 from .planned import KeptPlan, kept_plan, planned_by
 from .prepared import Prepared, ScheduleOption, lanes_of
 from .recording import Recording
-from .summary import bytes_text
+from .table import bytes_text
 from .transfer import Owner, default_devices, is_on_meta, set_owner
 from .tree import leaves
 from .weights import Weights, open_weights

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from .schedule import KINDS
-from .summary import bytes_text, text_table
+from .table import bytes_text, text_table
 from .trace import Event, LaneTotals, Trace
 
 

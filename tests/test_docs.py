@@ -1,8 +1,10 @@
 """The documentation runs: every Python block of the pages, every example of a docstring."""
 
 import ast
+import contextlib
 import doctest
 import importlib
+import io
 import pkgutil
 import re
 from pathlib import Path
@@ -37,6 +39,45 @@ def test_page_runs(page: str) -> None:
     """Every Python block of a page runs, in order, in one namespace."""
     for example in _examples(page):
         example.evaluate()
+
+
+def _squeezed(text: str) -> str:
+    """What has to be equal: not the lines of library files, nor the widths that follow from them."""
+    text = re.sub(r"(?<!train)\.py:\d+", ".py:0", text)
+    return re.sub(r"─+", "─", re.sub(r"[^\S\n]+", " ", text)).strip()
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```output" in (ROOT / page).read_text()]
+)
+def test_page_shows_what_is_printed(page: str, pytestconfig: pytest.Config) -> None:
+    """An ``output`` block is what the Python block before it prints; ``--update-golden`` writes it.
+
+    Doctest was no alternative: it wants a marker for each empty line, and tables have many.
+    """
+    names: dict[str, object] = {}
+    lines = 0
+    printed = ""
+
+    def run(block: re.Match[str]) -> str:
+        nonlocal lines, printed
+        kind, text = block.groups()
+        if kind == "python":
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):  # lines as if all blocks were one file
+                exec(compile("\n" * lines + text, "train.py", "exec"), names)
+            lines += text.count("\n")
+            printed = out.getvalue()
+        elif not pytestconfig.getoption("--update-golden"):
+            assert _squeezed(printed) == _squeezed(text)
+        else:
+            return f"```output\n{printed}```"
+        return block[0]
+
+    old = (ROOT / page).read_text()
+    new = re.sub(r"```(python|output)\n(.*?)```", run, old, flags=re.DOTALL)
+    if new != old:
+        (ROOT / page).write_text(new)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -44,9 +44,19 @@ def test_a_large_model() -> None:
 def test_a_large_model_is_recorded_and_planned() -> None:
     """U-Net (24, 160) of 7.8 B parameters, on the meta device, in far less than 30 s."""
     pytest.importorskip("torchvision")
-    out = run("examples/benchmarks/large_models.py")
+    out = run("examples/benchmarks/large_models.py", "unet")
     assert "7.80 B parameters" in out
     assert float(out.split()[-1]) < 30, out
+
+
+def test_a_llama_is_recorded_and_summarized() -> None:
+    """70 B parameters in eight stages, in less than 60 s and 4 GiB."""
+    pytest.importorskip("torchvision")
+    pytest.importorskip("transformers")
+    out = run("examples/benchmarks/large_models.py", "llama")
+    assert "70.55 B parameters" in out
+    assert float(out.split()[-1]) < 60, out
+    assert float(out.split("largest resident set: ")[1].split()[0]) < 4, out
 
 
 @pytest.mark.timeout(600)

@@ -1,12 +1,12 @@
-"""Models that are larger than any device: recorded, planned and summarized on the meta device, timed.
+"""Models larger than any device: recorded, planned and summarized on the meta device, timed.
 
     python examples/benchmarks/large_models.py
     python examples/benchmarks/large_models.py unet --convolutions 48 --base 160 --stages 8
     python examples/benchmarks/large_models.py llama --print
 
 One is torchgpipe's U-Net (24, 160), which it trains on four devices with recomputation; (48, 160)
-is its model for eight. The other is Llama 3 70B, in eight stages. Nothing here has memory: a stage's would come from a checkpoint,
-see docs/how-to/large-models.md.
+is its model for eight. The other is Llama 3 70B, in eight stages. Nothing here has memory: a
+stage's would come from a checkpoint, see docs/how-to/large-models.md.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def llama(options: argparse.Namespace) -> tuple[str, torch.nn.Module, tuple, dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("models", nargs="*", help="unet, llama; none: both")
+    parser.add_argument("models", nargs="*", help="unet, llama; none given: both")
     parser.add_argument("--convolutions", type=int, default=24, help="of the U-Net, a level")
     parser.add_argument("--base", type=int, default=160, help="channels of its first level")
     parser.add_argument("--size", type=int, default=192, help="of an image, in pixels")
