@@ -1,0 +1,184 @@
+"""A model and its inputs from words of a command line.
+
+A model is named as in an entry point, ``module:callable``, and built on the meta device where that
+is enough; an input is its sizes, ``8,3,224,224``. Nothing is evaluated but Python literals.
+"""
+
+import ast
+import importlib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .errors import UsageError
+
+_TENSOR = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<sizes>[^:=]*)(?::(?P<rest>.*))?")
+
+
+class Given(NamedTuple):
+    """What is passed to the model's forward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def find_callable(text: str) -> Callable[..., Any]:
+    """What ``module:name`` stands for: a class, a function, or a module that is built already.
+
+    Raises:
+        UsageError: no such module or name (with near misses), or nothing that can be called.
+
+    Example:
+        >>> find_callable("torch.nn:Linear").__name__
+        'Linear'
+    """
+    module_name, colon, name = text.partition(":")
+    if not colon or not module_name or not name:
+        raise UsageError(
+            f"a model is given as module:callable, but {text!r} came; write "
+            "torchvision.models:resnet50, say"
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UsageError(f"{text!r} does not import: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = get_close_matches(part, dir(found), n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise UsageError(f"{module_name!r} has no {name!r}{hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(
+            f"{text!r} is {type(found).__name__}, but a model is a class or a function that makes "
+            "one"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def build_model(text: str, arguments: Mapping[str, Any], *, meta: bool) -> nn.Module:
+    """Call what ``module:callable`` names.
+
+    Args:
+        text: the name.
+        arguments: keyword arguments of the call.
+        meta: build it on the meta device, without memory. A model that reads values while it is
+            built is built on the CPU instead.
+
+    Raises:
+        UsageError: it makes no ``nn.Module``.
+    """
+    make = find_callable(text)
+    if isinstance(make, nn.Module):
+        return make
+    model = None
+    if meta:
+        try:
+            with torch.device("meta"):
+                model = make(**arguments)
+        except Exception:
+            model = None  # built below; what is wrong with it shows there
+    if model is None:
+        model = make(**arguments)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{text!r} returned {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def literals(words: Iterable[str], option: str) -> dict[str, Any]:
+    """``NAME=VALUE`` pairs; a value is a Python literal, or else text.
+
+    Example:
+        >>> literals(["weights=None", "kind=small"], "--model-arg")
+        {'weights': None, 'kind': 'small'}
+    """
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"{option} takes NAME=VALUE, but {word!r} came")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def begins(words: Iterable[str]) -> dict[str, int]:
+    """``PATH=STAGE`` pairs.
+
+    Example:
+        >>> begins(["layer3=1"])
+        {'layer3': 1}
+    """
+    found = {}
+    for word in words:
+        path, equals, stage = word.rpartition("=")
+        if not equals or not path or not stage.isdecimal():
+            raise UsageError(f"--begin takes PATH=STAGE (layer3=1), but {word!r} came")
+        if path in found:
+            raise UsageError(f"--begin {path} is given twice")
+        found[path] = int(stage)
+    return found
+
+
+def make_inputs(words: Iterable[str], others: Mapping[str, Any]) -> Given:
+    """The forward's arguments: tensors by their sizes, and other keyword arguments.
+
+    A tensor is ``[NAME=]SIZES[:DTYPE[:HIGH]]``: ``8,3,224,224``, or ``input_ids=4,128:int64:1000``
+    for whole numbers below 1000 (below 2 where no limit is given). Values are random, from seed 0.
+
+    Raises:
+        UsageError: a word that is no such tensor.
+
+    Example:
+        >>> make_inputs(["2,3", "mask=2:bool"], {}).kwargs["mask"].dtype
+        torch.bool
+    """
+    generator = torch.Generator().manual_seed(0)
+    args: list[Tensor] = []
+    kwargs: dict[str, Any] = dict(others)
+    for word in words:
+        name, tensor = _tensor(word, generator)
+        if name is None:
+            args.append(tensor)
+        elif name in kwargs:
+            raise UsageError(f"{name!r} is given twice")
+        else:
+            kwargs[name] = tensor
+    return Given(tuple(args), kwargs)
+
+
+def _tensor(word: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
+    match = _TENSOR.fullmatch(word)
+    sizes = match["sizes"].split(",") if match and match["sizes"] else []
+    if match is None or not all(size.strip().isdecimal() for size in sizes):
+        raise UsageError(
+            f"an input is [NAME=]SIZES[:DTYPE[:HIGH]], but {word!r} came; write 8,3,224,224, or "
+            "input_ids=4,128:int64:1000"
+        )
+    shape = [int(size) for size in sizes]
+    kind, _, high = (match["rest"] or "float32").partition(":")
+    dtype = getattr(torch, kind, None)
+    if not isinstance(dtype, torch.dtype):
+        near = [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
+        hint = get_close_matches(kind, near, n=3)
+        raise UsageError(
+            f"{kind!r} in input {word!r} is no dtype of torch"
+            + (f"; did you mean {', '.join(hint)}?" if hint else "")
+        )
+    if high and (not high.isdecimal() or int(high) < 1):
+        raise UsageError(f"the limit in input {word!r} is a whole number from 1 on, not {high!r}")
+    if dtype.is_floating_point or dtype.is_complex:
+        if high:
+            raise UsageError(f"input {word!r} is not of whole numbers, and takes no limit")
+        if math.prod(shape) > 1 << 28:  # 1 GiB of values that only a recording asks for
+            return match["name"], torch.empty(shape, dtype=dtype, device="meta")
+        return match["name"], torch.randn(shape, dtype=torch.float32, generator=generator).to(dtype)
+    limit = int(high) if high else 2
+    return match["name"], torch.randint(0, limit, shape, generator=generator).to(dtype)
