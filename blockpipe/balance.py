@@ -344,16 +344,16 @@ class _Search:
         marked = {mark.where for m in self.model.modules() if (mark := mark_of(m)) is not None}
         return BalancedPlan(
             plan.assignments,
-            self.recording.model,
-            shares,
-            to.by,
-            self.source,
-            self._bottleneck(shares, bounds),
-            seconds,
-            to.chunks,
-            played,
-            [*self.notes, *self._notes(played is None)],
-            marks_text(
+            model=self.recording.model,
+            shares=shares,
+            by=to.by,
+            source=self.source,
+            bottleneck=self._bottleneck(shares, bounds),
+            step_seconds=seconds,
+            microbatches=to.chunks,
+            simulation=played,
+            notes=[*self.notes, *self._notes(played is None)],
+            marks_text=marks_text(
                 self.model,
                 self.recording.calls,
                 [beginners(self.recording, begin) for begin in bounds[1:-1]],

@@ -62,7 +62,6 @@ class BalancedPlan(StagePlan):
         notes: what else there is to know.
     """
 
-    model: str = ""
     shares: list[StageShare] = field(default_factory=list)
     by: str = "time"
     source: str = ""
