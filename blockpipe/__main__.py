@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .commands import add_commands
+from .where import say_caller
 
 _EXAMPLES = """\
 examples:
@@ -45,6 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"blockpipe {__version__}")
     add_commands(parser)
     options = parser.parse_args(words)
+    say_caller("the command line")
     try:
         answer = options.command(options)
         print(answer.text if options.format == "text" else json.dumps(answer.data, indent=1))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from .plan import StagePlan
 from .simulate import Simulation
@@ -62,6 +64,7 @@ class BalancedPlan(StagePlan):
         notes: what else there is to know.
     """
 
+    model: str = ""
     shares: list[StageShare] = field(default_factory=list)
     by: str = "time"
     source: str = ""
@@ -119,6 +122,23 @@ class BalancedPlan(StagePlan):
             *(f"note: {note}" for note in self.notes),
         ]
         return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as data for JSON: each stage, the marks, and the plan."""
+        return {
+            "model": self.model,
+            "by": self.by,
+            "source": self.source,
+            "stages": [asdict(share) for share in self.shares],
+            "bottleneck": self.bottleneck,
+            "microbatches": self.microbatches,
+            "step_seconds": self.step_seconds,
+            "bubble": self.bubble,
+            "notes": self.notes,
+            "marks": self.marks_text,
+            "layout": self.layout,
+            "plan": json.loads(self.to_json()),
+        }
 
 
 def seconds_text(seconds: float) -> str:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .assignment import set_pipeline_stage_assignment
-from .balance import BY, balance
+from .balance import balance
+from .balanced import UNITS
 from .blocks import begin_blocks
 from .capture import record
 from .errors import ScheduleError, UsageError
@@ -67,7 +67,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
     add_balance = add("balance", _balance, "Find where to cut.", of_a_model).add_argument
     add_balance("--stages", type=_count, required=True, help="how many")
-    add_balance("--by", choices=BY, default="time", help="what is balanced (default: time)")
+    add_balance(
+        "--by", choices=tuple(UNITS), default="time", help="what is balanced (default: time)"
+    )
     add_balance("--chunks", type=_count, default=8, help="micro-batches of a batch (default: 8)")
     add_balance("--limit", type=_bytes, help="memory of a device: 16GiB, say")
     add_balance("--estimate", action="store_true", help="do not run: estimate times")
@@ -163,7 +165,7 @@ def _mark_options() -> argparse.ArgumentParser:
 
 
 def _summary(options: argparse.Namespace) -> Answer:
-    recording, _ = _recorded(options)
+    recording = _recorded(options)
     if options.explain is not None:
         text = recording.explain(options.explain)
         return Answer(text, {"path": options.explain, "why": text})
@@ -172,7 +174,7 @@ def _summary(options: argparse.Namespace) -> Answer:
 
 
 def _plan(options: argparse.Namespace) -> Answer:
-    recording, _ = _recorded(options)
+    recording = _recorded(options)
     plan = recording.plan
     _save_plan(plan, options.save)
     return Answer(f"{plan}\n\nlayout: {plan.layout}", json.loads(plan.to_json()))
@@ -188,7 +190,7 @@ def _balance(options: argparse.Namespace) -> Answer:
         by=options.by,
         kwargs=given.kwargs,
         chunks=options.chunks,
-        limit=options.limit,
+        limits=options.limit,
         measure=measured,
     )
     _save_plan(plan, options.save)
@@ -266,11 +268,13 @@ def _trace(options: argparse.Namespace) -> Answer:
 # --- what they share
 
 
-def _recorded(options: argparse.Namespace) -> tuple[Recording, Given]:
+def _recorded(options: argparse.Namespace) -> Recording:
     model, given = _model_and_inputs(options, meta=True)
     plan = _marked(model, options)
     with torch.set_grad_enabled(not options.eval):
-        return record(model, given.args, given.kwargs, plan=plan), given
+        recording = record(model, given.args, given.kwargs, plan=plan)
+    recording.check()
+    return recording
 
 
 def _model_and_inputs(options: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, Given]:

@@ -38,7 +38,9 @@ def test_summary_is_the_recordings(capsys: pytest.CaptureFixture[str]) -> None:
     with torch.device("meta"):
         model = marked_resnet()
     assert status == 0
-    assert out == f"{bp.record(model, torch.zeros(4, 3, 64, 64)).summary()}\n"
+    expected = f"{bp.record(model, torch.zeros(4, 3, 64, 64)).summary()}\n"
+    lines = re.compile(r"test_commands\.py:\d\d+")  # of the marks
+    assert lines.sub("", out) == lines.sub("", expected)
 
 
 def test_summary_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,8 +54,9 @@ def test_summary_opens_to_a_depth_with_the_columns_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, out, _ = run(capsys, "summary", *MARKED, "--depth", "2", "--columns", "stage,flops")
-    assert "layer1.1" in out
-    assert "FLOP" in out
+    assert "2 × BasicBlock" in out
+    assert "Flops" in out
+    assert "Parameters" not in out.partition("\n")[0]
 
 
 def test_explain_names_a_module(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,11 +108,12 @@ def test_simulate_says_what_simulate_does(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_simulate_compares_all_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    _, chain, _ = run(capsys, "simulate", "--stages", "2", "--schedule", "all")
-    _, folded, _ = run(capsys, "simulate", "--lanes", "0,1,1,0", "--schedule", "all")
-    assert "zb-v" not in chain
-    assert "zb-v" in folded
-    assert "gpipe" in chain
+    words = ["simulate", "--lanes", "0,1,1,0", "--schedule", "all"]
+    _, out, _ = run(capsys, *words)
+    _, as_json, _ = run(capsys, *words, "--format", "json")
+    names = [line.split()[0] for line in out.splitlines()[1:]]
+    assert names == [played["schedule"] for played in json.loads(as_json)]
+    assert {"gpipe", "1f1b", "zb-v"} <= set(names)
 
 
 def test_trace_writes_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -117,7 +121,7 @@ def test_trace_writes_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     shape = [*MARKED, "--chunks", "2", "--devices", "cpu,cpu,cpu"]
     status, out, _ = run(capsys, "trace", *shape, "--save", str(chrome))
     assert status == 0
-    assert "bubble" in out
+    assert "Bubble" in out
     names = [event.get("name", "") for event in json.loads(chrome.read_text())["traceEvents"]]
     assert any(name.startswith("F") for name in names)
     run(capsys, "trace", *shape, "--eval", "--save", str(page))
@@ -135,7 +139,14 @@ def test_a_model_with_named_inputs(capsys: pytest.CaptureFixture[str]) -> None:
 def tiny_gpt2() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=32, use_cache=False
+        n_layer=2,
+        n_head=2,
+        n_embd=32,
+        vocab_size=64,
+        n_positions=32,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -150,7 +161,7 @@ def tiny_gpt2() -> nn.Module:
         (["torchvision.models", "--input", "1"], "module:callable"),
         (["torchvision.models:resnet81", "--input", "1"], "did you mean resnet18"),
         (["torch.nn:Linear", "--input", "1"], "in_features"),
-        (["torch:zeros", "--model-argument", "size=2", "--input", "1"], "not an nn.Module"),
+        (["torch:eye", "--model-argument", "n=2", "--input", "1"], "not an nn.Module"),
         (RESNET[:1], "needs an input"),
         ([*RESNET[:1], "--input", "4,3,x"], "8,3,224,224"),
         ([*RESNET[:1], "--input", "4,3,64,64:flaot32"], "did you mean float32"),
