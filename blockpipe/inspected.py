@@ -134,6 +134,14 @@ class InspectedModel(PlacedModel):
 
         Raises:
             UsageError: nothing of that name; no arguments before the first call.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+            >>> print(pipe.explain("1", torch.ones(4, 4)).splitlines()[0])
+            1 (Linear) is on stage 1 (cpu)
         """
         prepared, _ = self._seen("explain(path, x)", args, kwargs)
         return explain(
