@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .capture import record, record_planned
 from .errors import PlanError, UsageError
@@ -108,7 +108,7 @@ def set_pipeline_stage_assignment(
     """
     where = users_line()
     module = _model_of(model)
-    has_sample = bool(kwargs) or isinstance(args, Tensor) or args != ()
+    has_sample = bool(kwargs) or not isinstance(args, tuple | list) or len(args) > 0
     plan, problems = _as_plan(assignment, where)
     if not problems:
         given = model._given_devices if isinstance(model, InspectedModel) else None
@@ -156,7 +156,7 @@ def recording_of(
     if isinstance(what, Recording):
         return what
     if isinstance(what, InspectedModel):
-        bare = isinstance(args, Tensor) or not isinstance(args, tuple | list)
+        bare = not isinstance(args, tuple | list)
         return what.recorded((args,) if bare else tuple(args), dict(kwargs or {}))
     if isinstance(what, nn.Module):
         return record(what, args, kwargs)
@@ -207,11 +207,12 @@ def _as_plan(given: object, where: str) -> tuple[StagePlan, list[str]]:
 
 def _wrong_entries(entries: Sequence[Any]) -> list[str]:
     return [
-        f"entry {i} is {entry!r}, no Assignment with a path"
+        f"entry {i} is {entry!r}, no Assignment with a path and the number of a call"
         for i, entry in enumerate(entries)
         if not isinstance(entry, Assignment)
         or not isinstance(entry.path, str)
-        or not (entry.call is None or type(entry.call) is int)
+        or not (entry.call is None or (type(entry.call) is int and entry.call >= 0))
+        or not isinstance(entry.inside, list)
     ]
 
 

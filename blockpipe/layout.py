@@ -16,8 +16,8 @@ Item = tuple[str, int | None, int]
 
 _ITEM = re.compile(
     r"""\s*(?:(?P<quoted>"(?:[^"\\]|\\.)*")|(?P<path>[^\s,=\#"]+))  # layer3
-    \s*(?:\#\s*(?P<call>\d+)\s*)?                                    # \#1: its second call
-    =\s*(?P<stage>\d+)\s*(?P<end>,|$)""",
+    \s*(?:\#\s*(?P<call>\d{1,9})\s*)?                                    # \#1: its second call
+    =\s*(?P<stage>\d{1,9})\s*(?P<end>,|$)""",
     re.VERBOSE | re.ASCII,
 )
 _PLAIN = re.compile(r'[^\s,=#"]+')
@@ -72,5 +72,5 @@ def _unreadable(text: str, at: int) -> PlanError:
     at += len(text[at:]) - len(text[at:].lstrip())
     return PlanError(
         "a layout is 'layer3=1, layer4=2' (a module's path, '#1' for its second call, its stage), "
-        f"but at position {at} of {text!r} came {text[at : at + 30]!r}"
+        f"but at position {at} of {text[:200]!r} came {text[at : at + 30]!r}"
     )

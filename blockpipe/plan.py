@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -106,6 +107,8 @@ class StagePlan:
     partial: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not all(isinstance(entry, Assignment) for entry in self.assignments):
+            raise PlanError(f"a plan is made of Assignment entries, but {self.assignments!r} came")
         inner = {id(e) for a in self.assignments for e in a.with_inside() if e is not a}
         if not any(id(entry) in inner for entry in self.assignments):  # they came nested
             self.assignments = [e for a in self.assignments for e in a.with_inside()]
@@ -132,8 +135,8 @@ class StagePlan:
             PlanError: a wrong stage, or no module of that path (with near misses).
         """
         wrong = wrong_stage(stage)
-        if wrong:
-            raise PlanError(f"{pattern!r}: {wrong}")
+        if wrong or not isinstance(pattern, str):
+            raise PlanError(f"{pattern!r}: {wrong or 'a path pattern is text such as layer3'}")
         depth = pattern.count(".") + 1
         found = [
             a for a in self.assignments if matches(pattern, ".".join(a.path.split(".")[:depth]))
@@ -291,13 +294,15 @@ class StagePlan:
         try:
             data = json.loads(text)
             if data.get("version", 1) not in (1, 2):
-                raise ValueError(f"version {data['version']!r} is newer than this library")
+                raise ValueError(
+                    f"version {data['version']!r} is not known; this library reads 1 and 2"
+                )
             entries = [_entry(e, i) for i, e in enumerate(data["assignments"])]
             plan = cls(entries, partial=bool(data.get("partial", False)))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PlanError(
                 'a plan is {"version": 2, "assignments": [{"path", "call", "stage", …}, …]}, but '
-                f"this came: {text[:80]!r} ({error})"
+                f"this came: {str(text)[:80]!r} ({error})"
             ) from error
         plan.check()
         return plan
@@ -323,8 +328,8 @@ class StagePlan:
         """
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise PlanError(f"{os.fspath(path)!r} is a plan's JSON file, but {error}") from error
+        except (OSError, ValueError, TypeError) as error:
+            raise PlanError(f"{path!r} is no JSON file of a plan: {error}") from error
 
     def __str__(self) -> str:
         width = max((len(a.path) for a in self.assignments), default=0)
@@ -350,9 +355,9 @@ def wrong_stage(stage: object) -> str | None:
 def gaps(used: Iterable[int]) -> list[str]:
     """What to say of stage numbers that leave gaps."""
     have = sorted(set(used))
-    missing = sorted(set(range(have[-1] + 1)) - set(have)) if have else []
-    if not missing:
+    if have == list(range(len(have))):
         return []
+    missing = list(islice((s for s in range(have[-1]) if s not in have), 8))
     return [
         f"stages are numbered 0, 1, … without gaps, but {have} are used and {missing} are not; "
         "renumber the marks, or mark something with the missing number"

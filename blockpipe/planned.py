@@ -74,7 +74,9 @@ class Planned:
         unknown = [a for a in plan.assignments if id(a) not in resolved]
         if unknown:
             paths = [a.path for a in unknown]
-            near = get_close_matches(paths[0], [p for p, _ in model.named_modules()], cutoff=0.4)
+            near = get_close_matches(
+                paths[0], [p for p, _ in model.named_modules() if p], cutoff=0.4
+            )
             hint = f"did you mean {', '.join(map(repr, near))}?" if near else "make the plan anew"
             raise PlanError(
                 f"the plan assigns {sorted(set(paths))[:5]}, which {self.model} does not have; "
@@ -96,7 +98,7 @@ class Planned:
                 f"pattern{self._at()}"
             )
         self.stages: Stages = stages
-        self._paths = {key: paths[0] for key, paths in resolved.items()}
+        self._paths = resolved
 
     def _at(self) -> str:
         return "" if self.where is None else f" (set at {self.where})"
@@ -119,10 +121,11 @@ class Planned:
         called = {path for path, _ in made}
         listed = []
         for a in self.plan.assignments:
-            path = a.path if a.call is None else self._paths[id(a)]
-            if self.every_module or a.call is None or path in called:
-                listed.append(Assignment(path, a.call, a.stage, a.kind))
-        if self.where is None and all(a.call is None or (a.path, a.call) in made for a in listed):
+            paths = self._paths[id(a)]
+            is_called = not called.isdisjoint(paths)
+            if (a.call is not None and is_called) or (self.every_module and not is_called):
+                listed.append(Assignment(paths[0], a.call, a.stage, a.kind))
+        if self.where is None and all((a.path, a.call) in made for a in listed):
             return []  # it may leave calls out: they stay where the forward is
         plan = StagePlan(listed, partial=self.plan.is_partial)
         return plan.differences(recording, here="the plan", there="the forward")
@@ -163,16 +166,15 @@ def resolve(model: nn.Module, plan: StagePlan) -> Iterator[tuple[int, list[str]]
     A module that is registered under several paths is called by the first of them.
     """
     first = {id(module): path for path, module in model.named_modules()}
-    paths = {
-        path: first[id(module)] for path, module in model.named_modules(remove_duplicate=False)
-    }
+    named = model.named_modules(remove_duplicate=False)
+    paths = {path: first[id(module)] for path, module in named if path}
     for entry in plan.assignments:
         if entry.path in paths:
             yield id(entry), [paths[entry.path]]
         elif entry.call is None:
-            named = [own for path, own in paths.items() if path and entry.names(path)]
-            if named:
-                yield id(entry), list(dict.fromkeys(named))
+            found = [own for path, own in paths.items() if entry.names(path)]
+            if found:
+                yield id(entry), list(dict.fromkeys(found))
 
 
 def planned_stage(calls: Mapping[int | None, int], call: int, now: int) -> int:

@@ -210,6 +210,9 @@ def test_a_module_called_twice_has_two_entries():
     entries[2].assign(1)
     assert bp.set_pipeline_stage_assignment(net, entries, X).layout == "0#1=1"
     assert bp.record(net, X).route == [0, 1]
+    # The path that it is registered under first, or another.
+    bp.set_pipeline_stage_assignment(net, {"1": 1, "2": 0}, X)
+    assert bp.record(net, X).plan.layout == "1=1, 0#1=0"
 
 
 def test_a_container_s_own_stage_is_its_own_code_s():
@@ -406,6 +409,31 @@ def test_a_call_in_a_sealed_module_counts():
     assert torch.equal(shared.weight.grad, twin[2].weight.grad)
 
 
+def test_a_module_that_does_nothing_makes_no_hop():
+    """A mark on an Identity is followed by no operation: its door must not go there."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4))
+    twin = copy.deepcopy(net)
+    pipe = bp.Pipeline(
+        bp.begin_blocks(net, {"1": 2, "2": 1, "3": 2}), devices=["cpu"] * 3, chunks=2
+    )
+    loss = pipe.forward_backward(X, loss_fn=any_loss).loss
+    assert pipe.recording.route == [0, 1, 2]
+    assert torch.equal(loss, plain_step(twin, (X,), {}, None, any_loss, 2))
+
+
+def test_no_doors_inside_of_what_runs_untouched():
+    """A whole plan names modules inside of sealed ones too; a compiled one must not see doors."""
+    inner = nn.Linear(4, 4)
+    net = nn.Sequential(nn.Sequential(inner, nn.ReLU()), nn.Linear(4, 4))
+    plan = bp.record(net, X).plan
+    plan.assign("1", 1)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, plan=plan, sample=(X,))
+    (prepared,) = pipe._prepared.values()
+    with prepared.doors:
+        assert "forward" in vars(net[0])
+        assert "forward" not in vars(inner)
+
+
 # --- what is refused
 
 LINE = r"test_assignment\.py:\d+"
@@ -454,7 +482,11 @@ AT_ONCE = {
     "two patterns": ({"body.*": 0, "body.1": 1}, r"'body.1' is on stage 0, and by 'body.1' on"),
     "layout": ("head=1, body", r"at position 8 of 'head=1, body' came 'body'"),
     "empty item": ("head=1,", r"at position 7 of 'head=1,' came ''"),
-    "no file": ("nowhere.json", r"'nowhere.json' is a plan's JSON file, but .*No such file"),
+    "no file": ("nowhere.json", r"'nowhere.json' is no JSON file of a plan: .*No such file"),
+    "the model itself": ({"": 1}, r"assigns \[''\], which Sequential does not have"),
+    "a number far off": ({"head": 10**30}, r"\[1, 2, 3, 4, 5, 6, 7, 8\] are not"),
+    "a number that is none": ("head=" + "9" * 5000, r"at position 0 of 'head=9"),
+    "negative call": ([bp.Assignment("stem", -1, 0)], r"entry 0 is .*the number of a call"),
     "wrong type": (3, r"an assignment is a list .* but int came"),
     "None": (None, r"an assignment is a list .* but NoneType came"),
 }
@@ -574,7 +606,7 @@ def test_version_1_is_read():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version": 3, "assignments": []}', "version 3 is newer"),
+        ('{"version": 3, "assignments": []}', "version 3 is not known"),
         ('{"assignments": [{"path": 1, "call": 0, "stage": 0}]}', "entry 0: 1, call 0"),
         ('{"assignments": [{"path": "a", "call": "x", "stage": 0}]}', "entry 0: 'a', call 'x'"),
         ('{"assignments": [{"path": "a", "call": -1, "stage": 0}]}', "entry 0: 'a', call -1"),

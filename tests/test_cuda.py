@@ -85,6 +85,28 @@ def test_unplace_and_optimizer_state():
     assert all(p.device.type == "cpu" for p in model.parameters())
 
 
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_stages_set_on_a_placed_pipeline(on_meta):
+    """Parameters move from where one plan had them to where the next has them."""
+    model = net()
+    plain = copy.deepcopy(model).cuda()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if on_meta:
+        model = model.to("meta")
+    options = {"weights": weights} if on_meta else {}
+    pipe = bp.Pipeline(model, devices=["cuda:0", "cpu"] * 2, chunks=3, **options)
+    x, y = torch.randn(30, 64), torch.randn(30, 64)
+    for layout in ("1=1, 2=2, 3=3", "1=1", "2=1, 3=2"):
+        bp.set_pipeline_stage_assignment(pipe, layout)
+        pipe.zero_grad()
+        plain.zero_grad()
+        pipe.forward_backward(x, target=y, loss_fn=loss_of)
+        assert pipe.plan.layout == layout
+        plain_step(plain, (x.cuda(),), {}, y.cuda(), loss_of, 3)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.cpu(), q.grad.cpu())
+
+
 def test_a_custom_stream_of_the_caller():
     """Work queued on the caller's current stream is seen by the stages."""
     model = net()
