@@ -1,7 +1,7 @@
 """Makes the pictures of these pages: ``python docs/make_pictures.py``.
 
-Those of schedules are the same each time; those of a profile are of this machine. The picture of the
-page needs chromium, and is left as it is without.
+Those of schedules are the same each time; those of a profile are of this machine. The picture of
+the page needs chromium, and is left as it is without.
 """
 
 import os
@@ -69,11 +69,18 @@ def page(timeline: bp.Timeline, name: str) -> None:
     if browser is None:
         print(f"no chromium: {name} is left as it is")
         return
-    flags = (
-        "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run "
-        "--disable-background-networking --disable-component-update --disable-sync "
-        "--hide-scrollbars --window-size=1000,610"
-    ).split()
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--hide-scrollbars",
+        "--window-size=1000,610",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         timeline.to_html(f"{folder}/page.html")
         subprocess.run(
