@@ -122,7 +122,7 @@ class _StepProfile:
         return _now(None if kind == "wait" else current_stream(self.devices[stage]))
 
     def watch(self, tensor: Tensor, from_hop: int, to_hop: int, microbatch: int) -> Watch:
-        size = tensor.nbytes
+        size = _size(tensor)
         since: dict[str, Time] = {}
 
         def watch(moment: Moment, stream: torch.Stream | None) -> None:
@@ -224,6 +224,11 @@ class Profile:
         if isinstance(time_, int):
             return time_ * 1e-9
         return self._clocks[time_.device].seconds(time_.event)
+
+
+def _size(tensor: Tensor) -> int:
+    """In bytes; a sparse tensor counts as a dense one, for not every layout says what it holds."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _named(device: torch.device, stages: tuple[int, ...], names: tuple[Any, ...]) -> Lane:

@@ -75,7 +75,7 @@ class Timeline(Trace):
         """
         if not self.steps:
             return None
-        info = self.steps[step]
+        info = self.steps[self._index(step)]
         costs = self.costs(step) if measured else info.costs
         if costs is None:
             return None
@@ -98,10 +98,13 @@ class Timeline(Trace):
 
         Args:
             step: which; -1: the last.
-            width: of a line, in characters.
+            width: of a line, in characters, from 20 on.
         """
-        self._check_step(step)
-        return gantt(self, range(len(self.steps))[step], width) if self.steps else ""
+        if not isinstance(width, int) or width < 20:
+            raise UsageError(
+                f"width is a number of characters from 20 on, but {width!r} came ({users_line()})"
+            )
+        return gantt(self, self._index(step), width) if self.steps else ""
 
     def __str__(self) -> str:
         if not self.events:
@@ -165,21 +168,13 @@ class Timeline(Trace):
         Raises:
             UsageError: matplotlib is not installed (``pip install 'blockpipe[plot]'``).
         """
-        self._check_step(step)
-        return plot(self, range(len(self.steps))[step] if self.steps else 0, ax)
+        return plot(self, self._index(step) if self.steps else 0, ax)
 
     def _repr_html_(self) -> str:
         return frame(page(self._views()), lanes=len(self.lanes))
 
     def _views(self) -> list[Trace]:
         return [self, *(view for view in self._predictions().values() if view is not None)]
-
-    def _check_step(self, step: int) -> None:
-        if self.steps and not -len(self.steps) <= step < len(self.steps):
-            raise UsageError(
-                f"this timeline has {len(self.steps)} steps, counted from 0 (or -1 from the last), "
-                f"but step {step} was asked for ({users_line()})"
-            )
 
 
 def _events(played: Simulation, costs: Costs) -> Iterator[Event]:

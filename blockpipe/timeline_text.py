@@ -13,9 +13,9 @@ def gantt(trace: Trace, step: int, width: int) -> str:
     if not actions:
         return ""
     begin, span = min(e.start for e in actions), trace.span(step)
-    names = [_short(trace, lane) for lane in range(len(trace.lanes))]
+    names = [_short(trace, lane, width // 4) for lane in range(len(trace.lanes))]
     left = max(map(len, names)) + 2
-    cells = max(10, width - left)
+    cells = width - left
     if not trace.unit and span == int(span) and 1 <= span <= cells:
         cells -= cells % int(span)  # costs in whole units: a unit is a whole number of characters
     lines = []
@@ -27,9 +27,9 @@ def gantt(trace: Trace, step: int, width: int) -> str:
     return "\n".join(lines)
 
 
-def _short(trace: Trace, lane: int) -> str:
+def _short(trace: Trace, lane: int, width: int = 24) -> str:
     name = trace.lanes[lane].name
-    return name if len(name) <= 24 else f"lane {lane}"
+    return name if len(name) <= width else f"lane {lane}"
 
 
 def _row(actions: list[Event], begin: float, span: float, cells: int) -> list[Event | None]:

@@ -11,8 +11,10 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
+from .errors import UsageError
 from .schedule import KINDS, Schedule
 from .simulate import Costs
+from .where import users_line
 
 EventKind = Literal["F", "B", "W", "R", "copy", "wait", "stall"]
 
@@ -118,7 +120,7 @@ class LaneTotals:
 
 @dataclass
 class Trace:
-    """Events, and what they add up to.
+    """Events, and what they add up to. Steps are counted from 0, or from the last: -1.
 
     Attributes:
         events: ordered by their start.
@@ -136,6 +138,7 @@ class Trace:
 
     def actions(self, step: int | None = None) -> list[Event]:
         """The forwards, backwards, weight parts and recomputations; of one step, or of all."""
+        step = step if step is None else self._index(step)
         return [e for e in self.events if e.kind in KINDS and step in (None, e.step)]
 
     def span(self, step: int) -> float:
@@ -167,7 +170,7 @@ class Trace:
 
     def totals(self, step: int | None = None) -> list[LaneTotals]:
         """For each lane what it did: in one step, or in the mean of all."""
-        steps = self._ran() if step is None else [step]
+        steps = self._ran() if step is None else [self._index(step)]
         found = [LaneTotals() for _ in self.lanes]
         share = 1 / max(1, len(steps))
         stalled = self._stalled()
@@ -198,7 +201,7 @@ class Trace:
         """
         if not self.steps:
             return None
-        info = self.steps[step]
+        info = self.steps[self._index(step)]
         alike = {n for n, other in enumerate(self.steps) if other.schedule == info.schedule}
         hops = range(len(info.schedule.lane_of_hop))
         took: dict[tuple[str, int], list[float]] = {}
@@ -257,6 +260,16 @@ class Trace:
             "totals": [vars(lane) for lane in self.totals()],
             "events": [event._asdict() for event in self.events],
         }
+
+    def _index(self, step: int) -> int:
+        """A step's number, counted from 0."""
+        count = len(self.steps)
+        if not isinstance(step, int) or not -count <= step < count:
+            raise UsageError(
+                f"this timeline has {count} steps, counted from 0 (or -1 from the last), but step "
+                f"{step!r} was asked for ({users_line()}); take one of these"
+            )
+        return step % count
 
     def _ran(self) -> list[int]:
         """The steps that count for means: those that did not fail, if there are any."""

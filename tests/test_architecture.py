@@ -46,8 +46,19 @@ def test_data_does_not_need_torch():
     assert graph["plan"] == {"errors", "layout"}
     assert graph["simulate"] == {"errors", "schedule"}
     assert graph["scheduler"] == {"errors", "schedule", "simulate"}
-    assert graph["trace"] == {"schedule", "simulate"}
     assert [name for name, needs in graph.items() if "pipeline" in needs] == ["__init__"]
+
+
+def test_the_engine_knows_no_observer():
+    """Only its interface: what collects and draws is imported by the front door alone."""
+    graph = _imports()
+    importers = {name for name, needs in graph.items() if "profiling" in needs}
+    assert importers == {"pipeline"}
+    assert {name for name, needs in graph.items() if "timeline" in needs} == {
+        "__init__",
+        "pipeline",
+        "profiling",
+    }
 
 
 def test_every_public_name_has_a_docstring():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
 from blockpipe.errors import UsageError
@@ -182,6 +183,34 @@ def test_copies_go_both_ways():
     assert ways == [(-1, 0), (-1, 2), (0, 1), (0, 2), (1, 0), (1, 2), (2, 1), (2, 1)]
     assert {e.bytes for e in copies} == {2 * 4 * 4}
     assert {e.lane for e in copies if e.hop == 2} == {2}
+
+
+def test_what_has_no_size_crosses():
+    """A sparse tensor counts as a dense one; a recomputation in glue crosses too."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with bp.Block(0):
+                x = self.a(x)
+                sparse = torch.eye(len(x)).to_sparse()
+            with bp.Block(1):
+                y = checkpoint(lambda t: torch.tanh(self.b(t) + x), x * 1, use_reentrant=False)
+                return torch.sparse.mm(sparse, y)
+
+    pipe = bp.Pipeline(Odd(), devices=["cpu"] * 2, chunks=CHUNKS)
+    step(pipe)
+    expected = [p.grad.clone() for p in pipe.parameters()]
+    pipe.zero_grad()
+    with pipe.profile() as t:
+        step(pipe)
+    for p, gradient in zip(pipe.parameters(), expected, strict=True):
+        assert torch.equal(p.grad, gradient)
+    sizes = {e.bytes for e in t.events if e.kind == "copy" and (e.source, e.hop) == (0, 1)}
+    assert sizes == {2 * 4 * 4, 2 * 2 * 4}
 
 
 def test_waits_are_between_forwards():

@@ -210,6 +210,14 @@ def test_an_empty_timeline():
     assert empty.to_html().startswith("<!DOCTYPE html>")
 
 
+def test_steps_count_from_the_end_too():
+    """-1 is the last, wherever a step is asked for."""
+    timeline = Timeline.of(make_schedule("1f1b", [0, 1], 3))
+    assert timeline.bubble(-1) == timeline.bubble(0) == 0.25
+    assert timeline.span(-1) == 12
+    assert timeline.actions(-1) == timeline.actions()
+
+
 def test_everything_is_json():
     """``to_dict`` survives JSON, and has what the table has."""
     timeline = Timeline.of(make_schedule("1f1b", [0, 1], 3))
@@ -227,6 +235,19 @@ def test_wrong_arguments_are_refused(tmp_path):
         timeline.gantt(step=1)
     with pytest.raises(UsageError, match="but step -2 was asked for"):
         timeline.plot(step=-2)
+    for ask in (
+        timeline.span,
+        timeline.bubble,
+        timeline.totals,
+        timeline.costs,
+        timeline.predicted,
+    ):
+        with pytest.raises(UsageError, match=r"has 1 steps.*but step 9 was .*test_timeline.py"):
+            ask(9)
+    with pytest.raises(UsageError, match="but step 'last' was asked for"):
+        timeline.busy("last")
+    with pytest.raises(UsageError, match=r"characters from 20 on, but 5 came \(.*test_timeline"):
+        timeline.gantt(width=5)
     with pytest.raises(ScheduleError, match="unit of costs is '' or 's'.*'ms' came"):
         Timeline.of(make_schedule("1f1b", [0, 1], 3), unit="ms")
     with pytest.raises(ScheduleError, match="takes a Schedule and Costs, but str"):

@@ -1,0 +1,102 @@
+"""Makes the pictures of these pages: ``python docs/make_pictures.py``.
+
+Those of schedules are the same each time; those of a profile are of this machine. The picture of
+the page needs chromium, and is left as it is without.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: a thread for each stage
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+import blockpipe as bp
+from blockpipe.scheduler import make_schedule
+
+PICTURES = Path(__file__).parent / "pictures"
+
+
+def schedules() -> None:
+    """Four stages, eight micro-batches, under three schedules."""
+    figure, axes = plt.subplots(3, figsize=(10, 7), layout="constrained", sharex=True)
+    for name, ax in zip(("gpipe", "1f1b", "zb-h1"), axes, strict=True):
+        bp.Timeline.of(make_schedule(name, [0, 1, 2, 3], 8)).plot(ax)
+    for ax in axes:
+        ax.set_xlim(0, 33)  # the longest: bubbles compare
+        ax.label_outer()
+    save(figure, "schedules.png")
+
+
+def profile() -> bp.Timeline:
+    """A real step on two CPU stages."""
+    torch.manual_seed(0)
+    stage = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(512, 512), nn.Tanh())))
+    other = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(512, 512), nn.Tanh())))
+    pipe = bp.Pipeline(
+        bp.begin_blocks(nn.Sequential(stage, other), {"1": 1}), devices=["cpu"] * 2, chunks=8
+    )
+    x = torch.randn(8 * 128, 512)
+    pipe.forward_backward(x, loss_fn=lambda out: out.square().mean())
+    found = []
+    for _ in range(100):
+        with pipe.profile() as timeline:
+            pipe.forward_backward(x, loss_fn=lambda out: out.square().mean())
+        found.append(timeline)
+    timeline = min(found, key=lambda t: t.step_time)  # where other processes were quiet
+    save(timeline.plot(), "profile.png")
+    print(timeline)
+    return timeline
+
+
+def save(figure: plt.Figure, name: str) -> None:
+    """Write a figure: as SVG it would be five times the size."""
+    figure.savefig(PICTURES / name, dpi=90)
+
+
+def page(timeline: bp.Timeline, name: str) -> None:
+    """A picture of the page, as a browser shows it."""
+    browser = shutil.which("chromium")
+    if browser is None:
+        print(f"no chromium: {name} is left as it is")
+        return
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--hide-scrollbars",
+        "--window-size=1000,610",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        timeline.to_html(f"{folder}/page.html")
+        subprocess.run(
+            [
+                browser,
+                *flags,
+                f"--user-data-dir={folder}/profile",
+                f"--screenshot={PICTURES / name}",
+                f"file://{folder}/page.html",
+            ],
+            check=True,
+            capture_output=True,
+        )
+
+
+if __name__ == "__main__":
+    PICTURES.mkdir(exist_ok=True)
+    schedules()
+    page(profile(), "page.png")
