@@ -495,7 +495,7 @@ def test_dropout_that_the_recording_did_not_see():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_scripted_modules():
     """They bear no hooks: what is around them is watched."""
-    net = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)), nn.ReLU(), _Wrong(8, 4))
+    net = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Tanh()), nn.ReLU(), _Wrong(8, 4))
     bp.begin_blocks(net, {"3": 1})
     pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3)
     found = pipe.verify(torch.randn(6, 8))
