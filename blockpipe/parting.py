@@ -130,8 +130,8 @@ class Watch:
     """Sketches of every module call of a step; entered around it.
 
     Args:
-        model: whose modules are watched. Those inside of compiled and scripted ones are not: they
-            run without Python.
+        model: whose modules are watched. Scripted ones, and those inside of compiled ones, are not:
+            they run without Python.
         opaque: paths of further modules that are not looked into.
     """
 
@@ -164,10 +164,11 @@ class Watch:
         for path, module in self._model.named_modules():
             if any(path.startswith(f"{outer}." if outer else "") for outer in closed):
                 continue
-            yield path, module
             is_script = isinstance(module, torch.jit.ScriptModule)
             if path in self._opaque or is_compiled(module) or is_script:
                 closed.append(path)
+            if not is_script:  # they bear no hooks
+                yield path, module
 
     # --- forward
 

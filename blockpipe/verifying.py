@@ -21,6 +21,7 @@ from .batchnorm import DeferredBatchNorm
 from .blocks import set_microbatch
 from .errors import UsageError, VerificationError
 from .execution import own_loss
+from .glue import is_compiled
 from .inspected import InspectedModel
 from .microbatch import Microbatch, join, split
 from .parting import Parting, Watch, first_parting
@@ -246,7 +247,13 @@ class Verifier:
         """Whether equality to the bit is promised."""
         devices = {*self.prepared.devices, self.device or self.prepared.devices[0]}
         is_host = all(device.type == "cpu" for device in devices)
-        return is_host and self.prepared.compiled is None
+        # What is compiled as it runs may be other code the next time.
+        changes = self.prepared.compiled is not None or any(
+            is_compiled(m) or isinstance(m, torch.jit.ScriptModule)
+            for module in self.modules
+            for m in module.modules()
+        )
+        return is_host and not changes
 
     @property
     def lanes(self) -> int:
@@ -482,11 +489,11 @@ def verify(verifier: Verifier, *, rtol: float | None, atol: float) -> Verificati
 
 def _verify(verifier: Verifier, rtol: float, atol: float) -> Verification:
     prepared = verifier.prepared
-    before = [list(sources) for sources in prepared.sources]
-    piped = verifier.pipelined()
-    if prepared.compiled is not None or before != prepared.sources:
-        # The first compiled step runs in one thread; and one that drew without being known to
-        # takes turns from the next on.
+    if prepared.compiled is not None and prepared.steps == 0:
+        verifier.pipelined()  # it compiles, in one thread
+    known: Any = None
+    while known != (known := (prepared.sources, dict(prepared.loss_draws))):
+        # A step that drew without being known to, or with a new loss, is another the next time.
         piped = verifier.pipelined()
     plain, _ = _on_one_device(verifier, None)
     result = Verification(

@@ -484,6 +484,25 @@ def test_compiled_modules():
     assert not found.exact
 
 
+def test_dropout_that_the_recording_did_not_see():
+    """It was 0 then: both runs draw the same all the same, once that is known."""
+    net = _net(0.0)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, sample=(_batch()[0],))
+    net[3].p = 0.5
+    assert pipe.verify(_batch()[0]).verdict == "exact"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_scripted_modules():
+    """They bear no hooks: what is around them is watched."""
+    net = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Tanh()), nn.ReLU(), _Wrong(8, 4))
+    bp.begin_blocks(net, {"3": 1})
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3)
+    found = pipe.verify(torch.randn(6, 8))
+    assert not found.exact
+    assert found.first_difference is not None
+
+
 @pytest.mark.parametrize(
     ("given", "match"),
     [
