@@ -15,8 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from threading import Lock
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +78,7 @@ class _Step:
 
     def __init__(self) -> None:
         # By module, then by micro-batch: of each of its calls. One thread runs a micro-batch.
-        self.seen: dict[_StandIn, dict[int, list[Statistics]]] = {}
-        self.clones: dict[_StandIn, dict[str, Tensor]] = {}
+        self.seen: dict[_BatchNorm, dict[int, list[Statistics]]] = {}
 
 
 class DeferredBatchNorm:
@@ -110,8 +108,23 @@ class DeferredBatchNorm:
 
     def _stand_in(self, module: _BatchNorm, forward: Forward) -> Forward:
         # The graph of a compiled module around this one ends here: what is Python runs each time.
-        stand_in: Forward = torch.compiler.disable(_StandIn(self, module, forward).call)
+        stand_in: Forward = torch.compiler.disable(partial(self._call, module, forward))
         return stand_in
+
+    def _call(self, module: _BatchNorm, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """A batch norm's forward; before it, a look at its input."""
+        step, microbatch = self.under_way, _counted_microbatch()
+        if (
+            step is not None
+            and microbatch is not None
+            and module.training
+            and module.track_running_stats
+            and module.running_mean is not None
+        ):
+            with torch.no_grad():
+                seen = statistics(next(tensors((args, kwargs))).detach())
+            step.seen.setdefault(module, {}).setdefault(microbatch, []).append(seen)
+        return forward(*args, **kwargs)
 
     def notes(self) -> list[str]:
         """What is deferred and what not, for the summary."""
@@ -122,73 +135,30 @@ class DeferredBatchNorm:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What forwards see is committed at the end, if nothing failed. Reentrant."""
-        outer, self.under_way = self.under_way, _Step()
+        """What forwards see is committed at the end, if nothing failed. Reentrant.
+
+        Meanwhile forwards write to clones of the buffers. They serve for the whole step: some
+        subclasses read what the micro-batches before have left there, and a recomputation puts
+        back what there was, as for every buffer.
+        """
+        outer, step = self.under_way, _Step()
+        self.under_way = step
+        own = {module: dict(module._buffers) for module in self.modules.values()}
         try:
+            for module, buffers in own.items():
+                there = {n: b for n in _BUFFERS if (b := buffers.get(n)) is not None}
+                module._buffers.update({n: b.detach().clone() for n, b in there.items()})
             yield
-            _commit(self.under_way)
         finally:
+            for module, buffers in own.items():
+                module._buffers.update(buffers)
             self.under_way = outer
+        _commit(step)
 
 
 def synchronized(model: nn.Module) -> list[str]:
     """The paths of a model's SyncBatchNorms, which are not deferred."""
     return [path for path, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)]
-
-
-class _StandIn:
-    """Stands in for one module's forward: looks at its input, and keeps its buffers as they are."""
-
-    _lock: ClassVar[Lock] = Lock()
-
-    def __init__(self, deferred: DeferredBatchNorm, module: _BatchNorm, forward: Forward) -> None:
-        self.deferred = deferred
-        self.module = module
-        self.forward = forward
-        self._calls = 0  # under way, of all threads
-        self._own: dict[str, Tensor] = {}  # the module's buffers, while clones stand in for them
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        step, module = self.deferred.under_way, self.module
-        if (
-            step is None
-            or not module.training
-            or not module.track_running_stats
-            or module.running_mean is None
-        ):
-            return self.forward(*args, **kwargs)
-        microbatch = _counted_microbatch()
-        if microbatch is None:
-            with self._clones_in_place(step):
-                return self.forward(*args, **kwargs)
-        with torch.no_grad():
-            seen = statistics(next(tensors((args, kwargs))).detach())
-        with self._clones_in_place(step):
-            output = self.forward(*args, **kwargs)
-        step.seen.setdefault(self, {}).setdefault(microbatch, []).append(seen)
-        return output
-
-    @contextmanager
-    def _clones_in_place(self, step: _Step) -> Iterator[None]:
-        """The forward writes to clones. They serve for the whole step: some subclasses read what
-        the micro-batches before have left there. Threads may be in here at once."""
-        buffers = self.module._buffers
-        with self._lock:
-            if self._calls == 0:
-                own = {name: b for name in _BUFFERS if (b := buffers.get(name)) is not None}
-                if self not in step.clones:
-                    step.clones[self] = {name: b.detach().clone() for name, b in own.items()}
-                self._own = own
-                buffers.update(step.clones[self])
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls -= 1
-                if self._calls == 0:
-                    buffers.update(self._own)
-                    self._own = {}
 
 
 def _counted_microbatch() -> int | None:
@@ -200,10 +170,10 @@ def _counted_microbatch() -> int | None:
 def _commit(step: _Step) -> None:
     """Update running statistics as one forward of the whole batch does. Reads no values: on an
     accelerator the host does not wait."""
-    for stand_in, seen in step.seen.items():
+    for module, seen in step.seen.items():
         calls = itertools.zip_longest(*(seen[microbatch] for microbatch in sorted(seen)))
         for parts in calls:
-            _update(stand_in.module, merged([part for part in parts if part is not None]))
+            _update(module, merged([part for part in parts if part is not None]))
 
 
 def _update(module: _BatchNorm, whole: Statistics) -> None:

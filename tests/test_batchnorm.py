@@ -314,6 +314,36 @@ def test_recomputed_once(schedule, recompute, mark):
         assert torch.equal(a, b)
 
 
+class Renormalizing(nn.BatchNorm1d):
+    """Normalizes by its running mean while it trains, as batch renormalization does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        shift = self.running_mean.clone()
+        return super().forward(x) + shift * x.tanh()
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, Renormalizing])
+@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "sequential", "uncut"])
+def test_with_recomputation(schedule, checkpoint, kind):
+    """What is recomputed reads the statistics that its forward read: gradients and statistics are
+    those without recomputation, to the bit."""
+    torch.manual_seed(0)
+    first = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), kind(4), nn.Tanh()) for _ in range(2)))
+    models = [first, copy.deepcopy(first)]
+    x = torch.randn(9, 4)
+    for model, mode in zip(models, ("never", checkpoint), strict=True):
+        pipe = deferred(model, {"1": 1}, chunks=3, schedule=schedule, checkpoint=mode)
+        for _ in range(2):
+            pipe.forward_backward(x, loss_fn=loss_of)
+        assert any(c.is_run_again for c in pipe.recording.calls)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    for a, b in zip(models[0].buffers(), models[1].buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_recomputed_in_a_later_backward():
     """The backward of ``pipe(x)`` computes again, and leaves the statistics as they are."""
     model = nn.Sequential(nn.Linear(4, 4), Body(net(4), "not reentrant"))
