@@ -384,6 +384,11 @@ def BeginBlock(  # noqa: N802 - PopTorch's name
             f"{type(module).__name__} is marked as stage {before.stage} already ({before.where}), "
             f"and now as stage {mark.stage} ({mark.where}); call remove_blocks(module) first"
         )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise MarkError(
+            "BeginBlock marks modules that take hooks, but a scripted one came "
+            f"({mark.where}); write with Block(stage={mark.stage}) around its call"
+        )
     module.__dict__[_MARK] = mark
     # First of the pre-hooks: those of the user (weight norm, say) compute on the new stage.
     handle = module.register_forward_pre_hook(_begin_marked_module, prepend=True)

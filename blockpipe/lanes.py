@@ -208,7 +208,8 @@ class Turns:
     def _join(self) -> None:
         with self._lock:
             while self._running:
-                self._over.wait()
+                # Not for ever: a signal that comes just before the wait begins does not end it.
+                self._over.wait(timeout=0.2)
 
     # --- threads
 

@@ -117,7 +117,8 @@ class Fingerprint:
     """What a recording knows of a model's structure, cheap to compare before each step."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+        # What is in a scripted module is TorchScript's, and is asked for anew each time.
+        modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._modules = modules
         self._children = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
         self._held = [

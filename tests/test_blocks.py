@@ -353,3 +353,32 @@ def test_cursor_scopes():
     assert cursor.stage == 1
     cursor.leave()
     assert cursor.stage == 1
+
+
+def test_a_scripted_module_is_not_marked_but_runs():
+    """It takes no hooks: the mark goes around its call. A pipeline of it takes several steps."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            with pytest.warns(FutureWarning, match="deprecated"):
+                self.b = torch.jit.script(nn.Linear(4, 4))
+
+        def forward(self, x):
+            x = self.a(x)
+            with bp.Block(stage=1):
+                return self.b(x)
+
+    net = Net()
+    with pytest.raises(MarkError, match=r"a scripted one came.*with Block\(stage=1\)"):
+        bp.BeginBlock(net.b, stage=1)
+    x = torch.randn(4, 4)
+    net(x).sum().backward()
+    plain = [p.grad.clone() for p in net.parameters()]
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, schedule="1f1b")
+    for _ in range(3):
+        net.zero_grad()
+        pipe.forward_backward(x, loss_fn=torch.sum, target=None)
+    for parameter, expected in zip(net.parameters(), plain, strict=True):
+        torch.testing.assert_close(parameter.grad * 2, expected * 1.0)
