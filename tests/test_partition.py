@@ -60,7 +60,9 @@ def test_bounds_are_the_best_and_then_those_with_the_least_crossing(
     size = count + 1
     number = st.one_of(st.integers(0, 5), st.just(inf))
     grids = st.lists(number, min_size=size * size, max_size=size * size)
-    costs = [torch.tensor(data.draw(grids), dtype=torch.double).view(size, size) for _ in range(stages)]
+    costs = [
+        torch.tensor(data.draw(grids), dtype=torch.double).view(size, size) for _ in range(stages)
+    ]
     crossing = data.draw(st.lists(st.integers(0, 9), min_size=size * size, max_size=size * size))
     crossings = torch.tensor(crossing, dtype=torch.double).view(size, size)
 
