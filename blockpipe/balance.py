@@ -97,7 +97,7 @@ def balance(
         repeats: how often it is run; medians count.
         training: with a backward; ``False``: a forward alone, under ``no_grad``.
 
-    What memory is needed is counted as :meth:`Pipeline.memory` does, but for what ``checkpoint=`` and
+    Memory is counted as :meth:`Pipeline.memory` does it, but for what ``checkpoint=`` and
     ``offload=`` save, and for the gradients that schedules with a backward in two parts keep.
 
     Returns:

@@ -17,7 +17,7 @@ from .cuts import Chain
 from .errors import ScheduleError
 from .prepared import ScheduleOption, is_small
 from .recording import Recording
-from .schedule import B, F, HOP_MASK, HOP_SHIFT, Schedule, W
+from .schedule import HOP_MASK, HOP_SHIFT, B, F, Schedule, W
 from .scheduler import choose, make_schedule
 from .simulate import Costs, Simulation, simulate
 from .transfer import is_asynchronous
