@@ -253,6 +253,34 @@ def test_a_function_is_no_place_to_cut() -> None:
         bp.balance(Net(), torch.zeros(2, 4), 2, "flops")
 
 
+def test_a_call_after_one_in_a_sealed_module_is_where_the_plan_has_it() -> None:
+    """Calls are counted inside of sealed modules too, where nothing else is looked at."""
+    stages = []
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            stages.append(bp.current_stage())
+            return super().forward(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = Layer(8, 8)
+            self.body = nn.Sequential(nn.Linear(8, 8), self.act)
+            self.end = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.end(self.act(self.body(x)))
+
+    net, x = Net(), torch.ones(4, 8)
+    plan = bp.balance(net, x, 2, "flops")
+    assert [plan.stages()["act", call] for call in (0, 1)] == [0, 1]
+    with bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, plan=plan, sample=(x,)) as pipe:
+        stages.clear()
+        pipe.forward_backward(x, loss_fn=torch.sum)
+    assert sorted(stages) == [0, 0, 1, 1]
+
+
 def test_one_stage_is_the_whole_model() -> None:
     plan = bp.balance(chain(4, 4, 4), torch.zeros(2, 4), 1, "flops")
     assert plan.num_stages == 1
