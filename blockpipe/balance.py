@@ -97,6 +97,9 @@ def balance(
         repeats: how often it is run; medians count.
         training: with a backward; ``False``: a forward alone, under ``no_grad``.
 
+    Memory is counted as :meth:`Pipeline.memory` does it, but for what ``checkpoint=`` and
+    ``offload=`` save, and for the gradients that schedules with a backward in two parts keep.
+
     Returns:
         A :class:`BalancedPlan`. Printed, it is a table; its :meth:`~BalancedPlan.marks` are lines
         to paste.
@@ -119,7 +122,7 @@ def balance(
     """
     args = tuple(args) if isinstance(args, tuple | list) else (args,)
     kwargs = dict(kwargs or {})
-    _check(model, by, measure, loss_fn, target, speeds)
+    _check(model, by, loss_fn, target, speeds)
     check_count("repeats", repeats)
     places = _places(model, devices, check_count("stages", stages))
     is_far = is_asynchronous(places[0])
@@ -416,15 +419,13 @@ class _Search:
         return ": " + ", ".join(list(reasons)[:3])
 
 
-def _check(
-    model: object, by: object, measures: object, loss_fn: object, target: object, speeds: object
-) -> None:
+def _check(model: object, by: object, loss_fn: object, target: object, speeds: object) -> None:
     if isinstance(model, WrappedModel):
         raise UsageError(
             f"balance takes the model, but {type(model).__name__} came ({users_line()}); pass its "
             ".module"
         )
-    if by not in UNITS:
+    if by not in tuple(UNITS):
         raise UsageError(
             f"by is one of {', '.join(map(repr, UNITS))}, but {by!r} came ({users_line()})"
         )

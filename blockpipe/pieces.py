@@ -43,8 +43,9 @@ class Pieces:
             piece = Piece(len(self.pieces))
             self.pieces.append(piece)
             self._held.clear()
+        if not piece.calls:  # those that follow begin at the same place, mostly inside of it
+            piece.why_not = next(iter(closed_by), None)
         piece.calls.append(index)
-        piece.why_not = piece.why_not or next(iter(closed_by), None)
 
     def operation(self) -> None:
         """An operation of the forward runs."""

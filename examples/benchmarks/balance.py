@@ -8,10 +8,14 @@ there; ``solve`` and ``predict`` need torchvision, and transformers.
 
 import argparse
 import importlib.util
+import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, combinations, pairwise
 
 from measure import interleaved, machine  # before torch: it sets OMP_NUM_THREADS
 
@@ -20,14 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import blockpipe as bp
+from blockpipe import cuts
 
 CHAINS = 500
 
 
 def chains() -> None:
     """Random chains, against the best there is: torchgpipe's heuristic and ours."""
-    from itertools import accumulate, combinations, pairwise
-
     if importlib.util.find_spec("torchgpipe") is None:
         print("torchgpipe is left out: pip install -r examples/benchmarks/requirements-peers.txt")
         solve = None
@@ -83,9 +86,6 @@ def solving() -> None:
     """ResNet-152 and a GPT of 96 layers over 8 stages, on the meta device."""
     from torchvision.models import resnet152
 
-    from blockpipe import balance as _  # noqa: F401
-    from blockpipe import cuts
-
     with torch.device("meta"):
         models: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {
             "ResNet-152": (resnet152(), {"x": torch.zeros(8, 3, 224, 224)}),
@@ -108,8 +108,6 @@ def solving() -> None:
         begun = time.perf_counter()
         recording = bp.record(model, (), kwargs, plan=bp.StagePlan([]))
         recorded = time.perf_counter() - begun
-        import sys
-
         front = sys.modules["blockpipe.balance"]
         front.best_bounds = timed
         begun = time.perf_counter()
@@ -126,7 +124,7 @@ def solving() -> None:
 def perceptron() -> tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]:
     """Linear layers that grow and shrink."""
     widths = [256, 1024, 1536, 2048, 1024, 512, 1536, 256]
-    layers = [m for a, b in zip(widths, widths[1:]) for m in (nn.Linear(a, b), nn.GELU())]
+    layers = [m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.GELU())]
     return nn.Sequential(*layers), torch.randn(256, 256), torch.randn(256, 256), F.mse_loss
 
 
@@ -158,9 +156,9 @@ class UNet(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         sizes = [3, width, 2 * width, 4 * width]
-        self.down = nn.ModuleList(_block(a, b) for a, b in zip(sizes, sizes[1:]))
+        self.down = nn.ModuleList(_block(a, b) for a, b in pairwise(sizes))
         self.middle = _block(4 * width, 4 * width)
-        self.up = nn.ModuleList(_block(2 * b, max(a, width)) for a, b in zip(sizes, sizes[1:]))
+        self.up = nn.ModuleList(_block(2 * b, max(a, width)) for a, b in pairwise(sizes))
         self.head = nn.Conv2d(width, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -206,11 +204,10 @@ def predicting(chunks: int, repeats: int, rounds: int) -> None:
             )
             predicted.append(plan.step_seconds)
             batch, target = torch.cat([x] * chunks), torch.cat([y] * chunks)
-            pipe = bp.Pipeline(model, devices=["cpu"] * 2, chunks=chunks, plan=plan)
-            run = {"step": lambda: pipe.forward_backward(batch, target=target, loss_fn=loss_fn)}
-            taken.append(statistics.median(interleaved(run, repeats, warmup=2)["step"]))
-            pipe.close()
-        ratios = [p / t for p, t in zip(predicted, taken)]
+            with bp.Pipeline(model, devices=["cpu"] * 2, chunks=chunks, plan=plan) as pipe:
+                step = partial(pipe.forward_backward, batch, target=target, loss_fn=loss_fn)
+                taken.append(statistics.median(interleaved({"": step}, repeats, warmup=2)[""]))
+        ratios = [p / t for p, t in zip(predicted, taken, strict=True)]
         print(
             f"{name:<12} predicted {1e3 * statistics.median(predicted):7.1f} ms, measured "
             f"{1e3 * statistics.median(taken):7.1f} ms, ratio {statistics.median(ratios):.2f} "
@@ -231,7 +228,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     what = options.what or ["chains", "solve", "predict"]
-    print(machine())
+    print(f"{machine()}, load {os.getloadavg()[0]:.1f}")
     if "chains" in what:
         chains()
     if "solve" in what:

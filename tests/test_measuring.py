@@ -1,0 +1,199 @@
+"""What pieces take: measured where they run, and told apart from each other."""
+
+import statistics
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import blockpipe as bp
+from blockpipe.cuts import why_closed
+from blockpipe.errors import UsageError
+from blockpipe.measuring import PieceTimes, measured
+
+
+class _Slow(torch.autograd.Function):
+    """Takes so many seconds forward, and so many backward."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.backward_seconds = backward
+        time.sleep(forward)
+        return x + 0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.backward_seconds)
+        return gradient, None, None
+
+
+class Slow(nn.Module):
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.seconds = forward, backward
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Slow.apply(x * self.weight, *self.seconds)
+
+
+def _measured(model: nn.Module, *args: Tensor, **options: object) -> PieceTimes:
+    recording = bp.record(model, args, plan=bp.StagePlan([]))
+    cuts = [i for i, why in enumerate(why_closed(recording)) if why is None]
+    given = {"device": torch.device("cpu"), "repeats": 1, **options}
+    return measured(model, recording, cuts, args, {}, **given)
+
+
+class Crossed(nn.Module):
+    """Skips, a branch, and a module called twice: autograd comes to the pieces in reverse order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Slow(0.01, 0.03), Slow(0.03, 0.01), Slow(0.0, 0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.a(x)
+        b = self.b(x) + a
+        return self.c(b) + a + self.a(b)
+
+
+def test_each_piece_has_its_own_time() -> None:
+    """At the least: sleeping takes no less than was asked for; and the sum is a step's time."""
+    times = _measured(Crossed(), torch.ones(2, 4))
+    slept = ([0.01, 0.03, 0.0, 0.01], [0.03, 0.01, 0.05, 0.03])
+    for found, least in zip((times.forward, times.backward), slept, strict=True):
+        for seconds, asked in zip(found, least, strict=True):
+            assert (
+                seconds >= 0.6 * asked
+            )  # scaled to a step without stamps, which has its own noise
+    order = sorted(range(4), key=times.backward.__getitem__)
+    assert (order[0], order[-1]) == (1, 2)
+    assert sum(times.forward) + sum(times.backward) == pytest.approx(times.step)
+
+
+def test_balance_cuts_by_what_was_measured() -> None:
+    """The estimates know nothing of sleep: the slow backward is found by running it."""
+    net = nn.Sequential(Slow(0, 0), Slow(0, 0), Slow(0, 0.04), Slow(0, 0.04))
+    x = torch.ones(2, 4)
+    plan = bp.balance(net, x, 2, repeats=1)
+    assert plan.shares[1].begins == "3"
+    assert "measured on cpu" in str(plan)
+
+
+def test_the_loss_is_the_last_stages() -> None:
+    """Its forward and its backward."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return _Slow.apply((output - target).sum(), 0.03, 0.05)
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    times = _measured(net, torch.ones(2, 4), target=torch.zeros(2, 4), loss_fn=loss)
+    assert times.forward[1] > 10 * times.forward[0]
+    assert times.backward[1] > 10 * times.backward[0]
+
+
+def test_what_is_recomputed_counts_in_the_backward() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), Slow(0.04, 0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self._end, self.a(x), use_reentrant=False)
+
+        def _end(self, x: Tensor) -> Tensor:
+            return self.b(x).exp()  # which keeps its result: all before it is recomputed
+
+    times = _measured(Net(), torch.ones(2, 4))
+    assert sum(times.backward) > 0.5 * sum(times.forward)
+
+
+def test_a_compiled_module_is_measured_as_one() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    net[1].compile(backend="eager")
+    compiled = net[1]._compiled_call_impl
+    assert bp.record(net, torch.ones(2, 4), plan=bp.StagePlan([])).pieces[1].why_not is None
+    times = _measured(net, torch.ones(2, 4))
+    assert times.forward[1] > 0.0
+    assert times.forward[2] == times.backward[2] == 0.0  # inside of it
+    assert net[1]._compiled_call_impl is compiled
+
+
+def test_frozen_pieces_have_no_backward() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    net[0].requires_grad_(False)
+    times = _measured(net, torch.ones(2, 4))
+    assert times.backward[0] == 0.0 < times.backward[1]
+
+
+def test_it_leaves_nothing_behind_when_the_forward_fails() -> None:
+    """A forward that runs on fake tensors, but not with values."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Embedding(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b((self.a(x) * 0 + 99).sum(1).long())
+
+    net = Net()
+    net.a.weight.grad = gradient = torch.ones(4, 4)
+    parameters = [id(p) for p in net.parameters()]
+    with pytest.raises(IndexError, match="index out of range"):
+        bp.balance(net, torch.ones(2, 4), 2)
+    assert [id(p) for p in net.parameters()] == parameters
+    assert net.a.weight.grad is gradient
+    assert all("forward" not in module.__dict__ for module in net.modules())
+
+
+def test_hooks_of_the_users_parameters_do_not_run() -> None:
+    """An optimizer that steps in the backward would train the model."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ran = []
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(ran.append)
+    _measured(net, torch.ones(2, 4))
+    assert ran == []
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_nothing_to_go_back_from() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    with pytest.raises(UsageError, match="a gradient path, but there is none.*training=False"):
+        bp.balance(net, torch.ones(2, 4), 2)
+    assert bp.balance(net, torch.ones(2, 4), 2, training=False).num_stages == 2
+
+
+def test_it_runs_with_the_threads_of_a_stage_and_gives_them_back() -> None:
+    seen = []
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return super().forward(x)
+
+    torch.set_num_threads(4)
+    plan = bp.balance(nn.Sequential(Net(4, 4), Net(4, 4)), torch.ones(2, 4), 2)
+    assert statistics.mode(seen) == 2
+    assert torch.get_num_threads() == 4
+    assert "2 thread(s)" in plan.source
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_an_accelerator_it_is_measured_by_events() -> None:
+    """The model stays on the CPU; its copy runs on the device."""
+    layers = [nn.Linear(2048, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 2048)]
+    net, x = (
+        nn.Sequential(*layers, *(nn.Linear(2048, 2048) for _ in range(5))),
+        torch.ones(4096, 2048),
+    )
+    plan = bp.balance(net, x, 2, devices=["cuda:0"] * 2, repeats=5)
+    assert "measured on cuda:0" in str(plan)
+    assert plan.shares[1].begins in ("3", "4", "5")
+    assert all(p.device.type == "cpu" and p.grad is None for p in net.parameters())
+    # A matrix product of these sizes takes no more than a tenth of a second on any accelerator,
+    # and launches take microseconds each: a host clock would find the whole in the last piece.
+    assert plan.imbalance < 1.5
