@@ -24,12 +24,13 @@ from .logs import set_log_level
 from .materialize import materialize
 from .meter import host_syncs
 from .partition import partition_balanced, partition_uniform
-from .pipeline import Pipeline, StepResult
+from .pipeline import Pipeline
 from .plan import Assignment, StagePlan
 from .recording import Recording
 from .schedule import Action, Schedule
 from .sequential import mark_sequential
 from .simulate import Costs, simulate
+from .stepping import StepResult
 from .timeline import Timeline
 
 __version__ = "0.1.0"

@@ -1,31 +1,23 @@
 """The front door: a marked model as a pipeline.
 
-Reads as the flow does: record → plan → place → schedule → replay.
+The flow that its bases read as: record → plan → place → schedule → replay.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import nn
 
-from .ambient import Ambient
 from .batchnorm import synchronized
-from .blocks import Cursor, _cursor, set_cursor
 from .chunks import Batch, ChunksReport, Options, find_chunks
-from .crossing import Step
-from .differentiable import attach, input_gradients
 from .errors import UsageError
-from .execution import Execution
-from .glue import Glue
-from .inspected import InspectedModel, described
-from .journey import FreeJourney
+from .inspected import described
 from .lanes import close_idle_threads
 from .materialize import Init
-from .microbatch import BatchDims, Joint, LossReduction, Microbatch, join, weights_of
+from .microbatch import BatchDims, LossReduction, Microbatch, weights_of
 from .observer import Observer
 from .options import (
     as_sample,
@@ -37,24 +29,14 @@ from .plan import StagePlan
 from .prepared import Prepared, ScheduleOption
 from .profiling import Profile, collected
 from .schedule import Schedule
+from .stepping import SteppedModel
 from .timeline import Timeline
-from .tree import leaves, map_tensors
 from .verifying import Verification, Verifier, check_tolerances, verify
 from .weights import Weights
 from .where import remembers_caller, users_line
 
 
-class StepResult(NamedTuple):
-    """What :meth:`Pipeline.forward_backward` returns: values without graphs.
-
-    ``loss`` is 0-d, on the device of the last stage; ``outputs`` is ``None`` unless asked for.
-    """
-
-    loss: Tensor
-    outputs: Any
-
-
-class Pipeline(InspectedModel):
+class Pipeline(SteppedModel):
     """Runs a marked model as a pipeline over the devices of one machine.
 
     Args:
@@ -157,6 +139,7 @@ class Pipeline(InspectedModel):
             model,
             chunks=chunks,
             batch_dims=batch_dims,
+            loss_reduction=loss_reduction,
             devices=devices,
             schedule=schedule,
             in_flight=in_flight,
@@ -168,7 +151,6 @@ class Pipeline(InspectedModel):
             init=init,
             isolate=isolate,
         )
-        self.loss_reduction = loss_reduction
         self._profile: Profile | None = None
         if chunks == 1 and len(set(self._given_devices or ())) > 1:
             warnings.warn(
@@ -185,147 +167,6 @@ class Pipeline(InspectedModel):
         if sample is not None:
             args, kwargs = as_sample(sample)
             self._prepare(self._split(args, kwargs, None)[0])
-
-    # --- what it does
-
-    @remembers_caller
-    def forward_backward(
-        self,
-        *args: Any,
-        target: Any = None,
-        loss_fn: Callable[..., Any] | None = None,
-        return_outputs: bool = False,
-        **kwargs: Any,
-    ) -> StepResult:
-        """One step's forwards and backwards, pipelined; gradients add up in ``.grad``.
-
-        Args:
-            *args: the model's arguments, for the whole batch.
-            target: given to ``loss_fn`` after the output; split like the inputs.
-            loss_fn: ``(output, target) -> loss`` (``(output) -> loss`` without a target), one
-                element. It runs in the journey, on the last hop. ``None``: the model's own loss.
-            return_outputs: also join the outputs.
-            **kwargs: the model's keyword arguments.
-
-        Returns:
-            The batch's loss, and the outputs if asked for; both without a graph.
-
-        Raises:
-            The first exception of any micro-batch, with a note of stage, micro-batch and line.
-            ``.grad`` may then hold part of the step.
-        """
-        self._check_call()
-        check_loss(loss_fn, target)
-        ambient = Ambient()
-        microbatches = self._split(args, kwargs, target)
-        weights = weights_of(microbatches, self.loss_reduction)
-        prepared = self._prepare(microbatches[0])
-        if isinstance(loss_fn, nn.Module):
-            loss_fn.to(prepared.devices[prepared.route[-1]])
-        want = frozenset({"loss", "outputs"} if return_outputs else {"loss"})
-        execution = Execution(
-            prepared,
-            microbatches,
-            weights,
-            self.schedule,
-            ambient,
-            isolate_as=self._own_storages(prepared),
-            loss_fn=loss_fn,
-            want=want,
-            observer=self._observer(prepared, microbatches),
-        )
-        execution.run()
-        if execution.inputs_need_grad and self.schedule != "uncut":
-            self._give_input_gradients(execution, args, kwargs)
-        results = [r for r in execution.results if r is not None]
-        device = prepared.devices[prepared.route[-1]]
-        with torch.no_grad():
-            sizes = [m.size for m in microbatches]
-            losses = [r.loss for r in results if r.loss is not None]
-            is_there = losses[0].device == device
-            loss = Joint("sum", losses, sizes, weights, 0).value(None if is_there else device)
-            outputs = None
-            if return_outputs:
-                outputs, _ = join(
-                    [r.outputs for r in results], sizes, weights, device, self._output_dim()
-                )
-        return StepResult(loss.reshape(()), outputs)
-
-    @remembers_caller
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, pipelined and differentiable, outputs joined.
-
-        All micro-batches are alive until the loss is known, so with gradients it is always
-        GPipe; :meth:`forward_backward` can hold less. Under ``no_grad`` micro-batches stream
-        through the stages.
-        """
-        self._check_call()
-        ambient = Ambient()
-        cut = self.schedule != "uncut"
-        microbatches = self._split(args, kwargs, None)
-        weights = [m.size / sum(b.size for b in microbatches) for m in microbatches]
-        prepared = self._prepare(microbatches[0])
-        execution = Execution(
-            prepared,
-            microbatches,
-            weights,
-            self.schedule,
-            ambient,
-            isolate_as=self._own_storages(prepared),
-            want=frozenset({"outputs"}),
-            observer=self._observer(prepared, microbatches),
-        )
-        execution.run_forward()
-        results = [r.outputs for r in execution.results if r is not None]
-        sizes = [m.size for m in microbatches]
-        device = prepared.devices[prepared.route[-1]]
-        output, joints = join(results, sizes, weights, device, self._output_dim())
-        if not cut or not execution.step.differentiable:
-            return output
-        inputs, dim_of = self._inputs_that_need_grad(execution, args, kwargs)
-        return attach(output, joints, execution, inputs, dim_of)
-
-    @remembers_caller
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call another method of the placed model (``generate``, ``encode``), not pipelined.
-
-        Args:
-            function: a method of the model, or anything that calls it.
-
-        Returns:
-            What the function returns.
-
-        Raises:
-            UsageError: nothing is placed yet.
-        """
-        self._check_call()
-        if not callable(function):
-            raise UsageError(
-                f"run() calls a method of the model, but {function!r} "
-                f"({type(function).__name__}) came ({users_line()})"
-            )
-        if not self._prepared:
-            raise UsageError(
-                "run() works on a placed model; pass sample=… to Pipeline, or call it once first"
-            )
-        prepared = next(reversed(self._prepared.values()))
-        step = Step(
-            prepared.route,
-            prepared.homes,
-            prepared.devices,
-            differentiable=torch.is_grad_enabled(),
-            cut=False,
-        )
-        cursor = Cursor(follow_marks=not prepared.planned)
-        journey = FreeJourney(step, 0, cursor)
-        before = set_cursor(cursor)
-        try:
-            args, kwargs = map_tensors(journey.take_input, (args, kwargs))
-            with prepared.doors, _start_over(self.module, journey), Glue(journey):
-                return map_tensors(journey.newest, function(*args, **kwargs))
-        finally:
-            set_cursor(before)
-            journey.abandon()
 
     @remembers_caller
     def compile(self, *, cuda_graphs: bool = False, **options: Any) -> None:
@@ -562,89 +403,8 @@ class Pipeline(InspectedModel):
         """A copy is not being profiled."""
         return {**super().__getstate__(), "_profile": None}
 
-    # --- batches
-
-    def _output_dim(self) -> int:
-        if isinstance(self.batch_dims, int):
-            return self.batch_dims
-        if isinstance(self.batch_dims, Mapping):
-            return self.batch_dims.get("output") or 0
-        return 0
-
-    def _inputs_that_need_grad(
-        self, execution: Execution, args: Any, kwargs: Any
-    ) -> tuple[list[tuple[int, Tensor]], Callable[[int], int | None]]:
-        seen: set[int] = set()
-        inputs: list[tuple[int, Tensor]] = []
-        named = [*enumerate(args), *kwargs.items()]
-        names = [name for name, value in named for _ in leaves(value)]
-        for index, leaf in enumerate(leaves((args, kwargs))):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in seen:
-                seen.add(id(leaf))
-                inputs.append((index, leaf))
-        tensors_at = dict(inputs)
-        size = sum(m.size for m in execution.microbatches)
-        is_one = len(execution.microbatches) == 1
-        dims = self.batch_dims
-
-        def dim_of(index: int) -> int | None:
-            if is_one:
-                return None
-            dim = dims.get(names[index], 0) if isinstance(dims, Mapping) else dims or 0
-            tensor = tensors_at[index]
-            whole = dim is None or tensor.dim() <= dim or tensor.shape[dim] != size
-            return None if whole else dim
-
-        return inputs, dim_of
-
-    def _give_input_gradients(self, execution: Execution, args: Any, kwargs: Any) -> None:
-        inputs, dim_of = self._inputs_that_need_grad(execution, args, kwargs)
-        if not inputs:
-            return
-        found = zip(inputs, input_gradients(execution, inputs, dim_of), strict=True)
-        given = [(tensor, gradient) for (_, tensor), gradient in found if gradient is not None]
-        if given:
-            torch.autograd.backward([t for t, _ in given], [g for _, g in given])
-
-    # --- what is refused, and what is the model's
-
-    def _check_call(self) -> None:
-        if _cursor.get() is not None:
-            raise UsageError(
-                "a pipeline was called inside a forward that Blockpipe runs; mark the inner "
-                f"model's modules as blocks of the outer one instead ({users_line()})"
-            )
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise UsageError(
-                "torch.func transforms cannot go through a pipeline; transform the model's "
-                f"own functions, or use the plain model ({users_line()})"
-            )
-        if forward_ad._current_level >= 0:
-            raise UsageError(
-                "forward-mode AD cannot go through a pipeline: its graph is cut between the "
-                f"stages; use the plain model ({users_line()})"
-            )
-
 
 def _title(schedule: ScheduleOption) -> str:
     if isinstance(schedule, str):
         return schedule
     return schedule.name if isinstance(schedule, Schedule) else "a schedule of one's own"
-
-
-class _start_over:  # noqa: N801 - a context manager that reads as a verb
-    """While entered, each call of the model begins on stage 0: ``generate`` calls it many times."""
-
-    def __init__(self, model: nn.Module, journey: FreeJourney) -> None:
-        def start(*_: Any) -> None:
-            journey.cursor.move(0, None)
-            journey.cursor.highest = -1
-            journey.forget_calls()
-
-        self._handle = model.register_forward_pre_hook(start, prepend=True)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *failure: Any) -> None:
-        self._handle.remove()
