@@ -121,6 +121,8 @@ def balance(
         [0, 1, 2]
     """
     args = tuple(args) if isinstance(args, tuple | list) else (args,)
+    if not isinstance(kwargs, Mapping | None):
+        raise UsageError(f"kwargs is a mapping, but {kwargs!r} came ({users_line()})")
     kwargs = dict(kwargs or {})
     _check(model, by, loss_fn, target, speeds)
     check_count("repeats", repeats)

@@ -410,6 +410,7 @@ def test_what_limits_it_is_said() -> None:
         ({"schedule": "2f2b"}, ScheduleError, "a schedule is one of"),
         ({"target": torch.zeros(1)}, UsageError, "a target needs a loss_fn"),
         ({"loss_fn": 3}, UsageError, "loss_fn is a callable"),
+        ({"kwargs": [1]}, UsageError, "kwargs is a mapping"),
     ],
 )  # fmt: skip
 def test_wrong_use(options: dict, kind: type, match: str) -> None:
