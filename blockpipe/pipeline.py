@@ -17,7 +17,7 @@ from .errors import UsageError
 from .inspected import described
 from .lanes import close_idle_threads
 from .materialize import Init
-from .microbatch import BatchDims, LossReduction, Microbatch, weights_of
+from .microbatch import BatchDims, LossReduction, Microbatch
 from .observer import Observer
 from .options import (
     as_sample,
@@ -31,7 +31,8 @@ from .profiling import Profile, collected
 from .schedule import Schedule
 from .stepping import SteppedModel
 from .timeline import Timeline
-from .verifying import Verification, Verifier, check_tolerances, verify
+from .verification import Verification
+from .verifying import Verifier, check_tolerances, verify
 from .weights import Weights
 from .where import remembers_caller, users_line
 
@@ -253,7 +254,7 @@ class Pipeline(SteppedModel):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`blockpipe.verifying.Verification`: true if all is well; printed, a table.
+            A :class:`blockpipe.verification.Verification`: true if all is well; printed, a table.
 
         Raises:
             UsageError: a target without a loss_fn, a tolerance that is no number.
@@ -271,18 +272,8 @@ class Pipeline(SteppedModel):
         self._check_call()
         check_loss(loss_fn, target)
         check_tolerances(rtol, atol)
-        compared = Verifier(
-            self,
-            self.forward_backward,
-            lambda microbatches: weights_of(microbatches, self.loss_reduction),
-            self._output_dim(),
-            args,
-            kwargs,
-            target,
-            loss_fn,
-            device,
-        )
-        return verify(compared, rtol=rtol, atol=atol)
+        verifier = Verifier(self, args, kwargs, target, loss_fn, device)
+        return verify(verifier, rtol=rtol, atol=atol)
 
     @remembers_caller
     def find_chunks(

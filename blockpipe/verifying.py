@@ -7,11 +7,10 @@ verdict, and a good model pays for two steps.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,152 +18,21 @@ from torch import Tensor, nn
 from .ambient import Ambient
 from .batchnorm import DeferredBatchNorm
 from .blocks import set_microbatch
-from .errors import UsageError, VerificationError
+from .errors import UsageError
 from .execution import own_loss
 from .glue import is_compiled
-from .inspected import InspectedModel
-from .microbatch import Microbatch, join, split
+from .microbatch import join, split, weights_of
 from .parting import Parting, Watch, first_parting
 from .prepared import Prepared
 from .randomness import Source, Streams, torchs_of
-from .table import text_table
+from .stepping import SteppedModel
 from .transfer import check_device
 from .tree import leaves, map_tensors, tensors
 from .untouched import Untouched, moved_copy
+from .verification import Outcome, Verification, compared, not_finite
 from .where import users_line
 
-Verdict = Literal["exact", "within tolerance", "different"]
-Step = Callable[..., Any]
-_KINDS = ("outputs", "loss", "gradients", "input gradients", "buffers")
 _TOLERANCE = 1e-5
-
-
-@dataclass
-class Difference:
-    """One thing that was compared.
-
-    Attributes:
-        kind: "outputs", "loss", "gradients", "input gradients" or "buffers".
-        name: of the parameter, the buffer, the output.
-        verdict: "exact" (to the bit), "within tolerance" or "different".
-        relative: how far apart: the norm of the difference over that of the plain run's value; of
-            a gradient, over the norm of all gradients.
-    """
-
-    kind: str
-    name: str
-    verdict: Verdict
-    relative: float
-
-
-@dataclass
-class Verification:
-    """What :meth:`Pipeline.verify` found; true if all is as it must be, and printed a table.
-
-    Attributes:
-        differences: one for each thing compared.
-        exact: whether equality to the bit is promised here: everything is on the CPU, and not
-            compiled.
-        rtol: the tolerance, relative.
-        atol: the tolerance, absolute, of a difference's norm.
-        first_difference: where the runs part; ``None`` where they do not, or it cannot be seen.
-        schedule: what the pipeline ran.
-        reference: what it was compared with.
-        notes: what else there is to know.
-    """
-
-    differences: list[Difference]
-    exact: bool
-    rtol: float
-    atol: float
-    schedule: str
-    reference: str
-    first_difference: Parting | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def verdict(self) -> Verdict:
-        """That of the worst difference."""
-        found = {difference.verdict for difference in self.differences}
-        if "different" in found:
-            return "different"
-        return "within tolerance" if "within tolerance" in found else "exact"
-
-    @property
-    def ok(self) -> bool:
-        """Whether the pipelined step is the plain one: to the bit where that is promised, else
-        within the tolerance."""
-        return self.verdict == "exact" or (self.verdict != "different" and not self.exact)
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    @property
-    def worst(self) -> dict[str, Difference]:
-        """For each kind, what is furthest apart."""
-        found: dict[str, Difference] = {}
-        for difference in self.differences:
-            known = found.get(difference.kind)
-            if known is None or _badness(difference) > _badness(known):
-                found[difference.kind] = difference
-        return found
-
-    def raise_if_different(self) -> None:
-        """Raise :class:`VerificationError` with this table, unless all is as it must be."""
-        if not self.ok:
-            raise VerificationError(f"the pipelined step is not the plain one\n{self}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        parting = self.first_difference
-        return {
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "exact": self.exact,
-            "rtol": self.rtol,
-            "atol": self.atol,
-            "schedule": self.schedule,
-            "reference": self.reference,
-            "differences": [dict(vars(d)) for d in self.differences],
-            "first_difference": None if parting is None else dict(vars(parting)),
-            "notes": list(self.notes),
-        }
-
-    def __str__(self) -> str:
-        rows = []
-        for kind, worst in self.worst.items():
-            verdicts = [d.verdict for d in self.differences if d.kind == kind]
-            counts = [verdicts.count(v) for v in ("exact", "within tolerance", "different")]
-            where = worst.name if worst.verdict != "exact" else "-"
-            rows.append([kind, *map(str, counts), f"{worst.relative:.1e}", where])
-        head = ["", "Exact", "Within tolerance", "Different", "Worst", "Where"]
-        promise = "equality to the bit is promised here" if self.exact else "to rounding"
-        lines = [
-            text_table(head, rows, left=1),
-            "",
-            f"{'ok' if self.ok else 'NOT ok'}: {self.verdict} ({promise}; rtol={self.rtol:g}, "
-            f"atol={self.atol:g})",
-            f"pipelined: {self.schedule}",
-            f"reference: {self.reference}",
-        ]
-        if self.first_difference is not None:
-            lines.append(f"they part: {self.first_difference}")
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
-
-
-def _badness(difference: Difference) -> tuple[int, float]:
-    order = ("exact", "within tolerance", "different")
-    return order.index(difference.verdict), difference.relative
-
-
-@dataclass
-class _Outcome:
-    """What a run came to: by kind and name."""
-
-    values: dict[str, dict[str, Any]]
-
-    def put(self, kind: str, named: Iterable[tuple[str, Any]]) -> None:
-        self.values.setdefault(kind, {}).update(named)
 
 
 class Verifier:
@@ -172,9 +40,6 @@ class Verifier:
 
     Args:
         pipe: the pipeline.
-        step: its ``forward_backward``.
-        weigh: from micro-batches to the weights of their losses.
-        output_dim: on which outputs are joined.
         args: of the model, for the whole batch.
         kwargs: of the model.
         target: for the loss.
@@ -184,17 +49,14 @@ class Verifier:
 
     def __init__(
         self,
-        pipe: InspectedModel,
-        step: Step,
-        weigh: Callable[[list[Microbatch]], list[float]],
-        output_dim: int,
+        pipe: SteppedModel,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: Any,
         loss_fn: Callable[..., Any] | None,
         device: Any,
     ) -> None:
-        self.pipe, self.step, self.weigh, self.output_dim = pipe, step, weigh, output_dim
+        self.pipe = pipe
         self.args, self.kwargs, self.target = args, kwargs, target
         microbatches = pipe._split(args, kwargs, target)
         self.prepared = pipe._prepare(microbatches[0])
@@ -294,14 +156,14 @@ class Verifier:
             if key in known:
                 known[key] = before
 
-    def pipelined(self, watch: Watch | None = None) -> _Outcome:
+    def pipelined(self, watch: Watch | None = None) -> Outcome:
         """A step of the pipeline."""
         with self.untouched.run(), ExitStack() as stack:
             if watch is not None:
                 stack.enter_context(watch.watching())
             return self._run_step()
 
-    def plain(self, watch: Callable[[nn.Module], Watch] | None = None) -> tuple[_Outcome, Any]:
+    def plain(self, watch: Callable[[nn.Module], Watch] | None = None) -> tuple[Outcome, Any]:
         """The same step without a pipeline; with a watch on it, if one is wanted."""
         if self.device is None:
             with self.pipe._as_if(
@@ -343,14 +205,14 @@ class Verifier:
         }
         return args, kwargs, target, named
 
-    def _run_step(self) -> _Outcome:
+    def _run_step(self) -> Outcome:
         args, kwargs, target, inputs = self._given(None)
-        outcome = _Outcome({})
+        outcome = Outcome()
         if not self.trains:
             with torch.no_grad():
                 self._put_outputs(outcome, self.pipe(*args, **kwargs))
         else:
-            result = self.step(
+            result = self.pipe.forward_backward(
                 *args, target=target, loss_fn=self.loss_fn, return_outputs=True, **kwargs
             )
             self._put_outputs(outcome, result.outputs)
@@ -358,12 +220,12 @@ class Verifier:
         self._put_state(outcome, self.modules, inputs)
         return outcome
 
-    def _run_plain(self, model: nn.Module, *losses: nn.Module) -> _Outcome:
+    def _run_plain(self, model: nn.Module, *losses: nn.Module) -> Outcome:
         args, kwargs, target, inputs = self._given(self.device)
         loss_fn: Callable[..., Any] = losses[0] if losses else self.loss_fn
         pipe, ambient = self.pipe, Ambient()
         microbatches = split(args, kwargs, target, pipe.chunks, pipe.batch_dims, cut=False)
-        weights = self.weigh(microbatches)
+        weights = weights_of(microbatches, pipe.loss_reduction)
         sources = [*dict.fromkeys(s for hop in self.prepared.sources for s in hop)]
         sources = sources or (torchs_of(self.last) if self._loss_draws else [])
         streams = Streams(sources, len(microbatches))
@@ -391,9 +253,11 @@ class Verifier:
                         loss.backward(torch.full_like(loss, weight))
                     part = loss.detach().reshape(()) * weight
                     total = part if total is None else total + part
-        outcome = _Outcome({})
+        outcome = Outcome()
         sizes = [m.size for m in microbatches]
-        self._put_outputs(outcome, join(outputs, sizes, weights, self.device, self.output_dim)[0])
+        self._put_outputs(
+            outcome, join(outputs, sizes, weights, self.device, pipe._output_dim())[0]
+        )
         if total is not None:
             outcome.put("loss", [("loss", total)])
         self._put_state(outcome, [model, *losses], inputs)
@@ -403,14 +267,14 @@ class Verifier:
     def _loss_draws(self) -> bool:
         return any(self.prepared.loss_draws.values())
 
-    def _put_outputs(self, outcome: _Outcome, outputs: Any) -> None:
+    def _put_outputs(self, outcome: Outcome, outputs: Any) -> None:
         found = list(leaves(outputs))
         one = len(found) == 1
         named = [("output" if one else f"output {i}", value) for i, value in enumerate(found)]
         outcome.put("outputs", [(n, v.detach() if isinstance(v, Tensor) else v) for n, v in named])
 
     def _put_state(
-        self, outcome: _Outcome, modules: list[nn.Module], inputs: dict[str, Tensor]
+        self, outcome: Outcome, modules: list[nn.Module], inputs: dict[str, Tensor]
     ) -> None:
         for prefix, module in zip(("", "loss_fn."), modules, strict=False):
             if self.trains:
@@ -471,9 +335,6 @@ def own_or_mean_square(output: Any, target: Any = None) -> Tensor:
     return torch.stack([t.float().square().mean() for t in found]).sum()
 
 
-# --- the comparison
-
-
 def check_tolerances(rtol: object, atol: object) -> None:
     """Raise :class:`UsageError` for what is no tolerance."""
     for name, value in (("rtol", 0.0 if rtol is None else rtol), ("atol", atol)):
@@ -497,7 +358,7 @@ def _verify(verifier: Verifier, rtol: float, atol: float) -> Verification:
         piped = verifier.pipelined()
     plain, _ = _on_one_device(verifier, None)
     result = Verification(
-        _compared(plain, piped, rtol, atol),
+        compared(plain, piped, rtol, atol),
         verifier.exact,
         rtol,
         atol,
@@ -505,7 +366,7 @@ def _verify(verifier: Verifier, rtol: float, atol: float) -> Verification:
         verifier.reference(),
         notes=list(verifier.notes),
     )
-    result.notes += _not_finite(plain)
+    result.notes += not_finite(plain)
     if not result.ok:
         result.first_difference = _located(verifier, result)
         if result.first_difference is None:
@@ -517,7 +378,7 @@ def _verify(verifier: Verifier, rtol: float, atol: float) -> Verification:
 
 def _on_one_device(
     verifier: Verifier, watch: Callable[[nn.Module], Watch] | None
-) -> tuple[_Outcome, Any]:
+) -> tuple[Outcome, Any]:
     try:
         return verifier.plain(watch)
     except torch.OutOfMemoryError as error:
@@ -558,66 +419,3 @@ def _of_state(prepared: Prepared, result: Verification) -> Parting | None:
                 stage = stage_of.get(found.name)
                 return Parting(phase, path, None, stage, None, found.relative, why)
     return None
-
-
-def _compared(plain: _Outcome, piped: _Outcome, rtol: float, atol: float) -> list[Difference]:
-    found = []
-    gradients = plain.values.get("gradients", {}).values()
-    squares = [float(g.double().norm()) ** 2 for g in gradients if g is not None]
-    norm = math.sqrt(sum(squares))
-    for kind in _KINDS:
-        ours, theirs = plain.values.get(kind, {}), piped.values.get(kind, {})
-        for name in {**ours, **theirs}:
-            there = name in ours and name in theirs
-            scale = norm if kind == "gradients" else None
-            found.append(
-                _difference(kind, name, ours[name], theirs[name], scale, rtol, atol)
-                if there
-                else Difference(kind, name, "different", math.inf)
-            )
-    return found
-
-
-def _difference(
-    kind: str, name: str, a: Any, b: Any, scale: float | None, rtol: float, atol: float
-) -> Difference:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        same = a is b or (type(a) is type(b) and not isinstance(a, Tensor) and _equal(a, b))
-        return Difference(kind, name, "exact" if same else "different", 0.0 if same else math.inf)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return Difference(kind, name, "different", math.inf)
-    a, b = _on_host(a), _on_host(b)
-    if bool(((a == b) | ((a != a) & (b != b))).all()):
-        return Difference(kind, name, "exact", 0.0)
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    distance = float((a.to(wide) - b.to(wide)).norm())
-    scale = float(a.to(wide).norm()) if scale is None else scale
-    relative = distance / scale if scale else math.inf
-    if math.isnan(relative):
-        relative = math.inf
-    rounds = a.is_floating_point() or a.is_complex()
-    within = rounds and distance <= atol + rtol * scale
-    return Difference(kind, name, "within tolerance" if within else "different", relative)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return (tensor if tensor.layout is torch.strided else tensor.to_dense()).detach().cpu()
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b) or bool(a != a and b != b)
-    except (RuntimeError, ValueError, TypeError):
-        return True  # what does not compare is no result either
-
-
-def _not_finite(outcome: _Outcome) -> list[str]:
-    found = [
-        f"{kind} {name}"
-        for kind, named in outcome.values.items()
-        for name, value in named.items()
-        if isinstance(value, Tensor)
-        and value.is_floating_point()
-        and not bool(torch.isfinite(_on_host(value)).all())
-    ]
-    return [f"not finite in the plain run: {', '.join(found[:3])}"] if found else []

@@ -13,7 +13,7 @@ import blockpipe as bp
 from blockpipe import journey
 from blockpipe.errors import UsageError, VerificationError
 from blockpipe.parting import Sketch, sketch
-from blockpipe.verifying import Verification
+from blockpipe.verification import Verification
 
 SCHEDULES = ["1f1b", "gpipe", "zb-h1", "sequential", "uncut", "auto"]
 
