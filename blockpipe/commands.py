@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .balance import balance
 from .balanced import UNITS
@@ -18,13 +18,13 @@ from .blocks import begin_blocks
 from .capture import record
 from .errors import ScheduleError, UsageError
 from .given import Given, begins, build_model, literals, make_inputs
+from .losses import own_or_mean_square
 from .pipeline import Pipeline
 from .plan import StagePlan
 from .recording import Recording
 from .scheduler import SCHEDULES, make_schedule
 from .simulate import Costs, Simulation, simulate
 from .timeline import Timeline
-from .tree import leaves
 
 
 class Answer(NamedTuple):
@@ -252,7 +252,7 @@ def _trace(options: argparse.Namespace) -> Answer:
             with torch.no_grad():
                 pipe(*given.args, **given.kwargs)
         else:
-            pipe.forward_backward(*given.args, loss_fn=_loss_of, **given.kwargs)
+            pipe.forward_backward(*given.args, loss_fn=own_or_mean_square, **given.kwargs)
             model.zero_grad()
 
     with pipe:
@@ -293,21 +293,6 @@ def _marked(model: nn.Module, options: argparse.Namespace) -> StagePlan | None:
     if options.layout is not None:
         return StagePlan.from_layout(options.layout)
     return None if options.plan is None else StagePlan.load(options.plan)
-
-
-def _loss_of(output: Any) -> Tensor:
-    """The model's own loss, or the mean of all that it returns."""
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    parts = [
-        leaf.float().mean()
-        for leaf in leaves(output)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    if not parts:
-        raise UsageError("the model returns nothing that has a gradient; pass --eval")
-    return torch.stack(parts).sum()
 
 
 def _save_plan(plan: StagePlan, path: Path | None) -> None:

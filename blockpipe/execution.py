@@ -19,10 +19,11 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from .ambient import Ambient
 from .blocks import Cursor, Mark, set_cursor, set_microbatch
 from .crossing import TAG, Step, Tag
-from .errors import RouteError, UsageError
+from .errors import RouteError
 from .glue import CustomFunctions, Glue, TensorHooks
 from .journey import FreeJourney, Journey, detached
 from .lanes import Abandoned, Turns
+from .losses import check_differentiable, kind_of, loss_of
 from .meter import Meter
 from .microbatch import Microbatch
 from .observed import PlainPassage, observed_border
@@ -88,7 +89,7 @@ class Execution:
         self.observer = observer
         self.cut = schedule != "uncut"
         differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        self._loss_kind = _kind_of(loss_fn)
+        self._loss_kind = kind_of(loss_fn)
         self.step = Step(
             prepared.route,
             prepared.homes,
@@ -258,7 +259,7 @@ class Execution:
             self._leave_stream(m)
             if seen is not None:
                 seen.turn_back()
-            _check_differentiable(loss)
+            check_differentiable(loss)
             result = self.results[m] = Result(loss.detach())
             if "outputs" in self.want:
                 result.outputs = detached(output)
@@ -492,27 +493,13 @@ class Execution:
         return found
 
     def _loss(self, output: Any, target: Any) -> Tensor:
-        if self.loss_fn is None:
-            loss = own_loss(output)
-        elif self._loss_kind in self.prepared.loss_draws:
-            loss = self._called_loss(output, target)
-        else:
-            drew: list[bool] = []
-            with Meter(None, drew=drew.append):
-                loss = self._called_loss(output, target)
-            self.prepared.loss_draws[self._loss_kind] = bool(drew)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise UsageError(
-                f"a loss is a tensor with one element, but {what} came; pass loss_fn=…, "
-                "with a reduction to one number, or let the model return its loss "
-                "(a 0-d tensor, a `loss` field or key, or a 0-d first element)"
-            )
+        if self.loss_fn is None or self._loss_kind in self.prepared.loss_draws:
+            return loss_of(output, target, self.loss_fn)
+        drew: list[bool] = []
+        with Meter(None, drew=drew.append):
+            loss = loss_of(output, target, self.loss_fn)
+        self.prepared.loss_draws[self._loss_kind] = bool(drew)
         return loss
-
-    def _called_loss(self, output: Any, target: Any) -> Any:
-        assert self.loss_fn is not None
-        return self.loss_fn(output) if target is None else self.loss_fn(output, target)
 
     def _result(self, journey: Journey, output: Any, loss: Tensor | None) -> Result:
         result = Result()
@@ -520,7 +507,7 @@ class Execution:
         journey.notice_writes()
         if loss is not None:
             loss = journey.newest(loss)
-            _check_differentiable(loss)
+            check_differentiable(loss)
             result.loss = loss.detach()
             journey.add_root(journey.hop_of(loss), edge_of(loss), self._root(m, result.loss))
         if "outputs" in self.want:
@@ -606,12 +593,6 @@ class Execution:
             self.journeys[earlier].finish_backward(hop)
 
 
-def _kind_of(loss_fn: Any) -> Any:
-    """What stays the same where a loss function is written anew for each step: its code."""
-    loss_fn = getattr(loss_fn, "func", loss_fn)
-    return getattr(loss_fn, "__code__", (type(loss_fn), getattr(loss_fn, "training", None)))
-
-
 class _FixedCursor(Cursor):
     """The cursor where the recording saw no mark move it."""
 
@@ -634,34 +615,3 @@ def _note(error: BaseException, phase: str, microbatch: int, stage: int | None) 
         f"blockpipe: in the {phase} of micro-batch {microbatch}{where}, "
         f"at {failing_line(error.__traceback__)}"
     )
-
-
-def _check_differentiable(loss: Tensor) -> None:
-    if not loss.requires_grad:
-        raise UsageError(
-            "forward_backward needs a loss with a gradient path, but this loss does not "
-            "require grad: are all parameters frozen, or is this called under no_grad? "
-            "For a forward alone call the pipeline itself"
-        )
-
-
-def own_loss(output: Any) -> Any:
-    """The loss that a model's output has: itself, a field or key, or a first element.
-
-    Raises:
-        UsageError: it has none.
-    """
-    if isinstance(output, Tensor):
-        return output  # its caller says what is wrong if it has more than one element
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, dict):
-        loss = output.get("loss")
-    if loss is None and isinstance(output, tuple | list) and output:
-        first = output[0]
-        loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
-    if loss is None:
-        raise UsageError(
-            f"the model returned {type(output).__name__} without a loss ({users_line()}); pass "
-            "loss_fn=…, or labels so that the model computes its own"
-        )
-    return loss

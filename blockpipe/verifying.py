@@ -19,8 +19,8 @@ from .ambient import Ambient
 from .batchnorm import DeferredBatchNorm
 from .blocks import set_microbatch
 from .errors import UsageError
-from .execution import own_loss
 from .glue import is_compiled
+from .losses import own_or_mean_square
 from .microbatch import join, split, weights_of
 from .parting import Parting, Watch, first_parting
 from .prepared import Prepared
@@ -316,23 +316,6 @@ def _deferred(model: nn.Module) -> Iterator[None]:
                 now["forward"] = before["forward"]
             else:
                 now.pop("forward", None)
-
-
-def own_or_mean_square(output: Any, target: Any = None) -> Tensor:
-    """The model's own loss; the mean square of what it returns if it has none."""
-    try:
-        loss = own_loss(output)
-    except UsageError:
-        loss = None
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss
-    found = [t for t in tensors(output) if t.is_floating_point() and t.requires_grad]
-    if not found:
-        raise UsageError(
-            "verify compares gradients, but no output has a gradient path; call it under "
-            "torch.no_grad() to compare outputs alone, or pass loss_fn=…"
-        )
-    return torch.stack([t.float().square().mean() for t in found]).sum()
 
 
 def check_tolerances(rtol: object, atol: object) -> None:

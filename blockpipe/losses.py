@@ -1,0 +1,91 @@
+"""A micro-batch's loss: the user's function of the output, or the model's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import UsageError
+from .tree import tensors
+from .where import users_line
+
+
+def loss_of(output: Any, target: Any, loss_fn: Callable[..., Any] | None) -> Tensor:
+    """The loss of an output.
+
+    Args:
+        output: the model's.
+        target: given to ``loss_fn`` after it, if there is one.
+        loss_fn: ``None``: the model's own loss counts.
+
+    Raises:
+        UsageError: it is no tensor of one element.
+    """
+    if loss_fn is None:
+        loss = own_loss(output)
+    else:
+        loss = loss_fn(output) if target is None else loss_fn(output, target)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(
+            f"a loss is a tensor with one element, but {what} came; pass loss_fn=…, "
+            "with a reduction to one number, or let the model return its loss "
+            "(a 0-d tensor, a `loss` field or key, or a 0-d first element)"
+        )
+    return loss
+
+
+def own_loss(output: Any) -> Any:
+    """The loss that a model's output has: itself, a field or key, or a first element.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if isinstance(output, Tensor):
+        return output  # its caller says what is wrong if it has more than one element
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, tuple | list) and output:
+        first = output[0]
+        loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
+    if loss is None:
+        raise UsageError(
+            f"the model returned {type(output).__name__} without a loss ({users_line()}); pass "
+            "loss_fn=…, or labels so that the model computes its own"
+        )
+    return loss
+
+
+def own_or_mean_square(output: Any, target: Any = None) -> Tensor:
+    """The model's own loss; the mean square of what it returns if it has none."""
+    try:
+        loss = own_loss(output)
+    except UsageError:
+        loss = None
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    found = [t for t in tensors(output) if t.is_floating_point() and t.requires_grad]
+    if not found:
+        raise UsageError(
+            f"a backward needs an output with a gradient path, but none came ({users_line()}); "
+            "call it under torch.no_grad() for the forward alone, or pass loss_fn=…"
+        )
+    return torch.stack([t.float().square().mean() for t in found]).sum()
+
+
+def check_differentiable(loss: Tensor) -> None:
+    """Raise :class:`UsageError` for a loss that no backward can begin at."""
+    if not loss.requires_grad:
+        raise UsageError(
+            "forward_backward needs a loss with a gradient path, but this loss does not "
+            "require grad: are all parameters frozen, or is this called under no_grad? "
+            "For a forward alone call the pipeline itself"
+        )
+
+
+def kind_of(loss_fn: Any) -> Any:
+    """What stays the same where a loss function is written anew for each step: its code."""
+    loss_fn = getattr(loss_fn, "func", loss_fn)
+    return getattr(loss_fn, "__code__", (type(loss_fn), getattr(loss_fn, "training", None)))
