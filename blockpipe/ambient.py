@@ -181,3 +181,14 @@ def _current_streams() -> list[Any]:
     here = torch.accelerator.current_device_index()
     order = [*(i for i in range(count) if i != here), here]  # the last one entered is current
     return [torch.accelerator.current_stream(i) for i in order]
+
+
+@contextmanager
+def intra_operation_threads(count: int | None) -> Iterator[None]:
+    """While entered, operations on the CPU have so many threads; ``None``: as many as they had."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.utils.stateless import _reparametrize_module
 
+from .ambient import intra_operation_threads
 from .errors import UsageError
+from .progress import Progress
 from .recorder import named_slots
 from .recording import Recording
 from .snapshot import ModelState, random_states
@@ -256,11 +258,19 @@ def measured(
                 names.pop(name) if value is None else names.update({name: value})
         return watch.seconds(begin, end), *run.times(len(recording.pieces), end)
 
-    with _own_tensors(model, device), _threads(threads):
+    with (
+        _own_tensors(model, device),
+        intra_operation_threads(threads),
+        Progress(f"measuring {recording.model}", 2 * (WARM_UP + repeats)) as progress,
+    ):
+
+        def pair() -> tuple[float, tuple[float, list[float], list[float]]]:
+            progress.step(count=2)
+            return plain(), stamped()
+
         for _ in range(WARM_UP):
-            plain()
-            stamped()
-        runs = [(plain(), stamped()) for _ in range(repeats)]
+            pair()
+        runs = [pair() for _ in range(repeats)]
     forward, backward = (
         [statistics.median(times) for times in zip(*(run[1][kind] for run in runs), strict=True)]
         for kind in (1, 2)
@@ -330,13 +340,3 @@ def _own_tensors(model: nn.Module, device: torch.device) -> Iterator[None]:
         state.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

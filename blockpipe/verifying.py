@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ambient import Ambient
+from .ambient import Ambient, intra_operation_threads
 from .batchnorm import DeferredBatchNorm
 from .blocks import set_microbatch
 from .errors import UsageError
@@ -232,7 +232,8 @@ class Verifier:
         outputs, total = [], None
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.trains))
-            stack.enter_context(_threads(self.lanes))
+            each = max(1, torch.get_num_threads() // self.lanes)  # as a lane has: sums differ by it
+            stack.enter_context(intra_operation_threads(each))
             if pipe.deferred_batch_norm:
                 stack.enter_context(_deferred(model))
             for m, (batch, weight) in enumerate(zip(microbatches, weights, strict=True)):
@@ -286,17 +287,6 @@ class Verifier:
             outcome.put("buffers", buffers)
         if self.trains:
             outcome.put("input gradients", [(name, t.grad) for name, t in inputs.items()])
-
-
-@contextmanager
-def _threads(lanes: int) -> Iterator[None]:
-    """As many intra-operation threads as each lane has: sums differ by their number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, before // lanes))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager
