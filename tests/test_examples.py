@@ -41,6 +41,17 @@ def test_a_large_model() -> None:
     assert "loaded into two stages: loss 2." in out
 
 
+def test_stages_are_found(tmp_path: Path) -> None:
+    """Balanced, exact, and drawn."""
+    pytest.importorskip("torchvision")
+    page = tmp_path / "timeline.html"
+    out = run("examples/find_stages.py", "--size", "32", "--page", str(page))
+    assert "model.layer" in out
+    assert "ok: " in out
+    assert "Bubble" in out
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
 def test_a_large_model_is_recorded_and_planned() -> None:
     """U-Net (24, 160) of 7.8 B parameters, on the meta device, in far less than 30 s."""
     pytest.importorskip("torchvision")
