@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .commands import add_commands
+from .given import WordsError
 from .where import say_caller
 
 _EXAMPLES = """\
@@ -50,7 +51,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         answer = options.command(options)
         print(answer.text if options.format == "text" else json.dumps(answer.data, indent=1))
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader (head, say) has seen enough
@@ -61,7 +63,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise
         said = " ".join(str(error).split()) or type(error).__name__
         print(f"blockpipe {options.name}: {said}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, WordsError) else 1
     return 0
 
 

@@ -189,9 +189,9 @@ class _Search:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.recording, self.to = recording, conditions
         self.closed = why_closed(recording)
-        names = "accelerator_seconds" if conditions.is_asynchronous else "cpu_seconds"
-        forward = [getattr(piece, names) for piece in recording.pieces]
-        backward = [2 * seconds if conditions.training else 0.0 for seconds in forward]
+        rates = "accelerator" if conditions.is_asynchronous else "cpu"
+        forward = [getattr(piece, f"{rates}_seconds") for piece in recording.pieces]
+        backward = [getattr(piece, f"{rates}_backward_seconds") for piece in recording.pieces]
         self.source = "estimated" if conditions.by == "time" else "from the recording"
         self._cost_with(forward, backward)
         self.notes: list[str] = []
@@ -348,7 +348,7 @@ class _Search:
             )
         marked = {mark.where for m in self.model.modules() if (mark := mark_of(m)) is not None}
         return BalancedPlan(
-            plan.assignments,
+            recording.plan.nested,  # with the calls inside of each, and their classes
             model=self.recording.model,
             shares=shares,
             by=to.by,

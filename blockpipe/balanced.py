@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from textwrap import wrap
 from typing import Any
 
 from .plan import StagePlan
 from .simulate import Simulation
-from .table import bytes_text, text_table
-
-_BAR = 20  # characters of the costliest stage's
+from .table import bar, bytes_text, flops_text, text_table
 
 
 @dataclass
@@ -47,7 +46,7 @@ class StageShare:
     limit: int | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class BalancedPlan(StagePlan):
     """What :func:`balance` returns: a plan, and what its stages cost. ``print`` shows a table.
 
@@ -91,32 +90,51 @@ class BalancedPlan(StagePlan):
         costs = [share.cost for share in self.shares]
         return max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         if not self.shares:
             return super().__str__()
         show = UNITS[self.by]
         total = sum(share.cost for share in self.shares) or 1.0
         most = max(share.cost for share in self.shares) or 1.0
-        has_limits = any(share.limit is not None for share in self.shares)
-        head = ["Stage", "Begins at", "", self.by.capitalize(), "Share", "Pieces"]
-        head += ["Forward", "Backward", "Parameters", "Memory", "Received"]
-        rows = []
+        costs, holds = [], []
         for share in self.shares:
             begins = share.begins + (f" (call {share.call})" if share.call else "")
-            row = [str(share.stage), begins, "█" * round(_BAR * share.cost / most)]
-            row += [show(share.cost), f"{100 * share.cost / total:.1f} %", str(share.pieces)]
-            row += [seconds_text(share.forward), seconds_text(share.backward)]
-            row += [f"{share.elements:,}", bytes_text(share.memory), bytes_text(share.received)]
-            if has_limits:
-                row.append("-" if share.limit is None else bytes_text(share.limit))
-            rows.append(row)
+            costs.append(
+                [
+                    str(share.stage),
+                    begins,
+                    bar(share.cost / most),
+                    show(share.cost),
+                    f"{100 * share.cost / total:.1f} %",
+                    seconds_text(share.forward),
+                    seconds_text(share.backward),
+                ]
+            )
+            limit = "-" if share.limit is None else bytes_text(share.limit)
+            holds.append(
+                [
+                    str(share.stage),
+                    str(share.pieces),
+                    f"{share.elements:,}",
+                    bytes_text(share.memory),
+                    limit,
+                    bytes_text(share.received),
+                ]
+            )
+        head = ["Stage", "Begins at", "", self.by.capitalize(), "Share", "Forward", "Backward"]
+        of_what = ["Stage", "Pieces", "Parameters", "Peak memory", "Limit", "Received"]
         schedule = "one thread" if self.simulation is None else self.simulation.schedule.name
         lines = [
             f"{self.model} in {len(self.shares)} stages, by {self.by} ({self.source})",
             "",
-            text_table(head + ["Limit"] * has_limits, rows, left=3),
+            text_table(head, costs, left=3),
             "",
-            self.bottleneck,
+            text_table(of_what, holds, left=1),
+            "",
+            *wrap(self.bottleneck, 100),
             f"predicted: {seconds_text(self.step_seconds)} for a step of {self.microbatches} "
             f"micro-batches ({schedule}, {100 * self.bubble:.1f} % bubble)",
             *(f"note: {note}" for note in self.notes),
@@ -149,10 +167,6 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} µs"
 
 
-def _flops_text(flops: float) -> str:
-    return f"{flops:.3g}"
-
-
 def _bytes_text(count: float) -> str:
     return bytes_text(round(count))
 
@@ -161,5 +175,5 @@ UNITS: dict[str, Callable[[float], str]] = {
     "time": seconds_text,
     "memory": _bytes_text,
     "parameters": _bytes_text,
-    "flops": _flops_text,
+    "flops": flops_text,
 }

@@ -11,10 +11,12 @@ micro-batch is centered before it is squared, and micro-batches are merged by th
 squared distances.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +96,7 @@ class DeferredBatchNorm:
 
     def __init__(self, model: nn.Module) -> None:
         self.under_way: _Step | None = None
+        self._turn = RLock()  # two threads' steps would take each other's clones for the buffers
         self.modules = {
             path: module
             for path, module in model.named_modules()
@@ -107,9 +110,7 @@ class DeferredBatchNorm:
         return {path: partial(self._stand_in, module) for path, module in self.modules.items()}
 
     def _stand_in(self, module: _BatchNorm, forward: Forward) -> Forward:
-        # The graph of a compiled module around this one ends here: what is Python runs each time.
-        stand_in: Forward = torch.compiler.disable(partial(self._call, module, forward))
-        return stand_in
+        return _StandIn(module, forward, partial(self._call, module, forward))
 
     def _call(self, module: _BatchNorm, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """A batch norm's forward; before it, a look at its input."""
@@ -141,6 +142,10 @@ class DeferredBatchNorm:
         subclasses read what the micro-batches before have left there, and a recomputation puts
         back what there was, as for every buffer.
         """
+        with self._turn:
+            yield from self._taken_step()
+
+    def _taken_step(self) -> Iterator[None]:
         outer, step = self.under_way, _Step()
         self.under_way = step
         own = {module: dict(module._buffers) for module in self.modules.values()}
@@ -154,6 +159,30 @@ class DeferredBatchNorm:
                 module._buffers.update(buffers)
             self.under_way = outer
         _commit(step)
+
+
+class _StandIn:
+    """Stands in for a module's forward. A copy of the module has the module's own again."""
+
+    def __init__(self, module: _BatchNorm, forward: Forward, call: Forward) -> None:
+        self.module = module
+        self.forward = forward
+        # The graph of a compiled module around this one ends here: what is Python runs each time.
+        self._call: Forward = torch.compiler.disable(call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.forward, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _forward_of, (self.module,)
+
+
+def _forward_of(module: nn.Module) -> Forward:
+    forward: Forward = type(module).forward.__get__(module)
+    return forward
 
 
 def synchronized(model: nn.Module) -> list[str]:

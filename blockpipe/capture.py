@@ -107,6 +107,7 @@ def record_planned(
     stages = None if planned is None else planned.stages
     recording = _record(model, tuple(args), dict(kwargs or {}), stages, devices, fake=fake, cut=cut)
     if planned is not None:
+        recording.planned_at = planned.where
         planned.check(recording)
     return recording
 

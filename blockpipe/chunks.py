@@ -58,7 +58,7 @@ class Trial:
     why_not: str | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class ChunksReport:
     """What :meth:`Pipeline.find_chunks` found; ``str()`` is a table.
 
@@ -82,6 +82,9 @@ class ChunksReport:
         """As plain data."""
         return asdict(self)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         head = ["Schedule", "Micro-batches", "ms", "Samples/s", "Predicted ms", "Bubble", "Memory"]
         best = self.best
@@ -95,7 +98,7 @@ class ChunksReport:
                     ms + ("*" if trial is best else " "),
                     _shown(trial.samples_per_second, "{:.1f}"),
                     _shown(trial.predicted_seconds, "{:.2f}", 1e3),
-                    _shown(trial.bubble, "{:.1%}"),
+                    _shown(trial.bubble, "{:.1f} %", 100),
                     "-" if trial.memory is None else bytes_text(trial.memory),
                 ]
             )

@@ -16,8 +16,8 @@ from .balance import balance
 from .balanced import UNITS
 from .blocks import begin_blocks
 from .capture import record
-from .errors import ScheduleError, UsageError
-from .given import Given, begins, build_model, literals, make_inputs
+from .errors import ScheduleError
+from .given import Given, WordsError, begins, build_model, literals, make_inputs
 from .losses import own_or_mean_square
 from .pipeline import Pipeline
 from .plan import StagePlan
@@ -192,6 +192,7 @@ def _balance(options: argparse.Namespace) -> Answer:
         chunks=options.chunks,
         limits=options.limit,
         measure=measured,
+        training=not options.eval,
     )
     _save_plan(plan, options.save)
     return Answer(f"{plan}\n\n{plan.marks()}", plan.to_dict())
@@ -202,16 +203,17 @@ def _simulate(options: argparse.Namespace) -> Answer:
     lanes = options.lanes or list(range(options.stages))
     names = SCHEDULES if options.schedule == "all" else (options.schedule,)
     played: list[Simulation] = []
+    why_not: ScheduleError | None = None
     for name in names:
         try:
             made = make_schedule(
                 name, lanes, options.chunks, in_flight=options.in_flight, costs=costs
             )
-        except ScheduleError:
-            if options.schedule != "all":
-                raise
-            continue  # it is not for these lanes
-        played.append(simulate(made, costs))
+            played.append(simulate(made, costs))
+        except ScheduleError as error:
+            why_not = error  # it is not for these lanes
+    if why_not is not None and (options.schedule != "all" or not played):
+        raise why_not
     data = [
         {
             "schedule": s.schedule.name,
@@ -225,11 +227,11 @@ def _simulate(options: argparse.Namespace) -> Answer:
     if options.schedule == "all":
         head = "schedule       makespan   bubble   peak"
         rows = [
-            f"{s.schedule.name:<13}{s.makespan:>10.4g}{s.bubble:>9.1%}{max(s.peak):>7.4g}"
+            f"{s.schedule.name:<13}{s.makespan:>10.4g}{100 * s.bubble:>7.1f} %{max(s.peak):>7.4g}"
             for s in played
         ]
         if options.save is not None:
-            raise UsageError("--save is of one schedule; name it instead of 'all'")
+            raise WordsError("--save is of one schedule; name it instead of 'all'")
         return Answer("\n".join([head, *rows]), data)
     timeline = Timeline.of(played[0].schedule, costs)
     _save_picture(timeline, options.save)
@@ -280,7 +282,7 @@ def _recorded(options: argparse.Namespace) -> Recording:
 def _model_and_inputs(options: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, Given]:
     given = make_inputs(options.input, literals(options.argument, "--argument"))
     if not given.args and not given.kwargs:
-        raise UsageError("a forward needs an input; pass --input 8,3,224,224, say")
+        raise WordsError("a forward needs an input; pass --input 8,3,224,224, say")
     arguments = literals(options.model_argument, "--model-argument")
     model = build_model(options.model, arguments, meta=meta)
     return model.train(not options.eval), given
@@ -311,6 +313,8 @@ def _save_picture(timeline: Timeline, path: Path | None) -> None:
 def _picture(text: str) -> Path:
     if Path(text).suffix not in (".html", ".json"):
         raise argparse.ArgumentTypeError(f"a .html file or a .json one, not {text!r}")
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(Path(text).parent)!r}")
     return Path(text)
 
 
@@ -349,5 +353,5 @@ def _bytes(text: str) -> int:
     unit = text[len(number) :].upper().removesuffix("B").removesuffix("I")
     try:
         return int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise argparse.ArgumentTypeError(f"a size such as 16GiB or 800M, not {text!r}") from None

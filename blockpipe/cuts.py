@@ -213,7 +213,9 @@ def best_bounds(
         return None
     worst = max(float(cost[bounds[s], bounds[s + 1]]) for s, cost in enumerate(costs))
     worst += abs(worst) * (slack + 1e-9)  # prefix sums are rounded
-    allowed = [torch.where(cost <= worst, crossing, torch.inf) for cost in costs]
+    allowed = [
+        torch.where(cost.isfinite() & (cost <= worst), crossing, torch.inf) for cost in costs
+    ]
     return _search(allowed, torch.add, 0.0)
 
 

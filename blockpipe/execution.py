@@ -430,6 +430,10 @@ class Execution:
     def _travel(self, journey: Journey, batch: Microbatch) -> Result:
         args, kwargs, target = self._inputs(journey, batch)
         with self._offloaded(journey), Glue(journey):
+            if self.step.sources and self.step.sources[0] and self.step.begins[:1] == [0]:
+                # Before the first operation: what keeps the generator's state for later
+                # (torch.utils.checkpoint) reads it before that.
+                journey.arrive()
             output = self.prepared.model(*args, **kwargs)
             if journey.hop < 0:
                 journey.arrive()

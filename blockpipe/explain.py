@@ -135,7 +135,8 @@ def _why_there(recording: Recording, call: Call) -> str:
     first = next(on_it, call)
     begins = "" if first is call else f"; {first.path} was the first call there"
     if recording.planned:
-        put = f"a plan put the forward on stage {hop.stage}"
+        at = "" if recording.planned_at is None else f" set at {short(recording.planned_at)}"
+        put = f"the plan{at} put the forward on stage {hop.stage}"
     elif hop.where == "the start":
         return f"no mark came before it, and a forward begins on stage {hop.stage}"
     else:

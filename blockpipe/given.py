@@ -20,6 +20,10 @@ from .errors import UsageError
 _TENSOR = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<sizes>[^:=]*)(?::(?P<rest>.*))?")
 
 
+class WordsError(UsageError):
+    """Words of a command line that cannot be meant."""
+
+
 class Given(NamedTuple):
     """What is passed to the model's forward."""
 
@@ -31,7 +35,7 @@ def find_callable(text: str) -> Callable[..., Any]:
     """What ``module:name`` stands for: a class, a function, or a module that is built already.
 
     Raises:
-        UsageError: no such module or name (with near misses), or nothing that can be called.
+        WordsError: no such module or name (with near misses), or nothing that can be called.
 
     Example:
         >>> find_callable("torch.nn:Linear").__name__
@@ -39,22 +43,22 @@ def find_callable(text: str) -> Callable[..., Any]:
     """
     module_name, colon, name = text.partition(":")
     if not colon or not module_name or not name:
-        raise UsageError(
+        raise WordsError(
             f"a model is given as module:callable, but {text!r} came; write "
             "torchvision.models:resnet50, say"
         )
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
-        raise UsageError(f"{text!r} does not import: {error}") from error
+        raise WordsError(f"{text!r} does not import: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             near = get_close_matches(part, dir(found), n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
-            raise UsageError(f"{module_name!r} has no {name!r}{hint}")
+            raise WordsError(f"{module_name!r} has no {name!r}{hint}")
         found = getattr(found, part)
     if not callable(found):
-        raise UsageError(
+        raise WordsError(
             f"{text!r} is {type(found).__name__}, but a model is a class or a function that makes "
             "one"
         )
@@ -71,7 +75,7 @@ def build_model(text: str, arguments: Mapping[str, Any], *, meta: bool) -> nn.Mo
             built is built on the CPU instead.
 
     Raises:
-        UsageError: it makes no ``nn.Module``.
+        WordsError: it makes no ``nn.Module``.
     """
     make = find_callable(text)
     if isinstance(make, nn.Module):
@@ -86,7 +90,7 @@ def build_model(text: str, arguments: Mapping[str, Any], *, meta: bool) -> nn.Mo
     if model is None:
         model = make(**arguments)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{text!r} returned {type(model).__name__}, not an nn.Module")
+        raise WordsError(f"{text!r} returned {type(model).__name__}, not an nn.Module")
     return model
 
 
@@ -101,7 +105,7 @@ def literals(words: Iterable[str], option: str) -> dict[str, Any]:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier():
-            raise UsageError(f"{option} takes NAME=VALUE, but {word!r} came")
+            raise WordsError(f"{option} takes NAME=VALUE, but {word!r} came")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -120,9 +124,9 @@ def begins(words: Iterable[str]) -> dict[str, int]:
     for word in words:
         path, equals, stage = word.rpartition("=")
         if not equals or not path or not stage.isdecimal():
-            raise UsageError(f"--begin takes PATH=STAGE (layer3=1), but {word!r} came")
+            raise WordsError(f"--begin takes PATH=STAGE (layer3=1), but {word!r} came")
         if path in found:
-            raise UsageError(f"--begin {path} is given twice")
+            raise WordsError(f"--begin {path} is given twice")
         found[path] = int(stage)
     return found
 
@@ -134,7 +138,7 @@ def make_inputs(words: Iterable[str], others: Mapping[str, Any]) -> Given:
     for whole numbers below 1000 (below 2 where no limit is given). Values are random, from seed 0.
 
     Raises:
-        UsageError: a word that is no such tensor.
+        WordsError: a word that is no such tensor.
 
     Example:
         >>> make_inputs(["2,3", "mask=2:bool"], {}).kwargs["mask"].dtype
@@ -148,7 +152,7 @@ def make_inputs(words: Iterable[str], others: Mapping[str, Any]) -> Given:
         if name is None:
             args.append(tensor)
         elif name in kwargs:
-            raise UsageError(f"{name!r} is given twice")
+            raise WordsError(f"{name!r} is given twice")
         else:
             kwargs[name] = tensor
     return Given(tuple(args), kwargs)
@@ -158,7 +162,7 @@ def _tensor(word: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
     match = _TENSOR.fullmatch(word)
     sizes = match["sizes"].split(",") if match and match["sizes"] else []
     if match is None or not all(size.strip().isdecimal() for size in sizes):
-        raise UsageError(
+        raise WordsError(
             f"an input is [NAME=]SIZES[:DTYPE[:HIGH]], but {word!r} came; write 8,3,224,224, or "
             "input_ids=4,128:int64:1000"
         )
@@ -168,15 +172,15 @@ def _tensor(word: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
     if not isinstance(dtype, torch.dtype):
         near = [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
         hint = get_close_matches(kind, near, n=3)
-        raise UsageError(
+        raise WordsError(
             f"{kind!r} in input {word!r} is no dtype of torch"
             + (f"; did you mean {', '.join(hint)}?" if hint else "")
         )
     if high and (not high.isdecimal() or int(high) < 1):
-        raise UsageError(f"the limit in input {word!r} is a whole number from 1 on, not {high!r}")
+        raise WordsError(f"the limit in input {word!r} is a whole number from 1 on, not {high!r}")
     if dtype.is_floating_point or dtype.is_complex:
         if high:
-            raise UsageError(f"input {word!r} is not of whole numbers, and takes no limit")
+            raise WordsError(f"input {word!r} is not of whole numbers, and takes no limit")
         if math.prod(shape) > 1 << 28:  # 1 GiB of values that only a recording asks for
             return match["name"], torch.empty(shape, dtype=dtype, device="meta")
         return match["name"], torch.randn(shape, dtype=torch.float32, generator=generator).to(dtype)

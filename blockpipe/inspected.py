@@ -71,7 +71,7 @@ class InspectedModel(PlacedModel):
         Raises:
             UsageError: there is none yet, and no arguments came.
         """
-        prepared, _ = self._seen("summary(x)", args, kwargs or {})
+        prepared, _ = self._seen("get_pipeline_stage_assignment(pipe, x)", args, kwargs or {})
         return prepared.recording
 
     @remembers_caller
@@ -155,10 +155,15 @@ class InspectedModel(PlacedModel):
         if args or kwargs:
             microbatches = self._split(args, kwargs, None)
             return self._sketched(microbatches[0]), len(microbatches)
+        name = call.partition("(")[0]
         if not self._prepared:
-            name = call.partition("(")[0]
             raise UsageError(
                 f"{name}() needs a sample before the first call: {call} ({users_line()})"
+            )
+        if self._is_replanned():
+            raise UsageError(
+                f"the stages were set anew since the last call, and {name}() needs a sample to "
+                f"record them: {call} ({users_line()})"
             )
         prepared = next(reversed(self._prepared.values()))
         return prepared, prepared.microbatches or self.chunks

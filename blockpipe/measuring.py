@@ -319,7 +319,7 @@ def _own_tensors(model: nn.Module, device: torch.device) -> Iterator[None]:
     def own(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
             if isinstance(tensor, nn.Parameter):
-                values = tensor.detach().to(device)
+                values = tensor.detach().to(device, copy=True)  # a forward may write to it
                 made[id(tensor)] = nn.Parameter(values, requires_grad=tensor.requires_grad)
             else:
                 made[id(tensor)] = _copy(tensor, device)

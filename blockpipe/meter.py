@@ -62,13 +62,16 @@ class Rates:
 CPU = Rates(flops=4e10, bytes=1e10, operation=4e-6)  # one core
 ACCELERATOR = Rates(flops=1e14, bytes=1e12, operation=6e-6)  # a launch
 
+BACKWARD = 2.0  # times the forward of an operation that has one: gradients of inputs and of weights
+
 
 class Meter(TorchDispatchMode):
     """Tells of each operation what it costs, and where one makes the host wait.
 
     Args:
         spent: called with the arithmetic (floating-point operations) of an operation, the bytes
-            that it reads and writes, and those that it makes; views cost nothing and are not told.
+            that it reads and writes, those that it makes, and whether it has a backward; views cost
+            nothing and are not told.
         waited: called for each host synchronization.
         drew: called for each operation that draws random numbers, with whether from a generator
             that it was given.
@@ -80,7 +83,7 @@ class Meter(TorchDispatchMode):
 
     def __init__(
         self,
-        spent: Callable[[float, int, int], None] | None,
+        spent: Callable[[float, int, int, bool], None] | None,
         waited: Callable[[HostSync], None] | None = None,
         drew: Callable[[bool], None] | None = None,
         wrote: Callable[[Tensor], None] | None = None,
@@ -112,7 +115,10 @@ class Meter(TorchDispatchMode):
             flops = 0 if count is None else count(*args, **kwargs, out_val=result)
             read = sum(_bytes(t) for t in tensors((args, kwargs)))
             made = sum(_bytes(t) for t in tensors(result))
-            self.spent(float(flops), read + made, made)
+            has_backward = torch.is_grad_enabled() and any(
+                t.requires_grad for t in tensors((args, kwargs))
+            )
+            self.spent(float(flops), read + made, made, has_backward)
         return result
 
 

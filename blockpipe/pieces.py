@@ -51,15 +51,6 @@ class Pieces:
         """An operation of the forward runs."""
         self.current.operations += 1
 
-    def spent(self, flops: float, cpu: float, accelerator: float, made: int) -> None:
-        """An operation below autograd ran."""
-        piece = self.current
-        piece.kernels += 1
-        piece.flops += flops
-        piece.cpu_seconds += cpu
-        piece.accelerator_seconds += accelerator
-        piece.largest_bytes = max(piece.largest_bytes, made)
-
     def reads(self, held: Held) -> None:
         """A parameter or buffer is read."""
         if held.name not in self._held:

@@ -343,13 +343,17 @@ def costs_of(recording: Recording, regimes: Sequence[Kept], asynchronous: bool) 
     forward = [
         hop.accelerator_seconds if asynchronous else hop.cpu_seconds for hop in recording.hops
     ]
+    backward = [
+        hop.accelerator_backward_seconds if asynchronous else hop.cpu_backward_seconds
+        for hop in recording.hops
+    ]
     sent = [0.0] * len(recording.hops)
     for crossing in recording.crossings:
         sent[crossing.to_hop - 1] += crossing.bytes
     return Costs(
         forward=forward,
-        backward=[2 * seconds for seconds in forward],
-        weight=forward,
+        backward=backward,
+        weight=[seconds / 2 for seconds in backward],
         transfer=[rates.operation + n / BANDWIDTH if asynchronous else 0.0 for n in sent],
         activation=[float(kept.full) for kept in regimes],
         restore=[

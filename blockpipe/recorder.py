@@ -21,13 +21,13 @@ from .crossing import RECORDING, TAG, Home, HopGraph, Import, JourneyKey, Step, 
 from .errors import CrossingError, PlanError
 from .glue import Glue, is_question, looks_at_graph
 from .journey import Journey
-from .meter import ACCELERATOR, CPU, HostSync
+from .meter import ACCELERATOR, BACKWARD, CPU, HostSync
 from .pieces import Pieces, inbound
 from .plan import too_few_devices
 from .planned import planned_stage
 from .progress import Progress
 from .randomness import current
-from .recording import Call, CrossingInfo, Flow, Held, Hop, Recording, Unmarked
+from .recording import Call, CrossingInfo, Flow, Held, Hop, Piece, Recording, Unmarked
 from .transfer import edge_of
 from .tree import tensors
 from .where import users_line
@@ -392,7 +392,7 @@ class Recorder(Journey):
         finally:
             self.end_call(call, result)
 
-    def spent(self, flops: float, moved: int, made: int) -> None:
+    def spent(self, flops: float, moved: int, made: int, has_backward: bool) -> None:
         """An operation ran below autograd: what it cost."""
         if self.hop < 0:
             return
@@ -401,13 +401,19 @@ class Recorder(Journey):
         hop.flops += flops
         hop.largest_bytes = max(hop.largest_bytes, made)
         cpu, accelerator = CPU.seconds(flops, moved), ACCELERATOR.seconds(flops, moved)
-        hop.cpu_seconds += cpu
-        hop.accelerator_seconds += accelerator
-        self.pieces.spent(flops, cpu, accelerator, made)
+        piece = self.pieces.current
+        piece.kernels += 1
+        piece.flops += flops
+        piece.largest_bytes = max(piece.largest_bytes, made)
+        again = BACKWARD if has_backward else 0.0
+        parts: list[Hop | Piece | Call] = [hop, piece, *(call for call, _, _ in self.stack)]
+        for part in parts:
+            part.cpu_seconds += cpu
+            part.accelerator_seconds += accelerator
+            part.cpu_backward_seconds += again * cpu
+            part.accelerator_backward_seconds += again * accelerator
         for call, _, _ in self.stack:
             call.flops += flops
-            call.cpu_seconds += cpu
-            call.accelerator_seconds += accelerator
 
     def _closed(self) -> Iterator[str]:
         """Why no stage can begin with the call that begins here."""

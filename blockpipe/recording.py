@@ -43,6 +43,8 @@ class Hop:
     flops: float = 0.0  # of one micro-batch's forward
     cpu_seconds: float = 0.0  # by a roofline: to compare hops with
     accelerator_seconds: float = 0.0
+    cpu_backward_seconds: float = 0.0  # of its backward, predicted
+    accelerator_backward_seconds: float = 0.0
     largest_bytes: int = 0  # of what a single operation makes
     glue_bytes: int = 0  # of what it keeps, what is outside of sealed calls: never recomputed
     never: Kept = field(default_factory=Kept)  # recomputing nothing
@@ -83,6 +85,8 @@ class Call:
     is_run_again: bool = False  # where recomputation is on: it is sealed, and that gains something
     cpu_seconds: float = 0.0
     accelerator_seconds: float = 0.0
+    cpu_backward_seconds: float = 0.0
+    accelerator_backward_seconds: float = 0.0
     outputs: list[tuple[int, ...]] = field(default_factory=list, repr=False)  # shapes of tensors
     opened: str | None = None  # why it is not sealed
 
@@ -116,6 +120,8 @@ class Piece:
     flops: float = 0.0
     cpu_seconds: float = 0.0
     accelerator_seconds: float = 0.0
+    cpu_backward_seconds: float = 0.0
+    accelerator_backward_seconds: float = 0.0
     saved_bytes: int = 0  # by autograd, of what no earlier piece saved
     largest_bytes: int = 0
     held: list[str] = field(default_factory=list)  # names of parameters and buffers that it reads
@@ -231,6 +237,7 @@ class Recording:
     host_syncs: list[HostSync] = field(default_factory=list)
     moves: bool = False  # whether a mark ever asked for another stage
     planned: bool = False  # whether a plan overrode the marks
+    planned_at: str | None = None  # the line that set it on the model; None: it was passed along
     marks: list[str] = field(default_factory=list)  # the lines of those met, heeded or not
     why_real: str | None = None
 

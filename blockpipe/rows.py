@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # a recording can summarize itself; its rows need only its fields
     from .recording import Call, Held, Recording
 
-BACKWARD = 2.0  # times a forward: predicted, as the schedules' costs have it
-
 
 @dataclass
 class ModuleRow:
@@ -36,6 +34,7 @@ class ModuleRow:
             counts in both.
         flops: of one micro-batch's forward.
         forward_seconds: predicted.
+        backward_seconds: predicted: of what has a backward.
         share: of the stage's predicted time; ``None`` on several stages.
         outputs: the shapes that the calls return, each once.
         where: the line that calls it first.
@@ -53,15 +52,11 @@ class ModuleRow:
     activation_bytes: int
     flops: float
     forward_seconds: float
+    backward_seconds: float
     share: float | None
     outputs: list[tuple[int, ...]]
     where: str
     device: str | None = None
-
-    @property
-    def backward_seconds(self) -> float:
-        """Predicted."""
-        return BACKWARD * self.forward_seconds
 
 
 @dataclass
@@ -78,6 +73,7 @@ class StageRow:
         activation_bytes: that autograd saves of one micro-batch, each storage of a hop once.
         flops: of one micro-batch's forward.
         forward_seconds: predicted.
+        backward_seconds: predicted: of what has a backward.
         restore_seconds: predicted, of recomputation.
         peak_bytes: predicted for a step; ``None``: it is not known what a step is.
     """
@@ -94,13 +90,9 @@ class StageRow:
     activation_bytes: int
     flops: float
     forward_seconds: float
+    backward_seconds: float
     restore_seconds: float = 0.0
     peak_bytes: int | None = None
-
-    @property
-    def backward_seconds(self) -> float:
-        """Predicted."""
-        return BACKWARD * self.forward_seconds
 
     @property
     def seconds(self) -> float:
@@ -140,6 +132,7 @@ def stage_rows(recording: Recording, devices: list[str] | None, rates: str) -> l
                 sum(hop.never.bytes for hop in hops),
                 sum(hop.flops for hop in hops),
                 sum(getattr(hop, f"{rates}_seconds") for hop in hops),
+                sum(getattr(hop, f"{rates}_backward_seconds") for hop in hops),
             )
         )
     return rows
@@ -177,7 +170,7 @@ class _Rows:
     ) -> None:
         self._stages = stages
         self._depth = depth
-        self._seconds = f"{rates}_seconds"
+        self._rates = rates
         self._held = [*recording.parameters, *recording.buffers]
         self._inside = _by_module(self._held)
         self._roots: list[_Node] = []
@@ -236,8 +229,10 @@ class _Rows:
         parameters = [h for h in held if not h.is_buffer]
         calls = [call for node in nodes for call in node.calls]
         stages = sorted(set().union(*(node.stages for node in nodes)))
-        seconds = sum(getattr(call, self._seconds) for call in calls)
-        whole = self._stages[stages[0]].forward_seconds if len(stages) == 1 else 0.0
+        forward = sum(getattr(call, f"{self._rates}_seconds") for call in calls)
+        backward = sum(getattr(call, f"{self._rates}_backward_seconds") for call in calls)
+        stage = self._stages[stages[0]]
+        whole = stage.forward_seconds + stage.backward_seconds if len(stages) == 1 else 0.0
         devices = [self._stages[s].device or "" for s in stages]
         return ModuleRow(
             [node.path for node in nodes],
@@ -251,8 +246,9 @@ class _Rows:
             sum(h.bytes for h in held),
             sum(call.saved_bytes for call in calls),
             sum(call.flops for call in calls),
-            seconds,
-            seconds / whole if whole else None,
+            forward,
+            backward,
+            (forward + backward) / whole if whole else None,
             list(dict.fromkeys(shape for call in calls for shape in call.outputs)),
             calls[0].where,
             ", ".join(dict.fromkeys(devices)) or None,

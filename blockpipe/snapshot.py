@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 
 class ModelState:
-    """What a model's modules hold, to be put back: attributes, and containers one level down."""
+    """What a model's modules hold, to be put back: attributes, containers one level down, and the
+    states of generators."""
 
     def __init__(self, model: nn.Module, *, values: bool) -> None:
         self._dicts = [(m.__dict__, dict(m.__dict__)) for m in model.modules()]
@@ -25,6 +26,12 @@ class ModelState:
             for names, _ in self._dicts
             for value in names.values()
             if isinstance(value, dict | list | set | deque)
+        ]
+        self._generators = [
+            (value, value.get_state())
+            for names, _ in self._dicts
+            for value in names.values()
+            if isinstance(value, torch.Generator)
         ]
         self._values: list[tuple[Tensor, Tensor]] = []
         if values:
@@ -49,6 +56,8 @@ class ModelState:
             else:
                 container.clear()
                 container.extend(before)
+        for generator, state in self._generators:
+            generator.set_state(state)
         with torch.no_grad():
             for tensor, value in self._values:
                 tensor.detach().copy_(value)

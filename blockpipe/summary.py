@@ -232,7 +232,7 @@ def _notes(recording: Recording) -> list[str]:
         notes.append("nothing is marked: everything is on stage 0")
     if len(recording.route) > recording.num_stages:
         notes.append(f"the route returns to a stage: {recording.route}")
-    for hop in recording.hops if several else ():
+    for hop in recording.hops[1:]:  # nobody waits for the first one's gradients: it gains nothing
         if hop.whole:
             notes.append(
                 f"zero-bubble schedules leave hop {hop.index}'s backward whole: {hop.whole}"

@@ -23,9 +23,9 @@ def page(views: Sequence[Trace]) -> str:
     title = html.escape(views[0].title or "timeline")
     template = files("blockpipe").joinpath("timeline.html").read_text(encoding="utf-8")
     # In a script only "</script" and "<!--" would end it.
-    return template.replace("__TITLE__", title, 1).replace(
-        "__DATA__", data.replace("<", "\\u003c"), 1
-    )
+    head, _, rest = template.partition("__TITLE__")
+    between, _, end = rest.partition("__DATA__")
+    return f"{head}{title}{between}{data.replace('<', chr(92) + 'u003c')}{end}"
 
 
 def frame(document: str, *, lanes: int) -> str:

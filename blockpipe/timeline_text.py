@@ -55,7 +55,7 @@ def table(trace: Trace, predictions: Mapping[str, Trace | None]) -> str:
     def row(name: str, lane: LaneTotals) -> list[str]:
         times = [lane.by_kind[kind] for kind in kinds] + [vars(lane)[name] for name in extra]
         cells = [_time(trace, t) for t in times]
-        return [name, _time(trace, lane.busy), f"{lane.idle:.1%}", *cells] + (
+        return [name, _time(trace, lane.busy), f"{100 * lane.idle:.1f} %", *cells] + (
             [bytes_text(round(lane.copied))] if sent else []
         )
 
@@ -91,7 +91,11 @@ def _comparison(trace: Trace, predictions: Mapping[str, Trace | None]) -> str:
 
 
 def _figures(trace: Trace) -> list[str]:
-    return [_time(trace, trace.step_time), f"{trace.bubble():.1%}", f"{trace.imbalance():.2f}"]
+    return [
+        _time(trace, trace.step_time),
+        f"{100 * trace.bubble():.1f} %",
+        f"{trace.imbalance():.2f}",
+    ]
 
 
 def _notes(trace: Trace) -> list[str]:

@@ -34,9 +34,7 @@ class Untouched:
         self._gradients = [(p, p.grad) for p in parameters]
         # On the host: beside a model that nearly fills its devices there is no room for another.
         self._values = [
-            (p, p._version, p.detach().to("cpu", copy=True))
-            for p in parameters
-            if not p.is_inference()
+            (p, p.data, p.detach().to("cpu", copy=True)) for p in parameters if not p.is_inference()
         ]
         self._steppers: list[dict[Any, Any]] = [
             hooks
@@ -48,12 +46,12 @@ class Untouched:
     def run(self) -> Iterator[None]:
         """A run that begins without gradients; all is as it was at its end, failed or not."""
         steppers = [dict(hooks) for hooks in self._steppers]
-        for hooks in self._steppers:
-            hooks.clear()  # an optimizer's step in the backward
-        for parameter, _ in self._gradients:
-            parameter.grad = None
         with kept(self._sources):
             try:
+                for hooks in self._steppers:
+                    hooks.clear()  # an optimizer's step in the backward
+                for parameter, _ in self._gradients:
+                    parameter.grad = None
                 yield
             finally:
                 for state in self._states:
@@ -65,11 +63,13 @@ class Untouched:
                     hooks.update(before)
 
     def _put_back_values(self) -> None:
-        for i, (parameter, version, value) in enumerate(self._values):
-            if parameter._version != version:
-                with torch.no_grad():
-                    parameter.detach().copy_(value)
-                self._values[i] = parameter, parameter._version, value
+        # Whether a forward has written to them no version says: it may be by way of .data.
+        with torch.no_grad():
+            for parameter, data, value in self._values:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
+                if not torch.equal(data.to("cpu"), value):
+                    data.copy_(value)
 
 
 def moved_copy(module: nn.Module, device: torch.device) -> nn.Module:

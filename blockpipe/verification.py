@@ -36,7 +36,7 @@ class Difference:
     relative: float
 
 
-@dataclass
+@dataclass(repr=False)
 class Verification:
     """What :meth:`Pipeline.verify` found; true if all is as it must be, and printed a table.
 
@@ -104,10 +104,13 @@ class Verification:
             "atol": self.atol,
             "schedule": self.schedule,
             "reference": self.reference,
-            "differences": [dict(vars(d)) for d in self.differences],
-            "first_difference": None if parting is None else dict(vars(parting)),
+            "differences": [_data(d) for d in self.differences],
+            "first_difference": None if parting is None else _data(parting),
             "notes": list(self.notes),
         }
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         rows = []
@@ -131,6 +134,11 @@ class Verification:
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
+def _data(found: object) -> dict[str, Any]:
+    """As JSON can have it: what is infinitely far apart has no number."""
+    return {name: None if value == math.inf else value for name, value in vars(found).items()}
+
+
 def _badness(difference: Difference) -> tuple[int, float]:
     order = ("exact", "within tolerance", "different")
     return order.index(difference.verdict), difference.relative
@@ -151,8 +159,7 @@ def compared(plain: Outcome, piped: Outcome, rtol: float, atol: float) -> list[D
     """Everything that two runs came to, side by side."""
     found = []
     gradients = plain.values.get("gradients", {}).values()
-    squares = [float(g.double().norm()) ** 2 for g in gradients if g is not None]
-    norm = math.sqrt(sum(squares))
+    norm = math.hypot(*(_norm(_on_host(g)) for g in gradients if g is not None))
     for kind in KINDS:
         ours, theirs = plain.values.get(kind, {}), piped.values.get(kind, {})
         for name in {**ours, **theirs}:
@@ -177,15 +184,24 @@ def _difference(
     a, b = _on_host(a), _on_host(b)
     if bool(((a == b) | ((a != a) & (b != b))).all()):
         return Difference(kind, name, "exact", 0.0)
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    distance = float((a.to(wide) - b.to(wide)).norm())
-    scale = float(a.to(wide).norm()) if scale is None else scale
-    relative = distance / scale if scale else math.inf
-    if math.isnan(relative):
-        relative = math.inf
     rounds = a.is_floating_point() or a.is_complex()
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    finite = torch.isfinite(a) & torch.isfinite(b)
+    same = (a == b) | ((a != a) & (b != b))
+    if not bool((finite | same).all()):  # infinite in one of them
+        return Difference(kind, name, "different", math.inf)
+    distance = _norm(torch.where(finite, a - b, 0.0))
+    scale = _norm(a) if scale is None else scale
+    relative = distance / scale if scale else math.inf
     within = rounds and distance <= atol + rtol * scale
     return Difference(kind, name, "within tolerance" if within else "different", relative)
+
+
+def _norm(tensor: Tensor) -> float:
+    """Of what is finite in it."""
+    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return float(torch.where(torch.isfinite(wide), wide, 0.0).norm())
 
 
 def _on_host(tensor: Tensor) -> Tensor:

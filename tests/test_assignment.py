@@ -792,3 +792,29 @@ def test_a_torchvision_model_set_and_trained():
         assert torch.equal(p.grad, q.grad)
     with pytest.raises(BlockpipeError, match=r"does not have"):
         bp.set_pipeline_stage_assignment(torchvision.models.alexnet(), plan)
+
+
+def test_stages_set_since_the_last_call_are_not_shown_as_the_old_ones():
+    """What is asked without a sample would be of before: it needs one."""
+    pipe = bp.Pipeline(bp.begin_blocks(net_of(), {"head": 1}), devices=["cpu"] * 3, chunks=2)
+    pipe(X)
+    bp.set_pipeline_stage_assignment(pipe, {"body": 1, "head": 2})
+    for ask in (
+        pipe.summary,
+        lambda: pipe.explain("head"),
+        lambda: bp.get_pipeline_stage_assignment(pipe),
+    ):
+        with pytest.raises(UsageError, match=r"needs a sample.*test_assignment"):
+            ask()
+    assert pipe.summary(X).prediction is not None
+    assert bp.StagePlan(bp.get_pipeline_stage_assignment(pipe, X)).layout == "body=1, head=2"
+
+
+def test_a_balanced_plan_has_classes_and_what_is_inside():
+    plan = bp.balance(net_of(), X, 2, by="parameters")
+    recorded = bp.record(net_of(), X, plan=plan).plan
+    assert plan.nested == recorded.nested
+    assert [a.kind for a in plan.assignments] == [a.kind for a in recorded.assignments]
+    assert [len(a.inside) for a in plan.assignments] == [
+        len(a.inside) for a in recorded.assignments
+    ]

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import threading
 import warnings
 import weakref
 from functools import partial
@@ -674,3 +675,48 @@ def test_no_cuda_graphs():
     pipe = bp.Pipeline(net(), devices=["cpu"], deferred_batch_norm=True)
     with pytest.raises(UsageError, match="leave one of them out"):
         pipe.compile(cuda_graphs=True)
+
+
+def test_a_copy_made_in_a_step_is_of_the_module_alone():
+    """Deep copies and pickles taken by the loss function have forwards of their own."""
+    model = net(4)
+    pipe = deferred(model, {"1": 1}, chunks=2)
+    copies = []
+
+    def loss_that_copies(output: Tensor) -> Tensor:
+        copies.append(copy.deepcopy(model))
+        copies.append(pickle.loads(pickle.dumps(model)))
+        return loss_of(output)
+
+    x = torch.randn(8, 4)
+    pipe.forward_backward(x, loss_fn=loss_of)
+    pipe.forward_backward(x, loss_fn=loss_that_copies)
+    for copied in copies:
+        norm = next(m for m in copied.modules() if isinstance(m, nn.BatchNorm1d))
+        with torch.no_grad():
+            norm.weight.zero_()
+            norm.bias.zero_()
+        before = copy.deepcopy(model.state_dict())
+        assert norm(x).abs().max() == 0
+        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_steps_of_two_threads_take_turns():
+    """None of them takes the other's clones for the buffers."""
+    model = net(4)
+    pipe = deferred(model, {"1": 1}, chunks=2)
+    own = [id(b) for b in model.buffers()]
+    x = torch.randn(8, 4)
+    pipe.forward_backward(x, loss_fn=loss_of)
+
+    def steps() -> None:
+        for _ in range(5):
+            pipe.forward_backward(x, loss_fn=loss_of)
+
+    threads = [threading.Thread(target=steps) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [id(b) for b in model.buffers()] == own
+    assert {int(b) for n, b in model.named_buffers() if n.endswith("tracked")} == {11}

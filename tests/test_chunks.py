@@ -229,7 +229,7 @@ def test_the_table():
         5,
     )
     lines = str(report).splitlines()
-    assert lines[2].split() == ["1f1b", "2", "4.00", "250.0", "3.00", "25.0%", "2.0", "KiB"]
+    assert lines[2].split() == ["1f1b", "2", "4.00", "250.0", "3.00", "25.0", "%", "2.0", "KiB"]
     assert lines[3].split()[:3] == ["1f1b", "4", "2.00*"]
     assert lines[4].split() == ["1f1b", "8", "-", "-", "-", "-", "-"]
     assert "schedule='1f1b', chunks=4" in lines[6]

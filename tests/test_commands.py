@@ -154,36 +154,42 @@ def tiny_gpt2() -> nn.Module:
 # --- exit statuses and errors
 
 
+WRONG_WORDS = [
+    (["nonesuch.models:net", "--input", "1"], "does not import"),
+    (["torchvision.models", "--input", "1"], "module:callable"),
+    (["torchvision.models:resnet81", "--input", "1"], "did you mean resnet18"),
+    (["torch:eye", "--model-argument", "n=2", "--input", "1"], "not an nn.Module"),
+    (RESNET[:1], "needs an input"),
+    ([*RESNET[:1], "--input", "4,3,x"], "8,3,224,224"),
+    ([*RESNET[:1], "--input", "4,3,64,64:flaot32"], "did you mean float32"),
+    ([*RESNET[:1], "--input", "4:int64:0"], "a whole number from 1 on"),
+    ([*RESNET[:1], "--input", "4:float32:9"], "takes no limit"),
+    ([*RESNET, "--begin", "layer3"], "PATH=STAGE"),
+    ([*RESNET, "--begin", "layer3=1", "--begin", "layer3=2"], "given twice"),
+    ([*RESNET, "--argument", "3"], "NAME=VALUE"),
+]
+FAILS = [
+    (["torch.nn:Linear", "--input", "1"], "in_features"),
+    ([*RESNET[:1], "--input", "4,3,64"], "ResNet's forward"),
+    ([*RESNET, "--begin", "layr3=1"], "did you mean 'layer3'"),
+    ([*RESNET, "--begin", "layer3=2"], "without gaps"),
+    ([*RESNET, "--plan", "nonesuch.json"], "nonesuch.json"),
+    ([*RESNET, "--layout", "layer3"], "layer3"),
+    ([*MARKED, "--columns", "size"], "columns"),
+    ([*MARKED, "--explain", "layer9"], "did you mean"),
+]
+
+
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nonesuch.models:net", "--input", "1"], "does not import"),
-        (["torchvision.models", "--input", "1"], "module:callable"),
-        (["torchvision.models:resnet81", "--input", "1"], "did you mean resnet18"),
-        (["torch.nn:Linear", "--input", "1"], "in_features"),
-        (["torch:eye", "--model-argument", "n=2", "--input", "1"], "not an nn.Module"),
-        (RESNET[:1], "needs an input"),
-        ([*RESNET[:1], "--input", "4,3,x"], "8,3,224,224"),
-        ([*RESNET[:1], "--input", "4,3,64,64:flaot32"], "did you mean float32"),
-        ([*RESNET[:1], "--input", "4:int64:0"], "a whole number from 1 on"),
-        ([*RESNET[:1], "--input", "4:float32:9"], "takes no limit"),
-        ([*RESNET[:1], "--input", "4,3,64"], "ResNet's forward"),
-        ([*RESNET, "--begin", "layr3=1"], "did you mean 'layer3'"),
-        ([*RESNET, "--begin", "layer3"], "PATH=STAGE"),
-        ([*RESNET, "--begin", "layer3=1", "--begin", "layer3=2"], "given twice"),
-        ([*RESNET, "--begin", "layer3=2"], "without gaps"),
-        ([*RESNET, "--argument", "3"], "NAME=VALUE"),
-        ([*RESNET, "--plan", "nonesuch.json"], "nonesuch.json"),
-        ([*RESNET, "--layout", "layer3"], "layer3"),
-        ([*MARKED, "--columns", "size"], "columns"),
-        ([*MARKED, "--explain", "layer9"], "did you mean"),
-    ],
+    ("words", "said", "expected"),
+    [(*case, 2) for case in WRONG_WORDS] + [(*case, 1) for case in FAILS],
 )
-def test_errors_are_one_line_and_status_1(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_errors_are_one_line(
+    words: list[str], said: str, expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Status 2 for words that cannot be meant, 1 for what could not be done."""
     status, out, err = run(capsys, "summary", *words)
-    assert (status, out) == (1, "")
+    assert (status, out) == (expected, "")
     assert err.startswith("blockpipe summary: ")
     assert said in err
     assert err.count("\n") == 1
@@ -204,12 +210,20 @@ def test_errors_are_one_line_and_status_1(
         ["simulate", "--lanes", "0,b"],
         ["simulate", "--forward", "fast"],
         ["trace", *MARKED, "--save", "trace.png"],
+        ["trace", *MARKED, "--save", "no/such/folder/trace.html"],
     ],
 )
 def test_wrong_usage_is_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert "usage:" in capsys.readouterr().err
+
+
+def test_all_schedules_of_lanes_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where none fits, it is said why."""
+    status, out, err = run(capsys, "simulate", "--schedule", "all", "--lanes", "0,5")
+    assert (status, out) == (1, "")
+    assert "without gaps" in err
 
 
 def test_traceback_shows_where_it_came_from() -> None:

@@ -61,10 +61,10 @@ def test_a_plan_is_named() -> None:
     plan.assign("body", 0)
     text = explained("act", plan=plan)
     assert says(text, "stage") == [
-        "a plan put the forward on stage 1; nothing moved it before this call"
+        "the plan put the forward on stage 1; nothing moved it before this call"
     ]
     assert says(explained("body", plan=plan), "stage")[0].startswith(
-        "a plan put the forward on stage 0"
+        "the plan put the forward on stage 0"
     )
 
 

@@ -198,3 +198,20 @@ def test_on_an_accelerator_it_is_measured_by_events() -> None:
     # A matrix product of these sizes takes no more than a tenth of a second on any accelerator,
     # and launches take microseconds each: a host clock would find the whole in the last piece.
     assert plan.imbalance < 1.5
+
+
+def test_weights_that_a_forward_writes_to_are_left_alone() -> None:
+    """An embedding with ``max_norm`` renormalizes its weight in place."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Embedding(10, 8, max_norm=0.1), nn.Linear(8, 8)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.b(self.a(tokens))
+
+    net = Net()
+    weight = net.a.weight.detach().clone()
+    bp.balance(net, torch.arange(10), 2, repeats=1)
+    assert torch.equal(net.a.weight, weight)

@@ -73,7 +73,7 @@ def test_costs_of_a_linear_layer():
     with Meter(lambda *cost: spent.append(cost)):
         x @ weight.t()
     made = 8 * 32 * 4
-    assert spent == [(2 * 8 * 16 * 32, 8 * 16 * 4 + 32 * 16 * 4 + made, made)]
+    assert spent == [(2 * 8 * 16 * 32, 8 * 16 * 4 + 32 * 16 * 4 + made, made, False)]
 
 
 @pytest.mark.parametrize("width", [8, 64])

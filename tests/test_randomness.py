@@ -264,3 +264,42 @@ def test_small_models_and_plain_loops_draw_the_same(schedule, monkeypatch):
     monkeypatch.setattr("blockpipe.prepared.SMALL_HOP", 1.0)
     other, loss, _ = trained(net, x, steps=3, schedule=schedule)
     assert difference(other, first, loss, expected).exact
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "uncut"])
+def test_a_checkpoint_in_glue_draws_its_mask_again(schedule, late):
+    """``torch.utils.checkpoint`` keeps the generator's state before its first operation: that has
+    to be the micro-batch's by then, on the first hop and behind a mark."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.drop, self.b = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+            self.again = True
+
+        def inner(self, x):
+            return self.drop(self.a(x))
+
+        def forward(self, x):
+            if late:
+                x = self.b(x)
+            with bp.Block(stage=1 if late else 0):
+                if self.again:
+                    x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+                else:
+                    x = self.inner(x)
+            if late:
+                return x
+            with bp.Block(stage=1):
+                return self.b(x)
+
+    net, x, gradients = Net(), torch.randn(8, 8), []
+    for net.again in (True, False):
+        net.zero_grad()
+        torch.manual_seed(3)
+        pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+        pipe.forward_backward(x, loss_fn=lambda out: out.square().mean())
+        gradients.append([p.grad.clone() for p in net.parameters()])
+        pipe.unplace()
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

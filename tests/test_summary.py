@@ -113,7 +113,7 @@ def test_every_number_is_the_models_own(name: str) -> None:
             bytes_text(row.activation_bytes) if row.activation_bytes else "-",
             flops_text(row.flops) if row.flops else "-",
             milliseconds_text(row.forward_seconds),
-            milliseconds_text(2 * row.forward_seconds),
+            milliseconds_text(row.backward_seconds),
         ):
             assert f" {text}" in line, (text, line)
     stages = summary.stages
@@ -343,6 +343,22 @@ def test_what_crosses_most_is_shown() -> None:
     assert "[4, 8]" in table[-1]
     assert "… 10 more" in text
     assert "160 B" in text  # 10 × 4 numbers
+
+
+def test_what_is_frozen_has_no_backward() -> None:
+    """Before the first trainable parameter nothing has, behind it everything; without gradients,
+    nothing at all."""
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    net[:2].requires_grad_(False)
+    bp.begin_blocks(net, {"2": 1})
+    frozen, trained = bp.record(net, torch.zeros(4, 64)).summary().stages
+    assert frozen.backward_seconds == 0 < frozen.forward_seconds
+    assert trained.backward_seconds == pytest.approx(2 * trained.forward_seconds)
+    with torch.no_grad():
+        stages = bp.record(net, torch.zeros(4, 64)).summary().stages
+    assert [stage.backward_seconds for stage in stages] == [0, 0]
+    plan = bp.balance(net, torch.zeros(4, 64), 2, measure=False)
+    assert plan.layout == "3=1"  # 1 + 1 + 3 and 3, not 1 + 1 and 3 + 3
 
 
 def test_data_is_json_and_whole() -> None:

@@ -96,10 +96,10 @@ def test_the_table_adds_up():
     assert timeline.busy() == [6.0, 6.0]
     span = timeline.step_time
     assert rows["all"][1] == "12"
-    assert rows["all"][2] == f"{1 - 12 / (2 * span):.1%}"
-    assert rows["all"][3:6] == ["4", "4", "4"]
-    assert rows["all"][6] == "2"  # four crossings of a half
-    assert rows["zb-h1"] == ["zb-h1", f"{span:.4g}", rows["all"][2], "1.00"]
+    assert rows["all"][2:4] == [f"{100 * (1 - 12 / (2 * span)):.1f}", "%"]
+    assert rows["all"][4:7] == ["4", "4", "4"]
+    assert rows["all"][7] == "2"  # four crossings of a half
+    assert rows["zb-h1"] == ["zb-h1", f"{span:.4g}", *rows["all"][2:4], "1.00"]
 
 
 @given(drawn())

@@ -13,7 +13,7 @@ import blockpipe as bp
 from blockpipe import journey
 from blockpipe.errors import UsageError, VerificationError
 from blockpipe.parting import Sketch, sketch
-from blockpipe.verification import Verification
+from blockpipe.verification import Outcome, Verification, compared
 
 SCHEDULES = ["1f1b", "gpipe", "zb-h1", "sequential", "uncut", "auto"]
 
@@ -627,3 +627,66 @@ def test_a_transformer_with_its_own_loss(checkpoint: str):
     ids = torch.randint(0, 64, (4, 8))
     found = pipe.verify(input_ids=ids, labels=ids)
     assert found.verdict == "exact", found
+
+
+class Clipping(nn.Module):
+    """Writes to its weight behind autograd's back, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.weight.data.mul_(0.9)
+        x = self.a(x) * torch.rand(8, generator=self.generator)
+        with bp.Block(stage=1):
+            return self.b(x)
+
+
+def test_what_is_written_through_data_and_own_generators_are_put_back() -> None:
+    """And both runs begin with them, so that the verdict is of the step."""
+    net, x = Clipping(), torch.randn(8, 8)
+    weight, state = net.a.weight.detach().clone(), net.generator.get_state()
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    assert pipe.verify(x).verdict == "exact"
+    pipe.find_chunks(x, loss_fn=torch.sum, repeats=1)
+    bp.balance(net, x, 2, repeats=1)
+    assert torch.equal(net.a.weight, weight)
+    assert torch.equal(net.generator.get_state(), state)
+
+
+def test_objects_in_outputs_are_not_compared() -> None:
+    """A cache is another object in each run; a note says that it was left out."""
+
+    class Cache:
+        pass
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            x = self.a(x)
+            with bp.Block(stage=1):
+                return {"y": self.b(x), "cache": Cache()}
+
+    pipe = bp.Pipeline(Net(), devices=["cpu"] * 2, chunks=2)
+    found = pipe.verify(torch.randn(8, 8), loss_fn=lambda out: out["y"].square().mean())
+    assert found.ok
+    assert found.notes == ["not compared: a Cache in the outputs"]
+
+
+def test_an_infinite_gradient_hides_no_other() -> None:
+    """The norm that differences are measured by is that of what is finite."""
+    plain, piped = Outcome(), Outcome()
+    infinite = torch.tensor([1.0, float("inf")])
+    plain.put("gradients", [("a", torch.ones(4)), ("b", infinite)])
+    piped.put("gradients", [("a", 2 * torch.ones(4)), ("b", infinite.clone())])
+    verdicts = {d.name: d.verdict for d in compared(plain, piped, 1e-5, 0.0)}
+    assert verdicts == {"a": "different", "b": "exact"}
+    near = torch.tensor([1.0 + 1e-6, float("inf")])
+    piped.put("gradients", [("a", torch.ones(4)), ("b", near)])
+    verdicts = {d.name: d.verdict for d in compared(plain, piped, 1e-5, 0.0)}
+    assert verdicts == {"a": "exact", "b": "within tolerance"}
