@@ -29,7 +29,7 @@ from .memory import copies_of
 from .options import checked_devices
 from .partition import check_count, checked_number, checked_numbers
 from .plan import Assignment, StagePlan
-from .prepared import BANDWIDTH, ScheduleOption, lanes_of
+from .prepared import BANDWIDTH, ScheduleOption, is_small, lanes_of
 from .recording import Recording
 from .table import bytes_text
 from .transfer import is_asynchronous, is_on_meta
@@ -148,7 +148,7 @@ def balance(
         recording = record(model, args, kwargs, plan=StagePlan([]))
         found = _Search(model, args, kwargs, recording, to)
         if by == "time" and measure and not is_on_meta(model):
-            lanes = 1 if is_far else len(set(to.lanes))
+            lanes = 1 if is_far or is_small(recording) else len(set(to.lanes))
             found.use(
                 measured(
                     model,
@@ -160,6 +160,7 @@ def balance(
                     loss_fn=loss_fn,
                     device=places[0],
                     threads=max(1, torch.get_num_threads() // lanes),
+                    lanes=lanes,
                     repeats=repeats,
                     training=training,
                 )
@@ -204,7 +205,8 @@ class _Search:
         """Take measured times instead of estimates."""
         self._cost_with(times.forward, times.backward)
         threads = "" if self.to.is_asynchronous else f", {times.threads} thread(s)"
-        self.source = f"measured on {times.device}{threads}"
+        crowd = f", {times.crowded:.2f} × for lanes beside it" if times.crowded > 1 else ""
+        self.source = f"measured on {times.device}{threads}{crowd}"
         if times.stamped > 1.1 * times.step:
             self.notes.append(
                 f"measured, a micro-batch took {times.stamped / times.step:.2f} × its time: small "

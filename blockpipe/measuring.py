@@ -11,11 +11,13 @@ On an accelerator stamps are events in its stream: a host clock would time the l
 
 from __future__ import annotations
 
+import os
 import statistics
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.utils.stateless import _reparametrize_module
 
-from .ambient import intra_operation_threads
+from .ambient import Ambient, intra_operation_threads
 from .errors import UsageError
 from .progress import Progress
 from .recorder import named_slots
@@ -46,10 +48,13 @@ class PieceTimes:
     Attributes:
         forward: of each piece. What runs between two legal cuts stands at the first of its pieces.
         backward: of each piece.
-        step: a whole forward and backward without stamps; the pieces add up to it.
+        step: a whole forward and backward without stamps, alone; the pieces add up to it, times
+            ``crowded``.
         stamped: the same with stamps. What they cost is taken off the pieces in equal parts.
         device: where.
         threads: of the CPU.
+        crowded: how many times as long a step takes while other threads, one for each further lane
+            of the CPU, run it as well. The pieces' times have it in them.
     """
 
     forward: list[float]
@@ -58,6 +63,7 @@ class PieceTimes:
     stamped: float
     device: str
     threads: int
+    crowded: float = 1.0
 
 
 class Stopwatch:
@@ -180,6 +186,7 @@ def measured(
     loss_fn: Callable[..., Any] | None = None,
     device: torch.device,
     threads: int | None = None,
+    lanes: int = 1,
     repeats: int = 5,
     training: bool = True,
 ) -> PieceTimes:
@@ -200,6 +207,8 @@ def measured(
             returns none, the sum of its outputs.
         device: where to run.
         threads: of the CPU; ``None``: as many as torch uses now.
+        lanes: that are at work at once on the CPU: they share its memory and caches, and each takes
+            longer than alone.
         repeats: how often, after a warm-up.
         training: with a backward.
 
@@ -271,15 +280,57 @@ def measured(
         for _ in range(WARM_UP):
             pair()
         runs = [pair() for _ in range(repeats)]
+        whole = statistics.median(run[0] for run in runs)
+        others = min(lanes, os.cpu_count() or 1) - 1
+        together = _beside(plain, others, repeats) if others > 0 else whole
     forward, backward = (
         [statistics.median(times) for times in zip(*(run[1][kind] for run in runs), strict=True)]
         for kind in (1, 2)
     )
-    whole = statistics.median(run[0] for run in runs)
     with_stamps = statistics.median(run[1][0] for run in runs)
     forward, backward = _corrected(forward, backward, whole, with_stamps, len(cuts))
     used = threads or torch.get_num_threads()
-    return PieceTimes(forward, backward, whole, with_stamps, str(device), used)
+    crowded = max(1.0, together / whole)
+    forward, backward = ([crowded * t for t in times] for times in (forward, backward))
+    return PieceTimes(forward, backward, whole, with_stamps, str(device), used, crowded)
+
+
+def _beside(step: Callable[[], float], others: int, repeats: int) -> float:
+    """Seconds of a step while others take it too; 0 where the model cannot run twice at once, as
+    the pipeline never does: its lanes are on different modules."""
+    with suppress(Exception), _in_a_crowd(step, others) as has_failed:
+        seconds = statistics.median(step() for _ in range(repeats))
+        return 0.0 if has_failed.is_set() else seconds
+    return 0.0
+
+
+@contextmanager
+def _in_a_crowd(step: Callable[[], object], others: int) -> Iterator[threading.Event]:
+    """While entered, other threads take steps, one after another; the event tells if one failed."""
+    ambient, threads = Ambient(), torch.get_num_threads()
+    is_enough, has_failed = threading.Event(), threading.Event()
+    under_way = threading.Barrier(others + 1)
+
+    def keep_on() -> None:
+        torch.set_num_threads(threads)
+        under_way.wait()
+        while not is_enough.is_set() and not has_failed.is_set():
+            try:
+                ambient.run(step)
+            except Exception:
+                has_failed.set()
+
+    ambient.for_threads()
+    crowd = [threading.Thread(target=keep_on, daemon=True) for _ in range(others)]
+    for thread in crowd:
+        thread.start()
+    under_way.wait()
+    try:
+        yield has_failed
+    finally:
+        is_enough.set()
+        for thread in crowd:
+            thread.join()
 
 
 def _corrected(

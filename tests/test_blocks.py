@@ -362,7 +362,7 @@ def test_a_scripted_module_is_not_marked_but_runs():
         def __init__(self):
             super().__init__()
             self.a = nn.Linear(4, 4)
-            with pytest.warns(FutureWarning, match="deprecated"):
+            with pytest.warns((FutureWarning, DeprecationWarning), match="deprecated"):
                 self.b = torch.jit.script(nn.Linear(4, 4))
 
         def forward(self, x):

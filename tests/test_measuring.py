@@ -1,6 +1,7 @@
 """What pieces take: measured where they run, and told apart from each other."""
 
 import statistics
+import threading
 import time
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.cuts import why_closed
 from blockpipe.errors import UsageError
-from blockpipe.measuring import PieceTimes, measured
+from blockpipe.measuring import PieceTimes, _in_a_crowd, measured
 
 
 class _Slow(torch.autograd.Function):
@@ -215,3 +216,45 @@ def test_weights_that_a_forward_writes_to_are_left_alone() -> None:
     weight = net.a.weight.detach().clone()
     bp.balance(net, torch.arange(10), 2, repeats=1)
     assert torch.equal(net.a.weight, weight)
+
+
+def test_a_crowd_takes_steps_and_goes_home() -> None:
+    """While a step is timed, others take steps in threads of their own, as the caller's; then they
+    are gone."""
+    taken, modes = threading.Event(), []
+
+    def step() -> None:
+        modes.append((threading.get_ident(), torch.is_autocast_enabled("cpu")))
+        if len({ident for ident, _ in modes}) == 2:
+            taken.set()
+
+    before = threading.active_count()
+    with torch.autocast("cpu"), _in_a_crowd(step, 2):
+        assert taken.wait(timeout=20)
+        assert threading.active_count() == before + 2
+    assert threading.active_count() == before
+    assert all(is_on for _, is_on in modes)
+
+
+def test_a_model_that_cannot_run_twice_at_once_is_measured_alone() -> None:
+    """The crowd is measuring's own doing: what a model cannot do in it is no error of the user's."""
+
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(256, 256), nn.Linear(256, 256)
+            self.is_running = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_running:
+                raise RuntimeError("not re-entrant")
+            self.is_running = True
+            time.sleep(0.005)
+            x = self.b(self.a(x).relu())
+            self.is_running = False
+            return x
+
+    net = Alone()
+    times = _measured(net, torch.rand(8, 256), lanes=2, repeats=5)
+    assert times.crowded == 1
+    assert not net.is_running
