@@ -38,10 +38,10 @@ def _why(recording: Recording, index: int) -> str | None:
     piece = recording.pieces[index]
     if index == 0:
         return "the forward begins there"
-    if piece.operations == 0:
-        return "nothing runs there"
     if piece.why_not is not None:
         return piece.why_not
+    if piece.operations == 0:
+        return "nothing runs there"
     if not beginners(recording, index):
         return "no module's call begins there, and a plan names modules"
     return None

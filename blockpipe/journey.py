@@ -569,7 +569,9 @@ class Journey:
         stage = self.step.route[hop]
         if tag is not None and tag.key is self.key and tag.hop != hop:
             found = (tag.imports or {}).get(hop)
-            return found.value if found is not None else self.step.carried(tensor, stage)
+            if found is not None:
+                return found.value
+            return self.step.carried(tensor, stage).requires_grad_(tensor.requires_grad)
         home = self.step.home_of(tensor) if tag is None else None
         if home is not None and home.stage != stage:
             copied = self.step.copy_of(tensor, stage)

@@ -39,7 +39,8 @@ class Pieces:
             closed_by: why no stage can begin here; the first counts.
         """
         piece = self.current
-        if piece.operations or (self.pieces[1:] and not piece.calls):
+        # Inside of a custom function kernels are all that there is to see.
+        if piece.operations or piece.kernels or (self.pieces[1:] and not piece.calls):
             piece = Piece(len(self.pieces))
             self.pieces.append(piece)
             self._held.clear()

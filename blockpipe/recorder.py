@@ -71,7 +71,7 @@ class WatchedCursor(Cursor):
         assert self.recorder is not None
         if stage != self.stage:
             self.moves += 1
-            self.recorder.moved()
+            self.recorder.moved(stage)
         super().move(stage, mark)
         if mark is not None:
             self.recorder.marked = True
@@ -152,8 +152,16 @@ class Recorder(Journey):
             where = mark.where if mark else users_line()
             raise PlanError(f"{too_few_devices(stage + 1, len(self.step.devices))} ({where})")
 
-    def moved(self) -> None:
+    def moved(self, stage: int) -> None:
         """A mark moves the cursor: no module whose call is under way stays on one stage."""
+        if self.sealed:
+            name, _ = self.custom_in[-1]
+            checkpoint = "; torch.utils.checkpoint: pass use_reentrant=False"
+            raise CrossingError(
+                f"a mark inside the forward of autograd.Function {name!r} asks for stage "
+                f"{stage} ({users_line()}), but its backward runs as one, on one stage; "
+                f"mark around it{checkpoint if name == 'CheckpointFunction' else ''}"
+            )
         self.result.moves = True
         for call, _, _ in self.stack:
             call.open(f"a mark inside of it moves the forward ({_line()})")
@@ -422,6 +430,8 @@ class Recorder(Journey):
                 yield f"it is inside of compiled module {call.path or '(the model)'}"
             if call.path in self.unhookable:
                 yield f"it is inside of {call.path or 'the model'}, which uses torch.func"
+        if self.sealed:
+            yield f"it is inside of autograd.Function {self.custom_in[-1][0]!r}"
         if _saved_tensor_hooks() not in (None, self._ambient_hooks):
             yield "it is inside of what is recomputed, or packs what it saves"
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
-from blockpipe.errors import CrossingError, StateError
+from blockpipe.errors import CrossingError, PlanError, StateError
 
 from .parity import difference, plain_step
 
@@ -180,6 +180,21 @@ class Handled:
             return checkpoint(lambda t: self.b(t).tanh() * h, h, use_reentrant=False)
 
     @row
+    def checkpoint_around_stages(self, x):
+        """Each of their backwards runs it again, also one that has no import of its input."""
+        w = self.b.weight
+
+        def several(t):
+            t = self.a(t) @ w
+            with B(1):
+                t = F.linear(t, w).tanh()
+            with B(2):
+                return self.c(t)
+
+        x = F.linear(x, self.a.weight)
+        return checkpoint(several, x, use_reentrant=False) + x
+
+    @row
     def saved_tensor_hooks_in_glue(self, x):
         with B(0):
             h = self.a(x)
@@ -321,6 +336,48 @@ def test_backward_in_the_forward_across_stages():
             return y
 
     found(forward, CrossingError, "a backward in the forward")
+
+
+def test_marks_inside_a_custom_function():
+    """Its backward is one node of one hop's graph: the other stages' parts would run there."""
+
+    def forward(s, x):
+        def several(t):
+            with B(1):
+                return s.b(t)
+
+        return s.c(checkpoint(several, s.a(x), use_reentrant=True))
+
+    found(forward, CrossingError, r"'CheckpointFunction' asks for stage 1 .*use_reentrant=False")
+
+
+def test_no_plan_cuts_inside_a_custom_function():
+    """A model that checkpoints its layers the old way: the search says so, and cuts elsewhere."""
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return self.last(x)
+
+    net, x = Deep(), torch.randn(4, 8)
+    plan = bp.balance(net, x, 2, measure=False)
+    assert next(a for a in plan.assignments if a.stage == 1).path == "last"
+    with pytest.raises(PlanError, match="inside of autograd.Function 'CheckpointFunction'"):
+        bp.balance(net, x, 3, measure=False)
+    with pytest.raises(CrossingError, match="'CheckpointFunction' asks for stage 1"):
+        bp.record(net, x, plan=bp.StagePlan.from_layout("layers.1.0=1"))
+    plain = copy.deepcopy(net)
+    expected = plain_step(plain, (x,), {}, None, lambda o: o.square().mean(), 2)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, plan=plan, isolate=True)
+    loss = pipe.forward_backward(x, loss_fn=lambda o: o.square().mean()).loss
+    assert difference(net, plain, loss, expected).exact
 
 
 def test_gradient_path_from_outside():

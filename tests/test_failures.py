@@ -207,6 +207,14 @@ def _fresh_threads() -> Iterator[None]:
     close_idle_threads()
 
 
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """A shell has what it runs in the background ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 FORWARD = [("module", s, m) for s in range(STAGES) for m in range(CHUNKS)] + [
     ("glue", s, m) for s in range(STAGES) for m in (0, CHUNKS - 1)
 ]
