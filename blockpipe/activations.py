@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .recording import Call, Hop, Kept, Piece, Recomputable
+from .recording import Call, Hop, Kept, Recomputable, Saved
 
 _Key = int  # which storage
 
@@ -115,19 +115,26 @@ class Activations:
         self._fill_in(hops, doors, door_of)
         return about
 
-    def by_piece(self, pieces: list[Piece]) -> None:
-        """Fill in what the pieces, and the calls, save."""
+    def by_call(self) -> None:
+        """Fill in what the calls save."""
         inside: dict[int, tuple[Call, set[_Key]]] = {}
-        earlier: set[_Key] = set()
-        for _, call, key, piece in self._saved:
-            if key not in earlier:
-                earlier.add(key)
-                pieces[piece].saved_bytes += self._storages[key][1]
+        for _, call, key, _ in self._saved:
             while call is not None:
                 inside.setdefault(id(call), (call, set()))[1].add(key)
                 call = call.parent
         for call, keys in inside.values():
             call.saved_bytes = self._bytes(keys)
+
+    def by_pieces(self) -> list[Saved]:
+        """What is saved in which pieces; what is saved in the same ones stands together."""
+        pieces: dict[_Key, set[int]] = {}
+        for _, _, key, piece in self._saved:
+            pieces.setdefault(key, set()).add(piece)
+        found: dict[tuple[tuple[int, ...], bool], int] = {}
+        for key, savers in pieces.items():
+            where = tuple(sorted(savers)), key in self._inputs
+            found[where] = found.get(where, 0) + self._storages[key][1]
+        return [Saved(at, size, is_input) for (at, is_input), size in found.items()]
 
     def forget(self) -> None:
         """Let go of all tensors."""

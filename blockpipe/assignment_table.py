@@ -70,6 +70,8 @@ def print_pipeline_stage_assignment_summary(
             f"({users_line()})"
         )
     write = print if print_fn is None else print_fn
+    if not callable(write):
+        raise UsageError(f"print_fn is a function of a line, but {write!r} came ({users_line()})")
     recording = recording_of(model, args, kwargs)
     calls = [call for call in recording.calls if call.is_module]
     write(f'Model: "{recording.model}"')

@@ -29,7 +29,7 @@ from .memory import copies_of
 from .options import checked_devices
 from .partition import check_count, checked_number, checked_numbers
 from .plan import Assignment, StagePlan
-from .prepared import BANDWIDTH, ScheduleOption, is_small, lanes_of
+from .prepared import BANDWIDTH, ScheduleOption, lanes_of
 from .recording import Recording
 from .table import bytes_text
 from .transfer import is_asynchronous, is_on_meta
@@ -80,7 +80,8 @@ def balance(
             ``None``: the model's own loss; if it returns none, the backward begins at its outputs.
         chunks: micro-batches of a step.
         schedule: of the steps: how many micro-batches are in flight, and the predicted time.
-        devices: one for each stage; times are measured on the first. ``None``: where the model is.
+        devices: one for each stage; times are measured on the first. ``None``: where the model is,
+            and on an accelerator one more for each further stage.
         speeds: of the stages' devices, relative to the one where times are measured (2: twice as
             fast). ``None``: all alike.
         limits: bytes that each stage may need at its peak: one number, or one for each stage.
@@ -135,7 +136,7 @@ def balance(
         check_count("chunks", chunks),
         schedule,
         places,
-        lanes_of(places, devices or places) if devices or not is_far else list(range(stages)),
+        lanes_of(places, devices or places),
         checked_numbers("speeds", [1.0] * stages if speeds is None else speeds, stages),
         _checked_limits(limits, stages),
         copies_of(optimizer),
@@ -148,7 +149,7 @@ def balance(
         recording = record(model, args, kwargs, plan=StagePlan([]))
         found = _Search(model, args, kwargs, recording, to)
         if by == "time" and measure and not is_on_meta(model):
-            lanes = 1 if is_far or is_small(recording) else len(set(to.lanes))
+            lanes = 1 if is_far or found.costing.one_thread else len(set(to.lanes))
             found.use(
                 measured(
                     model,
@@ -198,8 +199,9 @@ class _Search:
         self.notes: list[str] = []
 
     def _cost_with(self, forward: Sequence[float], backward: Sequence[float]) -> None:
-        rows = (torch.tensor(row, dtype=torch.double) for row in (forward, backward))
-        self.costing = Costing(Chain(self.recording, *rows), self.to)
+        rows = [torch.tensor(row, dtype=torch.double) for row in (forward, backward)]
+        chain = Chain(self.recording, rows[0], rows[1], self.to.devices)
+        self.costing = Costing(chain, self.to)
 
     def use(self, times: PieceTimes) -> None:
         """Take measured times instead of estimates."""
@@ -327,7 +329,7 @@ class _Search:
         stages: dict[tuple[str, int], int],
     ) -> BalancedPlan:
         chain, to = self.costing.chain, self.to
-        seconds, played = self.costing.step(recording, bounds)
+        seconds, played = self.costing.step(bounds)
         shares = []
         for stage, (begin, end) in enumerate(pairwise(bounds)):
             call = beginners(self.recording, begin)[0] if begin else None
@@ -461,7 +463,9 @@ def _places(model: nn.Module, devices: Sequence[Any] | None, stages: int) -> lis
         return checked
     tensors = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()
     where = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
-    return [where] * stages
+    if not is_asynchronous(where):
+        return [where] * stages
+    return [torch.device(where.type, (where.index or 0) + stage) for stage in range(stages)]
 
 
 def _checked_limits(limits: Sequence[int] | int | None, stages: int) -> list[float]:

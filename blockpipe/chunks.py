@@ -209,7 +209,7 @@ def _candidates(
         stages = len(pipe._given_devices or ()) if recording is None else recording.num_stages
         most = _PER_STAGE * max(1, stages)
         candidates = sorted({pipe.chunks, *(2**k for k in range(most.bit_length()))})
-    wanted = [candidates] if isinstance(candidates, int) else list(candidates)
+    wanted = list(candidates) if isinstance(candidates, Iterable) else [candidates]
     wrong = [n for n in wanted if not isinstance(n, int) or isinstance(n, bool) or n < 1]
     if wrong or not wanted:
         raise UsageError(

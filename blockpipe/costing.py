@@ -16,7 +16,6 @@ from torch import Tensor
 from .cuts import Chain
 from .errors import ScheduleError
 from .prepared import ScheduleOption, is_small
-from .recording import Recording
 from .schedule import HOP_MASK, HOP_SHIFT, B, F, Schedule, W
 from .scheduler import choose, make_schedule
 from .simulate import Costs, Simulation, simulate
@@ -103,12 +102,23 @@ class Costing:
     Args:
         chain: of the recording.
         conditions: what the stages run under.
+
+    Attributes:
+        one_thread: whether each micro-batch goes out and comes back before the next.
+        in_flight: for each stage, the most micro-batches whose activations it holds.
     """
 
     def __init__(self, chain: Chain, conditions: Conditions) -> None:
         self.chain = chain
         self.conditions = conditions
-        self.in_flight = held_at_once(conditions.made(Costs()))
+        to = conditions
+        small = not to.is_asynchronous and is_small(chain.recording, to.stages)
+        # As in Prepared.goes_one_by_one.
+        self.one_thread = to.chunks == 1 or (
+            isinstance(to.schedule, str) and (len(set(to.lanes)) == 1 or small)
+        )
+        held = held_at_once(to.made(Costs()))
+        self.in_flight = [1] * to.stages if self.one_thread else held
 
     def cost(self, stage: int) -> Tensor:
         """What is balanced, of one stage."""
@@ -127,11 +137,10 @@ class Costing:
         to = self.conditions
         return self.chain.memory(self.in_flight[stage], to.copies, training=to.training)
 
-    def step(self, recording: Recording, bounds: Sequence[int]) -> tuple[float, Simulation | None]:
+    def step(self, bounds: Sequence[int]) -> tuple[float, Simulation | None]:
         """The predicted time of a step, and the schedule played out; in one thread there is none.
 
         Args:
-            recording: with the stages.
             bounds: pieces that they begin with, and the end.
         """
         to = self.conditions
@@ -143,8 +152,7 @@ class Costing:
         if to.by == "time":
             forward[0] += to.extra[0] / to.speeds[0]
             forward[-1] += to.extra[1] / to.speeds[-1]
-        one_thread = len(set(to.lanes)) == 1 or to.chunks == 1
-        if one_thread or (not to.is_asynchronous and is_small(recording)):
+        if self.one_thread:
             return to.chunks * (sum(forward) + sum(backward)), None
         costs = Costs(
             forward=forward,
@@ -152,7 +160,7 @@ class Costing:
             weight=[seconds / 2 for seconds in backward],
             transfer=[float(self.chain.received[a, b]) / to.bandwidth for a, b in pairs[1:]]
             + [0.0],
-            activation=[float(self.chain.saved[a:b].sum()) for a, b in pairs],
+            activation=[float(self.chain.saved[a, b]) for a, b in pairs],
         )
         played = simulate(to.made(costs), costs)
         return played.makespan, played

@@ -8,13 +8,14 @@ and where it ends) is one subtraction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .recording import Call, Held, Recording
+from .transfer import is_asynchronous
 
 
 def why_closed(recording: Recording) -> list[str | None]:
@@ -86,11 +87,13 @@ class Chain:
     Attributes:
         forward: seconds of each piece, of one micro-batch.
         backward: seconds of each piece.
+        devices: of the stages.
     """
 
     recording: Recording
     forward: Tensor
     backward: Tensor
+    devices: Sequence[torch.device]
 
     def __post_init__(self) -> None:
         recording = self.recording
@@ -108,7 +111,7 @@ class Chain:
         self.buffers = by_piece({h.name: h.bytes for h in recording.buffers})
         self.trained = by_piece({h.name: h.bytes for h in recording.parameters if h.trainable})
         self.flops = _row([p.flops for p in recording.pieces])
-        self.saved = _row([p.saved_bytes for p in recording.pieces])
+        self.saved = self._saved()
         self.largest = _row([p.largest_bytes for p in recording.pieces])
         self.largest_trained = torch.zeros_like(self.largest)
         for h in recording.parameters:
@@ -128,18 +131,38 @@ class Chain:
             if later:
                 needs_grad = held.trainable and not held.is_buffer
                 flows.append((first[held.name], later, held.bytes, needs_grad))
-        size = len(recording.pieces) + 2
-        given, back = torch.zeros(2, size, size, dtype=torch.double)
-        for made, read, bytes_, needs_grad in flows:
-            # A stage that begins after `before` and not after `at` first reads it at `at`: it is
-            # given to it if it ends later. A rectangle, as the differences at its corners.
-            before = made
-            for at in read:
-                for grid in (given, back) if needs_grad else (given,):
-                    grid[before + 1, at + 1] += bytes_
-                    grid[at + 1, at + 1] -= bytes_
+        given = self._meeting((made, read, size) for made, read, size, _ in flows)
+        back = self._meeting((made, read, size) for made, read, size, needs in flows if needs)
+        return given, back
+
+    def _saved(self) -> Tensor:
+        """Bytes that autograd saves in a stage, of a micro-batch. On one device all stages share
+        what the first of them saves; on the CPU the inputs are the caller's."""
+        on_one_device, is_far = len(set(self.devices)) == 1, is_asynchronous(self.devices[0])
+        return self._meeting(
+            (-1, saved.pieces[: 1 if on_one_device else None], saved.bytes)
+            for saved in self.recording.saved
+            if is_far or not saved.is_input
+        )
+
+    def _meeting(self, flows: Iterable[tuple[int, Sequence[int], float]]) -> Tensor:
+        """For every stage, the sum of what it has a part in.
+
+        Args:
+            flows: of each thing: the piece that a stage must not begin before or with; the pieces
+                of which a stage must have one, ascending; what is added.
+        """
+        size = len(self.recording.pieces) + 2
+        grid = torch.zeros(size, size, dtype=torch.double)
+        for after, pieces, amount in flows:
+            # A stage that begins after `before` and not after `at` first has to do with it at `at`,
+            # if it ends later. A rectangle, as the differences at its corners.
+            before = after
+            for at in pieces:
+                grid[before + 1, at + 1] += amount
+                grid[at + 1, at + 1] -= amount
                 before = at
-        return tuple(g.cumsum(0).cumsum(1)[:-1, :-1] for g in (given, back))
+        return grid.cumsum(0).cumsum(1)[:-1, :-1]
 
     def total(self, row: Tensor) -> Tensor:
         """The sum of a stage's pieces, for every stage."""
@@ -172,7 +195,7 @@ class Chain:
             return fixed + 2 * largest + self.received
         fixed = fixed + (1 + copies) * self.total(self.trained)
         working = torch.maximum(2 * largest, largest + self.most(self.largest_trained))
-        return fixed + in_flight * (self.total(self.saved) + self.received) + working
+        return fixed + in_flight * self.saved + working
 
 
 def _row(numbers: Sequence[float]) -> Tensor:

@@ -116,6 +116,9 @@ class MemoryReport:
         """As plain data."""
         return asdict(self)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         head = ["Stage", "Device", "Parameters", "Gradients", "Optimizer", "A micro-batch"]
         head += ["In flight", "Activations", "Working", "Peak", "Received"]

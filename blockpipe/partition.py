@@ -11,6 +11,8 @@ from math import inf
 
 from .errors import PlanError
 
+_MOST = 2**20  # of anything that is counted: lists of that many are made
+
 # From a stage, and the first item and the one after the last of its part, to a number.
 PartCost = Callable[[int, int, int], float]
 
@@ -103,7 +105,7 @@ def partition_balanced(
 
     def unevenness(stage: int, begin: int, end: int) -> float:
         weight = cost(stage, begin, end)
-        return weight**2 if weight <= worst else inf
+        return (weight / (worst or 1.0)) ** 2 if weight <= worst else inf
 
     ends = best_ends(count, stages, unevenness, float.__add__)
     assert ends is not None  # the first one keeps to it
@@ -167,6 +169,8 @@ def checked_numbers(
         if not is_number or not (value > 0 if positive else 0 <= value < inf):
             least = "above 0" if positive else "from 0 on"
             raise PlanError(f"{name} are numbers {least}, but entry {index} is {value!r}")
+        if value not in (0, inf) and not 1e-100 <= value <= 1e100:
+            raise PlanError(f"{name} are numbers from 1e-100 to 1e100, but entry {index} is not")
     return list(map(float, values))
 
 
@@ -179,6 +183,8 @@ def check_count(name: str, value: object) -> int:
     """A whole number from 1 on, or a :class:`PlanError`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{name} is a whole number from 1 on, but {value!r} came")
+    if value > _MOST:
+        raise PlanError(f"{name} is {_MOST} at most, but more came")
     return value
 
 

@@ -329,7 +329,7 @@ class StagePlan:
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError) as error:
-            raise PlanError(f"{path!r} is no JSON file of a plan: {error}") from error
+            raise PlanError(f"{str(path)!r} is no JSON file of a plan: {error}") from error
 
     def __str__(self) -> str:
         width = max((len(a.path) for a in self.assignments), default=0)

@@ -53,12 +53,16 @@ def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hash
     ]
 
 
-def is_small(recording: Recording) -> bool:
-    """Whether a recording's operations, or hops, are too small for threads to pay on the CPU."""
-    hops = recording.hops
-    seconds = sum(hop.cpu_seconds for hop in hops)
-    operations = sum(hop.kernels for hop in hops)
-    return seconds < max(SMALL_OPERATION * operations, SMALL_HOP * len(hops))
+def is_small(recording: Recording, hops: int | None = None) -> bool:
+    """Whether a recording's operations, or hops, are too small for threads to pay on the CPU.
+
+    Args:
+        recording: what runs.
+        hops: in how many; ``None``: as it is recorded.
+    """
+    seconds = sum(hop.cpu_seconds for hop in recording.hops)
+    operations = sum(hop.kernels for hop in recording.hops)
+    return seconds < max(SMALL_OPERATION * operations, SMALL_HOP * (hops or len(recording.hops)))
 
 
 @dataclass

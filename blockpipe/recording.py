@@ -122,9 +122,17 @@ class Piece:
     accelerator_seconds: float = 0.0
     cpu_backward_seconds: float = 0.0
     accelerator_backward_seconds: float = 0.0
-    saved_bytes: int = 0  # by autograd, of what no earlier piece saved
     largest_bytes: int = 0
     held: list[str] = field(default_factory=list)  # names of parameters and buffers that it reads
+
+
+@dataclass
+class Saved:
+    """What autograd saves in the same pieces."""
+
+    pieces: tuple[int, ...]  # ascending
+    bytes: int
+    is_input: bool = False  # a part of the micro-batch
 
 
 @dataclass
@@ -227,6 +235,7 @@ class Recording:
     unmarked: list[Unmarked] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list, repr=False)
     flows: list[Flow] = field(default_factory=list, repr=False)
+    saved: list[Saved] = field(default_factory=list, repr=False)
     sealed: dict[str, frozenset[int]] = field(default_factory=dict)
     sealed_functions: dict[str, frozenset[int]] = field(default_factory=dict)
     recomputable: dict[str, Recomputable] = field(default_factory=dict)
@@ -240,6 +249,16 @@ class Recording:
     planned_at: str | None = None  # the line that set it on the model; None: it was passed along
     marks: list[str] = field(default_factory=list)  # the lines of those met, heeded or not
     why_real: str | None = None
+
+    def __repr__(self) -> str:
+        elements = sum(held.elements for held in self.parameters)
+        return (
+            f"<Recording of {self.model}: {self.num_stages} stages, {len(self.hops)} hops, "
+            f"{len(self.calls)} calls, {elements:,} parameters>"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.summary()._repr_html_()
 
     @property
     def route(self) -> list[int]:

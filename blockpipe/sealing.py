@@ -59,7 +59,8 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
             of_functions = path in functions
             (result.sealed_functions if of_functions else result.sealed)[path] = frozenset(hops)
     result.recomputable = recorder.activations.conclude(result.hops, _doors(result))
-    recorder.activations.by_piece(result.pieces)
+    recorder.activations.by_call()
+    result.saved = recorder.activations.by_pieces()
     _place_unread(model, recorder)
     sealed_calls = {id(c) for c in result.calls if _in_sealed(c)}
     result.recomputes = any(c is None or id(c) not in sealed_calls for c in recorder.hook_calls)

@@ -215,10 +215,10 @@ def _notes(recording: Recording) -> list[str]:
             if unmarked.after is None
             else f"after the block at {short(unmarked.after)} ended"
         )
-        notes.append(
-            f"{unmarked.operations} operations {after} are on stage {unmarked.stage} "
-            f"(from {short(unmarked.where)})"
-        )
+        count = unmarked.operations
+        what, verb = ("operation", "is") if count == 1 else ("operations", "are")
+        where = short(unmarked.where)
+        notes.append(f"{count} {what} {after} {verb} on stage {unmarked.stage} (from {where})")
     for held in recording.tied:
         where = f", read on {held.also_read_on} too" if held.also_read_on else ""
         notes.append(f"tied: {' = '.join(held.names)} lives on stage {held.stage}{where}")

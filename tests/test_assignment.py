@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -482,6 +483,7 @@ AT_ONCE = {
     "two patterns": ({"body.*": 0, "body.1": 1}, r"'body.1' is on stage 0, and by 'body.1' on"),
     "layout": ("head=1, body", r"at position 8 of 'head=1, body' came 'body'"),
     "empty item": ("head=1,", r"at position 7 of 'head=1,' came ''"),
+    "no file at a path": (Path("nowhere.json"), r"^'nowhere.json' is no JSON file of a plan"),
     "no file": ("nowhere.json", r"'nowhere.json' is no JSON file of a plan: .*No such file"),
     "the model itself": ({"": 1}, r"assigns \[''\], which Sequential does not have"),
     "a number far off": ({"head": 10**30}, r"\[1, 2, 3, 4, 5, 6, 7, 8\] are not"),
@@ -751,6 +753,11 @@ def test_line_lengths_that_cannot_be(length):
     """The least is named."""
     with pytest.raises(UsageError, match="line_length is a whole number from 30 on"):
         printed(net_of(), length, args=X)
+
+
+def test_what_a_line_cannot_be_given_to():
+    with pytest.raises(UsageError, match="print_fn is a function of a line, but 5 came"):
+        bp.print_pipeline_stage_assignment_summary(net_of(), None, 5, args=X)
 
 
 def test_the_table_goes_to_print(capsys):

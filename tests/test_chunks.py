@@ -199,6 +199,7 @@ def test_nothing_is_left():
     [
         ({"candidates": [0, 2]}, UsageError, r"whole numbers from 1 on.*\[0\]"),
         ({"candidates": ["2"]}, UsageError, "whole numbers from 1 on"),
+        ({"candidates": 3.5}, UsageError, r"whole numbers from 1 on.*\[3.5\]"),
         ({"candidates": []}, UsageError, "whole numbers from 1 on"),
         ({"repeats": 0}, UsageError, "repeats is a whole number"),
         ({"repeats": True}, UsageError, "repeats is a whole number"),

@@ -158,6 +158,16 @@ def test_what_is_filled_from_where(caplog: pytest.LogCaptureFixture):
     assert told == ["filled Linear from weights, stages [0]", "loaded 2 tensors into Linear"]
 
 
+def test_a_recording_at_a_prompt():
+    """One line, whatever it holds; in a notebook its summary. A memory report is its table."""
+    pipe = _pipe()
+    recording = bp.record(pipe.module, torch.ones(4, 4))
+    assert repr(recording) == "<Recording of Sequential: 2 stages, 2 hops, 4 calls, 30 parameters>"
+    assert recording._repr_html_() == recording.summary()._repr_html_()
+    report = pipe.memory(torch.ones(4, 4))
+    assert repr(report) == str(report)
+
+
 def test_the_repr_is_one_screen():
     """The model by name, stages with devices, what differs from the usual; not its modules."""
     pipe = _pipe(schedule="gpipe", checkpoint="always")

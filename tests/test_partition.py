@@ -127,6 +127,13 @@ def test_weights_may_be_a_tensor() -> None:
         (lambda: bp.partition_balanced([1, 2], 2, limits=[1]), "limits has one number"),
         (lambda: bp.partition_balanced([1, 2], 2, sizes=[1]), "sizes has one number"),
         (lambda: bp.partition_balanced([1, 2], 2, first=-1), "first are numbers from 0 on"),
+        (lambda: bp.partition_balanced([1, 2], 10**30), "stages is 1048576 at most"),
+        (
+            lambda: bp.partition_balanced([1, 10**400], 1),
+            "numbers from 1e-100 to 1e100, but entry 1",
+        ),
+        (lambda: bp.partition_balanced([1, 2], 2, speeds=[1, 5e-324]), "from 1e-100 to 1e100"),
+        (lambda: bp.partition_balanced([1, 2], 2, limits=10**400), "from 1e-100 to 1e100"),
         (lambda: bp.partition_uniform(2.5, 1), "a list, an nn.Sequential or a number"),
         (lambda: bp.partition_uniform(3, 4), "4 parts has an item at least, but there are 3"),
     ],
@@ -149,6 +156,11 @@ def test_a_sequential_keeps_the_names_of_its_children() -> None:
         net.add_module(name, nn.Linear(4, 4))
     bp.mark_sequential(net, [1, 1])
     assert bp.record(net, torch.zeros(2, 4)).route == [0, 1]
+
+
+def test_weights_whose_squares_no_float_holds() -> None:
+    assert bp.partition_balanced([1e100, 1e100, 2e99, 1e-100], 2, speeds=[1e-100, 1e-100]) == [1, 3]
+    assert sum(bp.partition_balanced([0, 0, 0, 0], 2)) == 4
 
 
 @pytest.mark.parametrize(

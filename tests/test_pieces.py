@@ -60,7 +60,7 @@ def test_pieces_add_up_to_the_hops(stage: int) -> None:
     for name in ("operations", "kernels", "flops", "cpu_seconds", "accelerator_seconds"):
         of_pieces = sum(getattr(piece, name) for piece in recording.pieces)
         assert of_pieces == pytest.approx(sum(getattr(hop, name) for hop in recording.hops)), name
-    saved = sum(piece.saved_bytes for piece in recording.pieces)
+    saved = sum(saved.bytes for saved in recording.saved)
     assert saved == sum(hop.never.bytes - hop.never.shared for hop in recording.hops)
     assert recording.calls[0].saved_bytes == saved
 
