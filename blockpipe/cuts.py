@@ -152,16 +152,20 @@ class Chain:
             flows: of each thing: the piece that a stage must not begin before or with; the pieces
                 of which a stage must have one, ascending; what is added.
         """
-        size = len(self.recording.pieces) + 2
-        grid = torch.zeros(size, size, dtype=torch.double)
+        corners: list[tuple[int, int]] = []
+        amounts: list[float] = []
         for after, pieces, amount in flows:
             # A stage that begins after `before` and not after `at` first has to do with it at `at`,
             # if it ends later. A rectangle, as the differences at its corners.
             before = after
             for at in pieces:
-                grid[before + 1, at + 1] += amount
-                grid[at + 1, at + 1] -= amount
+                corners += (before + 1, at + 1), (at + 1, at + 1)
+                amounts += amount, -amount
                 before = at
+        size = len(self.recording.pieces) + 2
+        grid = torch.zeros(size, size, dtype=torch.double)
+        rows, columns = torch.tensor(corners, dtype=torch.long).reshape(-1, 2).unbind(1)
+        grid.index_put_((rows, columns), _row(amounts), accumulate=True)
         return grid.cumsum(0).cumsum(1)[:-1, :-1]
 
     def total(self, row: Tensor) -> Tensor:
