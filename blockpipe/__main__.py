@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from . import __version__
 from .commands import add_commands
@@ -47,6 +48,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"blockpipe {__version__}")
     add_commands(parser)
     options = parser.parse_args(words)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without lines to draw tables with
     say_caller("the command line")
     try:
         answer = options.command(options)

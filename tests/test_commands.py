@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit statuses, its errors."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -244,6 +245,15 @@ def test_as_a_process() -> None:
 
 
 PAGE = Path(__file__).parent.parent / "docs/how-to/command-line.md"
+
+
+def test_a_terminal_without_box_drawing() -> None:
+    """What it cannot show is a question mark, not an error."""
+    words = [sys.executable, "-m", "blockpipe", "summary", "torch.nn:Tanh", "--input", "2,3"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, capture_output=True, check=True, env=environment)
+    assert b"Stage" in done.stdout
+    assert b"????" in done.stdout
 
 
 def test_the_page_shows_what_is_printed(request: pytest.FixtureRequest) -> None:
