@@ -118,6 +118,27 @@ def test_random_programs_are_cut_as_planned_and_train_as_plain(
     assert difference(net, reference, loss, plain).exact
 
 
+@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@given(programs, st.integers(1, 4), st.booleans())
+def test_random_programs_need_the_memory_that_was_balanced(
+    instructions: list, stages: int, on_one_device: bool
+) -> None:
+    """To the byte what the pipeline predicts, with skips, several calls and views too."""
+    net = Program(instructions)
+    args = torch.randn(6, 4), torch.randint(4, (6,))
+    devices = ["cpu"] * stages if on_one_device else [f"cpu:{n}" for n in range(stages)]
+    options: dict[str, Any] = {"devices": devices, "chunks": 3}
+    micro = tuple(a[:2] for a in args)
+    try:
+        plan = bp.balance(net, micro, stages, "memory", optimizer="adam", **options)
+    except PlanError as error:
+        assert "can be cut at" in str(error)
+        return
+    with bp.Pipeline(net, plan=plan, **options) as pipe:
+        report = pipe.memory(*args, optimizer="adam")
+    assert [share.memory for share in plan.shares] == [stage.peak for stage in report.stages]
+
+
 @pytest.mark.parametrize("by", ["time", "memory", "parameters", "flops"])
 def test_what_the_table_says_is_what_the_recording_with_the_plan_has(by: str) -> None:
     """Parameters, bytes received, seconds: stage by stage, of a real model."""
