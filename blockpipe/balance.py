@@ -244,6 +244,8 @@ class _Search:
             raise PlanError(f"the route is {recording.route}")
         if recording.shared_state:
             raise PlanError(f"buffer {recording.shared_state[0].name} is torn apart")
+        if recording.shared_generators:
+            raise PlanError(f"a generator is shared ({recording.shared_generators[0].where})")
         return recording
 
     def _close(self, bounds: Sequence[int], error: BlockpipeError) -> None:

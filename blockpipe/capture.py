@@ -393,7 +393,9 @@ def _run(
     before = set_cursor(cursor)
     try:
         args, kwargs = _as_inputs(recorder, (args, kwargs))
-        meter = Meter(recorder.spent, recorder.waited, recorder.drew, recorder.wrote)
+        meter = Meter(
+            recorder.spent, recorder.waited, recorder.drew, recorder.wrote, recorder.given
+        )
         modules = sum(1 for _ in model.modules())
         with Progress(f"recording {result.model}", modules, "module calls") as recorder.progress:
             with CustomFunctions(), _eager(), _saving_watched(recorder):

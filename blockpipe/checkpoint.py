@@ -323,7 +323,8 @@ def _copy_of(tensor: Tensor | None) -> Tensor | None:
 
 
 def _digest(tensor: Tensor) -> Tensor | None:
-    """Two numbers that tell a tensor's values from others; ``None`` where there is no adding up."""
+    """Three numbers that tell a tensor's values, and their order, from others: their sum, a sum
+    with weights, and of floating-point ones the norm. ``None`` where there is no adding up."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return None
     with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -331,17 +332,44 @@ def _digest(tensor: Tensor) -> Tensor | None:
         if value.dtype == torch.uint8 or (value.dtype.itemsize == 1 and value.is_floating_point()):
             return None  # a library's scratch memory, or nothing that sums
         if not value.is_floating_point():
-            return value.sum(dtype=torch.int64).double()[None]
-        total = value.sum(dtype=torch.float32 if value.device.type == "mps" else torch.float64)
-        return torch.stack([total, torch.linalg.vector_norm(value, dtype=total.dtype)])
+            return torch.stack([value.sum(dtype=torch.int64), _weighted(value, torch.int64)])
+        dtype = torch.float32 if value.device.type == "mps" else torch.float64
+        norm = torch.linalg.vector_norm(value, dtype=dtype)
+        return torch.stack([value.sum(dtype=dtype), _weighted(value, dtype), norm])
+
+
+_PRIME = 1_000_003
+
+
+def _weighted(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum with weights that depend on each of an element's indices."""
+
+    def weights(size: int) -> Tensor:
+        # Around 0, so that what is the same everywhere does not hide the rest, and in no pattern
+        # that a shift could keep.
+        index = torch.arange(size, device=value.device)
+        found = (7919 * index * index + 104729 * index) % _PRIME - _PRIME // 2
+        return found if dtype == torch.int64 else found.to(dtype) / _PRIME
+
+    value = value if value.dim() else value[None]
+    if value.numel() == 0:
+        return value.sum(dtype=dtype)
+    sums = []
+    for part in value.chunk(16):  # a copy of all of it could be more than there is room for
+        for size in reversed(value.shape[1:]):
+            part = (part * weights(size)).sum(-1)
+        sums.append(part)
+    return (torch.cat(sums) * weights(value.shape[0])).sum()
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:
-    """Within what operations that add up in no fixed order differ by."""
+    """Within what operations that add up in no fixed order differ by; integers exactly."""
     with torch._C.DisableTorchFunction():
+        if not one.is_floating_point():
+            return torch.equal(one, other)
         tolerance = 1e-5 if one.device.type == "cpu" else 1e-2
-        # The total may cancel: what it may be off by is a part of the norm.
-        allowed = tolerance * (1 + one.abs().max().nan_to_num().item())
+        # Sums may cancel: what they may be off by is a part of the norm.
+        allowed = tolerance * (1 + one[2].nan_to_num().item())
         return torch.allclose(one, other, rtol=tolerance, atol=allowed, equal_nan=True)
 
 

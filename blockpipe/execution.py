@@ -146,6 +146,8 @@ class Execution:
     # --- what draws random numbers
 
     def _sources(self) -> list[list[Source]]:
+        if self.prepared.steps == 0:
+            return self.prepared.all_sources  # the recording may have gone another way
         sources = self.prepared.sources
         known = self.prepared.loss_draws.get(self._loss_kind, self.loss_fn is not None)
         if not known:
@@ -168,9 +170,17 @@ class Execution:
         if self._streams is not None:
             self._streams.enter(m, sources)
 
-    def _leave_stream(self, m: int) -> None:
-        if self._streams is not None:
-            self._streams.leave(m)
+    def _leave_stream(self, m: int, hop: int) -> None:
+        if self._streams is None:
+            return
+        for source in self._streams.leave(m, tell=self.step.is_first):
+            kind = source if isinstance(source, str) else "torch"
+            draws = self.prepared.recording.hops[hop].draws
+            of_loss = hop == len(self.prepared.route) - 1 and self.prepared.loss_draws.get(
+                self._loss_kind
+            )
+            if self.step.is_first and kind not in draws and not (of_loss and kind == "torch"):
+                self.prepared.draws_after_all(hop, kind)
 
     # --- the three ways through
 
@@ -256,7 +266,7 @@ class Execution:
             with self.ambient.uncached_autocast() if autocasts else _NOTHING:
                 output = self.prepared.model(*args, **kwargs)
                 loss = self._loss(output, target)
-            self._leave_stream(m)
+            self._leave_stream(m, 0)
             if seen is not None:
                 seen.turn_back()
             check_differentiable(loss)
@@ -277,7 +287,7 @@ class Execution:
             _note(error, phase, m, cursor.stage if known else None)
             raise
         finally:
-            self._leave_stream(m)
+            self._leave_stream(m, 0)
             set_cursor(before)
             set_microbatch(outer)
 
@@ -402,7 +412,7 @@ class Execution:
             _note(error, "forward", m, max(journey.stage, 0))
             raise
         finally:
-            self._leave_stream(m)
+            self._leave_stream(m, journey.hop)
             journey.finish_forward()
             set_cursor(before)
             set_microbatch(outer)
@@ -411,7 +421,7 @@ class Execution:
         turns, m = self._turns, journey.microbatch
 
         def cross(before: int, after: int) -> None:
-            self._leave_stream(m)
+            self._leave_stream(m, before)
             if turns is not None:
                 turns.cross(m, before, after)
             stage = journey.stage
@@ -499,7 +509,7 @@ class Execution:
     def _loss(self, output: Any, target: Any) -> Tensor:
         if self.loss_fn is None or self._loss_kind in self.prepared.loss_draws:
             return loss_of(output, target, self.loss_fn)
-        drew: list[bool] = []
+        drew: list[object] = []
         with Meter(None, drew=drew.append):
             loss = loss_of(output, target, self.loss_fn)
         self.prepared.loss_draws[self._loss_kind] = bool(drew)
@@ -554,7 +564,7 @@ class Execution:
         try:
             self._be_on(stage)
             in_glue = self.prepared.recording.recomputes and self.cut
-            draws = hop.reruns and hop.draws
+            draws = hop.reruns and (hop.draws or self.step.is_first)
             if self.isolate_as is None and not in_glue and not draws:
                 self._run_backward(journey, action)
                 return

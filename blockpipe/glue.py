@@ -409,6 +409,11 @@ class Doors:
             if held.name in about.buffers:
                 outer, _, key = held.name.rpartition(".")
                 buffers.append((modules[outer]._buffers, key, held.written))
+        for module in modules[path].modules() if path in modules else ():
+            # There is no tensor yet; the forward may make one.
+            buffers += [
+                (module._buffers, key, True) for key, b in module._buffers.items() if b is None
+            ]
         return Again(what, about, buffers)
 
     def stand_in(

@@ -8,7 +8,7 @@ that threads do not pay. How long a step takes it does not say: for that, measur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -73,10 +73,11 @@ class Meter(TorchDispatchMode):
             that it reads and writes, those that it makes, and whether it has a backward; views cost
             nothing and are not told.
         waited: called for each host synchronization.
-        drew: called for each operation that draws random numbers, with whether from a generator
-            that it was given.
+        drew: called for each operation that draws random numbers, with the generator that it was
+            given; ``None``: none.
         wrote: called for each tensor that an operation writes without saying so: batch norm's
             running statistics, whose versions do not count.
+        given: called for each operation with the tensors that it is given.
     """
 
     supports_higher_order_operators = True
@@ -85,14 +86,16 @@ class Meter(TorchDispatchMode):
         self,
         spent: Callable[[float, int, int, bool], None] | None,
         waited: Callable[[HostSync], None] | None = None,
-        drew: Callable[[bool], None] | None = None,
+        drew: Callable[[torch.Generator | None], None] | None = None,
         wrote: Callable[[Tensor], None] | None = None,
+        given: Callable[[Iterable[Tensor]], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.spent = spent
         self.waited = waited
         self.drew = drew
         self.wrote = wrote
+        self.given = given
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -103,10 +106,12 @@ class Meter(TorchDispatchMode):
             if what is not None:
                 self.waited(HostSync(what, users_line()))
         if self.drew is not None and _draws(func, args, kwargs):
-            self.drew(kwargs.get("generator") is not None)
+            self.drew(kwargs.get("generator"))
         if self.wrote is not None and "batch_norm" in getattr(func, "__name__", ""):
             for tensor in _running_statistics(func, args, kwargs):
                 self.wrote(tensor)
+        if self.given is not None:
+            self.given(tensors((args, kwargs)))
         result = func(*args, **kwargs)
         computes = isinstance(result, Tensor | tuple | list)  # no question, such as for a device
         if self.spent is not None and computes and not _is_view(func):

@@ -189,7 +189,16 @@ class PlacedModel(WrappedModel):
         )
 
     def _check_state(self, recording: Recording, devices: list[torch.device]) -> None:
-        """Buffers that the forward writes are read in the plain loop's order, or it is an error."""
+        """Buffers that the forward writes are read in the plain loop's order, and generators of the
+        user's are drawn from in it, or it is an error."""
+        for drawn in recording.shared_generators:
+            if self.schedule not in ("uncut", "sequential"):
+                raise StateError(
+                    f"a torch.Generator is drawn from on hops {drawn.hops} ({drawn.where}): which "
+                    "micro-batch gets which numbers would depend on timing; give each stage a "
+                    "generator of its own, draw from torch's global one, or use "
+                    "schedule='sequential'"
+                )
         for held in recording.shared_state:
             on = [held.stage, *held.also_read_on]
             one_device = len({devices[stage] for stage in on}) == 1

@@ -18,7 +18,7 @@ from .crossing import Home
 from .errors import ScheduleError
 from .glue import Doors
 from .meter import ACCELERATOR, CPU
-from .randomness import Source, sources_of, torchs_of
+from .randomness import Source, host_sources, sources_of, torchs_of
 from .recording import Kept, Recording
 from .schedule import Schedule
 from .scheduler import Choice, choose, make_schedule
@@ -122,15 +122,26 @@ class Prepared:
         ]
 
     @cached_property
+    def all_sources(self) -> list[list[Source]]:
+        """What each hop could draw from."""
+        kinds = ["torch", *host_sources()]
+        return [sources_of(kinds, self.devices[stage]) for stage in self.route]
+
+    @cached_property
     def generators(self) -> list[Source]:
         """torch's, of the host and of the stages' devices."""
         return list(dict.fromkeys(s for device in self.devices for s in torchs_of(device)))
 
-    def draws_after_all(self) -> None:
-        """A forward drew random numbers that it did not draw when it was recorded (a dropout that
-        was 0 then): from the next step on it takes turns."""
-        for hop in self.recording.hops:
-            hop.draws.add("torch")
+    def draws_after_all(self, hop: int | None = None, kind: str = "torch") -> None:
+        """A forward drew random numbers that it did not draw when it was recorded: from the next
+        step on it takes turns.
+
+        Args:
+            hop: where; ``None``: nobody knows (a dropout that was 0 until now).
+            kind: of generator.
+        """
+        for info in self.recording.hops if hop is None else [self.recording.hops[hop]]:
+            info.draws.add(kind)
         self.__dict__.pop("sources", None)
 
     @cached_property

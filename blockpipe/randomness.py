@@ -52,6 +52,11 @@ def torchs_of(device: torch.device) -> list[Source]:
     return [_CPU, device] if is_asynchronous(device) else [_CPU]
 
 
+def host_sources() -> list[str]:
+    """What Python code can draw from besides torch."""
+    return ["random", "numpy"] if "numpy" in sys.modules else ["random"]
+
+
 def _get(source: Source) -> Any:
     if source == "random":
         return random.getstate()
@@ -160,18 +165,29 @@ class Streams:
                 )
             _set(source, states[source])
 
-    def leave(self, microbatch: int) -> None:
-        """It goes on to elsewhere, or is done."""
+    def leave(self, microbatch: int, *, tell: bool = False) -> list[Source]:
+        """It goes on to elsewhere, or is done.
+
+        Args:
+            microbatch: which.
+            tell: all that it drew from since it came, not only what nobody drew from before.
+
+        Returns:
+            What it drew from.
+        """
         sources = self._drawing.pop(microbatch, None)
         if sources is None:
-            return
-        states = self._states[microbatch]
+            return []
+        states, drew = self._states[microbatch], []
         for source in sources:
             state = _get(source)
-            if source not in self._drew and _bytes_of(state) != _bytes_of(states[source]):
-                self._drew.add(source)
+            new = tell or source not in self._drew
+            if new and _bytes_of(state) != _bytes_of(states[source]):
+                drew.append(source)
             states[source] = state
+        self._drew.update(drew)
         _turn.release()
+        return drew
 
     def finish(self) -> None:
         """The generators go on from where the first micro-batch left them."""

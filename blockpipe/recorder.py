@@ -6,7 +6,6 @@ sees is what a replay will do.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -26,8 +25,8 @@ from .pieces import Pieces, inbound
 from .plan import too_few_devices
 from .planned import planned_stage
 from .progress import Progress
-from .randomness import current
-from .recording import Call, CrossingInfo, Flow, Held, Hop, Piece, Recording, Unmarked
+from .randomness import current, host_sources
+from .recording import Call, CrossingInfo, Drawn, Flow, Held, Hop, Piece, Recording, Unmarked
 from .transfer import edge_of
 from .tree import tensors
 from .where import users_line
@@ -102,6 +101,7 @@ class Recorder(Journey):
         self.held: dict[int, Held] = {}
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
         self.custom_in: list[tuple[str, Call | None]] = []
+        self.generators: dict[int, Drawn] = {}  # the user's, by id
         self.hook_calls: list[Call | None] = []
         self.compiled: set[str] = set()  # paths of modules
         self.keepers: list[str] = []
@@ -117,7 +117,7 @@ class Recorder(Journey):
         """The forward begins."""
         self.activations.put_on()
         self._ambient_hooks = _saved_tensor_hooks()
-        self._host_states = current(_host_sources())
+        self._host_states = current(host_sources())
 
     def end(self) -> None:
         """The forward is over."""
@@ -132,7 +132,6 @@ class Recorder(Journey):
     def _cross(self, hop: int) -> None:
         stage = self.cursor.stage
         self._check_device(stage)
-        self._note_host_draws()
         self.step.route.append(stage)
         mark = self.cursor.mark
         self.result.hops.append(
@@ -145,6 +144,7 @@ class Recorder(Journey):
             )
         )
         super()._cross(hop)
+        self._note_host_draws()  # since the mark: the forward waits for its turn there
 
     def _check_device(self, stage: int) -> None:
         if self.step.devices is not None and stage >= len(self.step.devices):
@@ -162,6 +162,8 @@ class Recorder(Journey):
                 f"{stage} ({users_line()}), but its backward runs as one, on one stage; "
                 f"mark around it{checkpoint if name == 'CheckpointFunction' else ''}"
             )
+        if self.hop >= 0:  # else the first hop drew
+            self._note_host_draws()
         self.result.moves = True
         for call, _, _ in self.stack:
             call.open(f"a mark inside of it moves the forward ({_line()})")
@@ -435,10 +437,13 @@ class Recorder(Journey):
         if _saved_tensor_hooks() not in (None, self._ambient_hooks):
             yield "it is inside of what is recomputed, or packs what it saves"
 
-    def drew(self, from_its_own: bool) -> None:
-        """An operation drew random numbers; from a generator that it was given?"""
-        if from_its_own:
+    def drew(self, generator: torch.Generator | None) -> None:
+        """An operation drew random numbers, perhaps from a generator of the user's."""
+        if generator is not None:
             self.refuse_again(f"it draws from a generator of its own ({_line()})")
+            drawn = self.generators.setdefault(id(generator), Drawn([], users_line()))
+            hop = max(self.hop, 0)
+            drawn.hops += [] if hop in drawn.hops else [hop]
             return
         self.result.hops[max(self.hop, 0)].draws.add("torch")
         for call, _, _ in self.stack:
@@ -450,9 +455,18 @@ class Recorder(Journey):
         if held is not None:
             held.written = True
 
+    def given(self, operands: Iterable[Tensor]) -> None:
+        """What an operation below autograd is given: inside of a custom function that is all that
+        tells which buffers it reads."""
+        for tensor in operands if self.sealed else ():
+            held = self.held.get(id(tensor))
+            if held is not None and held.is_buffer:
+                for call, _, _ in self.stack:
+                    call.buffers.add(held.name)
+
     def _note_host_draws(self) -> None:
-        """Whether the hop that ends drew from Python's or numpy's generator."""
-        now = current(_host_sources())
+        """Whether the hop drew from Python's or numpy's generator since this was asked last."""
+        now = current(host_sources())
         for source, state in now.items():
             if repr(state) != repr(self._host_states.get(source, state)) and self.result.hops:
                 self.result.hops[max(self.hop, 0)].draws.add(str(source))
@@ -557,10 +571,6 @@ def _saved_tensor_hooks() -> Any:
 def _writes(func: Callable[..., Any]) -> bool:
     name = func.__name__
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-def _host_sources() -> list[str]:
-    return ["random", "numpy"] if "numpy" in sys.modules else ["random"]
 
 
 def _line() -> str:

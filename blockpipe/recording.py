@@ -213,6 +213,14 @@ class Unmarked:
 
 
 @dataclass
+class Drawn:
+    """A generator of the user's that the forward draws from."""
+
+    hops: list[int]
+    where: str
+
+
+@dataclass
 class Recording:
     """What a forward does, stage by stage. Plain data: it holds no tensor and no module.
 
@@ -242,6 +250,7 @@ class Recording:
     unhookable: list[str] = field(default_factory=list)  # calls that use torch.func
     custom_functions: list[str] = field(default_factory=list)
     recomputes: bool = False
+    shared_generators: list[Drawn] = field(default_factory=list)  # on several hops
     writes_across: bool = False  # whether it writes in place to a tensor of another hop
     host_syncs: list[HostSync] = field(default_factory=list)
     moves: bool = False  # whether a mark ever asked for another stage

@@ -61,6 +61,7 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     result.recomputable = recorder.activations.conclude(result.hops, _doors(result))
     recorder.activations.by_call()
     result.saved = recorder.activations.by_pieces()
+    result.shared_generators = [d for d in recorder.generators.values() if len(d.hops) > 1]
     _place_unread(model, recorder)
     sealed_calls = {id(c) for c in result.calls if _in_sealed(c)}
     result.recomputes = any(c is None or id(c) not in sealed_calls for c in recorder.hook_calls)

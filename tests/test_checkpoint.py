@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import random
 import weakref
 from types import SimpleNamespace
 
@@ -833,6 +834,87 @@ def test_a_module_that_counts_is_found_in_the_first_step():
     pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, checkpoint="always")
     with pytest.raises(bp.BlockpipeError, match=r"'0' on stage 0 .*with other numbers when it was"):
         pipe.forward_backward(torch.randn(16, 8), loss_fn=square)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(64,), (16, 4), (4, 16), (2, 3, 8)])
+def test_a_digest_tells_orders_apart(dtype, shape):
+    """A permutation has the same sum and norm; one other element of many is seen too."""
+    if dtype == torch.bool:
+        tensor = (
+            F.one_hot(torch.randperm(shape[-1]))[: shape[0]].bool()
+            if len(shape) == 2
+            else (torch.rand(shape) > 0.5)
+        )
+    elif dtype == torch.int64:
+        tensor = torch.randint(100, shape)
+    else:
+        tensor = F.layer_norm(torch.randn(shape), shape[-1:]).to(dtype)  # all rows have one sum
+    agree, digest = checkpoints._agree, checkpoints._digest
+    assert agree(digest(tensor), digest(tensor.clone()))
+    for dim, size in enumerate(shape):
+        moved = tensor.roll(1, dim)
+        if size > 1 and not torch.equal(moved, tensor):
+            assert not agree(digest(tensor), digest(moved))
+    one = tensor.clone()
+    one.view(-1)[3] = ~one.view(-1)[3] if dtype == torch.bool else one.view(-1)[3] + 1
+    assert not agree(digest(tensor), digest(one))
+
+
+def test_a_shuffle_of_its_own_is_found_in_the_first_step():
+    """What is saved is the same but for its order, the shuffle itself too."""
+
+    class Shuffles(Wide):
+        rng = random.Random(0)
+
+        def forward(self, x):
+            return super().forward(x.sigmoid()[self.rng.sample(range(len(x)), len(x))])
+
+    net = nn.Sequential(nn.Linear(8, 8), Shuffles(), bp.BeginBlock(Wide(), stage=1))
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=1, checkpoint="always")
+    with pytest.raises(StateError, match=r"'1' on stage 0 .*with other numbers when it was"):
+        pipe.forward_backward(torch.randn(32, 8), loss_fn=square)
+
+
+class Reentrant(Wide):
+    """Its statistics are read and written inside of an autograd function."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.up = nn.utils.parametrizations.spectral_norm(self.up)
+
+    def forward(self, x):
+        run = lambda x: super(Reentrant, self).forward(self.norm(x))  # noqa: E731
+        y = checkpoint(run, x, use_reentrant=True)
+        return y.tanh() * y.sigmoid()
+
+
+class Appears(Wide):
+    """A buffer that is None until the first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", None)
+
+    def forward(self, x):
+        self.seen = torch.ones(()) if self.seen is None else self.seen.add_(1)
+        return super().forward(x) / self.seen.clone()
+
+
+@pytest.mark.parametrize("module", [Reentrant, Appears])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_buffers_that_no_operation_of_the_glue_reads(module, schedule):
+    """They are as if it had run once, too."""
+    net = nn.Sequential(nn.Linear(8, 8), module(), bp.BeginBlock(module(), stage=1))
+    x, results = torch.randn(16, 8), []
+    for mode in ("never", "always"):
+        model = copy.deepcopy(net)
+        pipe = bp.Pipeline(model, devices=["cpu"] * 2, chunks=4, schedule=schedule, checkpoint=mode)
+        results += [(model, pipe.forward_backward(x, loss_fn=square).loss) for _ in range(2)][1:]
+    (first, expected), (other, loss) = results
+    assert difference(other, first, loss, expected).exact
+    assert pipe.recording.recomputable["1"].is_run_again
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

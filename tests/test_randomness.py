@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import blockpipe as bp
+from blockpipe.errors import PlanError, StateError
 from blockpipe.meter import Meter
 from blockpipe.randomness import Streams, current, replayed
 
@@ -153,6 +154,112 @@ def test_what_draws_nothing_leaves_the_generator_alone():
     for _ in range(2):
         pipe.forward_backward(torch.randn(8, 6, generator=torch.Generator()), loss_fn=square)
         assert torch.equal(torch.get_rng_state(), before)
+
+
+class Early(nn.Module):
+    """Draws from Python's or numpy's generator before its first operation."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.layer, self.draw = nn.Linear(6, 6), draw
+
+    def forward(self, x):
+        factor = self.draw()
+        return self.layer(x * factor).tanh()
+
+
+def numpys():
+    return np.random.rand()  # a method of the generator itself would be copied with its module
+
+
+@pytest.mark.parametrize(("kind", "draw"), [("random", random.random), ("numpy", numpys)])
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_what_is_drawn_right_behind_a_mark_is_of_its_stage(kind, draw, mode):
+    """A hop begins with its first operation, and what its code does before that belongs to it."""
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(6, 6), Early(draw), Early(draw)), {"2": 1})
+    x = torch.randn(8, 6)
+    assert [hop.draws for hop in bp.record(net, x).hops] == [{kind}, {kind}]
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Early(draw)), {"2": 1})
+    assert [hop.draws for hop in bp.record(net, x).hops] == [set(), {kind}]
+    first, expected, then = trained(net, x, schedule="sequential")
+    for schedule in SCHEDULES[1:]:
+        other, loss, now = trained(net, x, schedule=schedule, checkpoint=mode)
+        assert difference(other, first, loss, expected).exact
+        assert now == then
+
+
+class Asked(nn.Module):
+    """Drops out what its micro-batch asks for: the recorded one asks for nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, given):
+        x, wants = given
+        x = self.layer(x).tanh()
+        return (nn.functional.dropout(x, 0.5) if wants.any() else x), wants
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_what_the_recording_did_not_draw_is_covered_in_the_first_step(schedule, mode):
+    """Every hop has its turn there; what turns out to draw has it from then on."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = Asked(), Asked(), nn.Linear(6, 6)
+
+        def forward(self, x):
+            given = self.a((x, x[:, 0] > 5))
+            with bp.Block(1):
+                given = self.b(given)
+            with bp.Block(2):
+                return self.c(given[0])
+
+    net, x = Net(), torch.randn(8, 6)
+    x[2:, 0] = 10.0
+    first, expected, then = trained(net, x, 1, schedule="sequential")
+    other, loss, now = trained(net, x, 1, schedule=schedule, checkpoint=mode)
+    assert difference(other, first, loss, expected).exact
+    assert now == then
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule)
+    pipe.forward_backward(x, loss_fn=square)
+    assert [hop.draws for hop in pipe.recording.hops] == [{"torch"}, {"torch"}, set()]
+
+
+def test_a_loss_that_draws_is_no_stage_that_draws():
+    net = chain(kinds=())
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4)
+    pipe.forward_backward(torch.randn(8, 6), loss_fn=lambda y: (y * torch.rand(6)).sum())
+    assert [hop.draws for hop in pipe.recording.hops] == [set(), set(), set()]
+
+
+def test_a_generator_that_two_stages_draw_from_is_refused():
+    """Which of them comes first would depend on timing. In the plain loop's order it is allowed."""
+    generator = torch.Generator()
+
+    class Draws(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * torch.rand(6, generator=generator)
+
+    net = bp.begin_blocks(nn.Sequential(Draws(6, 6), Draws(6, 6)), {"1": 1})
+    x = torch.randn(8, 6)
+    for schedule in SCHEDULES[1:]:
+        pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+        with pytest.raises(StateError, match=r"a torch.Generator is drawn from on hops \[0, 1\]"):
+            pipe.forward_backward(x, loss_fn=square)
+    plain = copy.deepcopy(net)
+    generator.manual_seed(5)
+    expected = plain_step(plain, (x,), {}, None, square, 4)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule="sequential")
+    pipe.summary(x)
+    generator.manual_seed(5)
+    loss = pipe.forward_backward(x, loss_fn=square).loss
+    assert difference(net, plain, loss, expected).exact
+    with pytest.raises(PlanError, match="a generator is shared"):
+        bp.balance(bp.remove_blocks(net), x, 2, measure=False)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
