@@ -186,6 +186,7 @@ class InspectedModel(PlacedModel):
             played.bubble,
             restore,
             [stage.peak for stage in memory.stages],
+            one_thread=one_by_one and prepared.is_small,
         )
 
     @remembers_caller

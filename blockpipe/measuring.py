@@ -39,6 +39,7 @@ from .tree import map_tensors, tensors
 from .where import users_line
 
 WARM_UP = 2
+_CHAIN = 64  # operations, by which a stamp is timed: some milliseconds
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class PieceTimes:
         backward: of each piece.
         step: a whole forward and backward without stamps, alone; the pieces add up to it, times
             ``crowded``.
-        stamped: the same with stamps. What they cost is taken off the pieces in equal parts.
+        stamped: what the pieces added up to with stamps. What these cost is taken off the pieces
+            in equal parts.
         device: where.
         threads: of the CPU.
         crowded: how many times as long a step takes while other threads, one for each further lane
@@ -255,17 +257,17 @@ def measured(
     def plain() -> float:
         return watch.seconds(*step(None))
 
-    def stamped() -> tuple[float, list[float], list[float]]:
+    def stamped() -> tuple[list[float], list[float]]:
         run = _Run(watch)
         before = [(m.__dict__, name, m.__dict__.get(name)) for m, name, _ in places]
         for module, name, pieces in places:
             module.__dict__[name] = _Stamped(getattr(module, name), pieces, run)
         try:
-            begin, end = step(run)
+            _, end = step(run)
         finally:
             for names, name, value in before:
                 names.pop(name) if value is None else names.update({name: value})
-        return watch.seconds(begin, end), *run.times(len(recording.pieces), end)
+        return run.times(len(recording.pieces), end)
 
     with (
         _own_tensors(model, device),
@@ -273,7 +275,7 @@ def measured(
         Progress(f"measuring {recording.model}", 2 * (WARM_UP + repeats)) as progress,
     ):
 
-        def pair() -> tuple[float, tuple[float, list[float], list[float]]]:
+        def pair() -> tuple[float, tuple[list[float], list[float]]]:
             progress.step(count=2)
             return plain(), stamped()
 
@@ -281,14 +283,15 @@ def measured(
             pair()
         runs = [pair() for _ in range(repeats)]
         whole = statistics.median(run[0] for run in runs)
+        stamp = _cost_of_a_stamp(watch, training=training)
         others = min(lanes, os.cpu_count() or 1) - 1
         together = _beside(plain, others, repeats) if others > 0 else whole
     forward, backward = (
         [statistics.median(times) for times in zip(*(run[1][kind] for run in runs), strict=True)]
-        for kind in (1, 2)
+        for kind in (0, 1)
     )
-    with_stamps = statistics.median(run[1][0] for run in runs)
-    forward, backward = _corrected(forward, backward, whole, with_stamps, len(cuts))
+    with_stamps = sum(forward) + sum(backward)
+    forward, backward = _corrected(forward, backward, whole, stamp)
     used = threads or torch.get_num_threads()
     crowded = max(1.0, together / whole)
     forward, backward = ([crowded * t for t in times] for times in (forward, backward))
@@ -333,12 +336,40 @@ def _in_a_crowd(step: Callable[[], object], others: int) -> Iterator[threading.E
             thread.join()
 
 
+def _cost_of_a_stamp(watch: Stopwatch, *, training: bool) -> float:
+    """Seconds, the least of several: of a chain of small operations, with stamps and without."""
+    x = torch.ones(1, device=watch.device, requires_grad=training)
+
+    def seconds(stamps: int) -> float:
+        y, run = x, _Run(watch)
+        watch.wait()
+        with torch.set_grad_enabled(training):
+            for index in range(_CHAIN):
+                if index < stamps:
+                    run.begins(index)
+                y = y + 0
+        run.ends([y] if training else [])
+        if training:
+            y.backward()
+        end = watch.now()
+        watch.wait()
+        return sum(map(sum, run.times(_CHAIN, end)))
+
+    with_one, with_all = (min(seconds(stamps) for _ in range(5)) for stamps in (1, _CHAIN))
+    return max(0.0, with_all - with_one) / ((_CHAIN - 1) * (2 if training else 1))
+
+
 def _corrected(
-    forward: list[float], backward: list[float], whole: float, stamped: float, cuts: int
+    forward: list[float], backward: list[float], whole: float, stamp: float
 ) -> tuple[list[float], list[float]]:
-    """Without what the stamps cost, and adding up to a step without them."""
-    stamps = sum(t > 0 for t in (*forward, *backward)) if cuts else 1
-    each = max(0.0, stamped - whole) / (stamps or 1)
+    """Without what the stamps cost, and adding up to a step without them.
+
+    Pieces may add up to more for other reasons, such as one that was disturbed: from each no more
+    than a stamp's own cost is taken.
+    """
+    beyond = sum(forward) + sum(backward) - whole
+    stamps = sum(t > 0 for t in (*forward, *backward))
+    each = min(stamp, max(0.0, beyond) / (stamps or 1))
     forward = [max(0.0, t - each) for t in forward]
     backward = [max(0.0, t - each) for t in backward]
     scale = whole / (sum(forward) + sum(backward) or whole or 1.0)

@@ -294,9 +294,11 @@ class Prepared:
             )
             return choice.schedule
         if isinstance(option, str):
+            # Where threads would not pay there are none that could idle.
+            one = option == "sequential" and self.is_small
             return make_schedule(
                 option,
-                self.lane_of_hop,
+                [0] * len(self.route) if one else self.lane_of_hop,
                 microbatches,
                 in_flight=self.in_flight,
                 separable=self.recording.separable,

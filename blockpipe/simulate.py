@@ -214,7 +214,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         position[lane], now[lane], busy[lane], kept[lane] = at, time, work, holds
     _check_all_ran(schedule, position, finish)
     makespan = max(now)
-    idle = 1 - sum(busy) / (len(lanes) * makespan) if makespan else 0.0
+    # What one lane adds up to may round to more than its end.
+    idle = max(0.0, 1 - sum(busy) / (len(lanes) * makespan)) if makespan else 0.0
     return Simulation(schedule, makespan, idle, busy, peak, starts)
 
 

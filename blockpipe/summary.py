@@ -37,6 +37,7 @@ class Prediction:
         bubble: the share of all lanes' time in which they idle, 0 to 1.
         restore_seconds: by stage, what recomputing a micro-batch takes.
         peak_bytes: by stage, without an optimizer's state.
+        one_thread: operations are so small that one thread runs the step, and no lane idles.
     """
 
     schedule: str
@@ -45,6 +46,7 @@ class Prediction:
     bubble: float
     restore_seconds: list[float]
     peak_bytes: list[int]
+    one_thread: bool = False
 
 
 @dataclass(repr=False)

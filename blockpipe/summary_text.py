@@ -126,8 +126,9 @@ def predicted(summary: Summary) -> list[str]:
     found = summary.prediction
     if found is not None:
         several = "micro-batches" if found.microbatches > 1 else "micro-batch"
+        how = "in one thread" if found.one_thread else f"under {found.schedule}"
         lines.append(
-            f"A step of {found.microbatches} {several} under {found.schedule}: predicted "
+            f"A step of {found.microbatches} {several} {how}: predicted "
             f"{milliseconds_text(found.step_seconds)} ms, {100 * found.bubble:.0f} % bubble."
         )
     return lines

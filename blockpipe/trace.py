@@ -161,7 +161,8 @@ class Trace:
         """The share of all lanes' time in which they are not busy, 0 to 1."""
         steps = self._ran() if step is None else [step]
         spans = sum(map(self.span, steps)) / max(1, len(steps))
-        return 1 - sum(self.busy(step)) / (len(self.lanes) * spans) if spans else 0.0
+        # A lane that is always busy may round to more than its span.
+        return max(0.0, 1 - sum(self.busy(step)) / (len(self.lanes) * spans)) if spans else 0.0
 
     def imbalance(self, step: int | None = None) -> float:
         """The busiest lane's time over the mean of all; 1: all alike."""
@@ -190,7 +191,7 @@ class Trace:
                 lane.waits += took
         span = sum(map(self.span, steps)) * share
         for lane in found:
-            lane.idle = 1 - lane.busy / span if span else 0.0
+            lane.idle = max(0.0, 1 - lane.busy / span) if span else 0.0
         return found
 
     def costs(self, step: int = -1) -> Costs | None:

@@ -121,8 +121,9 @@ class Verifier:
     @property
     def lanes(self) -> int:
         """How many the pipelined run has."""
-        one = self.prepared.goes_one_by_one(self.pipe.schedule, self.count)
-        return 1 if one else len(set(self.prepared.lane_of_hop))
+        option = self.pipe.schedule
+        one = self.prepared.goes_one_by_one(option, self.count)
+        return 1 if one else len(self.prepared.schedule(option, self.count).lanes)
 
     def described(self) -> str:
         """What the pipelined run is."""
@@ -166,6 +167,13 @@ class Verifier:
 
     def plain(self, watch: Callable[[nn.Module], Watch] | None = None) -> tuple[Outcome, Any]:
         """The same step without a pipeline; with a watch on it, if one is wanted."""
+        threads = torch.get_num_threads()
+        if not self.prepared.is_asynchronous:
+            threads = max(1, threads // self.lanes)  # as a lane has: sums differ by it
+        with intra_operation_threads(threads):
+            return self._plain(watch)
+
+    def _plain(self, watch: Callable[[nn.Module], Watch] | None) -> tuple[Outcome, Any]:
         if self.device is None:
             with self.pipe._as_if(
                 schedule="uncut",
@@ -233,8 +241,6 @@ class Verifier:
         outputs, total = [], None
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.trains))
-            each = max(1, torch.get_num_threads() // self.lanes)  # as a lane has: sums differ by it
-            stack.enter_context(intra_operation_threads(each))
             if pipe.deferred_batch_norm:
                 stack.enter_context(_deferred(model))
             for m, (batch, weight) in enumerate(zip(microbatches, weights, strict=True)):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
+from blockpipe import measuring
 from blockpipe.cuts import why_closed
 from blockpipe.errors import UsageError
-from blockpipe.measuring import PieceTimes, _in_a_crowd, measured
+from blockpipe.measuring import PieceTimes, _corrected, _in_a_crowd, measured
 
 
 class _Slow(torch.autograd.Function):
@@ -71,6 +72,39 @@ def test_each_piece_has_its_own_time() -> None:
     order = sorted(range(4), key=times.backward.__getitem__)
     assert (order[0], order[-1]) == (1, 2)
     assert sum(times.forward) + sum(times.backward) == pytest.approx(times.step)
+
+
+def test_a_disturbed_piece_takes_nothing_from_the_others() -> None:
+    """All that pieces add up to beyond a step was once taken for the stamps' cost."""
+    forward, backward = [1e-4] * 40, [1e-4] * 40
+    backward[5] = 12e-3
+    forward, backward = _corrected(forward, backward, whole=8.2e-3, stamp=1e-6)
+    assert sum(forward) + sum(backward) == pytest.approx(8.2e-3)
+    others = [*forward, *backward[:5], *backward[6:]]
+    assert min(others) == pytest.approx(max(others)) == pytest.approx(backward[5] / 120, rel=0.02)
+
+
+@pytest.mark.parametrize("stamp", [3e-6, 3e-5])
+def test_stamps_are_taken_off(stamp: float) -> None:
+    """Where they took most of the time; and no more than the pieces add up to beyond a step."""
+    true = [1e-6, 3e-6, 5e-6]
+    stamped = [t + 3e-6 for t in true]
+    forward, backward = _corrected(stamped, stamped, whole=2 * sum(true), stamp=stamp)
+    assert forward == backward == pytest.approx(true)
+
+
+def test_looking_at_the_graph_is_no_stamps_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is between forward and backward, and small pieces were left with nothing for it."""
+
+    def slowly(roots: list[Tensor]) -> list[object]:
+        time.sleep(0.05)
+        return list(nodes(roots))
+
+    nodes = measuring._nodes
+    monkeypatch.setattr(measuring, "_nodes", slowly)
+    net = nn.Sequential(Slow(0.002, 0.002), Slow(0.002, 0.002), Slow(0.01, 0.01))
+    times = _measured(net, torch.ones(2, 4))
+    assert min(*times.forward, *times.backward) > 0.001
 
 
 def test_balance_cuts_by_what_was_measured() -> None:

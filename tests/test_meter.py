@@ -76,6 +76,76 @@ def test_costs_of_a_linear_layer():
     assert spent == [(2 * 8 * 16 * 32, 8 * 16 * 4 + 32 * 16 * 4 + made, made, False)]
 
 
+@pytest.mark.parametrize(
+    ("operation", "flops"),
+    [
+        (lambda: torch.mv(torch.ones(3, 4), torch.ones(4)), 2 * 3 * 4),
+        (lambda: torch.dot(torch.ones(5), torch.ones(5)), 2 * 5),
+        (lambda: torch.cdist(torch.ones(2, 6, 3), torch.ones(2, 5, 3)), 2 * 2 * 6 * 5 * 3),
+        (lambda: torch.cdist(torch.ones(30, 3), torch.ones(40, 3)), 2 * 30 * 40 * 3),
+        (lambda: nn.Bilinear(3, 4, 5)(torch.ones(2, 3), torch.ones(2, 4)), 2 * 2 * 3 * 4 * 5),
+    ],
+)
+def test_arithmetic_that_torch_does_not_count(operation, flops):
+    """These are not in its registry."""
+    spent = []
+    with Meter(lambda count, *_: spent.append(count)):
+        operation()
+    assert sum(spent) == flops
+
+
+class Sequences(nn.Module):
+    """An LSTM's outputs, without its states."""
+
+    def __init__(self, *sizes, **options):
+        super().__init__()
+        self.lstm = nn.LSTM(*sizes, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+LSTMS = [
+    ((256, 256), {}, (8, 32)),
+    ((128, 256), {"num_layers": 2, "bidirectional": True, "dropout": 0.1}, (4, 20)),
+    ((300, 100), {"num_layers": 2, "bias": False}, (16, 50)),
+    ((40, 200), {}, (32, 25)),
+    ((300, 100), {"num_layers": 2, "dtype": torch.bfloat16}, (16, 50)),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "batch"), LSTMS)
+def test_an_lstm_on_the_cpu_has_its_arithmetic_and_what_it_keeps(sizes, options, batch):
+    """It is one operation, which torch's registry does not have, and its workspace is empty if it
+    is fake: it was the cheapest layer of a model, and balance put all of them on one stage."""
+    net = Sequences(*sizes, **options)
+    x = torch.randn(*batch, sizes[0], dtype=options.get("dtype"))
+    (hop,) = bp.record(net, x).hops
+    matrices = [p for p in net.parameters() if p.dim() == 2]
+    assert hop.flops == 2 * batch[0] * batch[1] * sum(p.numel() for p in matrices)
+
+    saved = {}
+    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        net(x)
+    assert hop.never.full == pytest.approx(sum(s.nbytes() for s in saved.values()), rel=0.1)
+
+
+def test_an_lstm_keeps_nothing_where_nothing_goes_back():
+    """Without grad there is no workspace."""
+    with torch.no_grad():
+        (hop,) = bp.record(Sequences(64, 64), torch.randn(4, 8, 64)).hops
+    assert hop.never.full == 0
+    assert hop.largest_bytes < 20_000, "the outputs"
+
+
 @pytest.mark.parametrize("width", [8, 64])
 def test_a_recording_has_the_costs_of_its_hops(width):
     """By hop, without doing the arithmetic; twice the work is twice the count."""

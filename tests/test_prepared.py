@@ -111,6 +111,36 @@ def test_the_first_step_of_a_small_model_is_cut(monkeypatch):
         pipe.forward_backward(torch.randn(4, 4), loss_fn=loss_fn)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "sequential"])
+def test_one_thread_has_no_bubble(monkeypatch, schedule):
+    """It is always busy: balance, the summary, find_chunks and a profile agree."""
+    monkeypatch.setattr(prepared, "SMALL_HOP", 1.0)
+    net, x = make_net(), torch.randn(8, 4)
+    plan = bp.balance(net, x[:2], 2, chunks=4, schedule=schedule, measure=False)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+    summary = pipe.summary(x)
+    found = summary.prediction
+    assert found.one_thread
+    assert plan.bubble == 0
+    assert found.bubble == pytest.approx(0)
+    assert found.step_seconds == pytest.approx(plan.step_seconds)
+    assert "A step of 4 micro-batches in one thread: predicted" in str(summary)
+    trials = pipe.find_chunks(x, loss_fn=loss_fn, candidates=[1, 4], repeats=1).trials
+    assert [trial.bubble for trial in trials] == pytest.approx([0, 0])
+    with pipe.profile() as timeline:
+        pipe.forward_backward(x, loss_fn=loss_fn)
+    assert [lane.name for lane in timeline.lanes] == ["cpu, stage 0, 1"]
+    assert timeline.predicted(measured=False).bubble() == pytest.approx(0)
+
+
+def test_lanes_in_turns_idle():
+    """Operations that are not small could run beside each other: "sequential" gives that up."""
+    pipe = bp.Pipeline(make_net(), devices=["cpu"] * 2, chunks=4, schedule="sequential")
+    found = pipe.summary(torch.randn(8, 4)).prediction
+    assert not found.one_thread
+    assert found.bubble == pytest.approx(0.5, abs=0.1)
+
+
 def test_a_failure_in_the_plain_loop_is_noted(monkeypatch):
     """With stage, micro-batch and line, as in the cut engine."""
     monkeypatch.setattr(prepared, "SMALL_HOP", 1.0)

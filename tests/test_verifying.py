@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import blockpipe as bp
@@ -130,6 +131,25 @@ def test_several_threads_are_compared_with_as_many():
     for _ in range(5):
         assert pipe.verify(x, target=y, loss_fn=F.cross_entropy).verdict == "exact"
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("device", ["stages", "cpu"])
+def test_both_runs_have_the_threads_of_a_lane(device: str):
+    """Sums differ by their number: an uncut reference with the caller's threads was "different"."""
+    seen = set()
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not isinstance(x, FakeTensor):  # not in a recording
+                seen.add(torch.get_num_threads())
+            return super().forward(x)
+
+    torch.set_num_threads(6)
+    net = bp.begin_blocks(nn.Sequential(Net(4, 4), Net(4, 4), Net(4, 4)), {"1": 1, "2": 2})
+    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4)
+    assert pipe.verify(torch.ones(8, 4), device=device)
+    assert seen == {2}
+    assert torch.get_num_threads() == 6
 
 
 def test_lanes_run_for_small_models(monkeypatch: pytest.MonkeyPatch):
