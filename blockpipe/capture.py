@@ -66,7 +66,7 @@ def record(
         fake: use fake tensors: no device memory, no arithmetic. A model that reads values is run
             for real instead, and :attr:`Recording.why_real` says what it asked for; with
             ``False`` it runs for real at once.
-        plan: stages that override the marks, and a plan that was set on the model.
+        plan: stages that override the marks, and a plan that was set on the model, or inside of it.
         devices: where the stages of a placed model are.
         cut: whether autograd is cut between the stages, as all schedules but ``"uncut"`` do.
 
@@ -76,7 +76,8 @@ def record(
     Raises:
         RecordingError: the forward does what no pipeline can do, or does not run on the sample
             (then with the forward's own error as its cause).
-        PlanError: the plan names a module that is not there, or does not fit the forward.
+        PlanError: the plan names a module that is not there, or does not fit the forward; plans set
+            on two models inside, or on one with marks outside of it.
 
     Example:
         >>> import torch, blockpipe as bp

@@ -63,8 +63,8 @@ class WatchedCursor(Cursor):
 
     def begin(self, mark: Mark) -> None:
         assert self.recorder is not None
-        if mark.where not in self.recorder.result.marks:
-            self.recorder.result.marks.append(mark.where)
+        stack = self.recorder.stack
+        self.recorder.result.marks.setdefault(mark.where, stack[-1][0] if stack else None)
         super().begin(mark)
 
     def move(self, stage: int, mark: Mark | None) -> None:

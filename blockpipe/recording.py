@@ -247,7 +247,8 @@ class Recording:
     moves: bool = False  # whether a mark ever asked for another stage
     planned: bool = False  # whether a plan overrode the marks
     planned_at: str | None = None  # the line that set it on the model; None: it was passed along
-    marks: list[str] = field(default_factory=list)  # the lines of those met, heeded or not
+    marks: dict[str, Call | None] = field(default_factory=dict, repr=False)
+    """The lines of those met, heeded or not, and the innermost call that each was first met in."""
     why_real: str | None = None
 
     def __repr__(self) -> str:
