@@ -167,9 +167,7 @@ class Planned:
         highest = -1
         for hop in recording.hops:
             if hop.stage > highest + 1:
-                on_it = (c for c in recording.calls if c.hop == hop.index and c.is_module)
-                call = next(on_it, None)
-                at = hop.where if call is None else f"{call.path!r} call {call.call}, {hop.where}"
+                at = hop.where if hop.begun_by is None else f"{hop.begun_by}, {hop.where}"
                 yield (
                     f"stage {hop.stage} begins ({at}) before stage {highest + 1} has run; "
                     "number stages in the order in which they are reached first (returning to a "

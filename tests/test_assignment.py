@@ -471,6 +471,21 @@ def test_stages_and_devices_of_a_pipeline_are_compared_at_once():
         bp.set_pipeline_stage_assignment(pipe, {"body": 1, "head": 2})
 
 
+def test_too_few_devices_name_the_calls_and_the_line_that_set_them():
+    """Once the forward is recorded, or while it is; of a plan that is passed the calls alone."""
+    net = net_of()
+    bp.set_pipeline_stage_assignment(net, {"body.1": 1, "head": 2})
+    calls = r"2 devices .*stage 1 at 'body.1' call 0, stage 2 at 'head' call 0"
+    with pytest.raises(PlanError, match=rf"{calls}, set at \S*test_assignment.py:\d+\)$"):
+        bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)(X)
+    with pytest.raises(PlanError, match=r"\('head' call 0, set at \S*test_assignment.py:\d+\)$"):
+        bp.record(net, X, devices=[torch.device("cpu")] * 2)
+    plan = bp.record(net, X).plan
+    bp.reset_pipeline_stage_assignment(net)
+    with pytest.raises(PlanError, match=rf"{calls}\)$"):
+        bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, plan=plan)(X)
+
+
 def test_other_methods_follow_a_plan_at_each_call_of_the_model():
     """run() counts calls from 0 at each forward."""
     seen = []
