@@ -13,6 +13,7 @@ from io import TextIOWrapper
 
 from . import __version__
 from .commands import add_commands
+from .errors import BlockpipeError
 from .given import WordsError
 from .where import say_caller
 
@@ -64,7 +65,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.traceback:
             raise
-        said = " ".join(str(error).split()) or type(error).__name__
+        kind = "" if isinstance(error, BlockpipeError) else f"{type(error).__name__}: "
+        said = f"{kind}{' '.join(str(error).split())}".removesuffix(": ")
         print(f"blockpipe {options.name}: {said}", file=sys.stderr)
         return 2 if isinstance(error, WordsError) else 1
     return 0

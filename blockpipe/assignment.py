@@ -69,7 +69,8 @@ def set_pipeline_stage_assignment(
     """Set the stages of a model, in the place of its marks.
 
     What is set is kept on the model: :func:`record`, :class:`Pipeline` and all else follow it,
-    unless they are given a ``plan=`` of their own. Copies and pickles of the model have it too;
+    unless they are given a ``plan=`` of their own; of a model that contains it too, unless stages
+    are set on that one. Copies and pickles of the model have it too;
     the ``state_dict`` is what it was. A pipeline of the model notices at its next call, and places
     the model anew.
 

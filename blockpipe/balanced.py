@@ -76,7 +76,8 @@ class BalancedPlan(StagePlan):
 
     def marks(self) -> str:
         """The plan as lines of Python, to paste where the model is built; it is called ``model``
-        there. Where marks cannot say what the plan says, comments tell why."""
+        there. They first take off old marks, and stages that are set on it. Where marks cannot say
+        what the plan says, comments tell why."""
         return self.marks_text
 
     @property

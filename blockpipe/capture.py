@@ -24,7 +24,7 @@ from .errors import BlockpipeError, IsolationError, RecordingError
 from .glue import CustomFunctions, is_compiled
 from .meter import Meter
 from .plan import StagePlan
-from .planned import Planned, Stages, planned_by
+from .planned import Planned, planned_by
 from .progress import Progress
 from .recorder import (
     Recorder,
@@ -66,7 +66,7 @@ def record(
         fake: use fake tensors: no device memory, no arithmetic. A model that reads values is run
             for real instead, and :attr:`Recording.why_real` says what it asked for; with
             ``False`` it runs for real at once.
-        plan: stages that override the marks, and a plan that was set on the model.
+        plan: stages that override the marks, and a plan that was set on the model, or inside of it.
         devices: where the stages of a placed model are.
         cut: whether autograd is cut between the stages, as all schedules but ``"uncut"`` do.
 
@@ -76,7 +76,8 @@ def record(
     Raises:
         RecordingError: the forward does what no pipeline can do, or does not run on the sample
             (then with the forward's own error as its cause).
-        PlanError: the plan names a module that is not there, or does not fit the forward.
+        PlanError: the plan names a module that is not there, or does not fit the forward; plans set
+            on two models inside, or on one with marks outside of it.
 
     Example:
         >>> import torch, blockpipe as bp
@@ -104,10 +105,9 @@ def record_planned(
     """As :func:`record`, by a plan that is resolved, and checked against what it gives."""
     if isinstance(args, Tensor) or not isinstance(args, tuple | list):
         args = (args,)
-    stages = None if planned is None else planned.stages
-    recording = _record(model, tuple(args), dict(kwargs or {}), stages, devices, fake=fake, cut=cut)
+    kwargs = dict(kwargs or {})
+    recording = _record(model, tuple(args), kwargs, planned, devices, fake=fake, cut=cut)
     if planned is not None:
-        recording.planned_at = planned.where
         planned.check(recording)
     return recording
 
@@ -116,7 +116,7 @@ def _record(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    stages: Stages | None,
+    planned: Planned | None,
     devices: list[torch.device] | None,
     *,
     fake: bool,
@@ -127,7 +127,7 @@ def _record(
     began = time.perf_counter()
     if fake:
         try:
-            recording = _record_anywhere(model, args, kwargs, stages, devices, cut=cut)
+            recording = _record_anywhere(model, args, kwargs, planned, devices, cut=cut)
             _tell(recording, args, kwargs, began)
             return recording
         except BlockpipeError:
@@ -142,7 +142,7 @@ def _record(
             why_real = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     recording = _hooked(
         lambda unhookable: _record_real(
-            model, args, kwargs, stages, devices, cut=cut, unhookable=unhookable
+            model, args, kwargs, planned, devices, cut=cut, unhookable=unhookable
         )
     )
     recording.why_real = why_real
@@ -211,12 +211,11 @@ def record_on_fake_devices(
         for name in held.names
     }
     planned = planned_by(model, plan)
-    stages = planned.stages if planned else None
     kwargs = dict(kwargs or {})
     try:
         return _hooked(
             lambda unhookable: _record_fake(
-                model, tuple(args), kwargs, stages, devices, homes, unhookable=unhookable
+                model, tuple(args), kwargs, planned, devices, homes, unhookable=unhookable
             )
         )
     except BlockpipeError:
@@ -245,7 +244,7 @@ def _record_anywhere(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    stages: Stages | None,
+    planned: Planned | None,
     devices: list[torch.device] | None,
     *,
     cut: bool,
@@ -255,7 +254,7 @@ def _record_anywhere(
     def attempt(homes: Mapping[str, torch.device] | None) -> Recording:
         return _hooked(
             lambda unhookable: _record_fake(
-                model, args, kwargs, stages, devices, homes, cut=cut, unhookable=unhookable
+                model, args, kwargs, planned, devices, homes, cut=cut, unhookable=unhookable
             )
         )
 
@@ -273,7 +272,7 @@ def _record_fake(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    stages: Stages | None,
+    planned: Planned | None,
     devices: list[torch.device] | None,
     homes: Mapping[str, torch.device] | None = None,
     *,
@@ -320,7 +319,7 @@ def _record_fake(
                     model,
                     fake_args,
                     fake_kwargs,
-                    stages,
+                    planned,
                     devices,
                     fake=True,
                     cut=cut,
@@ -334,7 +333,7 @@ def _record_real(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    stages: Stages | None,
+    planned: Planned | None,
     devices: list[torch.device] | None,
     *,
     cut: bool,
@@ -346,7 +345,7 @@ def _record_real(
             # Copies: the forward may write to its inputs, and it will run again.
             args, kwargs = map_tensors(_copy_of, (args, kwargs))
             return _run(
-                model, args, kwargs, stages, devices, fake=False, cut=cut, unhookable=unhookable
+                model, args, kwargs, planned, devices, fake=False, cut=cut, unhookable=unhookable
             )
     except (BlockpipeError, HooksRefusedError):
         raise
@@ -367,15 +366,17 @@ def _run(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    stages: Stages | None,
+    planned: Planned | None,
     devices: list[torch.device] | None,
     *,
     fake: bool,
     cut: bool,
     unhookable: frozenset[str],
 ) -> Recording:
-    result = Recording(type(model).__name__, fake, planned=stages is not None)
-    cursor = WatchedCursor(follow_marks=stages is None)
+    result = Recording(type(model).__name__, fake, planned=planned is not None)
+    result.planned_at = None if planned is None else planned.where
+    cursor = WatchedCursor(follow_marks=planned is None)
+    stages = {} if planned is None else planned.stages
     differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     step = Step([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
     result.unhookable = sorted(unhookable)
@@ -386,9 +387,7 @@ def _run(
     versions = {id(b): (b, b._version) for b in model.buffers() if not b.is_inference()}
     for path, module in model.named_modules():
         names = module.__dict__
-        names["forward"] = RecordingDoor(
-            module.forward, path, module, recorder, (stages or {}).get(path)
-        )
+        names["forward"] = RecordingDoor(module.forward, path, module, recorder, stages.get(path))
         names.pop("_compiled_call_impl", None)
     before = set_cursor(cursor)
     try:

@@ -16,11 +16,13 @@ from .balance import balance
 from .balanced import UNITS
 from .blocks import begin_blocks
 from .capture import record
-from .errors import ScheduleError
+from .columns import COLUMNS
+from .errors import MarkError, PlanError, ScheduleError, UsageError
 from .given import Given, WordsError, begins, build_model, literals, make_inputs
 from .losses import own_or_mean_square
 from .pipeline import Pipeline
 from .plan import StagePlan
+from .planned import Planned
 from .recording import Recording
 from .scheduler import SCHEDULES, make_schedule
 from .simulate import Costs, Simulation, simulate
@@ -57,7 +59,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         "summary", _summary, "Print which stage holds what.", of_a_model, marks
     ).add_argument
     add_summary("--depth", type=_count, help="open modules down to this depth")
-    add_summary("--columns", type=_words, metavar="NAME,…", help="which columns, in which order")
+    add_summary("--columns", type=_columns, metavar="NAME,…", help="which columns, in which order")
     add_summary("--explain", metavar="PATH", help="say why this module is where it is, instead")
 
     add_plan = add(
@@ -156,7 +158,9 @@ def _mark_options() -> argparse.ArgumentParser:
         metavar="PATH=STAGE",
         help="a stage begins at this module: layer3=1; repeat for more",
     )
-    group.add_argument("--layout", metavar="TEXT", help="a plan's layout: 'layer3=1, layer4=2'")
+    group.add_argument(
+        "--layout", type=_layout, metavar="TEXT", help="a plan's layout: 'layer3=1, layer4=2'"
+    )
     group.add_argument("--plan", metavar="FILE", type=Path, help="a plan as JSON")
     return parser
 
@@ -167,7 +171,10 @@ def _mark_options() -> argparse.ArgumentParser:
 def _summary(options: argparse.Namespace) -> Answer:
     recording = _recorded(options)
     if options.explain is not None:
-        text = recording.explain(options.explain)
+        try:
+            text = recording.explain(options.explain)
+        except UsageError as error:
+            raise WordsError(str(error)) from error
         return Answer(text, {"path": options.explain, "why": text})
     summary = recording.summary(depth=options.depth, columns=options.columns)
     return Answer(str(summary), summary.to_dict())
@@ -213,7 +220,7 @@ def _simulate(options: argparse.Namespace) -> Answer:
         except ScheduleError as error:
             why_not = error  # it is not for these lanes
     if why_not is not None and (options.schedule != "all" or not played):
-        raise why_not
+        raise WordsError(str(why_not)) from why_not  # there are only words to be wrong
     data = [
         {
             "schedule": s.schedule.name,
@@ -290,11 +297,15 @@ def _model_and_inputs(options: argparse.Namespace, *, meta: bool) -> tuple[nn.Mo
 
 def _marked(model: nn.Module, options: argparse.Namespace) -> StagePlan | None:
     """The plan that was asked for; marks are put on the model."""
-    if options.begin:
-        begin_blocks(model, begins(options.begin))
-    if options.layout is not None:
-        return StagePlan.from_layout(options.layout)
-    return None if options.plan is None else StagePlan.load(options.plan)
+    layout: StagePlan | None = options.layout
+    try:
+        if options.begin:
+            begin_blocks(model, begins(options.begin))
+        if layout is not None:
+            Planned(model, layout)  # are the modules there?
+    except (MarkError, PlanError) as error:
+        raise WordsError(str(error)) from error
+    return layout if options.plan is None else StagePlan.load(options.plan)
 
 
 def _save_plan(plan: StagePlan, path: Path | None) -> None:
@@ -328,6 +339,21 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def _columns(text: str) -> list[str]:
+    names = _words(text)
+    known = [name for name in COLUMNS if name != "device"]  # a summary here is of no devices
+    if not names or not set(names) <= set(known):
+        raise argparse.ArgumentTypeError(f"names out of {', '.join(known)}, not {text!r}")
+    return names
+
+
+def _layout(text: str) -> StagePlan:
+    try:
+        return StagePlan.from_layout(text)
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _numbers(text: str) -> list[int]:
     words = _words(text)
     if not words or not all(word.isdecimal() for word in words):
@@ -352,6 +378,9 @@ def _bytes(text: str) -> int:
     number = text.rstrip("BiKMGTbkmgt")
     unit = text[len(number) :].upper().removesuffix("B").removesuffix("I")
     try:
-        return int(float(number) * _UNITS[unit])
+        size = int(float(number) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise argparse.ArgumentTypeError(f"a size such as 16GiB or 800M, not {text!r}") from None
+        size = -1
+    if size < 0:
+        raise argparse.ArgumentTypeError(f"a size such as 16GiB or 800M, not {text!r}")
+    return size

@@ -13,6 +13,7 @@ from keyword import iskeyword
 from torch import nn
 
 from .blocks import mark_of
+from .planned import kept_plans
 from .recording import Call
 
 
@@ -21,7 +22,7 @@ def expression(model: nn.Module, path: str, name: str = "model") -> str:
 
     Args:
         model: whose.
-        path: of the module, as ``named_modules`` has it.
+        path: of the module, as ``named_modules`` has it; ``""``: the model.
         name: of the model's variable.
 
     Example:
@@ -29,7 +30,7 @@ def expression(model: nn.Module, path: str, name: str = "model") -> str:
         "model[0]['a b']"
     """
     module = model
-    for part in path.split("."):
+    for part in filter(None, path.split(".")):
         if isinstance(module, nn.Sequential | nn.ModuleList) and part.isdecimal():
             name += f"[{part}]"
         elif isinstance(module, nn.ModuleDict):
@@ -77,6 +78,10 @@ def marks_text(
         return "\n".join([*impossible, *(f"# {line}" for line in lines)])
     if any(mark_of(module) is not None for module in model.modules()):
         lines.insert(0, "bp.remove_blocks(model)")
+    lines[:0] = [  # what is set would override the marks
+        f"bp.reset_pipeline_stage_assignment({expression(model, path)})"
+        for path, _ in kept_plans(model)
+    ]
     notes = [f"# take out the mark at {where}: it would count too" for where in in_code]
     return "\n".join([*notes, *lines])
 

@@ -25,7 +25,7 @@ from .options import (
 )
 from .placement import Fingerprint, Placement
 from .plan import StagePlan
-from .planned import KeptPlan, kept_plan, planned_by
+from .planned import planned_by
 from .prepared import Prepared, ScheduleOption, lanes_of
 from .recording import Recording
 from .table import bytes_text
@@ -90,7 +90,6 @@ class PlacedModel(WrappedModel):
         self._plan = plan
         self._given_devices = given = checked_devices(devices)
         self._given_lanes = None if given is None else lanes_of(given, devices or ())
-        self._kept: KeptPlan | None = kept_plan(model)  # what the placement follows
         self._number = next(_numbers)
         self._prepared: dict[Any, Prepared] = {}
         self._compile: tuple[dict[str, Any] | None, bool] | None = None
@@ -110,10 +109,11 @@ class PlacedModel(WrappedModel):
     @property
     def plan(self) -> StagePlan | None:
         """Which module call is on which stage; before the recording what was given, or ``None``."""
-        recording, kept = self.recording, kept_plan(self.module)
-        if recording is not None:
-            return recording.plan
-        return self._plan if self._plan is not None or kept is None else kept.plan
+        recording = self.recording
+        if recording is not None or self._plan is not None:
+            return self._plan if recording is None else recording.plan
+        planned = planned_by(self.module, None)
+        return None if planned is None else planned.plan
 
     @property
     def devices(self) -> list[torch.device]:
@@ -149,7 +149,8 @@ class PlacedModel(WrappedModel):
 
     def _is_replanned(self) -> bool:
         """Whether a plan was set or taken off since the model was placed."""
-        return self._plan is None and kept_plan(self.module) is not self._kept
+        known = self._fingerprint
+        return self._plan is None and known is not None and known.is_replanned()
 
     # --- record → plan → place
 
@@ -157,7 +158,7 @@ class PlacedModel(WrappedModel):
         """The recording that fits a micro-batch, and the model placed by it."""
         if self._is_replanned():
             self.unplace()
-            self._kept = kept_plan(self.module)
+            self._fingerprint = None
         if self._fingerprint is None or not self._fingerprint.fits():
             if self._fingerprint is not None:
                 _log.info("recording anew: modules or parameters were changed, or moved")

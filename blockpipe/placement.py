@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .errors import PlanError, UsageError
+from .planned import kept_plan
 from .recorder import named_slots
 from .recording import Recording
 
@@ -129,6 +130,7 @@ class Fingerprint:
             if tensor is not None
         ]
         self._counts = [(m._parameters, len(m._parameters)) for m in modules]
+        self._plans = [kept_plan(module) for module in modules]
 
     def fits(self) -> bool:
         """Whether the model's modules and parameters are what and where they were."""
@@ -139,6 +141,10 @@ class Fingerprint:
             if names.get(key) is not tensor or tensor.device != device:
                 return False
         return all(len(names) == count for names, count in self._counts)
+
+    def is_replanned(self) -> bool:
+        """Whether a plan was set or taken off since, on any of the modules."""
+        return any(kept_plan(m) is not k for m, k in zip(self._modules, self._plans, strict=True))
 
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""

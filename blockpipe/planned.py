@@ -8,14 +8,14 @@ was. A table from models to plans would lose it there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from torch import nn
 
 from .errors import PlanError
 from .plan import Assignment, StagePlan
-from .recording import Recording
+from .recording import Call, Recording
 
 _KEPT = "_blockpipe_plan"
 Stages = Mapping[str, Mapping[int | None, int]]
@@ -31,9 +31,15 @@ class KeptPlan:
 
 
 def kept_plan(model: nn.Module) -> KeptPlan | None:
-    """The plan that was set on a model, if one was."""
+    """The plan that was set on a model itself, if one was."""
     found: KeptPlan | None = model.__dict__.get(_KEPT)
     return found
+
+
+def kept_plans(model: nn.Module) -> list[tuple[str, KeptPlan]]:
+    """The plans that were set on a model and on models inside of it, with the paths of these."""
+    found = ((path, kept_plan(module)) for path, module in model.named_modules())
+    return [(path, kept) for path, kept in found if kept is not None]
 
 
 def keep_plan(model: nn.Module, kept: KeptPlan | None) -> None:
@@ -53,6 +59,7 @@ class Planned:
         where: the line that set it on the model; ``None``: it was passed along.
         every_module: whether every module of the plan must be called; in another mode (eval, say)
             some may be left out.
+        inside: the path of the model that it was set on, and names modules of.
 
     Raises:
         PlanError: it names modules that are not there.
@@ -65,10 +72,15 @@ class Planned:
         where: str | None = None,
         *,
         every_module: bool = False,
+        inside: str = "",
     ) -> None:
+        if inside:
+            entries = [replace(a, path=f"{inside}.{a.path}", inside=[]) for a in plan.assignments]
+            plan = StagePlan(entries, partial=plan.partial)
         self.plan = plan
         self.where = where
         self.every_module = every_module
+        self.inside = inside
         self.model = type(model).__name__
         resolved = dict(resolve(model, plan))
         unknown = [a for a in plan.assignments if id(a) not in resolved]
@@ -105,6 +117,13 @@ class Planned:
 
     def check(self, recording: Recording) -> None:
         """Raise one :class:`PlanError` with all that does not fit what was recorded under it."""
+        outside = [line for line, call in recording.marks.items() if not self._has(call)]
+        if outside:
+            raise PlanError(
+                f"a forward has marks or set stages, but stages are set on {self.inside!r} "
+                f"({self.where}), and {self.model} has marks outside of it "
+                f"({', '.join(outside[:3])}); {_remedy(self.inside)}"
+            )
         problems = self._misfits(recording)
         if self.where is not None:
             problems += list(self._unreached(recording))
@@ -115,6 +134,12 @@ class Planned:
                 f"{'; '.join(problems[:12])}{more}; make it from a recording of this model in this "
                 f"mode, or list only where stages begin{self._at()}"
             )
+
+    def _has(self, call: Call | None) -> bool:
+        """Whether a call is inside of the model that the plan was set on."""
+        while self.inside and call is not None and call.path != self.inside:
+            call = call.parent
+        return not self.inside or call is not None
 
     def _misfits(self, recording: Recording) -> list[str]:
         made = {(call.path, call.call) for call in recording.calls if call.is_module}
@@ -128,16 +153,21 @@ class Planned:
         if self.where is None and all((a.path, a.call) in made for a in listed):
             return []  # it may leave calls out: they stay where the forward is
         plan = StagePlan(listed, partial=self.plan.is_partial)
-        return plan.differences(recording, here="the plan", there="the forward")
+        made_here = StagePlan(
+            [
+                a
+                for a in recording.plan.assignments
+                if a.path in self.stages or not self.inside or a.path.startswith(f"{self.inside}.")
+            ]
+        )
+        return plan.differences(made_here, here="the plan", there="the forward")
 
     def _unreached(self, recording: Recording) -> Iterator[str]:
         """Stages that begin before the one below, or that nothing runs on."""
         highest = -1
         for hop in recording.hops:
             if hop.stage > highest + 1:
-                on_it = (c for c in recording.calls if c.hop == hop.index and c.is_module)
-                call = next(on_it, None)
-                at = hop.where if call is None else f"{call.path!r} call {call.call}, {hop.where}"
+                at = hop.where if hop.begun_by is None else f"{hop.begun_by}, {hop.where}"
                 yield (
                     f"stage {hop.stage} begins ({at}) before stage {highest + 1} has run; "
                     "number stages in the order in which they are reached first (returning to a "
@@ -156,11 +186,33 @@ class Planned:
 
 
 def planned_by(model: nn.Module, plan: StagePlan | None) -> Planned | None:
-    """The plan that counts for a model: the one passed along, else the one that was set on it."""
+    """The plan that counts for a model: the one passed along, else the one that was set on it, else
+    on a model inside of it.
+
+    Raises:
+        PlanError: it names modules that are not there; it is set on two models inside.
+    """
     if plan is not None:
         return Planned(model, plan)
-    kept = kept_plan(model)
-    return None if kept is None else Planned(model, kept.plan, kept.where)
+    kept = kept_plans(model)
+    if not kept:
+        return None
+    path, first = kept[0]
+    beside = [(p, k) for p, k in kept if path and not f"{p}.".startswith(f"{path}.")]
+    if beside:
+        other, second = beside[0]
+        raise PlanError(
+            f"a forward has one numbering of stages, but {type(model).__name__} has stages set on "
+            f"{path!r} ({first.where}) and on {other!r} ({second.where}); {_remedy(other)}"
+        )
+    return Planned(model, first.plan, first.where, inside=path)
+
+
+def _remedy(path: str) -> str:
+    return (
+        "set stages on the whole model, or call "
+        f"reset_pipeline_stage_assignment(model.get_submodule({path!r}))"
+    )
 
 
 def resolve(model: nn.Module, plan: StagePlan) -> Iterator[tuple[int, list[str]]]:

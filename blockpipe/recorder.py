@@ -62,8 +62,8 @@ class WatchedCursor(Cursor):
 
     def begin(self, mark: Mark) -> None:
         assert self.recorder is not None
-        if mark.where not in self.recorder.result.marks:
-            self.recorder.result.marks.append(mark.where)
+        stack = self.recorder.stack
+        self.recorder.result.marks.setdefault(mark.where, stack[-1][0] if stack else None)
         super().begin(mark)
 
     def move(self, stage: int, mark: Mark | None) -> None:
@@ -97,6 +97,7 @@ class Recorder(Journey):
         self.cursor: WatchedCursor = cursor
         self.result = result
         self.marked = False
+        self.begun_by: str | None = None  # the call with which a plan moved the cursor last
         self.stack: list[tuple[Call, set[int], object]] = []
         self.held: dict[int, Held] = {}
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
@@ -140,6 +141,7 @@ class Recorder(Journey):
                 stage,
                 mark.name if mark else None,
                 mark.where if mark else users_line() if hop else "the start",
+                self.begun_by,
                 self.cursor.moves,
             )
         )
@@ -149,7 +151,9 @@ class Recorder(Journey):
     def _check_device(self, stage: int) -> None:
         if self.step.devices is not None and stage >= len(self.step.devices):
             mark = self.cursor.mark
-            where = mark.where if mark else users_line()
+            where = mark.where if mark else self.begun_by or users_line()
+            if self.result.planned_at is not None:
+                where += f", set at {self.result.planned_at}"
             raise PlanError(f"{too_few_devices(stage + 1, len(self.step.devices))} ({where})")
 
     def moved(self, stage: int) -> None:
@@ -559,7 +563,10 @@ class RecordingDoor:
         if self.stages is not None:
             call_number = recorder.count_call(self)
             now = recorder.cursor.stage
-            recorder.cursor.move(planned_stage(self.stages, call_number, now), None)
+            stage = planned_stage(self.stages, call_number, now)
+            if stage != now:
+                recorder.begun_by = f"{self.path!r} call {call_number}"
+            recorder.cursor.move(stage, None)
         kind = type(self.module).__name__
         return recorder.watched(self.path, kind, self.module, self.forward, args, kwargs)
 

@@ -37,6 +37,7 @@ class Hop:
     stage: int
     name: str | None
     where: str
+    begun_by: str | None = None  # the call with which a plan begins it
     mark: int = 0  # which of the forward's marks it began with; 0: none
     operations: int = 0
     kernels: int = 0  # operations below autograd that do more than make a view
@@ -256,7 +257,8 @@ class Recording:
     moves: bool = False  # whether a mark ever asked for another stage
     planned: bool = False  # whether a plan overrode the marks
     planned_at: str | None = None  # the line that set it on the model; None: it was passed along
-    marks: list[str] = field(default_factory=list)  # the lines of those met, heeded or not
+    marks: dict[str, Call | None] = field(default_factory=dict, repr=False)
+    """The lines of those met, heeded or not, and the innermost call that each was first met in."""
     why_real: str | None = None
 
     def __repr__(self) -> str:
@@ -321,10 +323,12 @@ class Recording:
         """Raise one :class:`PlanError` for gaps in the stages, or too few devices."""
         problems = gaps(self.route)
         if devices is not None and self.num_stages > devices:
-            marks = ", ".join(f"stage {h.stage} at {h.where}" for h in self.hops)
-            problems.append(f"{too_few_devices(self.num_stages, devices)} ({marks})")
-        elif problems:
-            problems[-1] += " (" + ", ".join(f"stage {h.stage}: {h.where}" for h in self.hops) + ")"
+            problems.append(too_few_devices(self.num_stages, devices))
+        if problems:
+            begins = [f"stage {h.stage} at {h.begun_by or h.where}" for h in self.hops]
+            if self.planned_at is not None:
+                begins.append(f"set at {self.planned_at}")
+            problems[-1] += f" ({', '.join(begins)})"
         if problems:
             raise PlanError("; ".join(problems))
 

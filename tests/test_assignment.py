@@ -270,6 +270,88 @@ def test_what_is_set_overrides_marks_until_it_is_reset():
     bp.reset_pipeline_stage_assignment(net)  # nothing is there: nothing happens
 
 
+class WithLoss(nn.Module):
+    """A model inside of another one."""
+
+    def __init__(self, model: nn.Module, calls: int = 1) -> None:
+        super().__init__()
+        self.model, self.calls = model, calls
+
+    def forward(self, x):
+        for _ in range(self.calls):
+            x = self.model(x)
+        return x.square().mean()
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("form", ["entries", "mapping"])
+def test_what_is_set_counts_inside_of_another_model(form):
+    """Until stages are set on that one."""
+    net, x = chain(), torch.zeros(2, 4)
+    entries = bp.get_pipeline_stage_assignment(net, x)
+    entries[1].assign(1)
+    entries[2].assign(2)
+    bp.set_pipeline_stage_assignment(net, entries if form == "entries" else {"1": 1, "2": 2}, x)
+    outer = nn.Sequential(nn.Tanh(), WithLoss(net))
+    assert bp.record(outer, x).plan.layout == "1.model.1=1, 1.model.2=2"
+    assert dry_run(outer, x).route == [0, 1, 2]
+    assert bp.record(copy.deepcopy(outer), x).route == [0, 1, 2]
+    assert bp.record(outer, x, plan=bp.StagePlan([])).route == [0]
+    bp.set_pipeline_stage_assignment(outer, {"1": 1}, x)
+    assert bp.record(outer, x).route == [0, 1]
+    bp.reset_pipeline_stage_assignment(outer)
+    bp.reset_pipeline_stage_assignment(net)
+    assert bp.record(outer, x).route == [0]
+
+
+def test_an_inner_model_that_is_called_twice():
+    """A plan of where stages begin counts at each call; one of all calls does not fit."""
+    net, x = chain(), torch.zeros(2, 4)
+    bp.set_pipeline_stage_assignment(net, {"0": 0, "2": 1}, x)
+    assert bp.record(WithLoss(net, calls=2), x).route == [0, 1, 0, 1]
+    bp.set_pipeline_stage_assignment(net, bp.get_pipeline_stage_assignment(net, x), x)
+    with pytest.raises(PlanError, match=r"'model.0' call 1: only in the forward.*\(set at .*py:"):
+        bp.record(WithLoss(net, calls=2), x)
+
+
+def test_an_inner_model_s_module_that_the_outer_has_too():
+    """It goes by the first of its paths, as everywhere."""
+    net, x = chain(), torch.zeros(2, 4)
+    entries = bp.get_pipeline_stage_assignment(net, x)
+    entries[1].stage = entries[2].stage = 1
+    bp.set_pipeline_stage_assignment(net, entries, x)
+    outer = nn.Sequential()
+    outer.tied = net[1]
+    outer.model = net
+    outer.forward = lambda x: net(x)
+    assert bp.record(outer, x).plan.layout == "tied=1"
+
+
+def test_stages_inside_are_refused_where_they_are_ambiguous():
+    """Set on two models, or beside marks."""
+    a, b, x = chain(), chain(), torch.zeros(2, 4)
+    for net in (a, b):
+        bp.set_pipeline_stage_assignment(net, {"1": 1}, x)
+    line = r"\(\S*test_assignment.py:\d+\)"
+    remedy = r"reset_pipeline_stage_assignment\(model.get_submodule\('{}'\)\)"
+    both = nn.Sequential(a, b)
+    with pytest.raises(PlanError, match=f"on '0' {line} and on '1' {line}.*{remedy.format(1)}"):
+        bp.record(both, x)
+    assert bp.record(both, x, plan=bp.StagePlan([])).route == [0]
+    beside = nn.Sequential(a, bp.BeginBlock(nn.Tanh(), stage=2))
+    with pytest.raises(
+        PlanError, match=f"on '0' {line}.*marks outside.*{line}.*{remedy.format(0)}"
+    ):
+        bp.record(beside, x)
+    assert bp.balance(beside, x, 2, "flops").num_stages == 2
+    bp.BeginBlock(b[2], stage=2)  # inside: overridden
+    assert bp.record(nn.Sequential(b), x).route == [0, 1]
+
+
 def test_entries_changed_after_setting_do_not_count():
     """What is set is a copy, and so is what comes back."""
     net = net_of()
@@ -346,6 +428,23 @@ def test_a_pipeline_notices_at_its_next_call():
     assert pipe.recording.route == [0]
 
 
+def test_a_pipeline_notices_stages_set_inside_of_its_model():
+    net, x = chain(), torch.randn(4, 4)
+    twin = copy.deepcopy(net)
+    pipe = bp.Pipeline(nn.Sequential(net), chunks=2)
+    pipe(x)
+    assert pipe.recording.route == [0]
+    bp.set_pipeline_stage_assignment(net, {"1": 1})
+    assert pipe.recording is None
+    assert pipe.plan.layout == "0.1=1"
+    loss = pipe.forward_backward(x, loss_fn=any_loss).loss
+    assert torch.equal(loss, plain_step(nn.Sequential(twin), (x,), {}, None, any_loss, 2))
+    assert pipe.recording.route == [0, 1]
+    assert len(pipe.devices) == 2
+    for mine, other in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
 def test_get_from_a_pipeline_and_from_a_recording():
     """A pipeline that was called needs no sample."""
     pipe = bp.Pipeline(bp.begin_blocks(net_of(), {"head": 1}), devices=["cpu"] * 2, chunks=2)
@@ -370,6 +469,21 @@ def test_stages_and_devices_of_a_pipeline_are_compared_at_once():
     pipe = bp.Pipeline(net_of(), devices=["cpu"] * 2, chunks=2)
     with pytest.raises(PlanError, match=r"3 stages \(0..2\), but there are 2 devices"):
         bp.set_pipeline_stage_assignment(pipe, {"body": 1, "head": 2})
+
+
+def test_too_few_devices_name_the_calls_and_the_line_that_set_them():
+    """Once the forward is recorded, or while it is; of a plan that is passed the calls alone."""
+    net = net_of()
+    bp.set_pipeline_stage_assignment(net, {"body.1": 1, "head": 2})
+    calls = r"2 devices .*stage 1 at 'body.1' call 0, stage 2 at 'head' call 0"
+    with pytest.raises(PlanError, match=rf"{calls}, set at \S*test_assignment.py:\d+\)$"):
+        bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)(X)
+    with pytest.raises(PlanError, match=r"\('head' call 0, set at \S*test_assignment.py:\d+\)$"):
+        bp.record(net, X, devices=[torch.device("cpu")] * 2)
+    plan = bp.record(net, X).plan
+    bp.reset_pipeline_stage_assignment(net)
+    with pytest.raises(PlanError, match=rf"{calls}\)$"):
+        bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, plan=plan)(X)
 
 
 def test_other_methods_follow_a_plan_at_each_call_of_the_model():

@@ -155,6 +155,11 @@ def tiny_gpt2() -> nn.Module:
 # --- exit statuses and errors
 
 
+def fails(error: str = "key") -> nn.Module:
+    raise RuntimeError if error == "empty" else KeyError("foo")
+
+
+EMPTY = ["--model-argument", "error=empty"]
 WRONG_WORDS = [
     (["nonesuch.models:net", "--input", "1"], "does not import"),
     (["torchvision.models", "--input", "1"], "module:callable"),
@@ -167,17 +172,18 @@ WRONG_WORDS = [
     ([*RESNET[:1], "--input", "4:float32:9"], "takes no limit"),
     ([*RESNET, "--begin", "layer3"], "PATH=STAGE"),
     ([*RESNET, "--begin", "layer3=1", "--begin", "layer3=2"], "given twice"),
+    ([*RESNET, "--begin", "layr3=1"], "did you mean 'layer3'"),
+    ([*RESNET, "--layout", "layr3=1"], "did you mean 'layer3'"),
     ([*RESNET, "--argument", "3"], "NAME=VALUE"),
+    ([*MARKED, "--explain", "layer9"], "did you mean"),
 ]
 FAILS = [
-    (["torch.nn:Linear", "--input", "1"], "in_features"),
+    (["torch.nn:Linear", "--input", "1"], "TypeError: "),
+    (["tests.test_commands:fails", "--input", "1"], "summary: KeyError: 'foo'\n"),
+    (["tests.test_commands:fails", "--input", "1", *EMPTY], "summary: RuntimeError\n"),
     ([*RESNET[:1], "--input", "4,3,64"], "ResNet's forward"),
-    ([*RESNET, "--begin", "layr3=1"], "did you mean 'layer3'"),
     ([*RESNET, "--begin", "layer3=2"], "without gaps"),
     ([*RESNET, "--plan", "nonesuch.json"], "nonesuch.json"),
-    ([*RESNET, "--layout", "layer3"], "layer3"),
-    ([*MARKED, "--columns", "size"], "columns"),
-    ([*MARKED, "--explain", "layer9"], "did you mean"),
 ]
 
 
@@ -208,6 +214,11 @@ def test_errors_are_one_line(
         ["balance", *RESNET, "--stages", "2", "--by", "luck"],
         ["balance", *RESNET, "--stages", "2", "--limit", "16 apples"],
         ["plan", *MARKED, "--layout", "layer3=1"],
+        ["balance", *RESNET, "--stages", "2", "--limit=-5"],
+        ["summary", *MARKED, "--columns", "size"],
+        ["summary", *MARKED, "--columns", "device"],
+        ["summary", *RESNET, "--layout", "layer3"],
+        ["plan", *RESNET, "--layout", "layer3=2"],
         ["simulate", "--lanes", "0,b"],
         ["simulate", "--forward", "fast"],
         ["trace", *MARKED, "--save", "trace.png"],
@@ -220,11 +231,23 @@ def test_wrong_usage_is_status_2(words: list[str], capsys: pytest.CaptureFixture
     assert "usage:" in capsys.readouterr().err
 
 
-def test_all_schedules_of_lanes_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where none fits, it is said why."""
-    status, out, err = run(capsys, "simulate", "--schedule", "all", "--lanes", "0,5")
-    assert (status, out) == (1, "")
-    assert "without gaps" in err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lanes", "0,1,5"], "without gaps"),
+        (["--lanes", "0,5", "--schedule", "all"], "without gaps"),
+        (["--forward=-1"], "from 0 on"),
+        (["--transfer", "1,2,3"], "one for each of 4 hops"),
+    ],
+)
+def test_schedules_that_cannot_be(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said why, as wrong usage: there is nothing else that could be wrong."""
+    status, out, err = run(capsys, "simulate", *words)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
 
 
 def test_traceback_shows_where_it_came_from() -> None:

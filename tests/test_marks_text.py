@@ -101,6 +101,21 @@ def test_marks_that_are_there_are_taken_off() -> None:
     assert bp.record(_marked(net, plan.marks()), x).plan == bp.record(net, x, plan=plan).plan
 
 
+@pytest.mark.parametrize("inner", ["", "1"])
+def test_stages_that_are_set_are_taken_off(inner: str) -> None:
+    """On the model, or on one inside of it: they would override the marks."""
+    net, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.zeros(2, 4)
+    net[1] = bp.BeginBlock(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), stage=0)
+    bp.set_pipeline_stage_assignment(net.get_submodule(inner), {"1": 1})
+    plan = bp.balance(net, x, 2, "flops")
+    assert plan.marks().splitlines() == [
+        f"bp.reset_pipeline_stage_assignment(model{'[1]' if inner else ''})",
+        "bp.remove_blocks(model)",
+        "model[1][1] = bp.BeginBlock(model[1][1], stage=1)",
+    ]
+    assert bp.record(_marked(net, plan.marks()), x).plan == bp.record(net, x, plan=plan).plan
+
+
 def test_marks_in_the_forward_are_named() -> None:
     class Net(Skips):
         def forward(self, x: Tensor) -> Tensor:
