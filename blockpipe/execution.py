@@ -159,10 +159,16 @@ class Execution:
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         """Around the forwards: where they succeed, the generators go on from them."""
-        before = {} if self._streams is not None else current(self.prepared.generators)
-        yield
-        if self._streams is not None:
-            self._streams.finish()
+        streams = self._streams
+        before = {} if streams is not None else current(self.prepared.generators)
+        try:
+            yield
+        except BaseException:
+            if streams is not None:
+                streams.abandon()
+            raise
+        if streams is not None:
+            streams.finish()
         elif moved(before):
             self.prepared.draws_after_all()
 

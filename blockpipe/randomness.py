@@ -189,6 +189,11 @@ class Streams:
         _turn.release()
         return drew
 
+    def abandon(self) -> None:
+        """The step has failed: as if nobody had drawn."""
+        for source, begin in self._begin.items():
+            _set(source, begin)
+
     def finish(self) -> None:
         """The generators go on from where the first micro-batch left them."""
         for source, begin in self._begin.items():

@@ -14,7 +14,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.errors import PlanError, StateError
 from blockpipe.meter import Meter
-from blockpipe.randomness import Streams, current, replayed
+from blockpipe.randomness import Streams, current, moved, replayed
 
 from .parity import difference, plain_step
 
@@ -227,6 +227,26 @@ def test_what_the_recording_did_not_draw_is_covered_in_the_first_step(schedule, 
     pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule)
     pipe.forward_backward(x, loss_fn=square)
     assert [hop.draws for hop in pipe.recording.hops] == [{"torch"}, {"torch"}, set()]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_that_fails_draws_nothing(schedule, p):
+    """Generators are where they were, as the parameters' gradients are: it can be tried again."""
+
+    class Fails(nn.Module):
+        def forward(self, x):
+            x = nn.functional.dropout(x, p)
+            if bp.current_microbatch() == 2:
+                raise ValueError("on purpose")
+            return x
+
+    net = nn.Sequential(nn.Linear(6, 6), bp.BeginBlock(Fails(), stage=1))
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+    before = current([CPU, "random", "numpy"])
+    with pytest.raises(ValueError, match="on purpose"):
+        pipe.forward_backward(torch.randn(8, 6, generator=torch.Generator()), loss_fn=square)
+    assert not moved(before)
 
 
 def test_a_loss_that_draws_is_no_stage_that_draws():
