@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from .ambient import Ambient
 from .blocks import Cursor, Mark, set_cursor, set_microbatch
 from .crossing import TAG, Step, Tag
-from .errors import RouteError
+from .errors import BlockpipeError, RouteError
 from .glue import CustomFunctions, Glue, TensorHooks
 from .journey import FreeJourney, Journey, detached
 from .lanes import Abandoned, Turns
@@ -631,7 +631,13 @@ class _FixedCursor(Cursor):
 
 def _note(error: BaseException, phase: str, microbatch: int, stage: int | None) -> None:
     where = "" if stage is None else f" on stage {stage}"
+    remedy = ""
+    if phase == "recomputation" and not isinstance(error, BlockpipeError):
+        remedy = (
+            "; in the forward it ran, so something has changed since (a cache that it was given: "
+            "use_cache=False; state of its own): mark it with checkpoint=False"
+        )
     error.add_note(
         f"blockpipe: in the {phase} of micro-batch {microbatch}{where}, "
-        f"at {failing_line(error.__traceback__)}"
+        f"at {failing_line(error.__traceback__)}{remedy}"
     )
