@@ -171,7 +171,7 @@ class Frame:
         if not self.again.about.keeps_inputs:
             self._check_arguments("is written in place by")
         if not self.again.about.draws:
-            self.again.about.draws = moved(self._random)
+            self.again.about.draws = bool(moved(self._random))
             self._random = self._random if self.again.about.draws else {}
         return result
 

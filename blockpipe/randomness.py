@@ -93,8 +93,8 @@ def _derived(source: Source, state: Any, what: str) -> Any:
 
 
 def _bytes_of(state: Any) -> bytes:
-    if not isinstance(state, torch.Tensor):
-        return repr(state).encode()
+    if not isinstance(state, torch.Tensor):  # numpy's has an array in it, of which a repr is slow
+        return b"".join(p.tobytes() if hasattr(p, "tobytes") else repr(p).encode() for p in state)
     # Much the faster way, but torch does without numpy.
     return state.numpy().tobytes() if "numpy" in sys.modules else bytes(state.tolist())
 
@@ -104,9 +104,9 @@ def current(sources: Iterable[Source]) -> States:
     return {source: _get(source) for source in sources}
 
 
-def moved(states: States) -> bool:
-    """Whether any of these generators is in another state now."""
-    return any(_bytes_of(_get(source)) != _bytes_of(then) for source, then in states.items())
+def moved(states: States) -> list[Source]:
+    """Which of these generators are in another state now."""
+    return [source for source, then in states.items() if _bytes_of(_get(source)) != _bytes_of(then)]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from .pieces import Pieces, inbound
 from .plan import too_few_devices
 from .planned import planned_stage
 from .progress import Progress
-from .randomness import current, host_sources
+from .randomness import current, host_sources, moved
 from .recording import Call, CrossingInfo, Drawn, Flow, Held, Hop, Piece, Recording, Unmarked
 from .transfer import edge_of
 from .tree import tensors
@@ -470,11 +470,10 @@ class Recorder(Journey):
 
     def _note_host_draws(self) -> None:
         """Whether the hop drew from Python's or numpy's generator since this was asked last."""
-        now = current(host_sources())
-        for source, state in now.items():
-            if repr(state) != repr(self._host_states.get(source, state)) and self.result.hops:
-                self.result.hops[max(self.hop, 0)].draws.add(str(source))
-        self._host_states = now
+        if self.result.hops:
+            draws = self.result.hops[max(self.hop, 0)].draws
+            draws.update(map(str, moved(self._host_states)))
+        self._host_states = current(host_sources())
 
     def refuse_again(self, why: str, call: Call | None = None) -> None:
         """No call that this is a part of can be run again."""
