@@ -26,7 +26,7 @@ from .errors import BlockpipeError, PlanError, UsageError
 from .marks_text import marks_text
 from .measuring import PieceTimes, measured
 from .memory import copies_of
-from .options import checked_devices
+from .options import check_loss, checked_devices
 from .partition import check_count, checked_number, checked_numbers
 from .plan import Assignment, StagePlan
 from .prepared import BANDWIDTH, ScheduleOption, lanes_of
@@ -437,15 +437,7 @@ def _check(model: object, by: object, loss_fn: object, target: object, speeds: o
         raise UsageError(
             f"by is one of {', '.join(map(repr, UNITS))}, but {by!r} came ({users_line()})"
         )
-    if loss_fn is not None and not callable(loss_fn):
-        raise UsageError(
-            f"loss_fn is a callable (output, target) -> loss, but {loss_fn!r} came ({users_line()})"
-        )
-    if target is not None and loss_fn is None:
-        raise UsageError(
-            "a target needs a loss_fn to be compared by, but none came; pass loss_fn=… "
-            f"({users_line()})"
-        )
+    check_loss(loss_fn, target)
     if speeds is not None and by == "memory":
         raise PlanError(
             "speeds do not change what a stage keeps; pass limits=, or balance by='time' "

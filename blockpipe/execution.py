@@ -179,14 +179,14 @@ class Execution:
     def _leave_stream(self, m: int, hop: int) -> None:
         if self._streams is None:
             return
-        for source in self._streams.leave(m, tell=self.step.is_first):
-            kind = source if isinstance(source, str) else "torch"
-            draws = self.prepared.recording.hops[hop].draws
-            of_loss = hop == len(self.prepared.route) - 1 and self.prepared.loss_draws.get(
-                self._loss_kind
-            )
-            if self.step.is_first and kind not in draws and not (of_loss and kind == "torch"):
-                self.prepared.draws_after_all(hop, kind)
+        drew = self._streams.leave(m, tell=self.step.is_first)
+        if not self.step.is_first:
+            return
+        kinds = {source if isinstance(source, str) else "torch" for source in drew}
+        if hop == len(self.prepared.route) - 1 and self.prepared.loss_draws.get(self._loss_kind):
+            kinds.discard("torch")  # it was the loss
+        for kind in kinds - self.prepared.recording.hops[hop].draws:
+            self.prepared.draws_after_all(hop, kind)
 
     # --- the three ways through
 

@@ -1,6 +1,6 @@
 """A placed model that runs steps: forwards and backwards over a batch, pipelined."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -87,18 +87,8 @@ class SteppedModel(InspectedModel):
         prepared = self._prepare(microbatches[0])
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(prepared.devices[prepared.route[-1]])
-        want = frozenset({"loss", "outputs"} if return_outputs else {"loss"})
-        execution = Execution(
-            prepared,
-            microbatches,
-            weights,
-            self.schedule,
-            ambient,
-            isolate_as=self._own_storages(prepared),
-            loss_fn=loss_fn,
-            want=want,
-            observer=self._observer(prepared, microbatches),
-        )
+        want = {"loss", "outputs"} if return_outputs else {"loss"}
+        execution = self._execution(prepared, microbatches, weights, ambient, want, loss_fn)
         execution.run()
         if execution.inputs_need_grad and self.schedule != "uncut":
             self._give_input_gradients(execution, args, kwargs)
@@ -130,16 +120,7 @@ class SteppedModel(InspectedModel):
         microbatches = self._split(args, kwargs, None)
         weights = [m.size / sum(b.size for b in microbatches) for m in microbatches]
         prepared = self._prepare(microbatches[0])
-        execution = Execution(
-            prepared,
-            microbatches,
-            weights,
-            self.schedule,
-            ambient,
-            isolate_as=self._own_storages(prepared),
-            want=frozenset({"outputs"}),
-            observer=self._observer(prepared, microbatches),
-        )
+        execution = self._execution(prepared, microbatches, weights, ambient, {"outputs"})
         execution.run_forward()
         results = [r.outputs for r in execution.results if r is not None]
         sizes = [m.size for m in microbatches]
@@ -193,6 +174,27 @@ class SteppedModel(InspectedModel):
             journey.abandon()
 
     # --- batches
+
+    def _execution(
+        self,
+        prepared: Prepared,
+        microbatches: list[Microbatch],
+        weights: list[float],
+        ambient: Ambient,
+        want: Iterable[str],
+        loss_fn: Callable[..., Any] | None = None,
+    ) -> Execution:
+        return Execution(
+            prepared,
+            microbatches,
+            weights,
+            self.schedule,
+            ambient,
+            isolate_as=self._own_storages(prepared),
+            loss_fn=loss_fn,
+            want=frozenset(want),
+            observer=self._observer(prepared, microbatches),
+        )
 
     def _output_dim(self) -> int:
         if isinstance(self.batch_dims, int):
