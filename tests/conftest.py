@@ -14,6 +14,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="accept the golden files in tests/golden"
     )
+    parser.addoption(
+        "--simulated", action="store_true", help="stages are on the simulated accelerator"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--simulated"):
+        from . import simulated  # noqa: F401 - from here on there is an accelerator
 
 
 @pytest.fixture(autouse=True)
