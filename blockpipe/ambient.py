@@ -24,12 +24,41 @@ R = TypeVar("R")
 
 
 class ThreadState(threading.local):
-    """What a thread of ours is doing: the glue of the journey that runs in it."""
+    """What a thread of ours is doing: the glue of the journey that runs in it, and the baton, if it
+    holds that (at most one thread runs forward code for accelerators at a time)."""
 
     glue: Any = None
+    baton: "threading.Lock | None" = None
 
 
 in_thread = ThreadState()
+
+
+def take_baton(baton: "threading.Lock") -> None:
+    """Wait for the baton; then this thread holds it."""
+    baton.acquire()
+    in_thread.baton = baton
+
+
+def give_baton() -> None:
+    """Let another thread have the baton, if this one holds it."""
+    held, in_thread.baton = in_thread.baton, None
+    if held is not None:
+        held.release()
+
+
+@contextmanager
+def waiting_for_device() -> Iterator[None]:
+    """While entered, this thread stands still for a device, or for another thread: the baton is
+    free meanwhile, for who holds it while it waits keeps every other device from being given work.
+    """
+    baton = in_thread.baton
+    give_baton()
+    try:
+        yield
+    finally:
+        if baton is not None:
+            take_baton(baton)
 
 
 class Surroundings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from .errors import CrossingError
 from .observer import Observer, Watch
 from .randomness import Source
-from .transfer import Owner, carry, set_owner
+from .transfer import Lent, Owner, Sent, is_asynchronous, mark, send, set_owner
 
 TAG = "_blockpipe_tag"
 RECORDING = -1  # the number of the recording's step
@@ -104,6 +105,7 @@ class HopGraph:
     """What a hop's backward starts from, and what it hands on."""
 
     roots: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)
+    arriving: list[Sent] = field(default_factory=list)  # of the roots' gradients
     crossings: list[Crossing] = field(default_factory=list)
 
 
@@ -174,28 +176,67 @@ class Step:
         self.isolate_as = isolate_as  # the pipeline's number in the sanitizer's book
         self.isolate = isolate_as is not None
         self.cut = cut
+        self.lent = Lent()  # the caller's tensors, and the model's, that are being copied
+        self._begun: dict[torch.device, torch.Event | None] = {}
         self._lock = threading.Lock()
-        self._copies: dict[tuple[int, int], Tensor] = {}
+        self._copies: dict[tuple[int, int], Sent] = {}
         self._adopted: dict[int, Home] = {}  # of this step: not the model's, so not kept longer
 
     def device_of(self, stage: int) -> torch.device | None:
         """The device of a stage, or ``None`` where nothing is placed."""
         return None if self.devices is None else self.devices[stage]
 
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether what crosses is copied between devices, some of which are asynchronous."""
+        used = set() if self.devices is None else {self.devices[stage] for stage in self.route}
+        return self.cut and len(used) > 1 and any(map(is_asynchronous, used))
+
+    def begin(self) -> None:
+        """Note what is queued on the devices by now: what the step is given is there behind it."""
+        if self.has_copies:
+            assert self.devices is not None
+            self._begun = {device: mark(device) for device in set(self.devices)}
+
+    def mark(self, stage: int) -> torch.Event | None:
+        """An event behind what is queued on a stage's device, if anybody could wait for it."""
+        return mark(self.devices[stage]) if self.has_copies and self.devices is not None else None
+
     def copy_of(self, tensor: Tensor, stage: int, watch: Watch | None = None) -> Tensor:
         """A parameter's or buffer's value on another stage, copied once in the step."""
         key = id(tensor), stage
         with self._lock:
-            if key not in self._copies:
-                self._copies[key] = self.carried(tensor, stage, watch)
-            return self._copies[key]
+            sent = self._copies.get(key)
+            if sent is None:
+                sent = self._copies[key] = self.lend(tensor, stage, watch)
+        return sent.receive()
 
     def carried(self, tensor: Tensor, stage: int, watch: Watch | None = None) -> Tensor:
-        """A tensor's values on a stage: an alias on the same device, unless isolated."""
-        moved = carry(tensor, self.device_of(stage), copy=self.isolate, watch=watch)
+        """The values of a tensor that is the caller's, or the model's, on a stage."""
+        return self.lend(tensor, stage, watch).receive()
+
+    def lend(self, tensor: Tensor, stage: int, watch: Watch | None = None) -> Sent:
+        """Begin to copy a tensor that is the caller's, or the model's, to a stage."""
+        sent = self.send(tensor, stage, watch=watch, after=self._begun.get(tensor.device))
+        self.lent.add(None, sent)
+        return sent
+
+    def send(
+        self,
+        tensor: Tensor,
+        stage: int,
+        *,
+        after: torch.Event | None = None,
+        back: bool = False,
+        watch: Watch | None = None,
+    ) -> Sent:
+        """Begin to copy a tensor's values to a stage: an alias on the same device, unless isolated.
+        See :func:`blockpipe.transfer.send`."""
+        device = self.device_of(stage)
+        sent = send(tensor, device, copy=self.isolate, after=after, back=back, watch=watch)
         if self.isolate_as is not None:
-            set_owner(moved, Owner(self.isolate_as, stage))
-        return moved
+            set_owner(sent.value, Owner(self.isolate_as, stage))
+        return sent
 
     def adopt(self, tensor: Tensor, hop: int, stage: int) -> Home:
         """A leaf that no module registered and that needs a gradient: its home is where it is read.

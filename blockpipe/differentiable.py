@@ -57,8 +57,8 @@ class _Backward:
                 place = result.edges[leaf]
                 if piece is not None and place is not None:
                     hop, edge = place
-                    sent = execution.step.carried(piece, execution.prepared.route[hop])
-                    journey.add_root(hop, edge, sent)
+                    stage = execution.prepared.route[hop]
+                    journey.add_sent_root(hop, edge, execution.step.send(piece, stage, back=True))
         self.gradients.clear()
         self.joints = []
         execution.run_backward()

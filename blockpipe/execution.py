@@ -34,8 +34,8 @@ from .randomness import Source, Streams, current, moved, own_turn, sources_of
 from .sanitizer import Sanitizer
 from .schedule import Action, Schedule
 from .stores import Links
-from .transfer import edge_of, is_asynchronous
-from .tree import leaves, map_tensors, tensors
+from .transfer import Sent, edge_of, is_asynchronous
+from .tree import leaves, map_leaves, map_tensors, tensors
 from .where import failing_line, users_line
 
 _NOTHING = nullcontext()
@@ -107,6 +107,7 @@ class Execution:
             is_first=prepared.steps == 0,
             observer=observer,
         )
+        self.step.begin()
         self._streams: Streams | None = None
         if any(self.step.sources):
             all_of_them = [source for sources in self.step.sources for source in sources]
@@ -257,13 +258,13 @@ class Execution:
         batch, first = self.microbatches[m], self.prepared.route[0]
         cursor = _FixedCursor(first, m) if self.prepared.is_one_hop else Cursor()
         before, outer = set_cursor(cursor), set_microbatch(m)
-        self._enter_stream(m, self._all_sources)
         seen = None
         if self.observer is not None:
             seen = PlainPassage(self.observer, self.prepared.route, cursor, m)
         phase = "forward"
         autocasts = self.ambient.autocasts
         try:
+            self._enter_stream(m, self._all_sources)
             self._be_on(first)
             args, kwargs, target = batch.args, batch.kwargs, batch.target
             if not self._inputs_are_there:
@@ -336,7 +337,7 @@ class Execution:
             self._forward,
             self._backward,
             self.ambient,
-            baton=self.prepared.is_asynchronous,
+            queued=self._queued_lanes(schedule),
             threads=threads,
             only=only,
         )
@@ -347,6 +348,13 @@ class Execution:
             turns.run()
         finally:
             self._turns = None
+
+    def _queued_lanes(self, schedule: Schedule) -> list[bool]:
+        """For each lane, whether its device is asynchronous."""
+        queued = [False] * len(schedule.lanes)
+        for hop, lane in enumerate(schedule.lane_of_hop):
+            queued[lane] |= is_asynchronous(self.prepared.devices[self.prepared.route[hop]])
+        return queued
 
     @contextmanager
     def _doors(self) -> Iterator[None]:
@@ -391,9 +399,12 @@ class Execution:
             only_on_failure = False
             raise
         finally:
-            if not only_on_failure:
-                for journey in self.journeys.values():
+            for journey in self.journeys.values():
+                if only_on_failure:
+                    journey.settle()
+                else:
                     journey.abandon()
+            self.step.lent.settle_all()
             self._links.close()
 
     # --- one micro-batch's forward
@@ -459,7 +470,9 @@ class Execution:
             # The loss is computed where the forward's last operation was: an inner block may have
             # ended since, and its end moved the cursor.
             journey.cursor.stage = journey.stage
-            loss = self._loss(output, target) if "loss" in self.want else None
+            loss = None
+            if "loss" in self.want:
+                loss = self._loss(output, self._received(journey, target))
         return self._result(journey, output, loss)
 
     @contextmanager
@@ -507,13 +520,24 @@ class Execution:
         kwargs = map_tensors(taken, batch.kwargs) if batch.kwargs else batch.kwargs
         last = len(self.prepared.route) - 1
 
-        def as_target(tensor: Tensor) -> Tensor:
+        def sent(tensor: Tensor) -> Sent:
             watch = self._watch(tensor, last, journey.microbatch)
-            value = self.step.carried(tensor, self.prepared.route[last], watch)
+            return self.step.lend(tensor, self.prepared.route[last], watch)
+
+        return args, kwargs, map_tensors(sent, batch.target)
+
+    def _received(self, journey: Journey, target: Any) -> Any:
+        """The target, on the last hop, which waits for it no earlier than it is read."""
+        last = len(self.prepared.route) - 1
+
+        def received(leaf: Any) -> Any:
+            if not isinstance(leaf, Sent):
+                return leaf
+            value = leaf.receive()
             setattr(value, TAG, Tag(journey.key, last, self.prepared.route[last]))
             return value
 
-        return args, kwargs, map_tensors(as_target, batch.target)
+        return map_leaves(received, target)
 
     def _watch(self, tensor: Tensor, hop: int, m: int) -> Watch | None:
         """What the observer has for a copy from the caller to a hop."""

@@ -45,7 +45,7 @@ from .errors import CrossingError, RouteError, StateError
 from .observer import Watch
 from .offload import Offload
 from .randomness import torchs_of
-from .transfer import Owner, current_stream, edge_of, owner_of, set_owner
+from .transfer import Lent, Owner, Sent, current_stream, edge_of, owner_of, set_owner
 from .tree import map_tensors, tensors
 from .where import users_line
 
@@ -75,6 +75,8 @@ class Journey:
         self.recomputes = False  # whether what this micro-batch saves is dropped, and made again
         self.frames: dict[int, list[Frame]] = {}  # by hop: what is recomputed
         self.offload: Offload | None = None  # what is in host memory meanwhile
+        self._left: dict[int, torch.Event | None] = {}  # by hop: what was made there is there
+        self._lent = Lent()  # by hop: what other hops are copying
         self._home_imports: dict[int, dict[int, Import]] = {}
         self._weights: dict[int, WeightPart] = {}
         self._calls: dict[int, int] = {}
@@ -148,9 +150,12 @@ class Journey:
         self.notice_writes()
         self._hop_imports.clear()
         before = self.hop
+        if before >= 0:
+            self._left[before] = self.step.mark(self.stage)
         self.hop, self.stage = hop, self.cursor.stage
         if self.on_border is not None:
-            self.on_border(before, hop)
+            with torch._C.DisableTorchFunction():
+                self.on_border(before, hop)
 
     # --- what may be read here
 
@@ -257,9 +262,7 @@ class Journey:
                 self.notice_writes()
                 self._check_current(tensor, tag)
             if self.step.cut:
-                watch = self._watch(tensor, tag.hop, self.hop)
-                value = self.step.carried(tensor, self.stage, watch)
-                found = self._enter(tensor, value, tag.imports, tag.hop)
+                found = self._enter(tensor, self._copied(tensor, tag.hop), tag.imports, tag.hop)
             else:
                 value = self._differentiable_copy(tensor, self._watch(tensor, tag.hop, self.hop))
                 if value is tensor:
@@ -271,6 +274,15 @@ class Journey:
             self.note_import(tensor, tag.hop, None)
         self._foreign.append((tensor, found))
         return found.value
+
+    def _copied(self, tensor: Tensor, from_hop: int) -> Tensor:
+        """The values of another hop's tensor, on this hop's device."""
+        watch = self._watch(tensor, from_hop, self.hop)
+        sent = self.step.send(tensor, self.stage, after=self._left.get(from_hop), watch=watch)
+        self._lent.add(from_hop, sent)
+        if self._lent and sent.arrived is None:
+            self._lent.settle_on(tensor.device)  # an alias, and it may be written
+        return sent.receive()
 
     def _enter(
         self, tensor: Tensor, value: Tensor, imports: dict[int, Import], home_hop: int
@@ -488,6 +500,12 @@ class Journey:
         """Start the backward of a hop from here, too."""
         self._graph(hop).roots.append((edge, gradient))
 
+    def add_sent_root(self, hop: int, edge: GradientEdge, gradient: Sent) -> None:
+        """The same with a gradient that is on its way: the backward waits for it as it begins."""
+        graph = self._graph(hop)
+        graph.roots.append((edge, gradient.value))
+        graph.arriving.append(gradient)
+
     def backward(
         self, hop: int, *, split: bool = False, before_whole: Callable[[], None] | None = None
     ) -> None:
@@ -499,9 +517,12 @@ class Journey:
                 be told apart.
             before_whole: called before all gradients are computed at once.
         """
+        self._lent.settle(hop)
         graph = self.graphs.pop(hop, None)
         if graph is None:
             return
+        for sent in graph.arriving:
+            sent.receive()
         rest = None
         if split and hop not in self.hooked:
             self._keep_recomputed(hop, True)
@@ -514,11 +535,12 @@ class Journey:
             self._keep_recomputed(hop, False)
             run_whole(graph)
             self._drop_saved(hop)
+        after = self.step.mark(self.step.route[hop]) if graph.crossings else None
         for crossing in graph.crossings:
             box = crossing.box
             if box.gradient is not None:
                 gradient, box.gradient = box.gradient, None
-                self._send_home(crossing, gradient, hop)
+                self._send_home(crossing, gradient, hop, after)
 
     def finish_backward(self, hop: int) -> None:
         """The gradients of a hop's parameters, where its backward is in two parts."""
@@ -538,13 +560,18 @@ class Journey:
         if keeps and self.offload is not None:
             self.offload.keep(hop)
 
-    def _send_home(self, crossing: Crossing, gradient: Tensor, hop: int) -> None:
+    def _send_home(
+        self, crossing: Crossing, gradient: Tensor, hop: int, after: torch.Event | None
+    ) -> None:
         if crossing.to_hop < 0:
             self.input_gradients[-1 - crossing.to_hop] = gradient
             return
         watch = self._watch(gradient, hop, crossing.to_hop)
-        sent = self.step.carried(gradient, self.step.route[crossing.to_hop], watch)
-        self.add_root(crossing.to_hop, crossing.to_edge, sent)
+        stage = self.step.route[crossing.to_hop]
+        if gradient.device != self.step.device_of(self.step.route[hop]):
+            after = None
+        sent = self.step.send(gradient, stage, after=after, back=True, watch=watch)
+        self.add_sent_root(crossing.to_hop, crossing.to_edge, sent)
 
     def _graph(self, hop: int) -> HopGraph:
         graph = self.graphs.get(hop)
@@ -559,10 +586,17 @@ class Journey:
         self._home_imports.clear()
         self._foreign.clear()
         self.on_border = None
+        if not self.step.differentiable:
+            self.settle()
+
+    def settle(self) -> None:
+        """No hop's tensors are written or freed from here on before the copies of them are over."""
+        self._lent.settle_all()
 
     def abandon(self) -> None:
         """Let go of everything: the step has failed, or is over."""
         self.finish_forward()
+        self.settle()
         self.frames.clear()
         self.offload = None
         self.graphs.clear()

@@ -14,16 +14,15 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 
-from .ambient import Ambient
+from .ambient import Ambient, give_baton, take_baton
 from .schedule import Action, Actions, Schedule
 
-_NOTHING = contextlib.nullcontext()
 _CAN_PIN = hasattr(os, "sched_setaffinity")  # for one thread: Linux
 
 
@@ -95,9 +94,11 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         while (work := self.jobs.get()) is not None:
             job, done = work
-            job()
-            self.pool.put_back(self)
-            done()
+            try:
+                job()
+            finally:
+                self.pool.put_back(self)
+                done()
             del work, job, done  # before waiting: they hold their step
 
 
@@ -135,7 +136,8 @@ class Turns:
         forward: runs one micro-batch's forward; calls :meth:`cross` at its borders.
         backward: runs one action that is no forward.
         ambient: the caller's thread state.
-        baton: at most one journey runs Python forward code at a time (asynchronous devices).
+        queued: for each lane, whether its device is asynchronous. On these at most one journey
+            runs Python forward code at a time: the one that has the baton.
         threads: intra-operation threads for each of ours.
         only: run the forwards alone, or all but them.
     """
@@ -147,7 +149,7 @@ class Turns:
         backward: Callable[[Action], None],
         ambient: Ambient,
         *,
-        baton: bool,
+        queued: Sequence[bool],
         threads: int,
         only: Literal["F", "B"] | None = None,
     ) -> None:
@@ -157,11 +159,12 @@ class Turns:
         self._forward = forward
         self._backward = backward
         self._ambient = ambient
-        self._baton = threading.Lock() if baton else None
+        self._queued = queued
+        self._baton = threading.Lock()
         self._threads = threads
         self._only = only
         lanes = len(self._actions)
-        self._cores = [_all_cores()] * lanes if baton else _shares_of_cores(lanes)
+        self._cores = [_all_cores()] * lanes if any(queued) else _shares_of_cores(lanes)
         self._lock = threading.Lock()
         self._over = threading.Condition(self._lock)
         self._position = [0] * lanes
@@ -308,7 +311,7 @@ class Turns:
         try:
             self._forward(microbatch)
         finally:
-            self._release_baton()
+            give_baton()
         with self._lock:
             hop = self._hop[microbatch]
             lane = self._lane_of[max(hop, 0)]
@@ -324,7 +327,7 @@ class Turns:
         Raises:
             Abandoned: the step has failed meanwhile.
         """
-        self._release_baton()
+        give_baton()
         _move_to(self._cores[self._lane_of[after]])  # before the wait: see _shares_of_cores
         turn = Action("F", after, microbatch)
         woken: threading.Lock | None = None
@@ -342,9 +345,8 @@ class Turns:
             woken.acquire()
         if self._failure is not None:
             raise Abandoned
-        if self._baton is not None:
-            self._baton.acquire()
-            _holding.baton = self._baton
+        if self._queued[self._lane_of[after]]:
+            take_baton(self._baton)
 
     def _is_head(self, lane: int, action: Action) -> bool:
         position = self._position[lane]
@@ -359,20 +361,18 @@ class Turns:
         for hop in range(before + 1, after):
             self._go_on(self._lane_of[hop])
 
-    def _release_baton(self) -> None:
-        held, _holding.baton = _holding.baton, None
-        if held is not None:
-            held.release()
-
     # --- backward
 
     def _run_backwards(self, lane: int) -> _Job | None:
         """The backwards that are due on a lane, one after the other."""
         while True:
             action = self._actions[lane][self._position[lane]]
-            # A recomputation is forward code: see the baton.
-            with self._baton if action.kind == "R" and self._baton else _NOTHING:
+            try:
+                if action.kind == "R" and self._queued[lane]:
+                    take_baton(self._baton)  # a recomputation is forward code
                 self._backward(action)
+            finally:
+                give_baton()
             with self._lock:
                 self._done.add(action)
                 self._position[lane] += 1
@@ -408,10 +408,3 @@ def _move_to(cores: frozenset[int]) -> None:
     worker = threading.current_thread()
     if isinstance(worker, _Worker):
         worker.keep_to(cores)
-
-
-class _Holding(threading.local):
-    baton: "threading.Lock | None" = None
-
-
-_holding = _Holding()

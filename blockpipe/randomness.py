@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from .ambient import waiting_for_device
 from .transfer import is_asynchronous
 
 # What is drawn from: a device's generator, Python's ``random``, numpy's global one.
@@ -132,8 +133,19 @@ def replayed(states: States) -> Iterator[None]:
 @contextmanager
 def own_turn() -> Iterator[None]:
     """While entered, no other thread of a pipeline draws."""
-    with _turn:
+    _take_turn()
+    try:
         yield
+    finally:
+        _turn.release()
+
+
+def _take_turn() -> None:
+    """Wait until no other thread draws. The baton is free meanwhile: who draws may be waiting for
+    it, so nobody waits for a turn to draw while holding it."""
+    if not _turn.acquire(blocking=False):
+        with waiting_for_device():
+            _turn.acquire()
 
 
 class Streams:
@@ -154,8 +166,8 @@ class Streams:
         """A micro-batch comes to where it draws; waits for others that draw."""
         if not sources:
             return
-        _turn.acquire()
-        self._drawing[microbatch] = sources
+        _take_turn()
+        self._drawing[microbatch] = sources  # from here on leave() ends the turn
         states = self._states[microbatch]
         for source in sources:
             if source not in states:
@@ -178,15 +190,22 @@ class Streams:
         sources = self._drawing.pop(microbatch, None)
         if sources is None:
             return []
+        try:
+            return self._drawn(microbatch, sources, tell)
+        finally:
+            _turn.release()
+
+    def _drawn(self, microbatch: int, sources: list[Source], tell: bool) -> list[Source]:
         states, drew = self._states[microbatch], []
         for source in sources:
+            if source not in states:
+                continue  # it failed before it came so far
             state = _get(source)
             new = tell or source not in self._drew
             if new and _bytes_of(state) != _bytes_of(states[source]):
                 drew.append(source)
             states[source] = state
         self._drew.update(drew)
-        _turn.release()
         return drew
 
     def abandon(self) -> None:

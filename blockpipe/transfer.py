@@ -2,14 +2,15 @@
 
 Written against the device-generic ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``, so
 that every accelerator torch knows works. ``Tensor.to`` alone would run on the source's compute
-stream, behind whatever is queued there; here the copy has streams of its own on both sides, and
-the compute streams wait for it only where its data is used.
+stream, behind whatever is queued there; here the copy has streams of its own on both sides. It
+begins when the source is there (an event says so, which may be older than what is queued by now),
+and its reader waits for it only where it begins to read.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,24 +18,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from .ambient import waiting_for_device
 from .errors import DeviceError
 from .observer import Watch
-
-
-class _CopyStreams(threading.local):
-    """One copy stream for each (thread, device); streams are the process's and are reused."""
-
-    def __init__(self) -> None:
-        self.streams: dict[torch.device, torch.Stream] = {}
-
-    def of(self, device: torch.device) -> torch.Stream:
-        stream = self.streams.get(device)
-        if stream is None:
-            stream = self.streams[device] = torch.Stream(device)
-        return stream
-
-
-_copy_streams = _CopyStreams()
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -85,123 +71,266 @@ def default_devices() -> list[torch.device] | None:
     return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
 
 
-def carry(
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream that computes on a device; ``None``: the host."""
+    return torch.accelerator.current_stream(device) if is_asynchronous(device) else None
+
+
+def mark(device: torch.device) -> torch.Event | None:
+    """An event behind what is queued on a device so far; ``None``: nothing ever is."""
+    stream = current_stream(device)
+    return None if stream is None else stream.record_event()
+
+
+class Sent:
+    """A tensor's values on their way to a device.
+
+    Attributes:
+        value: on that device; not to be read before :meth:`receive`.
+        source: what is being read for it, cut off from autograd; ``None``: nothing is.
+        arrived: when all of it is there, and the source may be written or freed.
+    """
+
+    __slots__ = ("_is_awaited", "_watch", "arrived", "source", "value")
+
+    def __init__(
+        self,
+        value: Tensor,
+        source: Tensor | None = None,
+        arrived: torch.Event | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.value = value
+        self.source = source
+        self.arrived = arrived
+        self._is_awaited = arrived is not None
+        self._watch = watch
+
+    def receive(self) -> Tensor:
+        """The values, for the device's current stream to read, or for the host, which waits."""
+        if not self._is_awaited:
+            return self.value
+        assert self.arrived is not None
+        self._is_awaited = False
+        reader = current_stream(self.value.device)
+        if self._watch is not None:
+            self._watch("waits", reader)
+        if reader is None:
+            with waiting_for_device():
+                self.arrived.synchronize()
+        else:
+            reader.wait_event(self.arrived)
+            with copying(), torch._C.DisableTorchFunction():
+                self.value.record_stream(reader)  # allocated on the copy stream, read on another
+        if self._watch is not None:
+            self._watch("goes on", reader)
+        return self.value
+
+
+def send(
     tensor: Tensor,
     device: torch.device | None,
     *,
     copy: bool = False,
+    after: torch.Event | None = None,
+    back: bool = False,
     watch: Watch | None = None,
-) -> Tensor:
-    """The same values on a device, cut off from autograd.
+) -> Sent:
+    """Begin to copy a tensor's values to a device, cut off from autograd.
 
     Args:
-        tensor: what to carry; it stays as it is.
+        tensor: what to copy. Until :attr:`Sent.arrived` it must be neither written nor freed:
+            see :class:`Lent`.
         device: where to; ``None``: where it is.
         copy: a real copy even on the same device (the stage sanitizer's wish), strides and all.
+        after: when the tensor was there; ``None``: once all is done that is queued on its device.
+        back: it is a gradient on its way back: it does not queue behind what goes forward, and
+            its memory is kept until it is copied.
         watch: told when it is under way.
 
     Returns:
         An alias where no copy is needed. An expanded tensor stays expanded: the copy holds each
         stored element once.
     """
-    if watch is not None:
-        return _watched(tensor, device, copy, watch)
-    if not copy and (device is None or tensor.device == device) and torch.is_grad_enabled():
-        return tensor.detach()
+    stays = device is None or tensor.device == device
+    if stays and not copy and watch is None and torch.is_grad_enabled():
+        return Sent(tensor.detach())
     # With grad on, also where the user's code has it off: autograd would forbid a later write
     # to an alias made without. What is detached gets no graph either way.
     with copying(), torch.enable_grad():
-        return _carried(tensor.detach(), device, copy, None)
-
-
-def _watched(tensor: Tensor, device: torch.device | None, copy: bool, watch: Watch) -> Tensor:
-    """As :func:`carry`. Copies that have streams of their own tell of them; others are timed
-    where they run: on the device's compute stream, or, from and to the host, by the host."""
-    with copying(), torch.enable_grad():
-        if device is not None and tensor.device != device and is_asynchronous(device):
-            return _carried(tensor.detach(), device, copy, watch)
-        stays = device is None or tensor.device == device
-        here = current_stream(tensor.device) if stays else None
-        watch("sends", here)
-        if not stays:  # to the host: it waits for the device
-            watch("waits", None)
-        moved = _carried(tensor.detach(), device, copy, None)
-        if not stays:
-            watch("goes on", None)
-        watch("arrives", here)
+        source = tensor.detach()
+        if stays:
+            here = current_stream(tensor.device) if watch is not None else None
+            if watch is not None:
+                watch("sends", here)
+            value = _same_strides(source) if copy else source
+            if watch is not None:
+                watch("arrives", here)
+            return Sent(value)
+        assert device is not None
+        compact, expand = _compacted(source)
+        if isinstance(source, FakeTensor) or not _has_streams(compact, device):
+            if watch is not None:
+                watch("sends", None)
+            moved = Sent(compact.to(device))
+            if watch is not None:
+                watch("arrives", None)
+        elif not is_asynchronous(device):
+            moved = _to_host(compact, device, after, back, watch)
+        elif is_asynchronous(compact.device):
+            moved = _across(compact, device, after, back, watch)
+        else:
+            moved = _from_host(compact, device, back, watch)
+        if expand:
+            moved.value = moved.value.expand(source.shape)
         return moved
 
 
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that computes on a device; ``None``: the host."""
-    return torch.accelerator.current_stream(device) if is_asynchronous(device) else None
+def _has_streams(tensor: Tensor, device: torch.device) -> bool:
+    is_queued = is_asynchronous(tensor.device) or is_asynchronous(device)
+    return is_queued and tensor.layout is torch.strided
 
 
-def _carried(
-    source: Tensor, device: torch.device | None, copy: bool, watch: Watch | None
-) -> Tensor:
-    if device is None or source.device == device:
-        return _same_strides(source) if copy else source
-    compact, expand = _compacted(source)
-    if isinstance(source, FakeTensor):
-        moved = compact.to(device)  # of a device that need not be there: no streams
-    elif is_asynchronous(source.device) and is_asynchronous(device):
-        moved = _across(compact, device, watch)
-    elif is_asynchronous(device) and compact.layout is torch.strided:
-        moved = _from_host(compact, device, watch)
-    else:
-        moved = compact.to(device)  # to the host: waits, for the host may read it at once
-    return moved.expand(source.shape) if expand else moved
+def carry(tensor: Tensor, device: torch.device | None, *, copy: bool = False) -> Tensor:
+    """A tensor's values on a device, there to be read at once; as :func:`send`."""
+    return send(tensor, device, copy=copy).receive()
 
 
-def _across(source: Tensor, device: torch.device, watch: Watch | None) -> Tensor:
+def _across(
+    source: Tensor,
+    device: torch.device,
+    after: torch.Event | None,
+    back: bool,
+    watch: Watch | None,
+) -> Sent:
     """Between two accelerators, on copy streams; compute streams wait by events only."""
-    produced = torch.accelerator.current_stream(source.device)
-    consumed = torch.accelerator.current_stream(device)
-    sending, receiving = _copy_streams.of(source.device), _copy_streams.of(device)
-    sending.wait_event(produced.record_event())
-    with sending, receiving:
-        if watch is not None:
-            watch("sends", sending)
-        moved = source.to(device, non_blocking=True)
-        arrived = receiving.record_event()
-    _receive(consumed, receiving, arrived, watch)
-    # `source` was allocated on `produced` and is read on `sending`; `moved` was allocated on
-    # `receiving` and is read on `consumed`: neither may be reused before the other has done.
-    source.record_stream(sending)
-    moved.record_stream(consumed)
-    return moved
+    way = _ways.between(source.device, device, back)
+    sending, receiving = way.sending, way.receiving
+    assert sending is not None
+    assert receiving is not None
+    with way.lock:
+        sending.wait_event(after or torch.accelerator.current_stream(source.device).record_event())
+        with sending, receiving:
+            if watch is not None:
+                watch("sends", sending)
+            moved = source.to(device, non_blocking=True)
+            arrived = receiving.record_event()
+            if watch is not None:
+                watch("arrives", receiving)
+    if back:
+        source.record_stream(sending)  # allocated on the compute stream and read on another
+    return Sent(moved, source, arrived, watch)
 
 
-def _from_host(source: Tensor, device: torch.device, watch: Watch | None) -> Tensor:
+def _from_host(source: Tensor, device: torch.device, back: bool, watch: Watch | None) -> Sent:
     """From the host, on the device's copy stream, through pinned memory: a copy of pageable memory
     would wait until all that is queued on the device is done. The pinned memory is torch's cache,
     which keeps it until the copy is over; memory that the caller has pinned is copied as well, for
     the caller may fill it anew as soon as the step returns."""
-    consumed = torch.accelerator.current_stream(device)
-    receiving = _copy_streams.of(device)
+    way = _ways.between(source.device, device, back)
+    receiving = way.receiving
+    assert receiving is not None
     pinned = torch.empty_like(source, pin_memory=True).copy_(source)
-    with receiving:
+    with way.lock, receiving:
         if watch is not None:
             watch("sends", receiving)
         moved = pinned.to(device, non_blocking=True)
         arrived = receiving.record_event()
-    _receive(consumed, receiving, arrived, watch)
-    moved.record_stream(consumed)
-    return moved
+        if watch is not None:
+            watch("arrives", receiving)
+    return Sent(moved, None, arrived, watch)
 
 
-def _receive(
-    consumed: torch.Stream, receiving: torch.Stream, arrived: torch.Event, watch: Watch | None
-) -> None:
-    """Have the compute stream wait for what arrives on the copy stream."""
-    if watch is None:
-        consumed.wait_event(arrived)
-        return
-    watch("arrives", receiving)
-    watch("waits", consumed)
-    consumed.wait_event(arrived)
-    watch("goes on", consumed)
+def _to_host(
+    source: Tensor,
+    device: torch.device,
+    after: torch.Event | None,
+    back: bool,
+    watch: Watch | None,
+) -> Sent:
+    """To the host, on the device's copy stream, into pinned memory: the host waits for this copy
+    alone, where it begins to read, and not for all that is queued on the device."""
+    way = _ways.between(source.device, device, back)
+    sending = way.sending
+    assert sending is not None
+    moved = torch.empty_like(source, device=device, pin_memory=True)
+    with way.lock:
+        sending.wait_event(after or torch.accelerator.current_stream(source.device).record_event())
+        with sending:
+            if watch is not None:
+                watch("sends", sending)
+            moved.copy_(source, non_blocking=True)
+            arrived = sending.record_event()
+            if watch is not None:
+                watch("arrives", sending)
+    if back:
+        source.record_stream(sending)
+    return Sent(moved, source, arrived, watch)
+
+
+@dataclass
+class _Way:
+    """The copy streams from one device to another, and who may queue a copy there now."""
+
+    sending: torch.Stream | None
+    receiving: torch.Stream | None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Ways:
+    """Copy streams, those of the process: for each pair of devices and each direction of the step.
+    What shares a stream waits for what is queued there before, though it may be ready long before:
+    a skip connection, or a gradient, would wait for the activations of later micro-batches."""
+
+    def __init__(self) -> None:
+        self._ways: dict[tuple[torch.device, torch.device, bool], _Way] = {}
+
+    def between(self, source: torch.device, target: torch.device, back: bool) -> _Way:
+        key = source, target, back
+        way = self._ways.get(key)
+        if way is None:
+            sending, receiving = (torch.Stream(d) if is_asynchronous(d) else None for d in key[:2])
+            way = self._ways.setdefault(key, _Way(sending, receiving))
+        return way
+
+
+_ways = _Ways()
+
+
+class Lent:
+    """Tensors that are being copied to other devices, and when each copy is over.
+
+    Until then a tensor must be neither written nor freed by the stream that owns it. That stream
+    waits for the copies where this could happen next, when they are long over: a wait behind every
+    copy would make the device stand still, and ``record_stream`` protects from reuse only, and
+    keeps the memory until the device has come as far as the host.
+    """
+
+    def __init__(self) -> None:
+        self._by_owner: dict[Hashable, list[tuple[Tensor, torch.Event]]] = {}
+
+    def add(self, owner: Hashable, sent: Sent) -> None:
+        """Note what is being read, if anything is, and to whom it belongs."""
+        if sent.source is not None and sent.arrived is not None:
+            self._by_owner.setdefault(owner, []).append((sent.source, sent.arrived))
+
+    def settle(self, owner: Hashable) -> None:
+        """Have the streams that own this owner's tensors wait for the copies of them."""
+        for source, arrived in self._by_owner.pop(owner, ()):
+            torch.accelerator.current_stream(source.device).wait_event(arrived)
+
+    def settle_on(self, device: torch.device) -> None:
+        """The same for everything on a device."""
+        for owner in [o for o, lent in self._by_owner.items() if lent[0][0].device == device]:
+            self.settle(owner)
+
+    def settle_all(self) -> None:
+        """The same for everything."""
+        for owner in list(self._by_owner):
+            self.settle(owner)
+
+    def __bool__(self) -> bool:
+        return bool(self._by_owner)
 
 
 def _compacted(tensor: Tensor) -> tuple[Tensor, bool]:
