@@ -209,6 +209,7 @@ class Execution:
                 for m in range(len(self.microbatches)):
                     self._forward_inline(m)
                     self._backward_inline(m)
+            self._conclude()
         self.prepared.steps += 1
 
     def run_forward(self) -> None:
@@ -226,10 +227,16 @@ class Execution:
         with self._doors(), self._cleaned_up():
             if not self.inline:
                 self._run_lanes(self.prepared.schedule("gpipe", len(self.microbatches)), "B")
-                return
-            with torch.enable_grad():
-                for m in range(len(self.microbatches)):
-                    self._backward_inline(m)
+            else:
+                with torch.enable_grad():
+                    for m in range(len(self.microbatches)):
+                        self._backward_inline(m)
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """In a first step: what was recomputed is what was saved, or this is an error."""
+        if self.step.comparisons is not None:
+            self.step.comparisons.conclude()
 
     def _is_plain(self) -> bool:
         """Whether the step is the plain loop: one thread and one device, so that cutting the graph
@@ -503,9 +510,7 @@ class Execution:
     def _callers(self) -> set[int]:
         """The storages of the batch, which the caller holds; micro-batches are slices of it."""
         batches = [(b.args, b.kwargs, b.target) for b in self.microbatches]
-        return {
-            t.untyped_storage()._cdata for t in tensors(batches) if t.layout is torch.strided
-        }
+        return {t.untyped_storage()._cdata for t in tensors(batches) if t.layout is torch.strided}
 
     def _inputs(self, journey: Journey, batch: Microbatch) -> tuple[Any, Any, Any]:
         memo: dict[int, Tensor] = {}

@@ -434,12 +434,13 @@ class Journey:
         frame = Frame(
             again,
             self.stage,
+            self.microbatch,
             known or torchs_of(device),
             function,
             args,
             kwargs,
             offload=self.offload,
-            verifies=self.step.is_first,
+            comparisons=self.step.comparisons,
         )
         self.frames.setdefault(self.hop, []).append(frame)
         return frame

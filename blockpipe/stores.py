@@ -55,14 +55,19 @@ class Link:
             source.record_stream(self.out)  # the copy may be queued, with nothing to wait for
             raise
         self._departures.append(departure)
-        while len(self._departures) > AHEAD:
-            self._departures.popleft().let_go()
+        if len(self._departures) > AHEAD:
+            self.make_room()
         return host, departure
+
+    def make_room(self) -> None:
+        """Let go of what has been on its way out for longest: something else is to be on its way."""
+        if self._departures:
+            self._departures.popleft().let_go()
 
     def close(self) -> None:
         """Let go of what is still under way; the pinned memory goes back to torch's cache."""
         while self._departures:
-            self._departures.popleft().let_go()
+            self.make_room()
         self._free.clear()
 
     def _pinned(self, size: int) -> Tensor:
@@ -209,6 +214,7 @@ class Store:
         if self._departure.tensor is not None:  # it has not gone yet
             self._back = bytes_of(self._departure.tensor.untyped_storage())
             return
+        link.make_room()
         computing = torch.accelerator.current_stream(self.device)
         back = torch.empty(self._host.numel(), dtype=torch.uint8, device=self.device)
         # Its memory may be in use until the compute stream comes here.
