@@ -60,7 +60,7 @@ class Link:
         return host, departure
 
     def make_room(self) -> None:
-        """Let go of what has been on its way out for longest: something else is to be on its way."""
+        """Let go of what has been on its way out for longest: something else sets out."""
         if self._departures:
             self._departures.popleft().let_go()
 
