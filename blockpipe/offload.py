@@ -42,7 +42,7 @@ class Away:
 
     def fetch(self) -> None:
         """Begin to bring it back; does not wait."""
-        with _ours():
+        with _unseen():
             self._store.fetch()
 
     def tensor(self) -> Tensor:
@@ -53,7 +53,7 @@ class Away:
         """
         if self._store.was_written:
             raise _written(self._shape)
-        with _ours():
+        with _unseen():
             bytes_ = self._store.read()
             made = torch.empty(0, dtype=self._dtype, device=bytes_.device)
             return made.set_(bytes_.untyped_storage(), self._offset, self._shape, self._stride)
@@ -101,7 +101,7 @@ class Offload:
 
     def away(self, tensor: Tensor) -> Away | None:
         """A tensor's stand-in, its storage on the way to the host; ``None``: it stays."""
-        with _ours():
+        with _unseen():
             hop = self._hop()
             kind = type(tensor)
             if hop not in self._hops or kind not in (Tensor, torch.nn.Parameter):
@@ -125,7 +125,7 @@ class Offload:
 
     def fetch(self, hop: int) -> None:
         """Begin to bring back what a hop's backward reads first."""
-        with _ours():
+        with _unseen():
             for store in self._last.get(hop, {}).values():
                 store.fetch_last()
 
@@ -143,7 +143,7 @@ class Offload:
         away = self.away(tensor)
         if away is not None:
             return away
-        with _ours():
+        with _unseen():
             # Not the tensor itself: a node that saves its own result would be a cycle.
             kept = tensor if tensor.is_leaf else tensor.detach()
             return _Here(kept, version_of(kept))
@@ -165,7 +165,7 @@ def _written(shape: torch.Size) -> StateError:
 
 
 @contextmanager
-def _ours() -> Iterator[None]:
+def _unseen() -> Iterator[None]:
     """While entered, operations are not the user's: unseen by modes, autograd and sanitizer."""
     with torch._C.DisableTorchFunction(), copying(), torch.no_grad():
         yield
