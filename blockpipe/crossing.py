@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from .digests import Comparisons
 from .errors import CrossingError
 from .observer import Observer, Watch
 from .randomness import Source
@@ -173,6 +174,7 @@ class Step:
         self.waiting = waiting  # names of torch functions that wait for a device
         self.rereads = rereads  # hops with functions that may read what they saved twice
         self.is_first = is_first  # of a recording
+        self.comparisons = Comparisons() if is_first else None  # of what is recomputed
         self.observer = observer
         self.homes = homes
         self.devices = devices

@@ -23,6 +23,7 @@ from .recording import Kept, Recording
 from .schedule import Schedule
 from .scheduler import Choice, choose, make_schedule
 from .simulate import Costs, validate
+from .stores import AHEAD
 from .table import bytes_text
 from .transfer import is_asynchronous
 
@@ -177,15 +178,27 @@ class Prepared:
         found = info.always if self.recomputes(microbatch, microbatches) else info.asked
         return found if found.calls else info.never
 
-    def kept(self, hop: int, microbatch: int, microbatches: int) -> tuple[int, int]:
-        """In bytes, what a hop keeps of a micro-batch, and that with what is made again."""
+    def kept(
+        self, hop: int, microbatch: int, microbatches: int, *, is_split: bool = False
+    ) -> tuple[int, int]:
+        """In bytes, what a hop keeps of a micro-batch, and that with what is made again.
+
+        Args:
+            hop: which.
+            microbatch: of so many.
+            microbatches: so many.
+            is_split: its backward is in two parts.
+        """
         kept = self.regime(hop, microbatch, microbatches)
         # What an earlier hop keeps as well is there once, where it has not moved; on the CPU the
         # inputs are the caller's.
         there = kept.shared if self.on_one_device else 0
         there += 0 if is_asynchronous(self.devices[self.route[hop]]) else kept.inputs
         if hop in self.offloaded and is_asynchronous(self.devices[self.route[hop]]):
-            return 0, kept.full - there
+            if kept.calls or is_split:
+                return 0, kept.full - there
+            # In its backward: what is read, and what is on its way.
+            return 0, sum(kept.largest[: 1 + AHEAD])
         return kept.bytes - there, kept.full - there
 
     @cached_property

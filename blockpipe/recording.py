@@ -24,6 +24,7 @@ class Kept:
     shared: int = 0  # of these, what an earlier hop keeps as well: once, where both are on a device
     inputs: int = 0  # of these, the micro-batch's: a part of the caller's batch, where it is there
     full: int = 0  # once what is recomputed is there again
+    largest: tuple[int, ...] = ()  # of its storages, the sizes of the largest few
     calls: int = 0  # that are recomputed
     cpu_seconds: float = 0.0  # that recomputing takes, by a roofline
     accelerator_seconds: float = 0.0
