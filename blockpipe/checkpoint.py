@@ -17,7 +17,7 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, MutableMapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ambient import Surroundings
+from .ambient import Surroundings, waiting_for_device
 from .blocks import Cursor, recomputing, set_cursor
 from .crossing import Box, enter_graph, version_of
 from .digests import Comparisons, digest
@@ -48,11 +48,13 @@ class Again:
         about: what the recording saw.
         buffers: those that it reads or writes: where each stands, and whether the forward writes
             it in place.
+        waits: whether it makes the host wait for the device.
     """
 
     what: str
     about: Recomputable
     buffers: list[tuple[Buffers, str, bool]]
+    waits: bool = False
 
 
 class _Kept:
@@ -208,7 +210,8 @@ class Frame:
         """Make what was saved again, if it is not there."""
         with self._lock:
             if self.count and not self._is_there:
-                self._surroundings.run(self._run_again)
+                with waiting_for_device() if self.again.waits else nullcontext():
+                    self._surroundings.run(self._run_again)
                 self._is_there = True
 
     def fetch(self) -> None:

@@ -103,6 +103,7 @@ class Execution:
             tracks_writes=prepared.recording.writes_across,
             sealed_functions=prepared.doors.functions,
             sources=self._sources(),
+            waiting=prepared.waiting,
             rereads=prepared.rereads,
             is_first=prepared.steps == 0,
             observer=observer,

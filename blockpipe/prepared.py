@@ -17,7 +17,7 @@ from .compiled import Compiled
 from .crossing import Home
 from .errors import ScheduleError
 from .glue import Doors
-from .meter import ACCELERATOR, CPU
+from .meter import ACCELERATOR, ASKS_HOST, CPU
 from .randomness import Source, host_sources, sources_of, torchs_of
 from .recording import Kept, Recording
 from .schedule import Schedule
@@ -104,6 +104,13 @@ class Prepared:
     def is_asynchronous(self) -> bool:
         """Whether any stage is on an accelerator."""
         return any(is_asynchronous(device) for device in self.devices)
+
+    @cached_property
+    def waiting(self) -> frozenset[str]:
+        """The names of the torch functions in glue that make the host wait for a device."""
+        if not self.is_asynchronous:
+            return frozenset()
+        return frozenset(self.recording.waiting) | ASKS_HOST
 
     @cached_property
     def on_one_device(self) -> bool:
