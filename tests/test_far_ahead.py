@@ -30,9 +30,9 @@ CHUNKS, WIDTH, ROWS = 8, 64, 256
 class Layer(nn.Module):
     """Saves its input, the hidden layer's input to gelu and its result."""
 
-    def __init__(self):
+    def __init__(self, times=4):
         super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.a, self.b = nn.Linear(WIDTH, times * WIDTH), nn.Linear(times * WIDTH, WIDTH)
 
     def forward(self, x):
         return x + self.b(F.gelu(self.a(x)))
@@ -50,6 +50,11 @@ class Noisy(Layer):
 def layers(kind=Layer, count=8):
     net = nn.Sequential(*(kind() for _ in range(count)))
     return bp.begin_blocks(net, {str(count // 2): 1})
+
+
+def wide():
+    """So wide inside that what crosses is little beside it."""
+    return layers(lambda: Layer(16))
 
 
 def square(output):
@@ -92,12 +97,12 @@ def peaks(pipe, delay=1000):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_offload_needs_less_memory_and_says_how_much(schedule):
-    """Far less than without, and within a quarter of what is reported."""
-    without = peaks(piped(layers(), schedule))
+    """Far less than without, and within 12 % of what is reported."""
+    without = peaks(piped(wide(), schedule))
     gc.collect()
-    report = peaks(piped(layers(), schedule, offload=True))
+    report = peaks(piped(wide(), schedule, offload=True))
     for stage, other in zip(report.stages, without.stages, strict=True):
-        assert abs(stage.peak - stage.measured) < 0.25 * stage.measured, str(report)
+        assert abs(stage.peak - stage.measured) < 0.12 * stage.measured, str(report)
         static = stage.parameters + stage.gradients
         assert stage.measured - static < 0.6 * (other.measured - static), str(report)
     if schedule == "gpipe":
@@ -108,9 +113,9 @@ def test_offload_needs_less_memory_and_says_how_much(schedule):
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_offload_never_needs_more(schedule, checkpoint):
     """With recomputation or with a backward in two parts, which have all of a micro-batch back."""
-    without = peaks(piped(layers(), schedule, checkpoint=checkpoint))
+    without = peaks(piped(wide(), schedule, checkpoint=checkpoint))
     gc.collect()
-    report = peaks(piped(layers(), schedule, checkpoint=checkpoint, offload=True))
+    report = peaks(piped(wide(), schedule, checkpoint=checkpoint, offload=True))
     for stage, other in zip(report.stages, without.stages, strict=True):
         assert stage.measured < 1.05 * other.measured
         assert stage.measured < 1.25 * stage.peak, str(report)
@@ -118,11 +123,10 @@ def test_offload_never_needs_more(schedule, checkpoint):
 
 def test_memory_does_not_depend_on_how_far_the_host_is_ahead():
     """What is let go is free in the order of the stream."""
-    pipe = piped(layers(), "gpipe", offload=True)
-    near, far = (
-        [s.measured for s in peaks(pipe, delay).stages] for delay in (0, 2000)
-    )
-    assert near == pytest.approx(far, rel=0.15)
+    gc.collect()
+    pipe = piped(wide(), "gpipe", offload=True)
+    near, far = ([s.measured for s in peaks(pipe, delay).stages] for delay in (0, 2000))
+    assert near == pytest.approx(far, rel=0.12)
 
 
 def test_pinned_memory_is_that_of_what_is_in_flight(monkeypatch):
