@@ -233,7 +233,9 @@ def test_a_step_that_fails_leaves_nothing_under_way(where):
     with pytest.raises(ValueError, match="on purpose"):
         pipe.forward_backward(x, loss_fn=square)
     on = False
-    filled = [torch.full((1 << 16,), 7.0, device=f"simulated:{d}") for d in (0, 1) for _ in range(8)]
+    filled = [
+        torch.full((1 << 16,), 7.0, device=f"simulated:{d}") for d in (0, 1) for _ in range(8)
+    ]
     assert torch.equal(pipe.forward_backward(x, loss_fn=square).loss.cpu(), before[0])
     assert all(torch.equal(t.cpu(), torch.full((1 << 16,), 7.0)) for t in filled)
 
@@ -275,11 +277,15 @@ def test_what_is_made_otherwise_is_told_at_the_end_of_the_step(call):
         r"'2' on stage 1 saved float32\[256, 64\] \(number \d of \d\) in its forward, and "
         r"float32\[256, 64\] with other numbers when it was recomputed for micro-batch 0"
     )
-    with pytest.raises(StateError, match=expected) as raised:
+
+    def step():
         if call == "step":
             pipe.forward_backward(x, loss_fn=square)
         else:
             square(pipe(x)).backward()
+
+    with pytest.raises(StateError, match=expected) as raised:
+        step()
     assert "and so with" in raised.value.__notes__[-1]
     assert torch.equal(torch.get_rng_state(), state)
     Counts.is_wrong = False
@@ -355,7 +361,9 @@ def test_measuring_pieces_leaves_every_generator_where_it_was():
 def test_a_device_that_is_not_initialized_stays_so(monkeypatch):
     """Nothing was drawn there; asking would initialize it, which takes long and forbids to fork."""
     monkeypatch.setattr(torch.simulated, "is_initialized", lambda: False)
-    assert not any(isinstance(s, torch.device) and s.type != "cpu" for s in randomness.every_source())
+    assert not any(
+        isinstance(s, torch.device) and s.type != "cpu" for s in randomness.every_source()
+    )
     monkeypatch.undo()
     devices = [s for s in randomness.every_source() if isinstance(s, torch.device)]
     assert len(devices) == 1 + torch.accelerator.device_count()
