@@ -21,6 +21,7 @@ from blockpipe.batchnorm import merged, statistics
 from blockpipe.errors import UsageError
 from blockpipe.scheduler import SCHEDULES
 
+from .devices import stages
 from .parity import difference, plain_step
 
 ALL = [*SCHEDULES, "auto", "uncut"]
@@ -296,7 +297,7 @@ class Body(nn.Module):
 def test_recomputed_once(schedule, recompute, mark):
     """What a checkpoint in the model computes again in backward is not counted again: statistics
     equal those of a step without it, to the bit."""
-    devices = ["cpu:0"] * 2 if schedule == "plain" else ["cpu"] * 2
+    devices = ["cpu:0"] * 2 if schedule == "plain" else stages(2)
     schedule = "1f1b" if schedule == "plain" else schedule
     torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(4, 4), Body(net(4), recompute), nn.Linear(4, 4))
@@ -364,7 +365,7 @@ def test_compiled(options):
     bp.begin_blocks(model, {"1": 1})
     full = copy.deepcopy(model[0].body[0])
     watch = Watch(model[1])
-    pipe = bp.Pipeline(model, devices=["cpu"] * 2, chunks=3, deferred_batch_norm=True)
+    pipe = bp.Pipeline(model, devices=stages(2), chunks=3, deferred_batch_norm=True)
     pipe.compile(**options)
     pipe.forward_backward(x, loss_fn=loss_of)
     watch.check()
@@ -450,7 +451,7 @@ def test_called_twice(between, schedule):
     model = Shared(between)
     full = copy.deepcopy(model)
     pipe = bp.Pipeline(
-        model, devices=["cpu"] * 2, chunks=3, schedule=schedule, deferred_batch_norm=True
+        model, devices=stages(2), chunks=3, schedule=schedule, deferred_batch_norm=True
     )
     pipe.forward_backward(x, loss_fn=loss_of)
     full(x)
@@ -481,7 +482,7 @@ def test_not_sealed(isolate):
     plain = copy.deepcopy(model)
     watch = None if isolate else Watch(model)
     pipe = bp.Pipeline(
-        model, devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True, isolate=isolate
+        model, devices=stages(2), chunks=2, deferred_batch_norm=True, isolate=isolate
     )
     loss = pipe.forward_backward(x, loss_fn=loss_of).loss
     if watch is not None:
@@ -660,7 +661,7 @@ def test_synchronized_modules_are_named():
     assert "batch norm deferred: 1 module" in str(pipe.summary())
     assert "not deferred, SyncBatchNorm: 1" in str(pipe.summary())
     with warnings.catch_warnings():
-        bp.Pipeline(model, devices=["cpu"] * 2, chunks=2)
+        bp.Pipeline(model, devices=stages(2), chunks=2)
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])

@@ -22,6 +22,8 @@ from blockpipe import lanes
 from blockpipe.errors import UsageError
 from blockpipe.lanes import Turns, close_idle_threads, idle_threads
 
+from .devices import stages
+
 HERE = os.path.basename(__file__)
 STAGES, CHUNKS, ROWS = 3, 4, 8
 SCHEDULES = ["1f1b", "gpipe", "zb-h1", "sequential"]
@@ -115,7 +117,7 @@ def make(schedule: str, **options: Any) -> tuple[Bomb, Net, nn.Module, bp.Pipeli
     plain = copy.deepcopy(net)
     pipe = bp.Pipeline(
         net,
-        devices=["cpu"] * STAGES,
+        devices=stages(STAGES),
         chunks=CHUNKS,
         schedule=schedule,
         sample=((torch.zeros(ROWS, 4),), {}),
@@ -368,7 +370,7 @@ def test_catching_everything_does_not_keep_a_failed_step_going(how: str) -> None
                 return self.layers[2](x)
 
     net = Stubborn()
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, sample=((torch.zeros(8, 4),), {}))
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4, sample=((torch.zeros(8, 4),), {}))
     x, y = batch()
     net.armed = True
     reached.clear()
@@ -418,7 +420,7 @@ def test_failure_while_recording(schedule: str) -> None:
     bomb = Bomb()
     net = Net(bomb)
     plain = copy.deepcopy(net)
-    pipe = bp.Pipeline(net, devices=["cpu"] * STAGES, chunks=CHUNKS, schedule=schedule)
+    pipe = bp.Pipeline(net, devices=stages(STAGES), chunks=CHUNKS, schedule=schedule)
 
     def interrupt(module: nn.Module, args: Any) -> None:
         raise SystemExit("boom")
@@ -612,7 +614,7 @@ def test_no_thread_is_busy_when_a_step_returns() -> None:
 def test_no_more_threads(count, monkeypatch):
     """Where a thread cannot be started, wherever that happens: the error comes, nothing hangs."""
     net = bp.begin_blocks(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), {"1": 1, "2": 2})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=6)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=6)
     close_idle_threads()
     started, start = [], threading.Thread.start
 
@@ -640,7 +642,7 @@ def test_a_signal_handler_that_raises_ends_the_step():
             return super().forward(x)
 
     net = bp.begin_blocks(nn.Sequential(Waits(4, 4), Waits(4, 4)), {"1": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
     waits.set()
     pipe.forward_backward(torch.randn(8, 4), loss_fn=lambda out: out.sum())
     waits.clear()

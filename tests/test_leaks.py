@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 
+from .devices import stages
+
 STAGES, CHUNKS, ROWS, WIDTH = 3, 4, 8, 4
 SCHEDULES = ["1f1b", "gpipe", "zb-h1", "sequential", "uncut"]
 torch.set_num_threads(1)
@@ -82,7 +84,7 @@ def make(schedule: str, net: Net | None = None, **options: Any) -> tuple[Net, bp
     width = net.layers[0].in_features
     pipe = bp.Pipeline(
         net,
-        devices=["cpu"] * STAGES,
+        devices=stages(STAGES),
         chunks=CHUNKS,
         schedule=schedule,
         sample=((torch.zeros(ROWS, width),), {}),
@@ -222,7 +224,7 @@ def test_recording_keeps_nothing() -> None:
 def test_summary_and_failed_recording_keep_nothing() -> None:
     """After a recording that failed, and with its exception gone, no tensor of it is alive."""
     net = Net()
-    pipe = bp.Pipeline(net, devices=["cpu"] * STAGES, chunks=CHUNKS)
+    pipe = bp.Pipeline(net, devices=stages(STAGES), chunks=CHUNKS)
 
     def fails(stage: int) -> None:
         raise ValueError("boom")

@@ -11,6 +11,7 @@ import blockpipe as bp
 from blockpipe.errors import CrossingError, PlanError, StateError
 from blockpipe.scheduler import SCHEDULES
 
+from .devices import stages
 from .parity import difference, plain_step
 from .strategies import Program, programs
 
@@ -38,7 +39,7 @@ def plain_or_none(program, args, target, chunks):
     st.integers(1, 7),
     st.integers(1, 4),
     st.sampled_from([*SCHEDULES, "auto"]),
-    st.sampled_from([["cpu"] * 3, ["cpu:0", "cpu:1", "cpu:0"], ["cpu:0", "cpu:1", "cpu:1"]]),
+    st.sampled_from([stages(3), ["cpu:0", "cpu:1", "cpu:0"], ["cpu:0", "cpu:1", "cpu:1"]]),
     st.sampled_from([None, None, 1, 2, 3]),
     st.booleans(),
     st.integers(0, 99),
@@ -95,7 +96,7 @@ def test_random_programs_differentiate_as_plain(instructions, batch, chunks, iso
         net, leaf = copy.deepcopy(program), x.clone().requires_grad_()
         isolated = isolate and schedule != "uncut"
         pipe = bp.Pipeline(
-            net, devices=["cpu"] * 3, chunks=chunks, schedule=schedule, isolate=isolated
+            net, devices=stages(3), chunks=chunks, schedule=schedule, isolate=isolated
         )
         try:
             loss = loss_of(pipe(leaf, index), target)
@@ -122,7 +123,7 @@ def test_two_steps_add_up(schedule):
     net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     plain = copy.deepcopy(net)
     bp.begin_blocks(net, {"1": 1, "2": 2})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=3, schedule=schedule)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=3, schedule=schedule)
     x = torch.randn(7, 4)
     for _ in range(2):
         loss = pipe.forward_backward(x, loss_fn=lambda o: o.square().mean()).loss

@@ -13,6 +13,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.lanes import close_idle_threads, idle_threads
 
+from .devices import stages
 from .parity import difference, plain_step
 
 
@@ -22,7 +23,7 @@ def net(width: int = 4) -> nn.Sequential:
 
 
 def pipeline(model, **options):
-    return bp.Pipeline(model, **{"devices": ["cpu"] * 3, "chunks": 3, **options})
+    return bp.Pipeline(model, **{"devices": stages(3), "chunks": 3, **options})
 
 
 def mean_square(output, target=None):
@@ -51,7 +52,7 @@ def test_nested_inputs_and_outputs():
             with bp.Block(1):
                 return {"out": Out(self.b(h) + z, "kept"), "y": y, "flag": flag, "extra": extra}
 
-    pipe = pipeline(Nested(), devices=["cpu"] * 2)
+    pipe = pipeline(Nested(), devices=stages(2))
     x, y, z = torch.randn(7, 4), torch.arange(7), torch.randn(7, 4)
     out = pipe({"pair": (x, y), "z": z}, 2.0, flag=False)
     with torch.no_grad():
@@ -74,7 +75,7 @@ def test_loss_reductions(reduction):
     plain = copy.deepcopy(model)
     x, y = torch.randn(7, 4), torch.tensor([0, 1, -100, 2, -100, -100, 4])
     loss_fn = nn.CrossEntropyLoss(reduction="sum" if reduction == "sum" else "mean")
-    pipe = pipeline(model, devices=["cpu"] * 2, loss_reduction=reduction)
+    pipe = pipeline(model, devices=stages(2), loss_reduction=reduction)
     loss = pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss
     expected = plain_step(plain, (x,), {}, y, loss_fn, 3, reduction)
     assert difference(model, plain, loss, expected).exact
@@ -98,7 +99,7 @@ def test_a_loss_inside_the_model_and_outputs_returned():
 
     model = Own()
     x, y = torch.randn(6, 4), torch.randn(6, 4)
-    result = pipeline(model, devices=["cpu"] * 2).forward_backward(x, labels=y, return_outputs=True)
+    result = pipeline(model, devices=stages(2)).forward_backward(x, labels=y, return_outputs=True)
     assert result.outputs.logits.shape == (6, 4)
     assert not result.outputs.logits.requires_grad
     torch.testing.assert_close(result.loss, model(x, y).loss.detach())
@@ -118,7 +119,7 @@ def test_eval_before_train_and_under_no_grad():
     """Modes get recordings of their own."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 4))
     bp.begin_blocks(model, {"3": 1})
-    pipe = pipeline(model, devices=["cpu"] * 2)
+    pipe = pipeline(model, devices=stages(2))
     x = torch.randn(6, 4)
     pipe.eval()
     with torch.no_grad():
@@ -367,7 +368,7 @@ def test_chunks_1_on_several_devices_warns():
     """Only one of them would work at a time. (Two CPUs are one device.)"""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bp.Pipeline(net(), devices=["cpu"] * 3, chunks=1)
+        bp.Pipeline(net(), devices=stages(3), chunks=1)
 
 
 def test_close_ends_idle_threads():
@@ -412,7 +413,7 @@ def test_context_goes_with_the_threads():
                 seen.append((variable.get(), torch.is_grad_enabled(), torch.zeros(1).dtype))
                 return self.b(h)
 
-    pipe = pipeline(Looks(), devices=["cpu"] * 2)
+    pipe = pipeline(Looks(), devices=stages(2))
     pipe(torch.randn(6, 4))
     seen.clear()
     variable.set(7)
