@@ -152,7 +152,7 @@ def balance(
         training,
     )
     with torch.set_grad_enabled(training):
-        recording = record(model, args, kwargs, plan=StagePlan([]))
+        recording = record(model, args, kwargs, plan=StagePlan([]), intended=places)
         found = _Search(model, args, kwargs, recording, to)
         lanes = 1 if is_far or found.costing.one_thread else len(set(to.lanes))
         if by != "time" or not measure or is_on_meta(model):
@@ -255,7 +255,7 @@ class _Search:
         Raises:
             BlockpipeError: it cannot be carried out.
         """
-        recording = record(self.model, self.args, self.kwargs, plan=plan)
+        recording = record(self.model, self.args, self.kwargs, plan=plan, intended=self.to.devices)
         if recording.route != route:
             raise PlanError(f"the route is {recording.route}")
         if recording.shared_state:

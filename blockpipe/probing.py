@@ -33,6 +33,7 @@ from .work import (
     ADDITION,
     CONVOLUTION,
     FUNCTION,
+    GROUPS,
     PASS,
     PRODUCT,
     RANDOM,
@@ -49,7 +50,7 @@ _LONG = 2e-3  # seconds: a probe that takes longer is the last of its kind
 _SHORT = 2e-4  # so many are run at once that they take this long, for clocks tick
 _MOST_AT_ONCE = 16
 _SIZES = 8  # of a probe, at most
-_REPEATS = 5
+_REPEATS = 7
 _DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _COPIED = (2**12, 2**18, 2**24)  # bytes
 
@@ -105,6 +106,7 @@ _PROBES = {
     ),
     ADDITION: _Probe(lambda x, y: x.detach().add_(y.detach()), lambda size: 2 * _rows(size)),
     PASS: _Probe(torch.relu, _rows),
+    GROUPS: _Probe(functools.partial(F.group_norm, num_groups=4), _images),
     FUNCTION: _Probe(functools.partial(F.layer_norm, normalized_shape=(256,)), _rows),
     STATISTICS: _Probe(_batch_norm, _images),
     WINDOW: _Probe(functools.partial(F.max_pool2d, kernel_size=2), _images),

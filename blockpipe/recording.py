@@ -251,6 +251,8 @@ class Recording:
     marks: dict[str, Call | None] = field(default_factory=dict, repr=False)
     """The lines of those met, heeded or not, and the innermost call that each was first met in."""
     why_real: str | None = None
+    why_elsewhere: str | None = None
+    """Why it did not run on fake tensors of the devices that the stages will be on."""
 
     def __repr__(self) -> str:
         elements = sum(held.elements for held in self.parameters)

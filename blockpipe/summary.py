@@ -250,6 +250,11 @@ def _notes(recording: Recording) -> list[str]:
             "what autograd saves is not known, and nothing can be recomputed: torch.func in the "
             "forward's own code; put it into a module"
         )
+    if recording.why_elsewhere:
+        notes.append(
+            "recorded where the model is, and not on fakes of the stages' devices, whose kernels "
+            f"may keep other tensors: {recording.why_elsewhere}"
+        )
     if recording.why_real:
         notes.append(f"recorded by a real run: {recording.why_real}")
     return notes

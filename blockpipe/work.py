@@ -26,15 +26,17 @@ CONVOLUTION = "convolution"
 ADDITION = "addition"  # of one tensor to another, in place: as gradients are
 PASS = "pass"  # over memory: reads, computes next to nothing, writes
 FUNCTION = "function"  # a pass with exponentials, or with a mean of each row
+GROUPS = "groups"  # group norm
 STATISTICS = "statistics"  # batch norm: several passes, for each channel
 WINDOW = "window"  # pooling, interpolation
 RANDOM = "random"  # numbers drawn
-KINDS = (PRODUCT, CONVOLUTION, ADDITION, PASS, FUNCTION, STATISTICS, WINDOW, RANDOM)
+KINDS = (PRODUCT, CONVOLUTION, ADDITION, PASS, FUNCTION, GROUPS, STATISTICS, WINDOW, RANDOM)
 
 # By parts of operations' names; the first that is met counts, and all else is a pass.
 _KINDS_BY_NAME = {
     "batch_norm": STATISTICS,
     "instance_norm": STATISTICS,
+    "group_norm": GROUPS,
     "dropout": RANDOM,
     "bernoulli": RANDOM,
     "rand": RANDOM,
@@ -159,7 +161,7 @@ def seen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: An
     operation = _operation(packet, flops_of(func, args, kwargs, result), read + made, given)
     work.forward[operation] += 1
     if needy and any(t.is_floating_point() or t.is_complex() for t in tensors(result)):
-        for gradient in _gradients(packet, operation, needy):
+        for gradient in _gradients(packet, operation, needy, made):
             work.backward[gradient] += 1
     return work
 
@@ -179,13 +181,16 @@ def _operation(packet: Any, flops: float, moved: int, given: list[Tensor]) -> Op
     return Operation(next(kinds, PASS), "", 0.0, moved)
 
 
-def _gradients(packet: Any, operation: Operation, needy: list[Tensor]) -> Iterator[Operation]:
+def _gradients(
+    packet: Any, operation: Operation, needy: list[Tensor], made: int
+) -> Iterator[Operation]:
     if packet in _FREE_BACKWARD:
         return
     if operation.flops:
-        # A bias is no operand: its gradient is a sum, and in the products' own time.
-        operands = [t for t in needy if t.dim() > 1] or needy[:1]
-        yield from (operation for _ in operands)
+        matrices = [t for t in needy if t.dim() > 1]
+        yield from (operation for _ in matrices or needy[:1])
+        if operation.kind == PRODUCT and len(needy) > len(matrices):  # a bias's gradient is a sum
+            yield Operation(PASS, "", 0.0, made)
     elif packet in _GATHERS:
         yield addition(needy[0])
     elif operation.kind == RANDOM:
