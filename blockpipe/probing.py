@@ -227,7 +227,8 @@ def _probed(device: torch.device, threads: int, kind: str, dtype: torch.dtype) -
                 if not found:
                     raise
                 break
-            if found[-1].forward > _LONG:
+            # Launches alone may take that long: a line needs to see more work take longer.
+            if found[-1].forward > max(_LONG, 2 * found[0].forward):
                 break
         wide = probe.wide and _Sample(probe.wide, probe.run, dtype, device, hold)
     forward = _line([(one.forward, one) for one in found], (wide.forward, wide) if wide else None)
@@ -304,7 +305,7 @@ class _Sample:
         for repeat in range(_REPEATS):
             times, host = self._timed(operands, 1.5 * host * count if repeat == 0 else 1.5 * host)
             runs.append(times)
-            if repeat > 1 and time.perf_counter() - begun > 20 * _LONG:
+            if repeat and time.perf_counter() - begun > 15 * _LONG:
                 break
         forward, backward = (min(times) / count for times in zip(*runs, strict=True))
         return forward, backward / len(operands[0])
