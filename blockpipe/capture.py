@@ -18,8 +18,9 @@ from .errors import BlockpipeError, RecordingError
 from .faking import record_there
 from .plan import StagePlan
 from .planned import Planned, planned_by
+from .randomness import every_source, kept
 from .recording import Recording
-from .snapshot import ModelState, random_states
+from .snapshot import ModelState
 from .transfer import carry, is_on_meta
 from .tree import map_tensors
 from .watching import HooksRefusedError, hooked, run_watched, signature
@@ -193,7 +194,7 @@ def _record_real(
 ) -> Recording:
     state = ModelState(model, values=True)
     try:
-        with random_states():
+        with kept(every_source()):
             # Copies: the forward may write to its inputs, and it will run again.
             args, kwargs = map_tensors(_copy_of, (args, kwargs))
             return run_watched(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from .digests import Comparisons
 from .errors import CrossingError
 from .observer import Observer, Watch
 from .randomness import Source
@@ -154,8 +155,9 @@ class Step:
         begins: Sequence[int] = (),
         splits: bool = False,
         tracks_writes: bool = True,
-        sealed_functions: Mapping[str, tuple[frozenset[int], Any]] | None = None,
+        sealed_functions: Mapping[str, tuple[frozenset[int], Any, bool]] | None = None,
         sources: Sequence[list[Source]] = (),
+        waiting: Collection[str] = (),
         rereads: Collection[int] = (),
         is_first: bool = False,
         observer: Observer | None = None,
@@ -165,10 +167,14 @@ class Step:
         self.begins = begins  # for each hop, which of the forward's marks it began with
         self.splits = splits  # whether backwards may be in two parts
         self.tracks_writes = tracks_writes  # whether the recording saw a write to a foreign tensor
-        self.sealed_functions = sealed_functions or {}  # hops, and how they are recomputed
+        self.sealed_functions = (
+            sealed_functions or {}
+        )  # hops, how they are recomputed, and whether they wait
         self.sources = sources  # what each hop draws random numbers from
+        self.waiting = waiting  # names of torch functions that wait for a device
         self.rereads = rereads  # hops with functions that may read what they saved twice
         self.is_first = is_first  # of a recording
+        self.comparisons = Comparisons() if is_first else None  # of what is recomputed
         self.observer = observer
         self.homes = homes
         self.devices = devices

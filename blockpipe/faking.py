@@ -18,11 +18,12 @@ from torch.nn.utils.stateless import _reparametrize_module
 from .errors import BlockpipeError, IsolationError, RecordingError
 from .plan import StagePlan
 from .planned import Planned, planned_by
+from .randomness import every_source, kept
 from .recorder import (
     named_slots,
 )
 from .recording import Recording
-from .snapshot import ModelState, random_states
+from .snapshot import ModelState
 from .transfer import is_on_meta
 from .tree import map_tensors
 from .watching import hooked, run_watched, signature
@@ -205,7 +206,7 @@ def _record_fake(
         for name, tensor in (*named_slots(model, "_parameters"), *named_slots(model, "_buffers"))
     }
     try:
-        with random_states(), _reparametrize_module(model, swapped, tie_weights=False):
+        with kept(every_source()), _reparametrize_module(model, swapped, tie_weights=False):
             # There a model takes any sample: only its shapes count.
             in_one_place = on_meta or (homes is not None and devices is None)
             if sample_device is None and in_one_place:

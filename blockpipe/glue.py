@@ -11,13 +11,14 @@ outside of them, and between steps the model is exactly the user's.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from .ambient import in_thread
+from .ambient import in_thread, waiting_for_device
 from .checkpoint import Again
 from .crossing import Entry
 from .journey import Journey
@@ -33,6 +34,7 @@ _METHODS = """size dim stride numel nelement ndimension element_size storage_off
     is_floating_point is_complex is_signed get_device __len__ __hash__ is_shared is_pinned
     is_inference is_same_size has_names"""
 _register_hook = Tensor.register_hook
+_NOTHING = nullcontext()
 
 
 def _watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -158,7 +160,9 @@ class Glue(TorchFunctionMode):
                 for k, v in kwargs.items()
             }
         foreign = journey.take_foreign()
-        result = func(*args, **kwargs)
+        waiting = journey.step.waiting
+        with waiting_for_device() if waiting and func.__name__ in waiting else _NOTHING:
+            result = func(*args, **kwargs)
         if foreign:
             journey.check_written(foreign)
         journey.claim(result)
@@ -197,10 +201,10 @@ class Glue(TorchFunctionMode):
     ) -> Any:
         """Call a function that is a block: like a module, it may be sealed."""
         journey = self.journey
-        hops, again = journey.step.sealed_functions.get(key, (frozenset(), None))
+        hops, again, waits = journey.step.sealed_functions.get(key, (frozenset(), None, False))
         if self.inside or not hops or not journey.is_sealed(hops):
             return function(*args, **kwargs)
-        return self.call_sealed(function, args, kwargs, again)
+        return self.call_sealed(function, args, kwargs, again, waits=waits)
 
     def call_sealed(
         self,
@@ -208,6 +212,8 @@ class Glue(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         again: Again | None = None,
+        *,
+        waits: bool = False,
     ) -> Any:
         """Run something untouched: tensors are looked at on the way in and out only.
 
@@ -216,6 +222,7 @@ class Glue(TorchFunctionMode):
             args: with what.
             kwargs: with what.
             again: how it is recomputed, if it can be.
+            waits: whether it makes the host wait for the device.
         """
         journey = self.journey
         if self.recompute is not None:
@@ -238,7 +245,8 @@ class Glue(TorchFunctionMode):
                 frame = journey.frame(again, function, args, kwargs)
             journey.sealed += 1
             try:
-                result = function(*args, **kwargs) if frame is None else frame.run(args, kwargs)
+                with waiting_for_device() if waits else _NOTHING:
+                    result = function(*args, **kwargs) if frame is None else frame.run(args, kwargs)
             finally:
                 journey.sealed -= 1
                 own.write_back()
@@ -312,6 +320,7 @@ class Door:
         hops: the hops on which the module is sealed.
         stages: from the module's call to the stage that a plan gives it, overriding the marks.
         again: how its call is recomputed; ``None``: it is not.
+        waits: whether its call makes the host wait for a device.
     """
 
     def __init__(
@@ -320,11 +329,14 @@ class Door:
         hops: frozenset[int],
         stages: Mapping[int | None, int] | None = None,
         again: Again | None = None,
+        *,
+        waits: bool = False,
     ) -> None:
         self.forward = forward
         self.hops = hops
         self.stages = stages
         self.again = again
+        self.waits = waits
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         glue = active_glue()
@@ -343,7 +355,7 @@ class Door:
             call = journey.count_call(self)
             journey.cursor.move(planned_stage(self.stages, call, journey.cursor.stage), None)
         if self.hops and journey.is_sealed(self.hops):
-            return glue.call_sealed(self.forward, args, kwargs, self.again)
+            return glue.call_sealed(self.forward, args, kwargs, self.again, waits=self.waits)
         return self.forward(*args, **kwargs)
 
 
@@ -373,6 +385,7 @@ class Doors:
         planned, inner = _outside_of_sealed(recording, planned or {}), inner or {}
         sealed = recording.sealed
         modules = dict(model.named_modules())
+        waiting = {call.path for call in recording.calls if call.waits}
         self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
         self._sealed: list[tuple[str, nn.Module, Door, Callable[..., Any]]] = []
         for path in sorted({*sealed, *planned, *inner}):
@@ -387,12 +400,13 @@ class Doors:
                 self._places.append((module.__dict__, name, forward))
                 continue
             again = self._again(f"module {path or '(the model)'!r}", path, recording, modules)
-            door = Door(forward, sealed.get(path, frozenset()), planned.get(path), again)
+            hops = sealed.get(path, frozenset())
+            door = Door(forward, hops, planned.get(path), again, waits=path in waiting)
             self._places.append((module.__dict__, name, door))
             if door.hops and not is_compiled(module):
                 self._sealed.append((path, module, door, door.forward))
         self.functions = {
-            key: (hops, self._again(f"function {key}", key, recording, modules))
+            key: (hops, self._again(f"function {key}", key, recording, modules), key in waiting)
             for key, hops in recording.sealed_functions.items()
         }
         self._depth = 0
@@ -414,7 +428,8 @@ class Doors:
             buffers += [
                 (module._buffers, key, True) for key, b in module._buffers.items() if b is None
             ]
-        return Again(what, about, buffers)
+        waits = any(call.waits for call in recording.calls if call.path == path)
+        return Again(what, about, buffers, waits)
 
     def stand_in(
         self,

@@ -30,6 +30,9 @@ _ASKS_HOST = {
     _aten.equal: "torch.equal()",
     _aten._linalg_check_errors: "a check of torch.linalg",
 }
+# Torch functions that always do; a recording on the CPU does not see it of all.
+_CONVERTS = ["__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__"]
+ASKS_HOST = frozenset([*_CONVERTS, "item", "tolist", "cpu", "numpy"])
 _INDEXES = (_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index)
 
 

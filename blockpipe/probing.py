@@ -46,7 +46,7 @@ from .work import (
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_LONG = 2e-3  # seconds: a probe that takes longer is the last of its kind
+_LONG = 1e-3  # seconds: a probe that takes longer is the last of its kind
 _SHORT = 2e-4  # so many are run at once that they take this long, for clocks tick
 _MOST_AT_ONCE = 16
 _SIZES = 8  # of a probe, at most

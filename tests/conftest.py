@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from blockpipe import prepared
+from blockpipe import prepared, probing
 from blockpipe.lanes import close_idle_threads
+from blockpipe.rates import STATED_COPY, STATED_CPU
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +41,17 @@ def _lanes_for_small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
     are tested. What it chooses has tests of its own."""
     monkeypatch.setattr(prepared, "SMALL_OPERATION", 0.0)
     monkeypatch.setattr(prepared, "SMALL_HOP", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _rates_of_round_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is predicted must not depend on the machine: measuring has tests of its own."""
+    monkeypatch.setattr(probing, "_known", {})
+    monkeypatch.setattr(probing, "_copies", {})
+    monkeypatch.setattr(
+        probing, "_find", lambda device, threads, kind, dtype: STATED_CPU.find(kind, dtype)
+    )
+    monkeypatch.setattr(probing, "_time_copies", lambda source, target: STATED_COPY)
 
 
 @pytest.fixture(scope="session", autouse=True)
