@@ -179,7 +179,8 @@ class Activations:
                 if door.repeats(mode):
                     keys |= self._given.get(id(door), set())
                     kept.calls += 1
-                    kept.again.add(door.work)
+                    for work in door.work.values():
+                        kept.again.add(work)
         for hop in range(len(hops)):
             hops[hop].glue_bytes = self._bytes(glue[hop])
         for regime, of_hops in (("never", never), ("always", always), ("asked", asked)):

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .ambient import intra_operation_threads
+from .errors import DeviceError
 from .meter import Meter
 from .rates import STATED_ACCELERATOR, STATED_COPY, STATED_CPU, Line, Pair, Rates
 from .stopwatch import Stopwatch
@@ -120,18 +121,18 @@ def rates_of(device: torch.device | str, threads: int | None = None) -> Rates:
     Devices of one name (eight alike GPUs) are one: the first of them that is asked for is measured.
 
     Args:
-        device: of this machine; of another one, or ``"meta"``, rates are stated.
+        device: of this machine; of another one, for ``"meta"``, and for what is only a name, rates
+            are stated.
         threads: of the CPU, for each operation; ``None``: as many as torch uses now.
     """
-    named = torch.device(device)
     try:
-        found = check_device(named)
-    except Exception as error:
-        _log.info("%s is not measured: %s", named, error)
-        is_far = is_asynchronous(named)
+        found = check_device(device)
+    except DeviceError as error:
+        _log.info("%s is not measured: %s", device, error)
+        is_far = not str(device).startswith("meta")
         known = STATED_ACCELERATOR if is_far else STATED_CPU
         what = "is not there" if is_far else "computes nothing"
-        return Rates(f"{known.source}: {named} {what}", known.find)
+        return Rates(f"{known.source}: {device} {what}", known.find)
     threads = 0 if is_asynchronous(found) else max(1, threads or torch.get_num_threads())
     with _lock:
         key = name_of(found), threads, torch.get_float32_matmul_precision()

@@ -27,7 +27,7 @@ from .plan import too_few_devices
 from .planned import planned_stage
 from .progress import Progress
 from .randomness import current, host_sources, moved
-from .recording import Call, CrossingInfo, Drawn, Flow, Held, Hop, Piece, Recording, Unmarked
+from .recording import Call, CrossingInfo, Drawn, Flow, Held, Hop, Recording, Unmarked
 from .transfer import edge_of
 from .tree import tensors
 from .where import users_line
@@ -424,10 +424,11 @@ class Recorder(Journey):
         for part in (hop, piece):
             part.kernels += kernels
             part.largest_bytes = max(part.largest_bytes, made)
-        parts: list[Hop | Piece | Call] = [hop, piece, *(call for call, _, _ in self.stack)]
-        for whole in parts:
-            whole.flops += flops
-            whole.work.add(work)
+            part.flops += flops
+            part.work.add(work)
+        for call, _, _ in self.stack:
+            call.flops += flops
+            call.work.setdefault(hop.stage, Work()).add(work)
 
     def _note_gradient(self, tensor: Tensor) -> None:
         """In the backward a gradient of the tensor is added to another one."""

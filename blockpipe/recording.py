@@ -82,7 +82,7 @@ class Call:
     mark_name: str | None = None
     inbound: list[Call] = field(default_factory=list, repr=False)  # that made its arguments
     is_run_again: bool = False  # where recomputation is on: it is sealed, and that gains something
-    work: Work = field(default_factory=Work, repr=False)
+    work: dict[int, Work] = field(default_factory=dict, repr=False)  # by stage
     outputs: list[tuple[int, ...]] = field(default_factory=list, repr=False)  # shapes of tensors
     opened: str | None = None  # why it is not sealed
     waits: bool = False  # for a device: a tensor's value is asked for in it

@@ -237,8 +237,9 @@ class _Rows:
         parameters = [h for h in held if not h.is_buffer]
         calls = [call for node in nodes for call in node.calls]
         stages = sorted(set().union(*(node.stages for node in nodes)))
-        forward = sum(self._rates[call.stage].forward(call.work) for call in calls)
-        backward = sum(self._rates[call.stage].backward(call.work) for call in calls)
+        work = [(self._rates[stage], work) for call in calls for stage, work in call.work.items()]
+        forward = sum(rates.forward(done) for rates, done in work)
+        backward = sum(rates.backward(done) for rates, done in work)
         stage = self._stages[stages[0]]
         whole = stage.forward_seconds + stage.backward_seconds if len(stages) == 1 else 0.0
         devices = [self._stages[s].device or "" for s in stages]
