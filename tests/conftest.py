@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from blockpipe import prepared, probing
+from blockpipe import prepared
 from blockpipe.lanes import close_idle_threads
-from blockpipe.rates import STATED_COPY, STATED_CPU
+
+from .pinned import pin
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,12 +47,7 @@ def _lanes_for_small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _rates_of_round_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is predicted must not depend on the machine: measuring has tests of its own."""
-    monkeypatch.setattr(probing, "_known", {})
-    monkeypatch.setattr(probing, "_copies", {})
-    monkeypatch.setattr(
-        probing, "_find", lambda device, threads, kind, dtype: STATED_CPU.find(kind, dtype)
-    )
-    monkeypatch.setattr(probing, "_time_copies", lambda source, target: STATED_COPY)
+    pin(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session", autouse=True)
