@@ -106,9 +106,9 @@ class Glue(TorchFunctionMode):
         self.inside = False  # of a sealed module, where this mode is off
 
     def __enter__(self) -> "Glue":
+        self._hooks = _saved_tensor_hooks()
         self._outer = in_thread.glue
         in_thread.glue = self
-        self._hooks = _saved_tensor_hooks()
         super().__enter__()  # type: ignore[no-untyped-call]
         if self.recompute is None:
             self.journey.cursor.on_call = self.call_function
@@ -513,10 +513,10 @@ class _Replacement:
     def __enter__(self) -> None:
         kind = type(self)
         with _Replacement._lock:
-            kind._entered += 1
-            if kind._entered == 1:
+            if not kind._entered:
                 _Replacement._originals[kind] = kind.owner.__dict__[kind.name]
                 setattr(kind.owner, kind.name, self.replacement())
+            kind._entered += 1
 
     def __exit__(self, *failure: Any) -> None:
         kind = type(self)
