@@ -145,6 +145,10 @@ def copy_line(source: torch.device, target: torch.device) -> Line:
     """The time of a copy from one device to another, over its bytes; nothing where they are one."""
     if source == target:
         return Line(((0.0, 0.0),))
+    try:
+        source, target = check_device(source), check_device(target)
+    except DeviceError:
+        return STATED_COPY
     with _lock:
         key = name_of(source), name_of(target)
         if key not in _copies:

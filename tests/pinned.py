@@ -6,7 +6,6 @@ runs a command of Blockpipe by them.
 """
 
 import runpy
-import sys
 from typing import Protocol
 
 import torch

@@ -379,7 +379,7 @@ def test_copies_of_a_plan_say_the_same() -> None:
 )
 def test_the_predicted_step_is_the_schedule_played_out(schedule: str, bubble: float) -> None:
     """Of two equal stages and 8 micro-batches."""
-    net, x = chain(64, 64, 64), torch.zeros(32, 64)
+    net, x = chain(64, 64, 64), torch.zeros(32, 64).requires_grad_()
     plan = bp.balance(net, x, 2, measure=False, schedule=schedule)
     assert plan.bubble == pytest.approx(bubble)
     one = sum(s.forward + s.backward for s in plan.shares) / 2
