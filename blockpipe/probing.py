@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -50,7 +50,9 @@ _T = TypeVar("_T")
 _LONG = 1e-3  # seconds: a probe that takes longer is the last of its kind
 _SHORT = 2e-4  # so many are run at once that they take this long, for clocks tick
 _MOST_AT_ONCE = 16
-_SIZES = 8  # of a probe, at most
+_SIZES = 7  # of a probe, at most
+_LARGEST = 2**27  # bytes of its operands
+_ENOUGH = 0.1  # seconds: after so many a probe does not grow any more
 _REPEATS = 7
 _DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _COPIED = (2**12, 2**18, 2**24)  # bytes
@@ -73,20 +75,21 @@ class _Probe(NamedTuple):
 
 
 def _square(size: int) -> Shapes:
-    return [(32 << size, 32 << size)] * 2
+    width = (32, 96, 256, 512, 1024, 2048, 4096)[size]
+    return [(width, width)] * 2
 
 
 def _images_and_kernels(size: int) -> Shapes:
-    channels = 16 << size
+    channels = (16, 48, 128, 256, 512, 1024, 2048)[size]
     return [(4, channels, 16, 16), (channels, channels, 3, 3)]
 
 
 def _rows(size: int) -> Shapes:
-    return [(16 << 2 * size, 256)]
+    return [(16 << 3 * size, 256)]
 
 
 def _images(size: int) -> Shapes:
-    return [(4, 16 << size, 8 << size // 2, 8 << (size + 1) // 2)]
+    return [(4, 16 << size, 8 << size, 8 << size)]
 
 
 def _batch_norm(x: Tensor) -> Tensor:
@@ -225,15 +228,20 @@ def _probed(device: torch.device, threads: int, kind: str, dtype: torch.dtype) -
     with intra_operation_threads(threads or None):
         hold = _Hold(device) if is_asynchronous(device) else None
         found: list[_Sample] = []
-        for size in range(_SIZES):
+        begun = time.perf_counter()
+        for shapes in map(probe.shapes, range(_SIZES)):
+            if sum(map(prod, shapes)) * dtype.itemsize > _LARGEST:
+                break
             try:
-                found.append(_Sample(probe.shapes(size), probe.run, dtype, device, hold))
+                found.append(_Sample(shapes, probe.run, dtype, device, hold))
             except RuntimeError:  # out of memory: what is known is enough
                 if not found:
                     raise
                 break
             # Launches alone may take that long: a line needs to see more work take longer.
             if found[-1].forward > max(_LONG, 2 * found[0].forward):
+                break
+            if len(found) > 2 and time.perf_counter() - begun > _ENOUGH:
                 break
         wide = probe.wide and _Sample(probe.wide, probe.run, dtype, device, hold)
     forward = _line([(one.forward, one) for one in found], (wide.forward, wide) if wide else None)
@@ -247,11 +255,10 @@ def _probed(device: torch.device, threads: int, kind: str, dtype: torch.dtype) -
 def _line(timed: Sequence[tuple[float, _Sample]], wide: tuple[float, _Sample] | None) -> Line:
     """A line through samples; what a wide one takes beyond it is the time of its bytes."""
     line = Line(_ascending([(one.amount, seconds) for seconds, one in timed]))
-    for _ in range(
-        4 if wide else 0
-    ):  # the others have bytes too: this goes to and fro between both
-        assert wide is not None
-        seconds, sample = wide
+    if wide is None:
+        return line
+    seconds, sample = wide
+    for _ in range(4):  # the others have bytes too: to and fro between both, until they agree
         per_byte = max(0.0, seconds - line.seconds(sample.amount)) / sample.bytes
         # Not all of a small sample's time: its bytes may be in a cache.
         points = [(one.amount, max(s / 2, s - per_byte * one.bytes)) for s, one in timed]

@@ -190,7 +190,7 @@ def _gradients(
         matrices = [t for t in needy if t.dim() > 1]
         yield from (operation for _ in matrices or needy[:1])
         if operation.kind == PRODUCT and len(needy) > len(matrices):  # a bias's gradient is a sum
-            yield Operation(PASS, "", 0.0, made)
+            yield Operation(ADDITION, "", 0.0, made)
     elif packet in _GATHERS:
         yield addition(needy[0])
     elif operation.kind == RANDOM:
