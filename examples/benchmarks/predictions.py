@@ -11,6 +11,7 @@ compiler.
 """
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -103,6 +104,7 @@ def measured(step: partial[bp.StepResult], devices: list[str], repeats: int) -> 
 
 def memory(name: str, work: Workload, devices: list[str], chunks: int) -> None:
     """The peaks of both stages."""
+    gc.collect()  # what is left of earlier models would be measured with this one
     model, x, y = work.sample(chunks)
     bp.begin_blocks(model, {"1": 1})
     with bp.Pipeline(model, devices=devices, chunks=chunks) as pipe:
@@ -143,6 +145,7 @@ def main() -> None:
         simulated.set_flags(poison=False, races=False)
         devices = ["simulated:0", "simulated:1"]
     print(f"{machine()}, load {os.getloadavg()[0]:.1f}")
+    bp.record(torch.nn.Linear(1, 1), torch.ones(1, 1))  # torch imports what recordings need
     probes(devices)
     for name in options.names or NAMES:
         times(name, WORKLOADS[name], devices, options)
