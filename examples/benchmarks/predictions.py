@@ -4,6 +4,8 @@
     python examples/benchmarks/predictions.py --devices cuda:0 cuda:1
     python examples/benchmarks/predictions.py --simulated 300         # microseconds a kernel
 
+*Work*, on the CPU: forward and backward of a micro-batch in one thread, by the processor time that
+they take: it holds where other processes are on the cores as well, and the others do not.
 *Recording*: a pipeline's summary, before anything ran, by the rates that are measured on the
 devices. *Balance*: ``bp.balance``, which times the model. The simulated accelerator is that of the
 tests, where each kernel takes so many microseconds besides its time on the CPU; it needs a C++
@@ -52,6 +54,22 @@ def shown(name: str, how: str, predicted: list[float], taken: list[float]) -> fl
         flush=True,
     )
     return middle
+
+
+def busy(name: str, work: Workload, repeats: int) -> None:
+    """A micro-batch in one thread, by the processor's clock."""
+    model, x, y = work.sample(1)
+    rates = rates_of("cpu", 1)
+    (hop,) = bp.record(model, x, plan=bp.StagePlan([])).hops
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    taken = []
+    for _ in range(4 * repeats):
+        begun = time.thread_time()
+        work.loss(model(x), y).backward()
+        taken.append(time.thread_time() - begun)
+    torch.set_num_threads(threads)
+    shown(name, "work", [rates.forward(hop.work) + rates.backward(hop.work)], [min(taken)])
 
 
 def times(name: str, work: Workload, devices: list[str], options: argparse.Namespace) -> None:
@@ -148,6 +166,8 @@ def main() -> None:
     bp.record(torch.nn.Linear(1, 1), torch.ones(1, 1))  # torch imports what recordings need
     probes(devices)
     for name in options.names or NAMES:
+        if devices[0] == "cpu":
+            busy(name, WORKLOADS[name], options.repeats)
         times(name, WORKLOADS[name], devices, options)
         memory(name, WORKLOADS[name], devices, options.chunks)
 
