@@ -36,7 +36,12 @@ def needy(*shape: int) -> Tensor:
     [
         (torch.mm, [needy(4, 4), needy(4, 4)], {"product": 1}, {"product": 2}),
         (torch.mm, [torch.ones(4, 4), needy(4, 4)], {"product": 1}, {"product": 1}),
-        (F.linear, [needy(4, 4), needy(4, 4), needy(4)], {"product": 1}, {"product": 2, "addition": 1}),
+        (
+            F.linear,
+            [needy(4, 4), needy(4, 4), needy(4)],
+            {"product": 1},
+            {"product": 2, "addition": 1},
+        ),
         (F.conv2d, [needy(1, 3, 8, 8), needy(4, 3, 3, 3)], {"convolution": 1}, {"convolution": 2}),
         (F.relu, [needy(4)], {"pass": 1}, {"pass": 1}),
         (F.relu, [torch.ones(4)], {"pass": 1}, {}),
