@@ -18,6 +18,7 @@ import torch
 from blockpipe import prepared
 from blockpipe.lanes import close_idle_threads
 
+from .pinned import pin
 from .simulated_build import CannotBuildError
 
 DELAY = 200  # microseconds at most, before one in five operations: enough for another order
@@ -115,6 +116,12 @@ def _lanes_for_small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
     are tested. What it chooses has tests of its own."""
     monkeypatch.setattr(prepared, "SMALL_OPERATION", 0.0)
     monkeypatch.setattr(prepared, "SMALL_HOP", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _rates_of_round_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is predicted must not depend on the machine: measuring has tests of its own."""
+    pin(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,8 +6,8 @@
 The devices are those of the tests: streams whose operations take a time that is set here, copies
 too. The simulation plays the same schedule out with the times of the actions as they were
 measured, and copies that wait for nothing but what they copy. What a step takes longer is what the
-engine makes devices wait for, and the host's own time. With ``--other``, another version's steps are
-taken in turn.
+engine makes devices wait for, and the host's own time. With ``--other``, steps of another version
+are taken in turn.
 """
 
 import argparse

@@ -170,7 +170,7 @@ def _manual_seed_all(seed: int) -> None:
 
 
 def _properties(device: Any = None) -> types.SimpleNamespace:
-    return types.SimpleNamespace(name=f"{NAME} {_index(device)}", total_memory=4 << 30)
+    return types.SimpleNamespace(name=NAME, total_memory=4 << 30)
 
 
 def _register() -> None:
