@@ -13,7 +13,7 @@ import blockpipe as bp
 from blockpipe.microbatch import split, weights_of
 from blockpipe.tree import tensors
 
-from .devices import host, stages
+from .devices import host, is_simulated, stages
 
 LossFn = Callable[..., Tensor]
 
@@ -51,10 +51,18 @@ def any_loss(output: Any, target: Any = None) -> Tensor:
 class Difference:
     """How far two runs of a model are apart."""
 
-    loss: float
+    loss: float  # relative where it is above one
     gradients: float  # worst over the parameters, relative to the global gradient norm
     buffers: float
     exact: bool
+
+    @property
+    def same(self) -> bool:
+        """To the bit on the CPU. To rounding on an accelerator, where the loss is one sum over the
+        micro-batches, and gradients of what several stages read are added where they are."""
+        if not is_simulated():
+            return self.exact
+        return max(self.loss, self.gradients, self.buffers) < 1e-6
 
 
 def difference(a: nn.Module, b: nn.Module, loss_a: Tensor, loss_b: Tensor) -> Difference:
@@ -81,7 +89,8 @@ def difference(a: nn.Module, b: nn.Module, loss_a: Tensor, loss_b: Tensor) -> Di
         if not torch.equal(p, q):
             exact = False
             buffers = max(buffers, float((p.double() - q.double()).abs().max()))
-    return Difference(abs(float(loss_a - loss_b)), worst, buffers, exact)
+    apart = abs(float(loss_a - loss_b)) / max(1.0, abs(float(loss_b)))
+    return Difference(apart, worst, buffers, exact)
 
 
 def without_randomness(model: nn.Module) -> nn.Module:

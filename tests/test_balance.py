@@ -18,7 +18,7 @@ from blockpipe import prepared
 from blockpipe.errors import PlanError, ScheduleError, UsageError
 from blockpipe.rates import STATED_CPU
 
-from .devices import stages
+from .devices import assert_close, equal, examples, stages
 from .parity import any_loss, difference, plain_step
 from .strategies import Program, programs
 
@@ -92,7 +92,7 @@ def test_no_other_cut_is_better(by: str, stages: int, speeds: list[float] | None
     assert found[0] == pytest.approx(max(share.cost for share in plan.shares), rel=1e-9)
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(programs, st.integers(1, 4), st.sampled_from(["flops", "parameters", "time", "memory"]))
 def test_random_programs_are_cut_as_planned_and_train_as_plain(
     instructions: list, count: int, by: str
@@ -118,10 +118,10 @@ def test_random_programs_are_cut_as_planned_and_train_as_plain(
     assert recording.plan.stages() == plan.stages()
     with bp.Pipeline(net, devices=stages(count), chunks=3, plan=plan, isolate=True) as pipe:
         loss = pipe.forward_backward(*args, loss_fn=any_loss).loss
-    assert difference(net, reference, loss, plain).exact
+    assert difference(net, reference, loss, plain).same
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(programs, st.integers(1, 4), st.booleans())
 def test_random_programs_need_the_memory_that_was_balanced(
     instructions: list, count: int, on_one_device: bool
@@ -212,7 +212,7 @@ def test_a_limit_that_nothing_keeps_to_says_which_and_how_much_is_missing() -> N
     last=st.sampled_from([0, 100, 5000, 10**6]),
     widths=st.lists(st.sampled_from([4, 16, 32]), min_size=4, max_size=7),
 )
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 def test_what_the_ends_have_besides_counts(first: int, last: int, widths: list[int]) -> None:
     """By parameters, against every partition of the chain."""
     net = chain(*widths)
@@ -342,13 +342,13 @@ def test_the_model_is_left_as_it_was() -> None:
     attributes = [dict(m.__dict__) for m in net.modules()]
     random = torch.get_rng_state()
     bp.balance(net, torch.ones(4, 4), 2)
-    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert_close(net.state_dict(), before, rtol=0, atol=0)
     assert net[0].weight.grad is gradient
-    assert torch.equal(gradient, torch.ones(4, 4))
+    assert equal(gradient, torch.ones(4, 4))
     assert net[3].weight.grad is None
     assert [m.__dict__.keys() for m in net.modules()] == [a.keys() for a in attributes]
     assert net.training
-    assert torch.equal(torch.get_rng_state(), random)
+    assert equal(torch.get_rng_state(), random)
     assert bp.record(net, torch.zeros(4, 4)).route == [0, 1]
 
 
@@ -503,7 +503,7 @@ def test_a_hugging_face_model_is_cut_and_trains_as_plain(name: str, by: str) -> 
     with bp.Pipeline(net, devices=stages(3), chunks=2, plan=plan, isolate=True) as pipe:
         loss = pipe.forward_backward(**kwargs).loss
     plain = plain_step(reference, (), kwargs, None, any_loss, 2)
-    assert difference(net, reference, loss, plain).exact
+    assert difference(net, reference, loss, plain).same
     assert "tied:" in str(plan)
 
 

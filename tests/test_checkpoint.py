@@ -22,7 +22,7 @@ from blockpipe import digests
 from blockpipe.errors import CrossingError, PlanError, StateError, UsageError
 from blockpipe.recording import Recomputable
 
-from .devices import stages
+from .devices import equal, examples, stages
 from .parity import difference, plain_step
 from .strategies import Program, programs
 
@@ -82,8 +82,8 @@ def test_gradients_and_statistics_are_those_without(mode, schedule, p, isolate):
     after = torch.rand(3)
     torch.manual_seed(3)
     _, loss = step(other, x, steps=2, schedule=schedule, checkpoint=mode, isolate=isolate)
-    assert difference(other, first, loss, expected).exact
-    assert torch.equal(torch.rand(3), after)
+    assert difference(other, first, loss, expected).same
+    assert equal(torch.rand(3), after)
 
 
 @pytest.mark.parametrize(("mode", "times"), [("never", 0), ("except_last", 3), ("always", 4)])
@@ -113,7 +113,7 @@ def test_a_mark_decides_for_its_block(mark, mode, times):
     x = torch.randn(8, 16)
     _, loss = step(net, x, checkpoint=mode)
     assert again(net) == times
-    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).exact
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).same
 
 
 def test_a_mark_holds_to_the_end_of_its_block():
@@ -220,7 +220,7 @@ def test_buffers_are_as_if_it_ran_once(schedule):
     for _ in range(2):
         loss = pipe.forward_backward(x, loss_fn=square).loss
         expected = plain_step(plain, (x,), {}, None, square, 4)
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
 
 
 class Writer(nn.Module):
@@ -276,7 +276,7 @@ def test_inputs_that_are_written_are_kept(schedule):
     )
     loss = pipe.forward_backward(x, mask, loss_fn=square).loss
     expected = plain_step(plain, (x, mask), {}, None, square, 4)
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
 
 
 def test_a_write_that_was_not_recorded_is_an_error():
@@ -331,7 +331,7 @@ def test_arguments_that_are_one_tensor_stay_one():
     x = torch.randn(8, 5, 8)
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, checkpoint="always", isolate=True)
     loss = pipe.forward_backward(x, loss_fn=square).loss
-    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).exact
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).same
 
 
 def test_autocast_is_the_forwards():
@@ -364,7 +364,7 @@ def test_autocast_is_the_forwards():
                 with torch.autocast("cpu", enabled=False):
                     one.backward()
                 plain_loss += one.detach()
-        assert difference(net, plain, loss, plain_loss).exact
+        assert difference(net, plain, loss, plain_loss).same
 
 
 @bp.BlockFunction(stage=1)
@@ -393,7 +393,7 @@ def test_a_block_function_is_recomputed_as_a_whole():
     loss = pipe.forward_backward(x, loss_fn=square).loss
     assert sum(head.calls) == 4
     assert list(pipe.recording.sealed_functions.values()) == [frozenset({1})]
-    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).exact
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).same
 
 
 class Inner(nn.Module):
@@ -442,7 +442,7 @@ def test_torchs_own_checkpoint_goes_on_working(schedule, reentrant, mode):
         torch.manual_seed(1)
         pipe = bp.Pipeline(model, devices=stages(2), chunks=4, **options)
         losses.append(pipe.forward_backward(x, loss_fn=square).loss)
-    assert difference(other, net, losses[1], losses[0]).exact
+    assert difference(other, net, losses[1], losses[0]).same
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -477,7 +477,7 @@ def test_one_ordinary_graph_recomputes_when_it_is_asked(mode):
         loss.backward(retain_graph=True)
         loss.backward()
         results.append(loss.detach())
-    assert difference(other, net, results[1], results[0]).exact
+    assert difference(other, net, results[1], results[0]).same
     times = {"except_last": 3, "always": 4}[mode]
     assert again(other) == [2 * times] * 5
 
@@ -533,7 +533,7 @@ def test_torch_func_inside_is_not_run_again():
     pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always")
     loss = pipe.forward_backward(x, loss_fn=square).loss
     assert again(net) == [0, 2]
-    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 2)).exact
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 2)).same
 
 
 def test_an_inner_gradient_in_a_recomputed_module():
@@ -556,7 +556,7 @@ def test_an_inner_gradient_in_a_recomputed_module():
     x = torch.randn(4, 8)
     pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always")
     loss = pipe.forward_backward(x, loss_fn=square).loss
-    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 2)).exact
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 2)).same
 
 
 def test_hooks_on_parameters_fire_once():
@@ -679,7 +679,7 @@ def compared(net, x, schedule="1f1b", steps=2, mode="always", **options):
             loss = pipe.forward_backward(x, loss_fn=square).loss
         results.append((model, loss))
     (plain, expected), (model, loss) = results
-    return difference(model, plain, loss, expected).exact, pipe
+    return difference(model, plain, loss, expected).same, pipe
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -858,7 +858,7 @@ def test_a_digest_tells_orders_apart(dtype, shape):
     assert agree(digest(tensor), digest(tensor.clone()))
     for dim, size in enumerate(shape):
         moved = tensor.roll(1, dim)
-        if size > 1 and not torch.equal(moved, tensor):
+        if size > 1 and not equal(moved, tensor):
             assert not agree(digest(tensor), digest(moved))
     one = tensor.clone()
     one.view(-1)[3] = ~one.view(-1)[3] if dtype == torch.bool else one.view(-1)[3] + 1
@@ -917,7 +917,7 @@ def test_buffers_that_no_operation_of_the_glue_reads(module, schedule):
         pipe = bp.Pipeline(model, devices=stages(2), chunks=4, schedule=schedule, checkpoint=mode)
         results += [(model, pipe.forward_backward(x, loss_fn=square).loss) for _ in range(2)][1:]
     (first, expected), (other, loss) = results
-    assert difference(other, first, loss, expected).exact
+    assert difference(other, first, loss, expected).same
     assert pipe.recording.recomputable["1"].is_run_again
 
 
@@ -940,7 +940,7 @@ def test_dropout_that_begins_later(schedule, mode):
         torch.manual_seed(0)
         results.append((model, pipe.forward_backward(x, loss_fn=square).loss))
     (first, expected), (other, loss) = results
-    assert difference(other, first, loss, expected).exact
+    assert difference(other, first, loss, expected).same
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -959,7 +959,7 @@ def test_dropout_that_begins_later_is_replayed_at_once(mode):
             layer.drop.p = 0.5
         torch.manual_seed(0)
         results.append((model, pipe.forward_backward(x, loss_fn=square).loss))
-    assert difference(results[1][0], results[0][0], results[1][1], results[0][1]).exact
+    assert difference(results[1][0], results[0][0], results[1][1], results[0][1]).same
 
 
 def test_a_function_that_reads_what_it_saved_twice():
@@ -1028,10 +1028,10 @@ def test_a_first_module_that_writes_to_its_input(schedule, mode):
     copied = x.clone()
     loss = pipe.forward_backward(x, loss_fn=square).loss
     expected = plain_step(plain, (copied,), {}, None, square, 4)
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     programs,
     st.integers(2, 4),
@@ -1074,7 +1074,7 @@ def test_random_programs(instructions, chunks, schedule, mode, isolate):
                 isolate=isolate,
             ).forward_backward(x, index, loss_fn=loss_fn)
         return
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
 
 
 class NoisyProgram(Program):
@@ -1093,7 +1093,7 @@ class NoisyProgram(Program):
         return F.dropout(made, 0.3) if op.name in ("tanh", "mul") else made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     programs,
     st.integers(2, 4),
@@ -1125,7 +1125,7 @@ def test_random_programs_that_draw(instructions, chunks, schedule, mode, isolate
             assume(False)
         results.append((net, loss))
     (first, expected), (other, loss) = results
-    assert difference(other, first, loss, expected).exact
+    assert difference(other, first, loss, expected).same
 
 
 def test_frames_are_made_where_it_recomputes_only(monkeypatch):
@@ -1179,10 +1179,10 @@ def test_a_failure_in_a_recomputation_locks_nobody_out(place, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             frame.recompute()
     wrong.clear()
-    assert torch.equal(net.running_mean, mean)
+    assert equal(net.running_mean, mean)
     thread = threading.Thread(target=frame.recompute, daemon=True)
     thread.start()
     thread.join(timeout=20)
     assert not thread.is_alive()
     y.sum().backward()
-    assert torch.equal(net.weight.grad.isfinite(), torch.ones(8, dtype=torch.bool))
+    assert equal(net.weight.grad.isfinite(), torch.ones(8, dtype=torch.bool))

@@ -15,7 +15,7 @@ from blockpipe.chunks import ChunksReport
 from blockpipe.errors import ScheduleError, UsageError
 from blockpipe.scheduler import make_schedule
 
-from .devices import stages
+from .devices import equal, stages
 
 
 def _pipe(chunks: int = 2, **options: Any) -> bp.Pipeline:
@@ -163,7 +163,7 @@ def test_a_failure_of_some_is_told():
     report = pipe.find_chunks(torch.randn(5, 8), loss_fn=torch.sum, candidates=[2, 3, 5])
     assert [trial.seconds is None for trial in report.trials] == [False, True, True]
     assert all("more than 1 value" in str(trial.why_not) for trial in report.trials[1:])
-    assert torch.equal(net[1].num_batches_tracked, torch.tensor(0))
+    assert equal(net[1].num_batches_tracked, torch.tensor(0))
 
 
 def test_a_failure_of_all_is_the_callers():
@@ -188,10 +188,10 @@ def test_nothing_is_left():
     copies = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
     known, state = pipe._prepared, torch.get_rng_state()
     pipe.find_chunks(x, **given, schedules=["1f1b", "gpipe"])
-    assert all(torch.equal(v, before[k]) for k, v in pipe.state_dict().items())
+    assert all(equal(v, before[k]) for k, v in pipe.state_dict().items())
     assert all(p.grad is g for p, g in zip(pipe.parameters(), gradients, strict=True))
-    assert all(torch.equal(p.grad, c) for p, c in zip(pipe.parameters(), copies, strict=True))
-    assert torch.equal(torch.get_rng_state(), state)
+    assert all(equal(p.grad, c) for p, c in zip(pipe.parameters(), copies, strict=True))
+    assert equal(torch.get_rng_state(), state)
     assert pipe._prepared is known
     assert (pipe.chunks, pipe.schedule) == (2, "1f1b")
 

@@ -22,7 +22,7 @@ from blockpipe import lanes
 from blockpipe.errors import UsageError
 from blockpipe.lanes import Turns, close_idle_threads, idle_threads
 
-from .devices import stages
+from .devices import assert_close, equal, stages
 
 HERE = os.path.basename(__file__)
 STAGES, CHUNKS, ROWS = 3, 4, 8
@@ -144,7 +144,7 @@ def step(pipe: bp.Pipeline, bomb: Bomb, how: str) -> None:
     if how == "forward_backward":
         pipe.forward_backward(x, target=y, loss_fn=loss_fn_with(bomb))
     else:
-        F.mse_loss(pipe(x), y).backward()
+        F.mse_loss(pipe(x), y.to(pipe.output_device)).backward()
 
 
 def busy_threads() -> int:
@@ -181,8 +181,8 @@ def assert_recovers(net: nn.Module, plain: nn.Module, pipe: bp.Pipeline, bomb: B
         step(pipe, bomb, how)
         for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
             if how == "forward_backward":
-                assert torch.equal(p.grad, q.grad), name
-            torch.testing.assert_close(p.grad, q.grad, msg=name)
+                assert equal(p.grad, q.grad), name
+            assert_close(p.grad, q.grad, msg=name)
     assert busy_threads() == 0
 
 
@@ -312,6 +312,7 @@ def test_other_journeys_stop(schedule: str) -> None:
     assert_recovers(net, plain, pipe, bomb)
 
 
+@pytest.mark.cpu("one journey at a time runs Python on accelerators")
 def test_the_first_of_two_failures_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """When two journeys fail, the caller gets the one that failed first."""
     bomb, net, plain, pipe = make("gpipe")
@@ -389,7 +390,7 @@ def test_failed_backward_of_a_call_cannot_be_tried_again() -> None:
     """After a failed backward of pipe(x), another backward of it is an error; a new call works."""
     bomb, net, plain, pipe = make("1f1b")
     x, y = batch()
-    loss = F.mse_loss(pipe(x), y)
+    loss = F.mse_loss(pipe(x), y.to(pipe.output_device))
     bomb.arm("module backward", 1, 1, ValueError)
     catch(ValueError, loss.backward)
     bomb.at = None
@@ -402,7 +403,7 @@ def test_failure_with_two_calls_outstanding() -> None:
     """A failed backward of one pipe(x) leaves another outstanding one as it was."""
     bomb, net, plain, pipe = make("1f1b")
     x, y = batch()
-    good, bad = F.mse_loss(pipe(x), y), F.mse_loss(pipe(x), y)
+    good, bad = (F.mse_loss(pipe(x), y.to(pipe.output_device)) for _ in range(2))
     bomb.arm("glue backward", 0, 2, ValueError)
     catch(ValueError, bad.backward)
     bomb.at = None
@@ -410,7 +411,7 @@ def test_failure_with_two_calls_outstanding() -> None:
     good.backward()
     F.mse_loss(plain(x), y).backward()
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+        assert_close(p.grad, q.grad)
     assert_recovers(net, plain, pipe, bomb)
 
 

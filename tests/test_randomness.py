@@ -16,7 +16,7 @@ from blockpipe.errors import PlanError, StateError
 from blockpipe.meter import Meter
 from blockpipe.randomness import Streams, current, moved, replayed
 
-from .devices import stages
+from .devices import equal, stages
 from .parity import difference, plain_step
 
 SCHEDULES = ["sequential", "gpipe", "1f1b", "interleaved", "zb-h1"]
@@ -71,7 +71,7 @@ def test_every_schedule_draws_what_sequential_draws(kinds, schedule, mode):
     net, x = chain(kinds=kinds), torch.randn(8, 6)
     first, expected, then = trained(net, x, schedule="sequential")
     other, loss, now = trained(net, x, schedule=schedule, checkpoint=mode)
-    assert difference(other, first, loss, expected).exact
+    assert difference(other, first, loss, expected).same
     assert now == then
 
 
@@ -81,7 +81,7 @@ def test_random_routes_are_those_of_sequential():
     first, expected, _ = trained(net, x, schedule="sequential")
     for schedule in SCHEDULES[1:]:
         other, loss, _ = trained(net, x, schedule=schedule)
-        assert difference(other, first, loss, expected).exact
+        assert difference(other, first, loss, expected).same
 
 
 def test_one_microbatch_draws_what_the_plain_loop_draws():
@@ -92,7 +92,7 @@ def test_one_microbatch_draws_what_the_plain_loop_draws():
     torch.manual_seed(7)
     for _ in range(2):
         expected = plain_step(plain, (x,), {}, None, square, 1)
-    assert difference(piped, plain, loss, expected).exact
+    assert difference(piped, plain, loss, expected).same
     assert after[0] == float(torch.rand(()))
 
 
@@ -141,7 +141,7 @@ def test_a_loss_function_that_draws():
     first, expected, then = trained(net, x, loss_fn=noisy, schedule="sequential")
     for schedule in SCHEDULES[1:]:
         other, loss, now = trained(net, x, loss_fn=noisy, schedule=schedule)
-        assert difference(other, first, loss, expected).exact
+        assert difference(other, first, loss, expected).same
         assert now == then
 
 
@@ -154,7 +154,7 @@ def test_what_draws_nothing_leaves_the_generator_alone():
     before = torch.get_rng_state()
     for _ in range(2):
         pipe.forward_backward(torch.randn(8, 6, generator=torch.Generator()), loss_fn=square)
-        assert torch.equal(torch.get_rng_state(), before)
+        assert equal(torch.get_rng_state(), before)
 
 
 class Early(nn.Module):
@@ -185,7 +185,7 @@ def test_what_is_drawn_right_behind_a_mark_is_of_its_stage(kind, draw, mode):
     first, expected, then = trained(net, x, schedule="sequential")
     for schedule in SCHEDULES[1:]:
         other, loss, now = trained(net, x, schedule=schedule, checkpoint=mode)
-        assert difference(other, first, loss, expected).exact
+        assert difference(other, first, loss, expected).same
         assert now == then
 
 
@@ -223,7 +223,7 @@ def test_what_the_recording_did_not_draw_is_covered_in_the_first_step(schedule, 
     x[2:, 0] = 10.0
     first, expected, then = trained(net, x, 1, schedule="sequential")
     other, loss, now = trained(net, x, 1, schedule=schedule, checkpoint=mode)
-    assert difference(other, first, loss, expected).exact
+    assert difference(other, first, loss, expected).same
     assert now == then
     pipe = bp.Pipeline(net, devices=stages(3), chunks=4, schedule=schedule)
     pipe.forward_backward(x, loss_fn=square)
@@ -278,7 +278,7 @@ def test_a_generator_that_two_stages_draw_from_is_refused():
     pipe.summary(x)
     generator.manual_seed(5)
     loss = pipe.forward_backward(x, loss_fn=square).loss
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
     with pytest.raises(PlanError, match="a generator is shared"):
         bp.balance(bp.remove_blocks(net), x, 2, measure=False)
 
@@ -311,7 +311,7 @@ def test_a_generator_that_is_passed_goes_through_the_microbatches_in_order():
         net[1].generator.manual_seed(3)
         nets.append((net, pipe.forward_backward(x, loss_fn=square).loss))
     for net, loss in nets[1:]:
-        assert difference(net, nets[0][0], loss, nets[0][1]).exact
+        assert difference(net, nets[0][0], loss, nets[0][1]).same
 
 
 def test_a_failed_step_can_be_followed_by_another():
@@ -391,7 +391,7 @@ def test_small_models_and_plain_loops_draw_the_same(schedule, monkeypatch):
     first, expected, _ = trained(net, x, steps=3, schedule="sequential")
     monkeypatch.setattr("blockpipe.prepared.SMALL_HOP", 1.0)
     other, loss, _ = trained(net, x, steps=3, schedule=schedule)
-    assert difference(other, first, loss, expected).exact
+    assert difference(other, first, loss, expected).same
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -430,4 +430,4 @@ def test_a_checkpoint_in_glue_draws_its_mask_again(schedule, late):
         pipe.forward_backward(x, loss_fn=lambda out: out.square().mean())
         gradients.append([p.grad.clone() for p in net.parameters()])
         pipe.unplace()
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(equal(a, b) for a, b in zip(*gradients, strict=True))
