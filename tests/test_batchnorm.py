@@ -21,7 +21,7 @@ from blockpipe.batchnorm import merged, statistics
 from blockpipe.errors import UsageError
 from blockpipe.scheduler import SCHEDULES
 
-from .devices import assert_close, equal, examples, stages
+from .devices import assert_close, equal, examples, host, stages
 from .parity import difference, plain_step
 
 ALL = [*SCHEDULES, "auto", "uncut"]
@@ -34,7 +34,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 def deferred(model: nn.Module, marks: dict[str, int], **options: Any) -> bp.Pipeline:
     bp.begin_blocks(model, marks)
-    devices = ["cpu"] * (max(marks.values(), default=0) + 1)
+    devices = stages(max(marks.values(), default=0) + 1)
     return bp.Pipeline(model, devices=devices, deferred_batch_norm=True, **options)
 
 
@@ -71,7 +71,7 @@ class Watch:
 
     def see(self, path: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if bp.current_microbatch() is not None:
-            self.seen[path].append(args[0].detach().double())
+            self.seen[path].append(host(args[0]).double())
 
     def check(self) -> None:
         for path, old in self.before.items():
@@ -83,7 +83,7 @@ class Watch:
             factor = 1 / int(new.num_batches_tracked) if old.momentum is None else old.momentum
             for name, now in (("running_mean", x.mean(1)), ("running_var", x.var(1))):
                 was = getattr(old, name).double()
-                expected = (was + factor * (now - was)).to(new.running_mean.dtype)
+                expected = (host(was) + factor * (now - host(was))).to(new.running_mean.dtype)
                 assert_close(getattr(new, name), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -134,6 +134,7 @@ def test_other_types(dtype):
         assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.cpu("the CPU's kernel gives other types than a device's")
 def test_half_precision_buffers():
     """A model in bfloat16 rounds once, at the commit."""
     x = torch.randn(8, 3, 5).bfloat16()
@@ -165,6 +166,7 @@ def test_many_samples(layout):
     assert_close(variance, exact.var((0, 2, 3)), rtol=1e-6, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:chunks=1 on")
 @settings(deadline=None, max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(
     st.integers(2, 9),
@@ -231,7 +233,7 @@ def test_eval_uses_what_was_committed():
     model = net()
     pipe = deferred(model, {"2": 1}, chunks=3)
     pipe.forward_backward(x, loss_fn=loss_of)
-    plain = copy.deepcopy(model).eval()
+    plain = copy.deepcopy(model).cpu().eval()
     state = copy.deepcopy(model.state_dict())
     pipe.eval()
     with torch.no_grad():
@@ -355,6 +357,7 @@ def test_recomputed_in_a_later_backward():
 
 
 @pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "aot_eager"}])
+@pytest.mark.cpu("no compiler makes code for it")
 def test_compiled(options):
     """Compiled modules end their graphs at a batch norm, and its statistics are deferred."""
     torch.compiler.reset()
@@ -375,6 +378,7 @@ def test_compiled(options):
     assert_close(model[0].body[0].running_var, full.running_var, rtol=1e-6, atol=0)
 
 
+@pytest.mark.cpu("no compiler makes code for it")
 @pytest.mark.parametrize("in_place", [True, False])
 def test_compiled_by_the_user(in_place):
     """A module that was compiled, and run, before the pipeline: its batch norms are deferred."""
@@ -410,8 +414,8 @@ def test_other_methods_update_at_once():
     """``run()`` is no step: batch norm does there what it always does."""
     x = torch.randn(9, 3, 5)
     model = net()
-    pipe = deferred(model, {"2": 1}, chunks=3, sample=x)
     full = copy.deepcopy(model)
+    pipe = deferred(model, {"2": 1}, chunks=3, sample=x)
     pipe.run(model.forward, x)
     full(x)
     for a, b in zip(model.buffers(), full.buffers(), strict=True):
@@ -691,7 +695,7 @@ def test_a_copy_made_in_a_step_is_of_the_module_alone():
     pipe.forward_backward(x, loss_fn=loss_of)
     pipe.forward_backward(x, loss_fn=loss_that_copies)
     for copied in copies:
-        norm = next(m for m in copied.modules() if isinstance(m, nn.BatchNorm1d))
+        norm = next(m for m in copied.modules() if isinstance(m, nn.BatchNorm1d)).cpu()
         with torch.no_grad():
             norm.weight.zero_()
             norm.bias.zero_()

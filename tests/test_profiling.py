@@ -19,7 +19,7 @@ from blockpipe.observer import Observer
 from blockpipe.profiling import Profile
 from blockpipe.timeline_chrome import chrome_trace
 
-from .devices import equal, stages
+from .devices import equal, is_simulated, stages
 from .test_timeline import check_chrome
 
 STAGES, CHUNKS = 3, 4
@@ -186,6 +186,7 @@ def test_copies_go_both_ways():
     assert {e.lane for e in copies if e.hop == 2} == {2}
 
 
+@pytest.mark.cpu("it has no sparse tensors")
 def test_what_has_no_size_crosses():
     """A sparse tensor counts as a dense one; a recomputation in glue crosses too."""
 
@@ -372,7 +373,8 @@ def test_several_recordings_in_one_profile():
         pipe.eval()
         with torch.no_grad():
             pipe(torch.ones(8, 4))
-    assert [lane.name for lane in t.lanes] == [f"cpu, stage {n}" for n in range(STAGES)]
+    names = [d if is_simulated() else f"{d}, stage {n}" for n, d in enumerate(stages(STAGES))]
+    assert [lane.name for lane in t.lanes] == names
     assert {(e.lane, e.stage) for e in t.actions()} == {(n, n) for n in range(STAGES)}
     assert {(e.hop, e.lane) for e in t.actions(1)} == {(0, 0), (1, 2), (2, 1)}
 
@@ -462,6 +464,7 @@ class FakeEvent:
         return 1e3 * (end.at - self.at)
 
 
+@pytest.mark.cpu("its streams are made up")
 def test_device_times_are_those_of_streams(monkeypatch):
     """An action's start and end are its stream's; a wait on the stream is a stall, and no work; a
     copy is on its own streams. Devices with clocks of their own share an axis."""

@@ -32,7 +32,7 @@ class Noisy(nn.Module):
 
     def forward(self, x):
         if "torch" in self.kinds:
-            x = nn.functional.dropout(x, 0.5) + torch.randn(6)
+            x = nn.functional.dropout(x, 0.5) + torch.randn(6, device=x.device)
         if "random" in self.kinds:
             x = x * random.random()
         if "numpy" in self.kinds:
@@ -253,7 +253,9 @@ def test_a_step_that_fails_draws_nothing(schedule, p):
 def test_a_loss_that_draws_is_no_stage_that_draws():
     net = chain(kinds=())
     pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
-    pipe.forward_backward(torch.randn(8, 6), loss_fn=lambda y: (y * torch.rand(6)).sum())
+    pipe.forward_backward(
+        torch.randn(8, 6), loss_fn=lambda y: (y * torch.rand(6, device=y.device)).sum()
+    )
     assert [hop.draws for hop in pipe.recording.hops] == [set(), set(), set()]
 
 
@@ -263,7 +265,7 @@ def test_a_generator_that_two_stages_draw_from_is_refused():
 
     class Draws(nn.Linear):
         def forward(self, x):
-            return super().forward(x) * torch.rand(6, generator=generator)
+            return super().forward(x) * torch.rand(6, generator=generator).to(x.device)
 
     net = bp.begin_blocks(nn.Sequential(Draws(6, 6), Draws(6, 6)), {"1": 1})
     x = torch.randn(8, 6)
@@ -298,7 +300,7 @@ def test_a_generator_that_is_passed_goes_through_the_microbatches_in_order():
 
     class Own(nn.Linear):
         def forward(self, x):
-            return super().forward(x) + torch.rand(6, generator=self.generator)
+            return super().forward(x) + torch.rand(6, generator=self.generator).to(x.device)
 
     nets = []
     for schedule in SCHEDULES:
