@@ -21,7 +21,7 @@ from .activations import Activations
 from .blocks import set_cursor
 from .crossing import Step
 from .errors import BlockpipeError, IsolationError, RecordingError
-from .glue import CustomFunctions, is_compiled
+from .doors import is_compiled
 from .meter import Meter
 from .plan import StagePlan
 from .planned import Planned, planned_by
