@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import MicrobatchError
+from .transfer import carry, is_asynchronous
 from .tree import leaves, map_leaves, map_tensors, tensors
 
 BatchDims = int | Mapping[int | str, int | None] | None
@@ -281,6 +282,9 @@ class Joint:
             return parts[0]
         if self.how == "cat":
             return torch.cat(parts, self.dim)
+        if is_asynchronous(parts[0].device):  # in few launches, and so in any order
+            weights = torch.tensor(self.weights, dtype=parts[0].dtype)
+            return torch.tensordot(carry(weights, parts[0].device), torch.stack(parts), 1)
         weighted = torch._foreach_mul(parts, list(self.weights))  # each by its own, in one call
         return sum(weighted[1:], weighted[0])
 
