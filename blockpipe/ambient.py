@@ -131,12 +131,16 @@ def waiting_for_device() -> Iterator[None]:
 
 class Surroundings:
     """What is around one call in a forward, so that it can be run again as it ran: autocast,
-    context variables, function modes that the user's code has entered."""
+    context variables, function modes.
 
-    def __init__(self) -> None:
+    Args:
+        modes: those that the user's code has entered.
+    """
+
+    def __init__(self, modes: Sequence[TorchFunctionMode]) -> None:
         self._context = contextvars.copy_context()
         self._autocast = _autocast_states()
-        self._modes = _users_modes()
+        self._modes = modes
 
     def run(self, function: Callable[[], R]) -> R:
         """Call a function of ours in them; the function modes are on in :class:`theirs`."""
@@ -156,10 +160,6 @@ class Surroundings:
                 return function()
         finally:
             in_thread.glue = glue
-
-
-def _users_modes() -> Sequence[TorchFunctionMode]:
-    return [*in_thread.modes, *_get_current_function_mode_stack()]
 
 
 def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
@@ -185,7 +185,7 @@ class Ambient:
         self._context = contextvars.copy_context()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._function_modes = _users_modes()
+        self._function_modes = [*in_thread.modes, *_get_current_function_mode_stack()]
         self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._streams = _current_streams()

@@ -27,6 +27,7 @@ from .plan import StagePlan
 from .planned import Planned, planned_by
 from .progress import Progress
 from .recorder import (
+    FreeRecorder,
     Recorder,
     RecordingDoor,
     RecordingGlue,
@@ -35,6 +36,8 @@ from .recorder import (
     named_slots,
 )
 from .recording import Hop, Recording
+from .replaced import CustomFunctions
+from .rerun import Checkpoints
 from .sealing import conclude
 from .snapshot import ModelState, random_states
 from .transfer import carry, is_on_meta
@@ -381,7 +384,8 @@ def _run(
     step = Step([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
     result.unhookable = sorted(unhookable)
     activations = Activations([*model.parameters(), *model.buffers()])
-    recorder = Recorder(step, cursor, result, activations, unhookable)
+    kind = Recorder if cut else FreeRecorder
+    recorder = kind(step, cursor, result, activations, unhookable)
     recorder.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
     hold(model, recorder)
     versions = {id(b): (b, b._version) for b in model.buffers() if not b.is_inference()}
@@ -397,7 +401,7 @@ def _run(
         )
         modules = sum(1 for _ in model.modules())
         with Progress(f"recording {result.model}", modules, "module calls") as recorder.progress:
-            with CustomFunctions(), _eager(), _saving_watched(recorder):
+            with CustomFunctions(), Checkpoints(), _eager(), _saving_watched(recorder):
                 with RecordingGlue(recorder), meter:
                     output = model(*args, **kwargs)
                     recorder.notice_writes()

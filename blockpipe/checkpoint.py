@@ -16,15 +16,16 @@ import copy
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from .ambient import Surroundings
+from .ambient import Surroundings, ours, theirs
 from .blocks import Cursor, recomputing, set_cursor
 from .crossing import Box, enter_graph, version_of
 from .errors import StateError
@@ -116,6 +117,7 @@ class Frame:
         function: what is called.
         args: with what; kept, without their graphs.
         kwargs: with what.
+        modes: the function modes that the user's code has entered.
         offload: where to keep the arguments; ``None``: where they are.
         verifies: compare what is made again with what was saved (a digest of each tensor): done in
             a pipeline's first step, for a module may depend on what nobody can see.
@@ -129,6 +131,7 @@ class Frame:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
+        modes: Sequence[TorchFunctionMode] = (),
         *,
         offload: Offload | None = None,
         verifies: bool = False,
@@ -139,7 +142,7 @@ class Frame:
         self.verifies = verifies
         self.keeps = False  # what was made again, after it was read: it may be read once more
         self.count = 0
-        self._surroundings = Surroundings()
+        self._surroundings = Surroundings(modes)
         self._arguments: dict[int, _Kept] = {}  # by id: modules ask whether two arguments are one
 
         def keep(tensor: Tensor) -> Any:
@@ -176,11 +179,12 @@ class Frame:
         return result
 
     def _pack(self, tensor: Tensor) -> _Slot:
-        slot = _Slot(self, tensor)
-        self.count += 1
-        if self.verifies:
-            self._digests.append((tensor.shape, _digest(tensor)))
-        return slot
+        with ours():
+            slot = _Slot(self, tensor)
+            self.count += 1
+            if self.verifies:
+                self._digests.append((tensor.shape, _digest(tensor)))
+            return slot
 
     def _check_arguments(self, how: str) -> None:
         for kept in self._arguments.values():
@@ -239,7 +243,7 @@ class Frame:
             _running.frame, _running.made = self, 0
             packs = torch.autograd.graph.saved_tensors_hooks(_pack_again, _same)
             try:
-                with packs:
+                with packs, theirs():
                     self.function(*args, **kwargs)
             except _Enough:
                 pass
@@ -305,13 +309,15 @@ def _pack_again(tensor: Tensor) -> Tensor:
     frame, index = _running.frame, _running.made
     assert frame is not None
     _running.made += 1
-    value = tensor.detach()
-    frame.collect(index, value)
-    return value
+    with ours():
+        value = tensor.detach()
+        frame.collect(index, value)
+        return value
 
 
 def _unpack(slot: _Slot) -> Tensor:
-    return slot.frame.value(slot)
+    with ours():
+        return slot.frame.value(slot)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from .ambient import Ambient
 from .blocks import Cursor, Mark, set_cursor, set_microbatch
 from .crossing import TAG, Step, Tag
 from .errors import BlockpipeError, RouteError
-from .glue import CustomFunctions, Glue, TensorHooks
-from .journey import FreeJourney, Journey, detached
+from .free import FreeJourney
+from .glue import Glue
+from .journey import Journey, detached
 from .lanes import Abandoned, Turns
 from .losses import check_differentiable, kind_of, loss_of
 from .meter import Meter
@@ -31,6 +32,8 @@ from .observer import Observer, Watch
 from .offload import Offload
 from .prepared import Prepared, ScheduleOption
 from .randomness import Source, Streams, current, moved, own_turn, sources_of
+from .replaced import CustomFunctions, TensorHooks
+from .rerun import Checkpoints
 from .sanitizer import Sanitizer
 from .schedule import Action, Schedule
 from .transfer import Sent, edge_of, is_asynchronous
@@ -101,6 +104,7 @@ class Execution:
             splits=not isinstance(schedule, str) or schedule.startswith(("zb", "auto")),
             tracks_writes=prepared.recording.writes_across,
             sealed_functions=prepared.doors.functions,
+            doors=prepared.doors,
             sources=self._sources(),
             rereads=prepared.rereads,
             is_first=prepared.steps == 0,
@@ -369,6 +373,8 @@ class Execution:
                 )
             if self.prepared.recording.custom_functions:
                 stack.enter_context(CustomFunctions())
+            if self.prepared.recording.recomputes:
+                stack.enter_context(Checkpoints())
             stack.enter_context(self._current_device_kept())
             yield
 
@@ -593,9 +599,8 @@ class Execution:
         outer = set_cursor(cursor)  # for hooks of the user's: which stage is this?
         try:
             self._be_on(stage)
-            in_glue = self.prepared.recording.recomputes and self.cut
-            draws = hop.reruns and (hop.draws or self.step.is_first)
-            if self.isolate_as is None and not in_glue and not draws:
+            draws = hop.reruns and (self._reruns_draw or self.step.is_first)
+            if self.isolate_as is None and not draws:
                 self._run_backward(journey, action)
                 return
             with ExitStack() as stack:
@@ -603,8 +608,6 @@ class Execution:
                     stack.enter_context(own_turn())  # torch.utils.checkpoint sets the generators
                 if self.isolate_as is not None:
                     stack.enter_context(Sanitizer(self.isolate_as, action.microbatch, stage, phase))
-                if in_glue:
-                    stack.enter_context(Glue(journey, recompute=action.hop))
                 self._run_backward(journey, action)
         except Abandoned:
             raise
@@ -613,6 +616,11 @@ class Execution:
             raise
         finally:
             set_cursor(outer)
+
+    @cached_property
+    def _reruns_draw(self) -> bool:
+        """Whether what torch.utils.checkpoint runs again draws numbers: it may span hops."""
+        return any(hop.reruns and hop.draws for hop in self.prepared.recording.hops)
 
     def _run_backward(self, journey: Journey, action: Action) -> None:
         kind, hop, m = action

@@ -240,8 +240,8 @@ class Glue(TorchFunctionMode):
             again: how it is recomputed, if it can be.
         """
         journey = self.journey
-        modes, outer = leave_modes(), in_thread.modes
-        in_thread.modes = theirs = [mode for mode in modes if mode is not self]
+        modes = leave_modes()
+        theirs = [mode for mode in modes if mode is not self]
         self.inside = True
         try:
             journey.arrive()
@@ -250,20 +250,19 @@ class Glue(TorchFunctionMode):
             kwargs = own.localize(journey.local, kwargs) if kwargs else kwargs
             foreign = journey.take_foreign()
             if again is not None and journey.repeats() and _saved_tensor_hooks() == self._hooks:
-                function = journey.frame(again, function, args, kwargs).run
+                function = journey.frame(again, function, args, kwargs, theirs).run
             journey.sealed += 1
             try:
                 result = call_under(theirs, function, args, kwargs)
+                if foreign:
+                    journey.check_written(foreign)
             finally:
                 journey.sealed -= 1
                 own.write_back()
-            if foreign:
-                journey.check_written(foreign)
             journey.claim(result)
             return result
         finally:
             self.inside = False
-            in_thread.modes = outer
             enter_modes(modes)
 
 

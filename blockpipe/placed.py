@@ -15,7 +15,7 @@ from .batchnorm import DeferredBatchNorm
 from .capture import record
 from .crossing import Home
 from .errors import PlanError, StateError, UsageError
-from .glue import Doors
+from .doors import Doors
 from .materialize import Init, check_init, load_in_place
 from .microbatch import Microbatch
 from .options import (

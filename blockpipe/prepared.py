@@ -16,7 +16,7 @@ from .batchnorm import DeferredBatchNorm
 from .compiled import Compiled
 from .crossing import Home
 from .errors import ScheduleError
-from .glue import Doors
+from .doors import Doors
 from .meter import ACCELERATOR, CPU
 from .randomness import Source, host_sources, sources_of, torchs_of
 from .recording import Kept, Recording

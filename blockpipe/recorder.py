@@ -6,18 +6,31 @@ sees is what a replay will do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from .activations import Activations
 from .backward import Root, entries_of, kept_for_weights, why_whole
 from .blocks import Cursor, Mark
-from .crossing import RECORDING, TAG, Home, HopGraph, Import, JourneyKey, Step, Tag, version_of
+from .crossing import (
+    RECORDING,
+    TAG,
+    UNCUT,
+    Home,
+    HopGraph,
+    Import,
+    JourneyKey,
+    Step,
+    Tag,
+    version_of,
+)
 from .errors import CrossingError, PlanError
+from .free import FreeJourney
 from .glue import Glue, is_question, looks_at_graph
 from .journey import Journey
 from .meter import ACCELERATOR, BACKWARD, CPU, HostSync
@@ -103,7 +116,7 @@ class Recorder(Journey):
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
         self.custom_in: list[tuple[str, Call | None]] = []
         self.generators: dict[int, Drawn] = {}  # the user's, by id
-        self.hook_calls: list[Call | None] = []
+        self.checkpointed_in: list[Call | None] = []
         self.compiled: set[str] = set()  # paths of modules
         self.keepers: list[str] = []
         self.untracked: list[tuple[CrossingError, Call | None]] = []
@@ -196,7 +209,6 @@ class Recorder(Journey):
         if hooks is not None and hooks != self._ambient_hooks:
             info.whole = "it recomputes, or packs what it saves"
             info.reruns = True
-            self.hook_calls.append(innermost)
 
     def _note_unmarked(self, hop: int) -> None:
         last = self.result.unmarked[-1] if self.result.unmarked else None
@@ -270,10 +282,10 @@ class Recorder(Journey):
             self.untracked.append((error.with_traceback(None), call))
             return tensor
 
-    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
+    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor], remedy: str = UNCUT) -> None:
         # What a call under way was given, its door will have imported.
         given: set[int] = set().union(*(known for _, known, _ in self.stack[1:]))
-        super().refuse_foreign(what, [t for t in tensors_ if id(t) not in given])
+        super().refuse_foreign(what, [t for t in tensors_ if id(t) not in given], remedy)
 
     def _tag(self, tensor: Tensor) -> None:
         # What a fake run writes to in place and is no fake tensor outlives the recording.
@@ -512,23 +524,31 @@ class Recorder(Journey):
         self.custom_in.append((name, self.stack[-1][0] if self.stack else None))
 
 
+class FreeRecorder(Recorder, FreeJourney):
+    """The journey of a recording whose graph is not cut."""
+
+
 class RecordingGlue(Glue):
     journey: Recorder
 
-    def __torch_function__(
+    def operation(
         self,
         func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        modes: Sequence[TorchFunctionMode],
     ) -> Any:
         if not is_question(func):
             self.journey.operation()
         elif looks_at_graph(func):
             self.journey.looked_at_graph()
-        result = super().__torch_function__(func, types, args, kwargs)
+        result = super().operation(func, args, kwargs, modes)
         self.journey.check_outsiders(func, args[0] if args else None)
         return result
+
+    def saw_checkpoint(self) -> None:
+        stack = self.journey.stack
+        self.journey.checkpointed_in.append(stack[-1][0] if stack else None)
 
     def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
         self.journey.operation()

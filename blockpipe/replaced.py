@@ -14,7 +14,7 @@ from .crossing import Entry
 from .glue import active_glue, watched_register_hook
 
 
-class _Replacement:
+class Replacement:
     """Something of torch's is replaced while this is entered, by any number of threads."""
 
     owner: ClassVar[Any]
@@ -29,21 +29,21 @@ class _Replacement:
 
     def __enter__(self) -> None:
         kind = type(self)
-        with _Replacement._lock:
+        with Replacement._lock:
             kind._entered += 1
             if kind._entered == 1:
-                _Replacement._originals[kind] = kind.owner.__dict__[kind.name]
+                Replacement._originals[kind] = kind.owner.__dict__[kind.name]
                 setattr(kind.owner, kind.name, self.replacement())
 
     def __exit__(self, *failure: Any) -> None:
         kind = type(self)
-        with _Replacement._lock:
+        with Replacement._lock:
             kind._entered -= 1
             if kind._entered == 0:
-                setattr(kind.owner, kind.name, _Replacement._originals[kind])
+                setattr(kind.owner, kind.name, Replacement._originals[kind])
 
 
-class TensorHooks(_Replacement):
+class TensorHooks(Replacement):
     """``Tensor.register_hook`` in sealed modules noticed while this is entered.
 
     The two parts of a split backward both begin where a gradient arrives, and would both call the
@@ -57,7 +57,7 @@ class TensorHooks(_Replacement):
         return watched_register_hook
 
 
-class CustomFunctions(_Replacement):
+class CustomFunctions(Replacement):
     """``autograd.Function.apply`` in the glue, treated as a sealed call while this is entered.
 
     A function mode sees the operations inside a custom function's forward, but not its ``apply``:

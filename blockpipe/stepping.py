@@ -13,9 +13,9 @@ from .crossing import Step
 from .differentiable import attach, input_gradients
 from .errors import UsageError
 from .execution import Execution
+from .free import FreeJourney
 from .glue import Glue
 from .inspected import InspectedModel
-from .journey import FreeJourney
 from .microbatch import Joint, LossReduction, Microbatch, join, weights_of
 from .observer import Observer
 from .options import check_loss

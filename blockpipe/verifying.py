@@ -19,7 +19,7 @@ from .ambient import Ambient, intra_operation_threads
 from .batchnorm import DeferredBatchNorm
 from .blocks import set_microbatch
 from .errors import UsageError
-from .glue import is_compiled
+from .doors import is_compiled
 from .losses import own_or_mean_square
 from .microbatch import join, split, weights_of
 from .parting import Parting, Watch, first_parting

@@ -1,0 +1,247 @@
+"""A journey whose graph is not cut: for ``schedule="uncut"``, and for ``pipe.run``.
+
+It is one ordinary graph over all devices, so whether a tensor can be read here is a question of its
+device alone. What is elsewhere is read through a *mirror*: a copy that autograd follows. A write to
+a mirror goes to the tensor that it mirrors, by one more copy that autograd follows, and from there
+to every other mirror of that memory; so views, aliases and later readers see it, as they do on one
+device. Version counters tell what was written, and node for node whether autograd saw it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .blocks import Cursor
+from .crossing import TAG, UNCUT, Step, Tag, version_of
+from .errors import CrossingError
+from .journey import Arguments, Journey, Keywords
+from .observer import Watch
+from .transfer import current_stream
+from .tree import map_tensors
+from .where import users_line
+
+
+class Mirror:
+    """A tensor's copy on another device, and what both were when they were last the same."""
+
+    __slots__ = ("node", "source_node", "source_version", "value", "version")
+
+    def __init__(self, source: Tensor, value: Tensor) -> None:
+        self.value = value
+        self.agree(source)
+
+    def agree(self, source: Tensor) -> None:
+        """From here on, what differs was written."""
+        self.version, self.node = version_of(self.value), _node_of(self.value)
+        self.source_version, self.source_node = version_of(source), _node_of(source)
+
+    def push(self, source: Tensor) -> bool:
+        """Write to the source what was written to the mirror, if anything was."""
+        if version_of(self.value) == self.version:
+            return False
+        _write(self.value, source, follows=_node_of(self.value) is not self.node)
+        self.agree(source)
+        return True
+
+    def pull(self, source: Tensor) -> None:
+        """Write to the mirror what was written to the source, if anything was."""
+        if version_of(source) != self.source_version:
+            _write(source, self.value, follows=_node_of(source) is not self.source_node)
+            self.agree(source)
+
+
+def _node_of(tensor: Tensor) -> Node | None:
+    return tensor.grad_fn  # kept, so that it stays the same object
+
+
+def _write(source: Tensor, target: Tensor, *, follows: bool) -> None:
+    """Copy in place; what autograd did not see when it was written, it does not see now."""
+    with torch.set_grad_enabled(follows):
+        target.copy_(source)
+
+
+class FreeJourney(Journey):
+    """A journey that may take any way, in one ordinary graph.
+
+    Args:
+        step: as for a journey.
+        microbatch: as for a journey.
+        cursor: as for a journey.
+    """
+
+    def __init__(self, step: Step, microbatch: int, cursor: Cursor) -> None:
+        super().__init__(step, microbatch, cursor)
+        # By tensor, then by device. Not kept by the tensors themselves: a leaf is held by the graph
+        # of its mirror, which would be a cycle.
+        self._mirrors: Any = WeakTensorKeyDictionary()
+        self._given: list[tuple[Tensor, Mirror]] = []  # to the operation under way
+        self._has_aliases = False  # whether two mirrors on a device mirror the same memory
+
+    # --- where the journey is
+
+    def next_hop(self, stage: int) -> int:
+        return self.hop + 1
+
+    def is_sealed(self, hops: frozenset[int]) -> bool:
+        return self.cursor.stage in {self.step.route[hop] for hop in hops}
+
+    # --- what may be read here
+
+    def local(self, tensor: Tensor) -> Tensor:
+        device = self.step.device_of(self.stage)
+        if device is None or tensor.device == device or self.stays(tensor):
+            is_nobodys = not hasattr(tensor, TAG) and self.step.home_of(tensor) is None
+            return self._from_outside(tensor) if is_nobodys else tensor
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_meta:
+            return tensor
+        mirror = self._mirror(tensor, device)
+        self._given.append((tensor, mirror))
+        return mirror.value
+
+    def _mirror(self, tensor: Tensor, device: torch.device) -> Mirror:
+        self.notice_writes()
+        mirrors = self._mirrors.get(tensor)
+        if mirrors is None:
+            mirrors = self._mirrors[tensor] = {}
+        found: Mirror | None = mirrors.get(device)
+        if found is None or (tensor.requires_grad and not found.value.requires_grad):
+            tag: Tag | None = getattr(tensor, TAG, None)
+            from_hop = self.hop if tag is None else tag.hop
+            value = self._copied_to(device, tensor, self._watch(tensor, from_hop, self.hop))
+            found = mirrors[device] = Mirror(tensor, value)
+            self._has_aliases = self._has_aliases or any(
+                other is not tensor and device in there and _same_memory(other, tensor)
+                for other, there in self._mirrors.items()
+            )
+        return found
+
+    def _copied_to(self, device: torch.device, tensor: Tensor, watch: Watch | None) -> Tensor:
+        """The copy is one more operation of the graph."""
+        if watch is not None:
+            watch("sends", current_stream(tensor.device))
+        # With grad also under the user's no_grad: a later reader may need the gradient. An ordinary
+        # tensor also in inference mode: others do not count what is written to them.
+        with torch.inference_mode(False), torch.set_grad_enabled(self.step.differentiable):
+            copied = tensor.to(device)
+        if watch is not None:
+            watch("arrives", current_stream(device))
+        return copied
+
+    # --- what was written to
+
+    def take_foreign(self) -> list[Any]:
+        if self._has_aliases:
+            self.notice_writes()  # by way of one view; the operation may read another
+        given, self._given = self._given, []
+        return given
+
+    def check_written(self, foreign: list[Any]) -> None:
+        written = [(source, mirror) for source, mirror in foreign if mirror.push(source)]
+        if not written:
+            return
+        for source, _ in written if self.sealed else ():
+            if any(other is not source and _same_memory(other, source) for other, _ in foreign):
+                raise CrossingError(
+                    f"a module on stage {self.stage} writes in place to a tensor of shape "
+                    f"{tuple(source.shape)} that lives on {source.device}, and is given another "
+                    f"view of it ({users_line()}): it may have missed the write; clone() it first"
+                )
+        self._pull_all()
+
+    def notice_writes(self) -> None:
+        pushed = [mirror.push(source) for source, mirror in self._all_mirrors()]
+        if any(pushed):
+            self._pull_all()
+
+    def _pull_all(self) -> None:
+        for source, mirror in self._all_mirrors():
+            mirror.pull(source)
+
+    def _all_mirrors(self) -> Iterator[tuple[Tensor, Mirror]]:
+        for source, mirrors in list(self._mirrors.items()):
+            for mirror in mirrors.values():
+                yield source, mirror
+
+    def _cross(self, hop: int) -> None:
+        super()._cross(hop)
+        self._pull_all()
+        for source in [s for s in self._mirrors if s.is_inference()]:
+            del self._mirrors[source]  # nothing will tell whether it is written
+
+    # --- what is done to tensors themselves, wherever they are
+
+    def rebound(
+        self, func: Callable[..., Any], args: Arguments, kwargs: Keywords
+    ) -> tuple[Arguments, Keywords] | None:
+        tensor = args[0]
+        if self.local(tensor) is tensor:
+            return None
+        self.take_foreign()
+        if func is Tensor.set_:
+            raise CrossingError(
+                f"set_ on stage {self.stage} is given a tensor of shape {tuple(tensor.shape)} that "
+                f"lives on {tensor.device} ({users_line()}): two devices share no memory; put both "
+                "operations on one stage"
+            )
+        del self._mirrors[tensor]
+        home = tensor.device
+        return map_tensors(lambda t: t if t is tensor else t.to(home), args), kwargs
+
+    def differentiated(
+        self, func: Callable[..., Any], args: Arguments, kwargs: Keywords
+    ) -> tuple[Arguments, Keywords] | None:
+        roots = args[0] if args else kwargs.get("outputs", kwargs.get("self"))
+        names = ("gradient",) if func is Tensor.backward else ("grad_outputs",)
+        at = 1 if func is Tensor.backward else 2
+        new_args = list(args)
+        if len(args) > at:
+            new_args[at] = _beside(args[at], roots)
+        beside = {name: _beside(kwargs[name], roots) for name in names if name in kwargs}
+        return tuple(new_args), {**kwargs, **beside}
+
+    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor], remedy: str = UNCUT) -> None:
+        pass
+
+    def newest(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    # --- inputs
+
+    def take_input(self, tensor: Tensor, index: int = 0, hop: int = 0) -> Tensor:
+        stage = self.step.route[hop] if self.step.route else 0
+        value = tensor.view_as(tensor)
+        device = self.step.device_of(stage)
+        value = value if device is None else value.to(device)
+        setattr(value, TAG, Tag(self.key, hop, stage))
+        return value
+
+    def finish_forward(self) -> None:
+        super().finish_forward()
+        self._mirrors.clear()
+        self._given.clear()
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _beside(gradients: Any, roots: Any) -> Any:
+    """Gradients, each on the device of the tensor that it is of."""
+    if isinstance(gradients, Tensor):
+        root = roots if isinstance(roots, Tensor) else next(iter(roots))
+        return gradients.to(root.device)
+    if not isinstance(gradients, list | tuple):
+        return gradients
+    roots = [roots] if isinstance(roots, Tensor) else roots
+    return type(gradients)(
+        g.to(r.device) if isinstance(g, Tensor) and isinstance(r, Tensor) else g
+        for g, r in zip(gradients, roots, strict=False)
+    )
