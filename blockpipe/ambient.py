@@ -9,12 +9,13 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _python_dispatch as dispatch
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -83,6 +84,17 @@ class ours:  # noqa: N801 - a context manager that reads as a word
     def __exit__(self, *_: object) -> None:
         enter_modes(self._modes)
         in_thread.modes = self._outer
+
+
+def as_ours(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorates what users call, and what calls them in :class:`theirs`."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ours():
+            return method(*args, **kwargs)
+
+    return call
 
 
 class theirs:  # noqa: N801

@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
 from .activations import Activations
+from .ambient import as_ours, theirs
 from .blocks import set_cursor
 from .crossing import Step
-from .errors import BlockpipeError, IsolationError, RecordingError
 from .doors import is_compiled
+from .errors import BlockpipeError, IsolationError, RecordingError
 from .meter import Meter
 from .plan import StagePlan
 from .planned import Planned, planned_by
@@ -115,6 +116,7 @@ def record_planned(
     return recording
 
 
+@as_ours
 def _record(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -184,6 +186,7 @@ def _tell(recording: Recording, args: Any, kwargs: Mapping[str, Any], began: flo
         )
 
 
+@as_ours
 def record_on_fake_devices(
     model: nn.Module,
     args: Any,
@@ -402,11 +405,11 @@ def _run(
         modules = sum(1 for _ in model.modules())
         with Progress(f"recording {result.model}", modules, "module calls") as recorder.progress:
             with CustomFunctions(), Checkpoints(), _eager(), _saving_watched(recorder):
-                with RecordingGlue(recorder), meter:
+                with theirs(), RecordingGlue(recorder), meter:
                     output = model(*args, **kwargs)
-                    recorder.notice_writes()
-                    for tensor in tensors(output):
-                        recorder.newest(tensor)
+                recorder.notice_writes()
+                for tensor in tensors(output):
+                    recorder.newest(tensor)
         recorder.note_whole(output)
         recorder.keepers = _keepers(model, recorder)
     finally:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .ambient import Surroundings, ours, theirs
+from .ambient import Surroundings, call_under, ours, theirs
 from .blocks import Cursor, recomputing, set_cursor
 from .crossing import Box, enter_graph, version_of
 from .errors import StateError
@@ -142,6 +142,7 @@ class Frame:
         self.verifies = verifies
         self.keeps = False  # what was made again, after it was read: it may be read once more
         self.count = 0
+        self._modes = modes
         self._surroundings = Surroundings(modes)
         self._arguments: dict[int, _Kept] = {}  # by id: modules ask whether two arguments are one
 
@@ -167,7 +168,7 @@ class Frame:
         """The call itself; what it saves is dropped."""
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
         try:
-            result = self.function(*args, **kwargs)
+            result = call_under(self._modes, self.function, args, kwargs)
         finally:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             self._forget()  # of a gradient that the call itself has asked for

@@ -138,7 +138,9 @@ class Entry(torch.autograd.Function):
         return None, None, None
 
 
-_phony = torch.zeros((), device="cpu", requires_grad=True)  # makes entries differentiable; gets no gradient
+_phony = torch.zeros(
+    (), device="cpu", requires_grad=True
+)  # makes entries differentiable; gets no gradient
 
 
 class Step:

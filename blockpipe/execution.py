@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
-from .ambient import Ambient
+from .ambient import Ambient, theirs
+from .backward import run_engine
 from .blocks import Cursor, Mark, set_cursor, set_microbatch
 from .crossing import TAG, Step, Tag
 from .errors import BlockpipeError, RouteError
@@ -274,7 +275,7 @@ class Execution:
                     lambda tensor: self.step.carried(tensor, first, self._watch(tensor, 0, m)),
                     (args, kwargs, target),
                 )
-            with self.ambient.uncached_autocast() if autocasts else _NOTHING:
+            with self.ambient.uncached_autocast() if autocasts else _NOTHING, theirs():
                 output = self.prepared.model(*args, **kwargs)
                 loss = self._loss(output, target)
             self._leave_stream(m, 0)
@@ -290,7 +291,7 @@ class Execution:
             with self.ambient.no_autocast() if autocasts else _NOTHING:
                 # As loss.backward(root) does, when it has looked at its arguments.
                 roots = (loss,), (self._root(m, loss),)
-                _engine_run_backward(*roots, False, False, (), True, True)
+                run_engine(*roots, False, False, (), True, True)
             if seen is not None:
                 seen.finish()
         except BaseException as error:
@@ -462,12 +463,13 @@ class Execution:
 
     def _travel(self, journey: Journey, batch: Microbatch) -> Result:
         args, kwargs, target = self._inputs(journey, batch)
-        with self._offloaded(journey), Glue(journey):
+        with self._offloaded(journey):
             if self.step.sources and self.step.sources[0] and self.step.begins[:1] == [0]:
                 # Before the first operation: what keeps the generator's state for later
                 # (torch.utils.checkpoint) reads it before that.
                 journey.arrive()
-            output = self.prepared.model(*args, **kwargs)
+            with theirs(), Glue(journey):
+                output = self.prepared.model(*args, **kwargs)
             if journey.hop < 0:
                 journey.arrive()
             # The loss is computed where the forward's last operation was: an inner block may have
@@ -475,7 +477,9 @@ class Execution:
             journey.cursor.stage = journey.stage
             loss = None
             if "loss" in self.want:
-                loss = self._loss(output, self._received(journey, target))
+                target = self._received(journey, target)
+                with theirs(), Glue(journey):
+                    loss = self._loss(output, target)
         return self._result(journey, output, loss)
 
     @contextmanager

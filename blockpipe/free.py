@@ -230,7 +230,7 @@ class FreeJourney(Journey):
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return False
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _beside(gradients: Any, roots: Any) -> Any:

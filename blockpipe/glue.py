@@ -11,6 +11,7 @@ what is saved), all function modes are left first.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from .ambient import call_under, enter_modes, in_thread, leave_modes
 from .checkpoint import Again
 from .journey import Journey
-from .tree import map_tensors, tensors
+from .tree import map_tensors
 
 # Questions that need no copy, and hooks, which belong on the tensor itself.
 _PROPERTIES = """shape dtype ndim layout requires_grad is_leaf grad_fn names is_meta is_sparse
@@ -57,15 +58,21 @@ _REBINDS = frozenset(
     [Tensor.data.__set__, Tensor.detach_, Tensor.set_, Tensor.resize_, Tensor.requires_grad_]  # type: ignore[attr-defined]
 )
 _DIFFERENTIATES = frozenset([torch.autograd.grad, Tensor.backward])
+
+
+def _is_a(kind: str, device: torch.device) -> bool:
+    return device.type == kind
+
+
 # Where a tensor is, asked in one way or another: each answer follows from the device.
 _WHERE: dict[Any, Callable[[torch.device], Any]] = {
     Tensor.device.__get__: lambda device: device,
     Tensor.get_device: lambda device: -1 if device.index is None else device.index,
     torch.get_device: lambda device: -1 if device.index is None else device.index,
-    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",
-    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",
-    Tensor.is_xpu.__get__: lambda device: device.type == "xpu",
-    Tensor.is_mps.__get__: lambda device: device.type == "mps",  # type: ignore[attr-defined]
+    **{
+        getattr(Tensor, f"is_{kind}").__get__: partial(_is_a, kind)
+        for kind in ("cpu", "cuda", "xpu", "mps")
+    },
 }
 _QUESTIONS = _METADATA.union(_WHERE)
 _LOOKS_AT_GRAPH = _HOOKS | {getattr(Tensor, name).__get__ for name in ("grad_fn",)}
@@ -249,11 +256,15 @@ class Glue(TorchFunctionMode):
             args = own.localize(journey.local, args)
             kwargs = own.localize(journey.local, kwargs) if kwargs else kwargs
             foreign = journey.take_foreign()
+            frame = None
             if again is not None and journey.repeats() and _saved_tensor_hooks() == self._hooks:
-                function = journey.frame(again, function, args, kwargs, theirs).run
+                frame = journey.frame(again, function, args, kwargs, theirs)
             journey.sealed += 1
             try:
-                result = call_under(theirs, function, args, kwargs)
+                if frame is None:
+                    result = call_under(theirs, function, args, kwargs)
+                else:
+                    result = frame.run(args, kwargs)
                 if foreign:
                     journey.check_written(foreign)
             finally:
@@ -300,5 +311,3 @@ class _Containers:
                 a is not b for a, b in zip(given, before, strict=True)
             ):
                 original[:] = given
-
-

@@ -13,8 +13,8 @@ as one more root gradient, and sums come about in the plain run's order.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -51,7 +51,6 @@ from .randomness import torchs_of
 from .transfer import Lent, Owner, Sent, edge_of, owner_of, set_owner
 from .tree import map_tensors, tensors
 from .where import users_line
-
 
 Arguments = tuple[Any, ...]
 Keywords = Mapping[str, Any]
@@ -617,9 +616,7 @@ class Journey:
         if gradient.device != self.step.device_of(self.step.route[hop]):
             after = None
         on_host = crossing.on_host
-        sent = self.step.send(
-            gradient, stage, after=after, back=True, watch=watch, on_host=on_host
-        )
+        sent = self.step.send(gradient, stage, after=after, back=True, watch=watch, on_host=on_host)
         self.add_sent_root(crossing.to_hop, crossing.to_edge, sent)
 
     def _graph(self, hop: int) -> HopGraph:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from .batchnorm import DeferredBatchNorm
 from .capture import record
 from .crossing import Home
-from .errors import PlanError, StateError, UsageError
 from .doors import Doors
+from .errors import PlanError, StateError, UsageError
 from .materialize import Init, check_init, load_in_place
 from .microbatch import Microbatch
 from .options import (

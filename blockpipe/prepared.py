@@ -15,8 +15,8 @@ from torch import nn
 from .batchnorm import DeferredBatchNorm
 from .compiled import Compiled
 from .crossing import Home
-from .errors import ScheduleError
 from .doors import Doors
+from .errors import ScheduleError
 from .meter import ACCELERATOR, CPU
 from .randomness import Source, host_sources, sources_of, torchs_of
 from .recording import Kept, Recording

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from .activations import Activations
+from .ambient import ours
 from .backward import Root, entries_of, kept_for_weights, why_whole
 from .blocks import Cursor, Mark
 from .crossing import (
@@ -83,7 +84,8 @@ class WatchedCursor(Cursor):
         assert self.recorder is not None
         if stage != self.stage:
             self.moves += 1
-            self.recorder.moved(stage)
+            with ours():
+                self.recorder.moved(stage)
         super().move(stage, mark)
         if mark is not None:
             self.recorder.marked = True
@@ -407,7 +409,8 @@ class Recorder(Journey):
     ) -> Any:
         """Run a call, and write it down."""
         is_function = function is what
-        call = self.begin_call(path, kind, what, (args, kwargs), is_function=is_function)
+        with ours():
+            call = self.begin_call(path, kind, what, (args, kwargs), is_function=is_function)
         result = None
         try:
             result = function(*args, **kwargs)
@@ -416,7 +419,8 @@ class Recorder(Journey):
             self.failed_in = self.failed_in or call
             raise
         finally:
-            self.end_call(call, result)
+            with ours():
+                self.end_call(call, result)
 
     def spent(self, flops: float, moved: int, made: int, has_backward: bool) -> None:
         """An operation ran below autograd: what it cost."""

@@ -17,8 +17,8 @@ from .glue import active_glue, watched_register_hook
 class Replacement:
     """Something of torch's is replaced while this is entered, by any number of threads."""
 
-    owner: ClassVar[Any]
-    name: ClassVar[str]
+    owner: Any
+    name: str
     _originals: ClassVar[dict[type, Any]] = {}  # as they are, unbound
     _entered: ClassVar[int] = 0
     _lock: ClassVar[threading.Lock] = threading.Lock()

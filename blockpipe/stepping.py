@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from .ambient import Ambient
+from .ambient import Ambient, as_ours, theirs
 from .blocks import Cursor, _cursor, set_cursor
 from .crossing import Step
 from .differentiable import attach, input_gradients
@@ -54,6 +54,7 @@ class SteppedModel(InspectedModel):
     # --- what it does
 
     @remembers_caller
+    @as_ours
     def forward_backward(
         self,
         *args: Any,
@@ -83,7 +84,8 @@ class SteppedModel(InspectedModel):
         check_loss(loss_fn, target)
         ambient = Ambient()
         microbatches = self._split(args, kwargs, target)
-        weights = weights_of(microbatches, self.loss_reduction)
+        with theirs():
+            weights = weights_of(microbatches, self.loss_reduction)
         prepared = self._prepare(microbatches[0])
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(prepared.devices[prepared.route[-1]])
@@ -107,6 +109,7 @@ class SteppedModel(InspectedModel):
         return StepResult(loss.reshape(()), outputs)
 
     @remembers_caller
+    @as_ours
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, pipelined and differentiable, outputs joined.
 
@@ -132,6 +135,7 @@ class SteppedModel(InspectedModel):
         return attach(output, joints, execution, inputs, dim_of)
 
     @remembers_caller
+    @as_ours
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another method of the placed model (``generate``, ``encode``), not pipelined.
 
@@ -161,14 +165,18 @@ class SteppedModel(InspectedModel):
             prepared.devices,
             differentiable=torch.is_grad_enabled(),
             cut=False,
+            doors=prepared.doors,
         )
         cursor = Cursor(follow_marks=not prepared.planned)
         journey = FreeJourney(step, 0, cursor)
         before = set_cursor(cursor)
         try:
             args, kwargs = map_tensors(journey.take_input, (args, kwargs))
-            with prepared.doors, _start_over(self.module, journey), Glue(journey):
-                return map_tensors(journey.newest, function(*args, **kwargs))
+            with prepared.doors, _start_over(self.module, journey):
+                with theirs(), Glue(journey):
+                    result = function(*args, **kwargs)
+                journey.notice_writes()
+                return result
         finally:
             set_cursor(before)
             journey.abandon()

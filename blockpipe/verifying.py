@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from .ambient import Ambient, intra_operation_threads
 from .batchnorm import DeferredBatchNorm
 from .blocks import set_microbatch
-from .errors import UsageError
 from .doors import is_compiled
+from .errors import UsageError
 from .losses import own_or_mean_square
 from .microbatch import join, split, weights_of
 from .parting import Parting, Watch, first_parting
