@@ -16,6 +16,7 @@ from torch import Tensor
 from .recording import Call, Hop, Kept, Recomputable, Saved
 
 _Key = int  # which storage
+_FEW = 8  # storages whose sizes are kept
 
 
 class Activations:
@@ -189,6 +190,7 @@ class Activations:
                 result.bytes = self._bytes(keys)
                 result.shared = self._bytes(keys & earlier)
                 result.full = self._bytes(keys | all_keys)
+                result.largest = tuple(sorted(self._storages[k][1] for k in keys)[: -_FEW - 1 : -1])
                 result.inputs = self._bytes(keys & self._inputs - earlier)
                 earlier |= keys
 

@@ -27,6 +27,7 @@ from .meter import Meter
 from .plan import StagePlan
 from .planned import Planned, planned_by
 from .progress import Progress
+from .randomness import every_source, kept
 from .recorder import (
     FreeRecorder,
     Recorder,
@@ -40,7 +41,7 @@ from .recording import Hop, Recording
 from .replaced import CustomFunctions
 from .rerun import Checkpoints
 from .sealing import conclude
-from .snapshot import ModelState, random_states
+from .snapshot import ModelState
 from .transfer import carry, is_on_meta
 from .tree import map_tensors, tensors
 from .where import failing_line, users_line
@@ -315,7 +316,7 @@ def _record_fake(
         for name, tensor in (*named_slots(model, "_parameters"), *named_slots(model, "_buffers"))
     }
     try:
-        with random_states(), _reparametrize_module(model, swapped, tie_weights=False):
+        with kept(every_source()), _reparametrize_module(model, swapped, tie_weights=False):
             # There a model takes any sample: only its shapes count.
             in_one_place = on_meta or (homes is not None and devices is None)
             sample_device = torch.device("cpu") if in_one_place else None
@@ -347,7 +348,7 @@ def _record_real(
 ) -> Recording:
     state = ModelState(model, values=True)
     try:
-        with random_states():
+        with kept(every_source()):
             # Copies: the forward may write to its inputs, and it will run again.
             args, kwargs = map_tensors(_copy_of, (args, kwargs))
             return _run(

@@ -17,7 +17,8 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +26,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .ambient import Surroundings, call_under, ours, theirs
+from .ambient import Surroundings, call_under, ours, theirs, waiting_for_device
 from .blocks import Cursor, recomputing, set_cursor
 from .crossing import Box, enter_graph, version_of
+from .digests import Comparisons, digest
 from .errors import StateError
 from .offload import Away, Offload
 from .randomness import Source, current, moved, replayed
@@ -47,11 +49,13 @@ class Again:
         about: what the recording saw.
         buffers: those that it reads or writes: where each stands, and whether the forward writes
             it in place.
+        waits: whether it makes the host wait for the device.
     """
 
     what: str
     about: Recomputable
     buffers: list[tuple[Buffers, str, bool]]
+    waits: bool = False
 
 
 class _Kept:
@@ -70,6 +74,11 @@ class _Kept:
             if copies and not is_leaf:
                 self._value = self._value.clone()
         self.note_version()
+
+    def fetch(self) -> None:
+        """Begin to bring it back, if it is in host memory; does not wait."""
+        if isinstance(self._value, Away):
+            self._value.fetch()
 
     def note_version(self) -> None:
         """What it is from here on is what it has to be when the call is run again."""
@@ -113,20 +122,22 @@ class Frame:
     Args:
         again: how.
         stage: where it runs.
+        microbatch: whose it is.
         sources: what it draws random numbers from; if it does, for all that is known.
         function: what is called.
         args: with what; kept, without their graphs.
         kwargs: with what.
         modes: the function modes that the user's code has entered.
         offload: where to keep the arguments; ``None``: where they are.
-        verifies: compare what is made again with what was saved (a digest of each tensor): done in
-            a pipeline's first step, for a module may depend on what nobody can see.
+        comparisons: where what is made again is compared with what was saved (a digest of each
+            tensor): in a pipeline's first step, for a module may depend on what nobody can see.
     """
 
     def __init__(
         self,
         again: Again,
         stage: int,
+        microbatch: int,
         sources: list[Source],
         function: Callable[..., Any],
         args: Any,
@@ -134,12 +145,13 @@ class Frame:
         modes: Sequence[TorchFunctionMode] = (),
         *,
         offload: Offload | None = None,
-        verifies: bool = False,
+        comparisons: Comparisons | None = None,
     ) -> None:
         self.again = again
         self.stage = stage
+        self.microbatch = microbatch
         self.function = function
-        self.verifies = verifies
+        self.comparisons = comparisons
         self.keeps = False  # what was made again, after it was read: it may be read once more
         self.count = 0
         self._modes = modes
@@ -183,8 +195,8 @@ class Frame:
         with ours():
             slot = _Slot(self, tensor)
             self.count += 1
-            if self.verifies:
-                self._digests.append((tensor.shape, _digest(tensor)))
+            if self.comparisons is not None:
+                self._digests.append((tensor.shape, digest(tensor)))
             return slot
 
     def _check_arguments(self, how: str) -> None:
@@ -203,8 +215,14 @@ class Frame:
         """Make what was saved again, if it is not there."""
         with self._lock:
             if self.count and not self._is_there:
-                self._surroundings.run(self._run_again)
+                with waiting_for_device() if self.again.waits else nullcontext():
+                    self._surroundings.run(self._run_again)
                 self._is_there = True
+
+    def fetch(self) -> None:
+        """Begin to bring back what running it again takes; does not wait."""
+        for kept in self._arguments.values():
+            kept.fetch()
 
     def value(self, slot: _Slot) -> Tensor:
         """What a slot stands for; made now if nobody has seen to it before."""
@@ -217,7 +235,7 @@ class Frame:
             found = self._values.get(slot.index)
             if found is None or (found.dtype, found.shape) != slot.what:
                 now = "nothing" if found is None else _shown(found.dtype, found.shape)
-                raise self._differs(slot.index, _shown(*slot.what), now)
+                raise self._difference(slot.index, _shown(*slot.what), now)()
             if not self.keeps:
                 del self._values[slot.index]
             return found
@@ -268,27 +286,38 @@ class Frame:
         """A tensor that was saved when the call ran again."""
         if index < self.count:
             self._values[index] = tensor
-            if self.verifies:
-                self._verify(index, tensor)
+            if self.comparisons is not None:
+                self._compare(index, tensor, self.comparisons)
         if index + 1 == self.count:
             raise _Enough
 
-    def _verify(self, index: int, value: Tensor) -> None:
+    def _compare(self, index: int, value: Tensor, comparisons: Comparisons) -> None:
         shape, seen = self._digests[index]
         if shape != value.shape or seen is None:
             return  # told when it is read
-        now = _digest(value)
-        if now is None or not _agree(seen, now):
-            what = _shown(value.dtype, value.shape)
-            raise self._differs(index, what, f"{what} with other numbers")
+        what = _shown(value.dtype, value.shape)
+        error = self._difference(index, what, f"{what} with other numbers")
+        now = digest(value)
+        if now is None:
+            raise error()
+        comparisons.compare(seen, now, error)
 
-    def _differs(self, index: int, then: str, now: str) -> StateError:
-        return StateError(
-            f"{self.again.what} on stage {self.stage} saved {then} (number {index} of "
-            f"{self.count}) in its forward, and {now} when it was recomputed: it depends on "
-            "something that has changed (state of its own, a cache that it was given, a generator "
-            "of its own); ask blockpipe.is_recomputing() there, or mark it with checkpoint=False"
+    def _difference(self, index: int, then: str, now: str) -> Callable[[], StateError]:
+        """An error, for later: it does not hold the frame, which holds tensors."""
+        return partial(
+            _differs, self.again.what, self.stage, self.microbatch, index, self.count, then, now
         )
+
+
+def _differs(
+    what: str, stage: int, microbatch: int, index: int, count: int, then: str, now: str
+) -> StateError:
+    return StateError(
+        f"{what} on stage {stage} saved {then} (number {index} of {count}) in its forward, and "
+        f"{now} when it was recomputed for micro-batch {microbatch}: it depends on something that "
+        "has changed (state of its own, a cache that it was given, a generator of its own); ask "
+        "blockpipe.is_recomputing() there, or mark it with checkpoint=False"
+    )
 
 
 def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
@@ -327,57 +356,6 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _copy_of(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
-
-
-def _digest(tensor: Tensor) -> Tensor | None:
-    """Three numbers that tell a tensor's values, and their order, from others: their sum, a sum
-    with weights, and of floating-point ones the norm. ``None`` where there is no adding up."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return None
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        value = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
-        if value.dtype == torch.uint8 or (value.dtype.itemsize == 1 and value.is_floating_point()):
-            return None  # a library's scratch memory, or nothing that sums
-        if not value.is_floating_point():
-            return torch.stack([value.sum(dtype=torch.int64), _weighted(value, torch.int64)])
-        dtype = torch.float32 if value.device.type == "mps" else torch.float64
-        norm = torch.linalg.vector_norm(value, dtype=dtype)
-        return torch.stack([value.sum(dtype=dtype), _weighted(value, dtype), norm])
-
-
-_PRIME = 1_000_003
-
-
-def _weighted(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum with weights that depend on each of an element's indices."""
-
-    def weights(size: int) -> Tensor:
-        # Around 0, so that what is the same everywhere does not hide the rest, and in no pattern
-        # that a shift could keep.
-        index = torch.arange(size, device=value.device)
-        found = (7919 * index * index + 104729 * index) % _PRIME - _PRIME // 2
-        return found if dtype == torch.int64 else found.to(dtype) / _PRIME
-
-    value = value if value.dim() else value[None]
-    if value.numel() == 0:
-        return value.sum(dtype=dtype)
-    sums = []
-    for part in value.chunk(16):  # a copy of all of it could be more than there is room for
-        for size in reversed(value.shape[1:]):
-            part = (part * weights(size)).sum(-1)
-        sums.append(part)
-    return (torch.cat(sums) * weights(value.shape[0])).sum()
-
-
-def _agree(one: Tensor, other: Tensor) -> bool:
-    """Within what operations that add up in no fixed order differ by; integers exactly."""
-    with torch._C.DisableTorchFunction():
-        if not one.is_floating_point():
-            return torch.equal(one, other)
-        tolerance = 1e-5 if one.device.type == "cpu" else 1e-2
-        # Sums may cancel: what they may be off by is a part of the norm.
-        allowed = tolerance * (1 + one[2].nan_to_num().item())
-        return torch.allclose(one, other, rtol=tolerance, atol=allowed, equal_nan=True)
 
 
 def _opened(value: Any) -> Any:

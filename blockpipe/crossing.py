@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from .digests import Comparisons
 from .errors import CrossingError
 from .observer import Observer, Watch
 from .randomness import Source
@@ -138,9 +139,8 @@ class Entry(torch.autograd.Function):
         return None, None, None
 
 
-_phony = torch.zeros(
-    (), device="cpu", requires_grad=True
-)  # makes entries differentiable; gets no gradient
+# Makes entries differentiable, and gets no gradient itself.
+_phony = torch.zeros((), device="cpu", requires_grad=True)
 
 
 class Step:
@@ -160,9 +160,10 @@ class Step:
         begins: Sequence[int] = (),
         splits: bool = False,
         tracks_writes: bool = True,
-        sealed_functions: Mapping[str, tuple[frozenset[int], Any]] | None = None,
+        sealed_functions: Mapping[str, tuple[frozenset[int], Any, bool]] | None = None,
         doors: AbstractContextManager[None] | None = None,
         sources: Sequence[list[Source]] = (),
+        waiting: Collection[str] = (),
         rereads: Collection[int] = (),
         is_first: bool = False,
         observer: Observer | None = None,
@@ -172,11 +173,14 @@ class Step:
         self.begins = begins  # for each hop, which of the forward's marks it began with
         self.splits = splits  # whether backwards may be in two parts
         self.tracks_writes = tracks_writes  # whether the recording saw a write to a foreign tensor
-        self.sealed_functions = sealed_functions or {}  # hops, and how they are recomputed
+        # By name: on which hops it is sealed, how it is recomputed, whether the host waits in it.
+        self.sealed_functions = sealed_functions or {}
         self.doors = doors or nullcontext()  # entered again where a part of a forward is run again
         self.sources = sources  # what each hop draws random numbers from
+        self.waiting = waiting  # names of torch functions that wait for a device
         self.rereads = rereads  # hops with functions that may read what they saved twice
         self.is_first = is_first  # of a recording
+        self.comparisons = Comparisons() if is_first else None  # of what is recomputed
         self.observer = observer
         self.homes = homes
         self.devices = devices

@@ -25,6 +25,7 @@ class Door:
         hops: the hops on which the module is sealed.
         stages: from the module's call to the stage that a plan gives it, overriding the marks.
         again: how its call is recomputed; ``None``: it is not.
+        waits: whether its call makes the host wait for a device.
     """
 
     def __init__(
@@ -33,11 +34,14 @@ class Door:
         hops: frozenset[int],
         stages: Mapping[int | None, int] | None = None,
         again: Again | None = None,
+        *,
+        waits: bool = False,
     ) -> None:
         self.forward = forward
         self.hops = hops
         self.stages = stages
         self.again = again
+        self.waits = waits
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         glue = active_glue()
@@ -52,7 +56,7 @@ class Door:
             call = journey.count_call(self)
             journey.cursor.move(planned_stage(self.stages, call, journey.cursor.stage), None)
         if self.hops and journey.is_sealed(self.hops):
-            return glue.call_sealed(self.forward, args, kwargs, self.again)
+            return glue.call_sealed(self.forward, args, kwargs, self.again, waits=self.waits)
         return self.forward(*args, **kwargs)
 
 
@@ -82,6 +86,7 @@ class Doors:
         planned, inner = _outside_of_sealed(recording, planned or {}), inner or {}
         sealed = recording.sealed
         modules = dict(model.named_modules())
+        waiting = {call.path for call in recording.calls if call.waits}
         self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
         self._sealed: list[tuple[str, nn.Module, Door, Callable[..., Any]]] = []
         for path in sorted({*sealed, *planned, *inner}):
@@ -96,12 +101,13 @@ class Doors:
                 self._places.append((module.__dict__, name, forward))
                 continue
             again = self._again(f"module {path or '(the model)'!r}", path, recording, modules)
-            door = Door(forward, sealed.get(path, frozenset()), planned.get(path), again)
+            hops = sealed.get(path, frozenset())
+            door = Door(forward, hops, planned.get(path), again, waits=path in waiting)
             self._places.append((module.__dict__, name, door))
             if door.hops and not is_compiled(module):
                 self._sealed.append((path, module, door, door.forward))
         self.functions = {
-            key: (hops, self._again(f"function {key}", key, recording, modules))
+            key: (hops, self._again(f"function {key}", key, recording, modules), key in waiting)
             for key, hops in recording.sealed_functions.items()
         }
         self._depth = 0
@@ -124,7 +130,8 @@ class Doors:
             buffers += [
                 (module._buffers, key, True) for key, b in module._buffers.items() if b is None
             ]
-        return Again(what, about, buffers)
+        waits = any(call.waits for call in recording.calls if call.path == path)
+        return Again(what, about, buffers, waits)
 
     def stand_in(
         self,

@@ -37,6 +37,7 @@ from .replaced import CustomFunctions, TensorHooks
 from .rerun import Checkpoints
 from .sanitizer import Sanitizer
 from .schedule import Action, Schedule
+from .stores import Links
 from .transfer import Sent, edge_of, is_asynchronous
 from .tree import leaves, map_leaves, map_tensors, tensors
 from .where import failing_line, users_line
@@ -107,6 +108,7 @@ class Execution:
             sealed_functions=prepared.doors.functions,
             doors=prepared.doors,
             sources=self._sources(),
+            waiting=prepared.waiting,
             rereads=prepared.rereads,
             is_first=prepared.steps == 0,
             observer=observer,
@@ -116,6 +118,7 @@ class Execution:
         if any(self.step.sources):
             all_of_them = [source for sources in self.step.sources for source in sources]
             self._streams = Streams(all_of_them, len(microbatches))
+        self._links = Links()  # to host memory
         self.results: list[Result | None] = [None] * len(microbatches)
         self.journeys: dict[int, Journey] = {}
         prepared.microbatches = len(microbatches)
@@ -212,6 +215,7 @@ class Execution:
                 for m in range(len(self.microbatches)):
                     self._forward_inline(m)
                     self._backward_inline(m)
+            self._conclude()
         self.prepared.steps += 1
 
     def run_forward(self) -> None:
@@ -229,10 +233,16 @@ class Execution:
         with self._doors(), self._cleaned_up():
             if not self.inline:
                 self._run_lanes(self.prepared.schedule("gpipe", len(self.microbatches)), "B")
-                return
-            with torch.enable_grad():
-                for m in range(len(self.microbatches)):
-                    self._backward_inline(m)
+            else:
+                with torch.enable_grad():
+                    for m in range(len(self.microbatches)):
+                        self._backward_inline(m)
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """In a first step: what was recomputed is what was saved, or this is an error."""
+        if self.step.comparisons is not None:
+            self.step.comparisons.conclude()
 
     def _is_plain(self) -> bool:
         """Whether the step is the plain loop: one thread and one device, so that cutting the graph
@@ -410,6 +420,7 @@ class Execution:
                 else:
                     journey.abandon()
             self.step.lent.settle_all()
+            self._links.close()
 
     # --- one micro-batch's forward
 
@@ -495,12 +506,22 @@ class Execution:
             found = key()
             return -1 if found is None else found.hop
 
-        offload = journey.offload = Offload(hop, hops, self.prepared.stays)
+        offload = journey.offload = Offload(hop, hops, self._stays, self._links)
         offload.put_on()
         try:
             yield
         finally:
             offload.take_off()
+
+    def _stays(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is on its device anyway: a parameter's, a buffer's, the caller's."""
+        return self.prepared.stays(storage) or storage._cdata in self._callers
+
+    @cached_property
+    def _callers(self) -> set[int]:
+        """The storages of the batch, which the caller holds; micro-batches are slices of it."""
+        batches = [(b.args, b.kwargs, b.target) for b in self.microbatches]
+        return {t.untyped_storage()._cdata for t in tensors(batches) if t.layout is torch.strided}
 
     def _inputs(self, journey: Journey, batch: Microbatch) -> tuple[Any, Any, Any]:
         memo: dict[int, Tensor] = {}

@@ -11,6 +11,7 @@ what is saved), all function modes are left first.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .ambient import call_under, enter_modes, in_thread, leave_modes
+from .ambient import call_under, enter_modes, in_thread, leave_modes, waiting_for_device
 from .checkpoint import Again
 from .journey import Journey
 from .tree import map_tensors
@@ -30,6 +31,7 @@ _METHODS = """size dim stride numel nelement ndimension element_size storage_off
     is_floating_point is_complex is_signed __len__ __hash__ is_shared is_pinned is_inference
     is_same_size has_names"""
 _register_hook = Tensor.register_hook
+_NOTHING = nullcontext()
 
 
 def watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -191,7 +193,9 @@ class Glue(TorchFunctionMode):
                     for k, v in kwargs.items()
                 }
         foreign = journey.take_foreign()
-        result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
+        waiting = journey.step.waiting
+        with waiting_for_device() if waiting and func.__name__ in waiting else _NOTHING:
+            result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
         if foreign:
             journey.check_written(foreign)
         journey.claim(result)
@@ -226,10 +230,10 @@ class Glue(TorchFunctionMode):
     ) -> Any:
         """Call a function that is a block: like a module, it may be sealed."""
         journey = self.journey
-        hops, again = journey.step.sealed_functions.get(key, (frozenset(), None))
+        hops, again, waits = journey.step.sealed_functions.get(key, (frozenset(), None, False))
         if self.inside or not hops or not journey.is_sealed(hops):
             return function(*args, **kwargs)
-        return self.call_sealed(function, args, kwargs, again)
+        return self.call_sealed(function, args, kwargs, again, waits=waits)
 
     def call_sealed(
         self,
@@ -237,6 +241,8 @@ class Glue(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         again: Again | None = None,
+        *,
+        waits: bool = False,
     ) -> Any:
         """Run something untouched: tensors are looked at on the way in and out only.
 
@@ -245,6 +251,7 @@ class Glue(TorchFunctionMode):
             args: with what.
             kwargs: with what.
             again: how it is recomputed, if it can be.
+            waits: whether it makes the host wait for the device.
         """
         journey = self.journey
         modes = leave_modes()
@@ -261,10 +268,11 @@ class Glue(TorchFunctionMode):
                 frame = journey.frame(again, function, args, kwargs, theirs)
             journey.sealed += 1
             try:
-                if frame is None:
-                    result = call_under(theirs, function, args, kwargs)
-                else:
-                    result = frame.run(args, kwargs)
+                with waiting_for_device() if waits else _NOTHING:
+                    if frame is None:
+                        result = call_under(theirs, function, args, kwargs)
+                    else:
+                        result = frame.run(args, kwargs)
                 if foreign:
                     journey.check_written(foreign)
             finally:

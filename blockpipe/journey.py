@@ -489,23 +489,27 @@ class Journey:
         frame = Frame(
             again,
             self.stage,
+            self.microbatch,
             known or torchs_of(device),
             function,
             args,
             kwargs,
             modes,
             offload=self.offload,
-            verifies=self.step.is_first,
+            comparisons=self.step.comparisons,
         )
         self.frames.setdefault(self.hop, []).append(frame)
         return frame
 
     def restore(self, hop: int) -> None:
         """Bring back what a hop has saved, or make it again: before the gradient is there."""
+        frames = self.frames.get(hop, [])
+        for at, frame in enumerate(frames):
+            for following in frames[at : at + 2]:
+                following.fetch()
+            frame.recompute()
         if self.offload is not None:
             self.offload.fetch(hop)
-        for frame in self.frames.get(hop, ()):
-            frame.recompute()
 
     # --- inputs, results, and the way back
 
@@ -604,6 +608,8 @@ class Journey:
     def _keep_recomputed(self, hop: int, keeps: bool) -> None:
         for frame in self.frames.get(hop, ()):
             frame.keeps = keeps or hop in self.step.rereads
+        if keeps and self.offload is not None:
+            self.offload.keep(hop)
 
     def _send_home(
         self, crossing: Crossing, gradient: Tensor, hop: int, after: torch.Event | None

@@ -31,9 +31,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 from .ambient import Ambient, intra_operation_threads
 from .errors import UsageError
 from .progress import Progress
+from .randomness import every_source, kept, torchs_of
 from .recorder import named_slots
 from .recording import Recording
-from .snapshot import ModelState, random_states
+from .snapshot import ModelState
 from .transfer import is_asynchronous
 from .tree import map_tensors, tensors
 from .where import users_line
@@ -414,7 +415,7 @@ def _own_tensors(model: nn.Module, device: torch.device) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with random_states():
+        with kept([*every_source(), *torchs_of(device)]):
             swapped = {name: own(tensor) for name, tensor in slots}
             with _reparametrize_module(model, swapped, tie_weights=False):
                 yield

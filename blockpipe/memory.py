@@ -163,8 +163,12 @@ def predict(
     check_limit(limit)
     copies = copies_of(optimizer)
     made = prepared.schedule(schedule, microbatches)
+    split = made.split()
     sizes = [
-        [prepared.kept(hop, m, microbatches) for m in range(microbatches)]
+        [
+            prepared.kept(hop, m, microbatches, is_split=(hop, m) in split)
+            for m in range(microbatches)
+        ]
         for hop in range(len(prepared.route))
     ]
     gradients = [hop.weight_bytes for hop in prepared.recording.hops]
@@ -442,6 +446,8 @@ def measured(
     accelerators = {d for d in devices if is_asynchronous(d)}
     for device in accelerators:
         torch.accelerator.synchronize(device)
+        # At an allocation the allocator notices what is over, and so free again.
+        torch.empty(1, device=device)
         torch.accelerator.reset_peak_memory_stats(device)
     there = dict.fromkeys(range(len(devices)), 0)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -454,6 +460,8 @@ def measured(
         yield peaks
     for stage, device in enumerate(devices):
         if device in accelerators:
-            peaks[stage] = torch.accelerator.max_memory_allocated(device)
+            # Not what is allocated: what was freed, but is still used on another stream, is memory
+            # that nothing else can have.
+            peaks[stage] = torch.accelerator.memory_stats(device)["active_bytes.all.peak"]
         else:
             peaks[stage] = there[stage] + live.peak.get(stage, 0)

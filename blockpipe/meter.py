@@ -34,6 +34,9 @@ _ASKS_HOST = {
     _aten.equal: "torch.equal()",
     _aten._linalg_check_errors: "a check of torch.linalg",
 }
+# Torch functions that always do; a recording on the CPU does not see it of all.
+_CONVERTS = ["__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__"]
+ASKS_HOST = frozenset([*_CONVERTS, "item", "tolist", "cpu", "numpy"])
 # Arithmetic that torch's registry does not know, from an operation's arguments.
 _FLOPS: dict[Any, Callable[..., float]] = {
     _aten.mkldnn_rnn_layer: lambda x, *weights: _each_row(x, *weights[:2]),  # an LSTM on the CPU

@@ -1,19 +1,18 @@
 """Activations in host memory while their micro-batch is away.
 
-What autograd saves on an offloaded stage is copied to pinned memory, on a stream of its own, and
-its device memory is free again as soon as that is done. Before the backward (action R of the
-schedule) it comes back on another stream, while the device is still busy with what was queued
-before. ``torch.autograd.graph.save_on_cpu`` does both on the compute stream, and brings each tensor
-back only when it is asked for.
+What autograd saves on an offloaded stage is copied to pinned memory, on a stream of its own, while
+the forward goes on. In the backward it comes back on another, each storage shortly before it is
+read: so a stage has a few storages of one micro-batch on its device, and not all that the
+micro-batch has saved. ``torch.autograd.graph.save_on_cpu`` does both on the compute stream, and
+brings each tensor back only when it is asked for.
 
 Storages are copied, not tensors: what several nodes have saved of one storage goes once.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,87 +21,13 @@ from torch import Tensor
 
 from .crossing import version_of
 from .errors import StateError
+from .stores import Links, Store
 from .transfer import copying, is_asynchronous
 from .where import users_line
 
 # Smaller ones stay: a copy of its own costs more than they take. A guess.
 SMALLEST = 64 * 1024
 on_cpu_too = False  # for tests: on the CPU there is nothing to gain
-
-
-class Store:
-    """One storage in host memory, and back on its device when it is needed.
-
-    Args:
-        storage: what to copy.
-    """
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.device = storage.device
-        self._original = weakref.ref(storage)
-        self._back: Tensor | None = None
-        self._arrived: torch.Event | None = None
-        self._left: torch.Event | None = None
-        source = _bytes_of(storage)
-        if not is_asynchronous(self.device):
-            self._host = source.clone()
-            return
-        self._host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-        computing = torch.accelerator.current_stream(self.device)
-        leaving = _streams.of(self.device, "out")
-        leaving.wait_event(computing.record_event())
-        with leaving:
-            self._host.copy_(source, non_blocking=True)
-            self._left = leaving.record_event()
-        # It was allocated on the compute stream and is read on another.
-        source.record_stream(leaving)
-
-    def is_of(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is this very storage's: keys are used again when a storage is gone."""
-        return self._original() is storage
-
-    def fetch(self) -> None:
-        """Begin to bring it back; does not wait."""
-        if self._back is not None:
-            return
-        if not is_asynchronous(self.device):
-            self._back = self._host
-            return
-        coming = _streams.of(self.device, "in")
-        assert self._left is not None
-        coming.wait_event(self._left)
-        with coming:
-            self._back = self._host.to(self.device, non_blocking=True)
-            self._arrived = coming.record_event()
-
-    def tensor(self) -> Tensor:
-        """Its bytes on the device, for the current stream to read."""
-        self.fetch()
-        assert self._back is not None
-        if self._arrived is not None:
-            computing = torch.accelerator.current_stream(self.device)
-            computing.wait_event(self._arrived)
-            self._back.record_stream(computing)  # allocated on the stream that it came on
-            self._arrived = None
-        return self._back
-
-
-class _Streams:
-    """For each device a stream out and one in: a link carries both ways at once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._streams: dict[tuple[torch.device, str], torch.Stream] = {}
-
-    def of(self, device: torch.device, way: str) -> torch.Stream:
-        with self._lock:
-            stream = self._streams.get((device, way))
-            if stream is None:
-                stream = self._streams[device, way] = torch.Stream(device)
-            return stream
-
-
-_streams = _Streams()
 
 
 class Away:
@@ -115,10 +40,21 @@ class Away:
         self._dtype, self._shape = tensor.dtype, tensor.shape
         self._stride, self._offset = tensor.stride(), int(tensor.storage_offset())
 
+    def fetch(self) -> None:
+        """Begin to bring it back; does not wait."""
+        with _unseen():
+            self._store.fetch()
+
     def tensor(self) -> Tensor:
-        """As it was."""
-        with copying(), torch.no_grad():
-            bytes_ = self._store.tensor()
+        """As it was.
+
+        Raises:
+            StateError: it was written in place while it was copied.
+        """
+        if self._store.was_written:
+            raise _written(self._shape)
+        with _unseen():
+            bytes_ = self._store.read()
             made = torch.empty(0, dtype=self._dtype, device=bytes_.device)
             return made.set_(bytes_.untyped_storage(), self._offset, self._shape, self._stride)
 
@@ -137,7 +73,8 @@ class Offload:
     Args:
         hop: says where the forward is.
         hops: those that are offloaded.
-        stays: says of a storage whether it is a parameter's or a buffer's.
+        stays: says of a storage whether it is on its device anyway: a parameter's, a buffer's.
+        links: the step's, to host memory.
     """
 
     def __init__(
@@ -145,11 +82,14 @@ class Offload:
         hop: Callable[[], int],
         hops: frozenset[int],
         stays: Callable[[torch.UntypedStorage], bool],
+        links: Links,
     ) -> None:
         self._hop = hop
         self._hops = hops
         self._stays = stays
+        self._links = links
         self._stores: dict[int, dict[tuple[int, int], Store]] = {}
+        self._last: dict[int, dict[torch.device, Store]] = {}
 
     def put_on(self) -> None:
         """Take what autograd saves in this thread from here on."""
@@ -161,7 +101,7 @@ class Offload:
 
     def away(self, tensor: Tensor) -> Away | None:
         """A tensor's stand-in, its storage on the way to the host; ``None``: it stays."""
-        with torch._C.DisableTorchFunction():
+        with _unseen():
             hop = self._hop()
             kind = type(tensor)
             if hop not in self._hops or kind not in (Tensor, torch.nn.Parameter):
@@ -177,25 +117,33 @@ class Offload:
             key = storage._cdata, version_of(tensor)
             store = stores.get(key)
             if store is None or not store.is_of(storage):
-                with copying(), torch.no_grad():
-                    store = stores[key] = Store(storage)
+                last = self._last.setdefault(hop, {})
+                store = Store(tensor, self._links, before=last.get(tensor.device))
+                stores[key] = last[tensor.device] = store
+            store.readers += 1
             return Away(store, tensor)
 
     def fetch(self, hop: int) -> None:
-        """Begin to bring back what a hop has saved."""
-        with copying(), torch.no_grad():
-            for store in self._stores.get(hop, {}).values():
-                store.fetch()
+        """Begin to bring back what a hop's backward reads first."""
+        with _unseen():
+            for store in self._last.get(hop, {}).values():
+                store.fetch_last()
+
+    def keep(self, hop: int) -> None:
+        """What a hop's backward reads is read twice: in each of its parts."""
+        for store in self._stores.get(hop, {}).values():
+            store.keeps = True
 
     def forget(self, hop: int) -> None:
         """A hop's backward is over."""
+        self._last.pop(hop, None)
         self._stores.pop(hop, None)
 
     def _pack(self, tensor: Tensor) -> Any:
         away = self.away(tensor)
         if away is not None:
             return away
-        with torch._C.DisableTorchFunction():
+        with _unseen():
             # Not the tensor itself: a node that saves its own result would be a cycle.
             kept = tensor if tensor.is_leaf else tensor.detach()
             return _Here(kept, version_of(kept))
@@ -205,12 +153,19 @@ def _unpack(packed: Away | _Here) -> Tensor:
     if isinstance(packed, Away):
         return packed.tensor()
     if version_of(packed.tensor) != packed.version:
-        raise StateError(
-            f"a tensor of shape {tuple(packed.tensor.shape)} that a gradient needs was written in "
-            f"place after it was saved ({users_line()}); clone() it before writing"
-        )
+        raise _written(packed.tensor.shape)
     return packed.tensor
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _written(shape: torch.Size) -> StateError:
+    return StateError(
+        f"a tensor of shape {tuple(shape)} that a gradient needs was written in place after it was "
+        f"saved ({users_line()}); clone() it before writing"
+    )
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """While entered, operations are not the user's: unseen by modes, autograd and sanitizer."""
+    with torch._C.DisableTorchFunction(), copying(), torch.no_grad():
+        yield

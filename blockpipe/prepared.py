@@ -17,12 +17,13 @@ from .compiled import Compiled
 from .crossing import Home
 from .doors import Doors
 from .errors import ScheduleError
-from .meter import ACCELERATOR, CPU
+from .meter import ACCELERATOR, ASKS_HOST, CPU
 from .randomness import Source, host_sources, sources_of, torchs_of
 from .recording import Kept, Recording
 from .schedule import Schedule
 from .scheduler import Choice, choose, make_schedule
 from .simulate import Costs, validate
+from .stores import AHEAD
 from .table import bytes_text
 from .transfer import is_asynchronous
 
@@ -105,6 +106,13 @@ class Prepared:
         return any(is_asynchronous(device) for device in self.devices)
 
     @cached_property
+    def waiting(self) -> frozenset[str]:
+        """The names of the torch functions in glue that make the host wait for a device."""
+        if not self.is_asynchronous:
+            return frozenset()
+        return frozenset(self.recording.waiting) | ASKS_HOST
+
+    @cached_property
     def on_one_device(self) -> bool:
         """Whether all stages that the route visits are on one device."""
         return len({self.devices[stage] for stage in self.route}) == 1
@@ -170,15 +178,27 @@ class Prepared:
         found = info.always if self.recomputes(microbatch, microbatches) else info.asked
         return found if found.calls else info.never
 
-    def kept(self, hop: int, microbatch: int, microbatches: int) -> tuple[int, int]:
-        """In bytes, what a hop keeps of a micro-batch, and that with what is made again."""
+    def kept(
+        self, hop: int, microbatch: int, microbatches: int, *, is_split: bool = False
+    ) -> tuple[int, int]:
+        """In bytes, what a hop keeps of a micro-batch, and that with what is made again.
+
+        Args:
+            hop: which.
+            microbatch: of so many.
+            microbatches: so many.
+            is_split: its backward is in two parts.
+        """
         kept = self.regime(hop, microbatch, microbatches)
         # What an earlier hop keeps as well is there once, where it has not moved; on the CPU the
         # inputs are the caller's.
         there = kept.shared if self.on_one_device else 0
         there += 0 if is_asynchronous(self.devices[self.route[hop]]) else kept.inputs
         if hop in self.offloaded and is_asynchronous(self.devices[self.route[hop]]):
-            return 0, kept.full - there
+            if kept.calls or is_split:
+                return 0, kept.full - there
+            # In its backward: what is read, and what is on its way.
+            return 0, sum(kept.largest[: 1 + AHEAD])
         return kept.bytes - there, kept.full - there
 
     @cached_property

@@ -58,6 +58,18 @@ def host_sources() -> list[str]:
     return ["random", "numpy"] if "numpy" in sys.modules else ["random"]
 
 
+def every_source() -> list[Source]:
+    """All that anything in this process can draw from: of the host, and of every accelerator.
+    Nothing has been drawn on one that is not initialized; asking it would do that."""
+    found: list[Source] = [*host_sources(), _CPU]
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return found
+    if not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+        return found
+    return [*found, *(torch.device(kind.type, i) for i in range(torch.accelerator.device_count()))]
+
+
 def _get(source: Source) -> Any:
     if source == "random":
         return random.getstate()

@@ -106,6 +106,7 @@ class Recorder(Journey):
         self.activations = activations
         self.unhookable = unhookable  # calls in which autograd bears no saved-tensor hooks
         self.failed_in: Call | None = None
+        self.function = ""  # the name of the torch function under way
         self.key = JourneyKey(RECORDING, 0)
         cursor.recorder = self
         cursor.on_move = None
@@ -498,6 +499,9 @@ class Recorder(Journey):
 
     def waited(self, sync: HostSync) -> None:
         """The host would wait for a device here."""
+        self.result.waiting.add(self.function)
+        for call, _, _ in self.stack:
+            call.waits = True
         if sync not in self.result.host_syncs:
             self.result.host_syncs.append(sync)
 
@@ -542,6 +546,7 @@ class RecordingGlue(Glue):
         kwargs: Mapping[str, Any],
         modes: Sequence[TorchFunctionMode],
     ) -> Any:
+        self.journey.function = func.__name__
         if not is_question(func):
             self.journey.operation()
         elif looks_at_graph(func):

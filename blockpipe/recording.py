@@ -24,6 +24,7 @@ class Kept:
     shared: int = 0  # of these, what an earlier hop keeps as well: once, where both are on a device
     inputs: int = 0  # of these, the micro-batch's: a part of the caller's batch, where it is there
     full: int = 0  # once what is recomputed is there again
+    largest: tuple[int, ...] = ()  # of its storages, the sizes of the largest few
     calls: int = 0  # that are recomputed
     cpu_seconds: float = 0.0  # that recomputing takes, by a roofline
     accelerator_seconds: float = 0.0
@@ -90,6 +91,7 @@ class Call:
     accelerator_backward_seconds: float = 0.0
     outputs: list[tuple[int, ...]] = field(default_factory=list, repr=False)  # shapes of tensors
     opened: str | None = None  # why it is not sealed
+    waits: bool = False  # for a device: a tensor's value is asked for in it
 
     @property
     def is_module(self) -> bool:
@@ -254,6 +256,7 @@ class Recording:
     shared_generators: list[Drawn] = field(default_factory=list)  # on several hops
     writes_across: bool = False  # whether it writes in place to a tensor of another hop
     host_syncs: list[HostSync] = field(default_factory=list)
+    waiting: set[str] = field(default_factory=set)  # names of torch functions that wait, in glue
     moves: bool = False  # whether a mark ever asked for another stage
     planned: bool = False  # whether a plan overrode the marks
     planned_at: str | None = None  # the line that set it on the model; None: it was passed along

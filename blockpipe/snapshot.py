@@ -1,14 +1,10 @@
-"""What a recording changes, put back: modules' attributes, buffers, random states.
+"""What a recording changes, put back: modules' attributes, buffers, their generators.
 
 A forward counts, caches and draws; a recording must leave no trace of that, nor fake tensors on
 ``self`` which the next real call would return.
 """
 
-import contextlib
-import random
-import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,17 +63,3 @@ def _copied(container: Any) -> Any:
     if isinstance(container, dict):
         return OrderedDict(container)
     return list(container) if not isinstance(container, set) else set(container)
-
-
-@contextlib.contextmanager
-def random_states() -> Iterator[None]:
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)

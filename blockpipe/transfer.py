@@ -116,8 +116,9 @@ class Sent:
         if self._watch is not None:
             self._watch("waits", reader)
         if reader is None:
-            with waiting_for_device():
-                self.arrived.synchronize()
+            if not self.arrived.query():
+                with waiting_for_device():
+                    self.arrived.synchronize()
         else:
             reader.wait_event(self.arrived)
             with copying(), torch._C.DisableTorchFunction():
@@ -216,7 +217,7 @@ def _across(
             moved = source.to(device, non_blocking=True)
             arrived = receiving.record_event()
             if watch is not None:
-                watch("arrives", receiving)
+                watch("arrives", sending)  # by the same device's clock
     if back:
         source.record_stream(sending)  # allocated on the compute stream and read on another
     return Sent(moved, source, arrived, watch)

@@ -1,0 +1,214 @@
+"""Copies between devices: when they begin, who waits for them, and what must not be written before.
+
+On the simulated accelerator a missing wait is a race, which fails the test that made it."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import blockpipe as bp
+from blockpipe.transfer import Lent, carry, is_asynchronous, send
+
+from .devices import stages
+from .parity import plain_step
+
+SCHEDULES = ["sequential", "gpipe", "1f1b", "interleaved", "zb-h1"]
+
+
+class ComesBack(nn.Module):
+    """Writes on stage 0 to a tensor that stage 1 has copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        with bp.Block(stage=0):
+            a = self.a(x) * 1
+        with bp.Block(stage=1):
+            b = a.neg() + self.b.bias
+        with bp.Block(stage=0):
+            a.mul_(2)
+            c = a + b
+        with bp.Block(stage=1):
+            return self.b(c) + a
+
+
+class Tied(nn.Module):
+    """Reads the weight of stage 0 on stages 1 and 2 as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.b.weight = self.c.weight = self.a.weight
+
+    def forward(self, x):
+        with bp.Block(stage=0):
+            x = self.a(x).tanh()
+        with bp.Block(stage=1):
+            x = self.b(x).tanh()
+        with bp.Block(stage=2):
+            return self.c(x)
+
+
+def chain(count: int = 3) -> nn.Sequential:
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
+    return bp.begin_blocks(net, {str(i): i for i in range(1, count)})
+
+
+def assert_equal_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_write_on_the_own_stage_waits_for_the_copies(schedule, checkpoint):
+    """A forward that comes back to stage 0 writes in place to what stage 1 copies."""
+    net = ComesBack()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule, checkpoint=checkpoint)
+    x, y = torch.randn(12, 8), torch.randn(12, 8)
+    for _ in range(3):
+        loss = pipe.forward_backward(x, target=y, loss_fn=F.mse_loss).loss
+        expected = plain_step(plain, (x,), {}, y, F.mse_loss, 4)
+    torch.testing.assert_close(loss.cpu(), expected)
+    assert_equal_gradients(net, plain)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("how", ["forward_backward", "pipe(x)", "no_grad"])
+def test_inputs_may_be_filled_anew_after_the_step(at, how):
+    """The caller's batch and target, on whatever device, are the caller's again."""
+    net = chain()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
+    device = stages(3)[at]
+    x, y = torch.randn(12, 8), torch.randn(12, 8)
+    static_x, static_y = x.to(device, copy=True), y.to(device, copy=True)
+    for _ in range(3):
+        if how == "forward_backward":
+            pipe.forward_backward(static_x, target=static_y, loss_fn=F.mse_loss)
+        elif how == "pipe(x)":
+            out = pipe(static_x)
+            F.mse_loss(out, static_y.to(out.device)).backward()
+        else:
+            with torch.no_grad():
+                out = pipe(static_x)
+        static_x.fill_(torch.nan)
+        static_y.fill_(torch.nan)
+        static_x.copy_(x)
+        static_y.copy_(y)
+        plain_step(plain, (x,), {}, y, F.mse_loss, 4)
+    if how == "no_grad":
+        torch.testing.assert_close(out.cpu(), plain(x).detach())
+    else:
+        assert_equal_gradients(net, plain)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_may_be_written_after_a_forward_without_grad(frozen):
+    """What other stages have copied of a tied weight is what it was before the update."""
+    net = Tied()
+    if frozen:
+        net.requires_grad_(False)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
+    x = torch.randn(12, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(pipe(x).cpu(), plain(x))
+            for parameter in (*net.parameters(), *plain.parameters()):
+                parameter.mul_(0.5)
+
+
+def test_weights_may_be_written_after_a_step():
+    """The optimizer's step follows the copies of tied weights."""
+    net = Tied()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
+    ours, theirs = (torch.optim.SGD(n.parameters(), 0.1, momentum=0.9) for n in (net, plain))
+    x, y = torch.randn(12, 8), torch.randn(12, 8)
+    for _ in range(4):
+        ours.zero_grad(), theirs.zero_grad()
+        pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+        plain_step(plain, (x,), {}, y, F.mse_loss, 4)
+        ours.step(), theirs.step()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach())
+
+
+def test_a_forward_without_its_backward():
+    """Graphs that are dropped free what is still being copied in order."""
+    net = chain()
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
+    x = torch.randn(12, 8)
+    for _ in range(5):
+        out = pipe(x)
+        del out
+    torch.testing.assert_close(pipe(x).cpu(), copy.deepcopy(net).cpu()(x))
+
+
+def test_a_failed_step_frees_in_order():
+    """A step that fails half-way leaves nothing behind that is still being copied."""
+    net = chain()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
+    x, y = torch.randn(12, 8), torch.randn(12, 8)
+
+    def fails(output, target):
+        raise ValueError("no loss today")
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no loss today"):
+            pipe.forward_backward(x, target=y, loss_fn=fails)
+    net.zero_grad()
+    pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    plain_step(plain, (x,), {}, y, F.mse_loss, 4)
+    assert_equal_gradients(net, plain)
+
+
+LAYOUTS = ["strided", "transposed", "expanded", "sliced", "empty", "0-d"]
+
+
+def laid_out(kind: str, device: str) -> torch.Tensor:
+    base = torch.arange(24.0, device=device).reshape(4, 6)
+    return {
+        "strided": base,
+        "transposed": base.t(),
+        "expanded": base[:, :1].expand(4, 5),
+        "sliced": base[1:3, ::2],
+        "empty": base[:0],
+        "0-d": base.sum(),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("way", list(itertools.permutations(["cpu", *stages(3)[:2]], 2)))
+def test_values_and_strides_survive(kind, way):
+    """From every device to every other, an expanded tensor as one."""
+    source = laid_out(kind, way[0])
+    moved = carry(source, torch.device(way[1]))
+    assert moved.device == torch.device(way[1])
+    assert torch.equal(moved.cpu(), source.cpu())
+    assert (0 in moved.stride()) == (0 in source.stride())
+    assert moved.untyped_storage().nbytes() <= source.untyped_storage().nbytes()
+
+
+def test_what_is_lent_is_settled_once():
+    """An owner's streams wait for the copies of its tensors, and then nothing is kept."""
+    device, other = map(torch.device, stages(2))
+    lent = Lent()
+    source = torch.ones(4, device=device)
+    lent.add("a", send(source, other))
+    assert bool(lent) == is_asynchronous(device)
+    lent.settle("b")
+    lent.settle_on(other)
+    assert bool(lent) == is_asynchronous(device)
+    lent.settle("a")
+    assert not lent
+    source.mul_(2)  # a race, unless it was waited for
