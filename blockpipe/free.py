@@ -18,12 +18,11 @@ from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .blocks import Cursor
-from .crossing import TAG, UNCUT, Step, Tag, version_of
+from .crossing import TAG, Step, Tag, version_of
 from .errors import CrossingError
 from .journey import Arguments, Journey, Keywords
 from .observer import Watch
 from .transfer import current_stream
-from .tree import map_tensors
 from .where import users_line
 
 
@@ -50,10 +49,9 @@ class Mirror:
         return True
 
     def pull(self, source: Tensor) -> None:
-        """Write to the mirror what was written to the source, if anything was."""
-        if version_of(source) != self.source_version:
-            _write(source, self.value, follows=_node_of(source) is not self.source_node)
-            self.agree(source)
+        """Write to the mirror what was written to the source."""
+        _write(source, self.value, follows=_node_of(source) is not self.source_node)
+        self.agree(source)
 
 
 def _node_of(tensor: Tensor) -> Node | None:
@@ -142,26 +140,28 @@ class FreeJourney(Journey):
         return given
 
     def check_written(self, foreign: list[Any]) -> None:
-        written = [(source, mirror) for source, mirror in foreign if mirror.push(source)]
-        if not written:
-            return
-        for source, _ in written if self.sealed else ():
+        written = [source for source, mirror in foreign if mirror.push(source)]
+        for source in written if self.sealed else ():
             if any(other is not source and _same_memory(other, source) for other, _ in foreign):
                 raise CrossingError(
                     f"a module on stage {self.stage} writes in place to a tensor of shape "
                     f"{tuple(source.shape)} that lives on {source.device}, and is given another "
                     f"view of it ({users_line()}): it may have missed the write; clone() it first"
                 )
-        self._pull_all()
+        self._tell_others(written)
 
     def notice_writes(self) -> None:
-        pushed = [mirror.push(source) for source, mirror in self._all_mirrors()]
-        if any(pushed):
-            self._pull_all()
+        self._tell_others([source for source, mirror in self._all_mirrors() if mirror.push(source)])
 
-    def _pull_all(self) -> None:
-        for source, mirror in self._all_mirrors():
-            mirror.pull(source)
+    def _tell_others(self, written: list[Tensor]) -> None:
+        """What was written to has other mirrors, and other tensors with mirrors share its memory."""
+        for source, mirror in self._all_mirrors() if written else ():
+            if source.is_inference():  # it counts no writes
+                is_old = any(_same_memory(source, other) for other in written)
+            else:
+                is_old = version_of(source) != mirror.source_version
+            if is_old:
+                mirror.pull(source)
 
     def _all_mirrors(self) -> Iterator[tuple[Tensor, Mirror]]:
         for source, mirrors in list(self._mirrors.items()):
@@ -170,9 +170,12 @@ class FreeJourney(Journey):
 
     def _cross(self, hop: int) -> None:
         super()._cross(hop)
-        self._pull_all()
-        for source in [s for s in self._mirrors if s.is_inference()]:
-            del self._mirrors[source]  # nothing will tell whether it is written
+        device = self.step.device_of(self.stage)
+        for source, mirror in self._all_mirrors():
+            # What counts no writes may have been written at home.
+            unknown = source.is_inference() and mirror.value.device == device
+            if unknown or version_of(source) != mirror.source_version:
+                mirror.pull(source)
 
     # --- what is done to tensors themselves, wherever they are
 
@@ -183,15 +186,13 @@ class FreeJourney(Journey):
         if self.local(tensor) is tensor:
             return None
         self.take_foreign()
-        if func is Tensor.set_:
-            raise CrossingError(
-                f"set_ on stage {self.stage} is given a tensor of shape {tuple(tensor.shape)} that "
-                f"lives on {tensor.device} ({users_line()}): two devices share no memory; put both "
-                "operations on one stage"
-            )
+        mirrors = self._mirrors[tensor]
+        if func in _HAVE_DATA:
+            for device, mirror in mirrors.items():  # what was saved of it has other data, too
+                mirror.value.data = args[1].to(device)
+            return (tensor, args[1].to(tensor.device)), kwargs
         del self._mirrors[tensor]
-        home = tensor.device
-        return map_tensors(lambda t: t if t is tensor else t.to(home), args), kwargs
+        return args, kwargs
 
     def differentiated(
         self, func: Callable[..., Any], args: Arguments, kwargs: Keywords
@@ -205,7 +206,7 @@ class FreeJourney(Journey):
         beside = {name: _beside(kwargs[name], roots) for name in names if name in kwargs}
         return tuple(new_args), {**kwargs, **beside}
 
-    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor], remedy: str = UNCUT) -> None:
+    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
         pass
 
     def newest(self, tensor: Tensor) -> Tensor:
@@ -225,6 +226,9 @@ class FreeJourney(Journey):
         super().finish_forward()
         self._mirrors.clear()
         self._given.clear()
+
+
+_HAVE_DATA = frozenset([Tensor.data.__set__])  # type: ignore[attr-defined]
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:

@@ -57,7 +57,7 @@ _METADATA: frozenset[Any] = _HOOKS.union(
 )
 # What replaces a tensor's data or history: nothing that a copy could stand in for.
 _REBINDS = frozenset(
-    [Tensor.data.__set__, Tensor.detach_, Tensor.set_, Tensor.resize_, Tensor.requires_grad_]  # type: ignore[attr-defined]
+    [Tensor.data.__set__, Tensor.detach_, Tensor.resize_, Tensor.requires_grad_]  # type: ignore[attr-defined]
 )
 _DIFFERENTIATES = frozenset([torch.autograd.grad, Tensor.backward])
 

@@ -664,14 +664,14 @@ class Journey:
         home = self.step.home_of(tensor)
         return home is not None and home.hop != self.hop
 
-    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor], remedy: str = UNCUT) -> None:
+    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
         """Raise if an operation that autograd cannot follow over a cut is handed such a tensor."""
         for tensor in tensors_:
             if self.is_foreign(tensor):
                 raise CrossingError(
                     f"{what} on stage {self.stage} is given a tensor of shape "
                     f"{tuple(tensor.shape)} of another stage ({users_line()}): the graph is cut "
-                    f"between them; {remedy}"
+                    f"between them; {UNCUT}"
                 )
 
     def rebound(
@@ -682,7 +682,8 @@ class Journey:
         Returns:
             What it is handed; ``None``: what any operation is.
         """
-        self.refuse_foreign(func.__name__, args[:1])
+        what = "an assignment to .data" if func.__name__ == "__set__" else func.__name__
+        self.refuse_foreign(what, args[:1])
         return None
 
     def differentiated(

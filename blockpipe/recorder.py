@@ -21,7 +21,6 @@ from .blocks import Cursor, Mark
 from .crossing import (
     RECORDING,
     TAG,
-    UNCUT,
     Home,
     HopGraph,
     Import,
@@ -285,10 +284,10 @@ class Recorder(Journey):
             self.untracked.append((error.with_traceback(None), call))
             return tensor
 
-    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor], remedy: str = UNCUT) -> None:
+    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
         # What a call under way was given, its door will have imported.
         given: set[int] = set().union(*(known for _, known, _ in self.stack[1:]))
-        super().refuse_foreign(what, [t for t in tensors_ if id(t) not in given], remedy)
+        super().refuse_foreign(what, [t for t in tensors_ if id(t) not in given])
 
     def _tag(self, tensor: Tensor) -> None:
         # What a fake run writes to in place and is no fake tensor outlives the recording.

@@ -72,7 +72,9 @@ def same(one: nn.Module, other: nn.Module, losses: tuple[Tensor, Tensor]) -> Non
 def check_alike(model: nn.Module, x: Tensor, *, count: int = 3, **options: Any) -> None:
     """A pipelined step gives the plain loop's gradients, and on the simulator no race."""
     plain = copy.deepcopy(model).to(DEVICE)
-    expected = plain_step(plain, (x.to(DEVICE),), {}, None, square, options.get("chunks", 3))
+    expected = plain_step(
+        plain, (x.clone().to(DEVICE),), {}, None, square, options.get("chunks", 3)
+    )
     piped, loss = ran(model, x, devices=stages(count), **options)
     same(piped, on_host(plain), (loss, expected.cpu()))
     check_races()

@@ -256,7 +256,9 @@ def test_a_write_to_what_leaves_is_an_error(links):
     tensor = ones()
     away = offload.away(tensor)
     tensor.add_(1)
-    with pytest.raises(StateError, match=rf"shape \({SIZE // 4},\) .*written in place after it was"):
+    with pytest.raises(
+        StateError, match=rf"shape \({SIZE // 4},\) .*written in place after it was"
+    ):
         away.tensor()
     links.close()
     with pytest.raises(StateError, match="written in place after it was saved"):

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._decomp  # noqa: F401  both for the shapes of results
-import torch._meta_registrations  # noqa: F401
+import torch._decomp
+import torch._meta_registrations
 
 from .build import extension
 
