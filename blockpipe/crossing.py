@@ -204,6 +204,11 @@ class Step:
         used = set() if self.devices is None else {self.devices[stage] for stage in self.route}
         return self.cut and len(used) > 1 and any(map(is_asynchronous, used))
 
+    @cached_property
+    def is_mixed(self) -> bool:
+        """Whether some stages are on the CPU, and some on an accelerator."""
+        return len({device.type == "cpu" for device in self.devices or ()}) > 1
+
     def begin(self) -> None:
         """Note what is queued on the devices by now: what the step is given is there behind it."""
         if self.has_copies:

@@ -59,7 +59,9 @@ class _Backward:
                 if piece is not None and place is not None:
                     hop, edge = place
                     stage = execution.prepared.route[hop]
-                    journey.add_sent_root(hop, edge, execution.step.send(piece, stage, back=True))
+                    on_host = result.on_host[leaf]
+                    sent = execution.step.send(piece, stage, back=True, on_host=on_host)
+                    journey.add_sent_root(hop, edge, sent)
         self.gradients.clear()
         self.joints = []
         execution.run_backward()

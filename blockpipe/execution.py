@@ -53,6 +53,7 @@ class Result:
     loss: Tensor | None = None
     outputs: Any = None
     edges: list[tuple[int, GradientEdge] | None] = field(default_factory=list)
+    on_host: list[bool] = field(default_factory=list)  # by output: the user's code wants it there
 
 
 class Execution:
@@ -586,9 +587,10 @@ class Execution:
             result.loss = loss.detach()
             journey.add_root(journey.hop_of(loss), edge_of(loss), self._root(m, result.loss))
         if "outputs" in self.want:
-            if self.cut and "loss" not in self.want:
-                for leaf in leaves(output):
+            for leaf in leaves(output):
+                if self.cut and "loss" not in self.want:
                     result.edges.append(self._edge(journey, leaf))
+                result.on_host.append(isinstance(leaf, Tensor) and journey.stays(leaf))
             result.outputs = map_tensors(
                 lambda t: journey.newest(t).detach() if self.cut or "loss" in self.want else t,
                 output,

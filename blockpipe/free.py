@@ -154,7 +154,7 @@ class FreeJourney(Journey):
         self._tell_others([source for source, mirror in self._all_mirrors() if mirror.push(source)])
 
     def _tell_others(self, written: list[Tensor]) -> None:
-        """What was written to has other mirrors, and other tensors with mirrors share its memory."""
+        """What was written to has other mirrors; other mirrored tensors may share its memory."""
         for source, mirror in self._all_mirrors() if written else ():
             if source.is_inference():  # it counts no writes
                 is_old = any(_same_memory(source, other) for other in written)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from .ambient import call_under, enter_modes, in_thread, leave_modes, waiting_for_device
 from .checkpoint import Again
 from .journey import Journey
-from .tree import map_tensors
+from .tree import map_tensors, tensors
 
 # Questions that need no copy, and hooks, which belong on the tensor itself.
 _PROPERTIES = """shape dtype ndim layout requires_grad is_leaf grad_fn names is_meta is_sparse
@@ -198,8 +198,25 @@ class Glue(TorchFunctionMode):
             result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
         if foreign:
             journey.check_written(foreign)
+        if journey.step.is_mixed and self._asks_for_host(func, args, kwargs):
+            result = journey.keep_on_host(result, args)
         journey.claim(result)
         return result
+
+    def _asks_for_host(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether an operation says in so many words that its result be on the host, or reads
+        nothing else. The device that a stage on the CPU was told as its own is no such word."""
+        device = kwargs.get("device", args[1] if func is Tensor.to and len(args) > 1 else None)
+        if isinstance(device, str):
+            device = torch.device(device)
+        elif device is self.journey.step.device_of(self.journey.stage):
+            return False
+        if func is Tensor.cpu or (isinstance(device, torch.device) and device.type == "cpu"):
+            return True
+        given = list(tensors((args, kwargs)))
+        return bool(given) and all(map(self.journey.stays, given))
 
     def _answered(
         self,

@@ -294,6 +294,8 @@ class Journey:
                 self._check_current(tensor, tag)
             found = self._enter(tensor, self._copied(tensor, tag.hop), tag.imports, tag.hop)
             self._tag(found.value)
+            if self.step.is_mixed and self.stays(tensor):
+                getattr(found.value, TAG).is_kept = True
             if self.step.tracks_writes:
                 self._join_aliases(tensor, found)
             self.note_import(tensor, tag.hop, None)
@@ -347,7 +349,7 @@ class Journey:
     def device_of(self, tensor: Tensor) -> torch.device:
         """Where the stage that asks finds a tensor."""
         own, device = tensor.device, self.step.device_of(max(self.cursor.stage, 0))
-        if device is None or own == device or own.type == "meta" or self.stays(tensor):
+        if device is None or own.type == "meta" or (own != device and self.stays(tensor)):
             return own
         return device
 
@@ -366,6 +368,15 @@ class Journey:
             return tag.is_kept or (made_on is not None and made_on.type != "cpu")
         home = self.step.home_of(tensor)
         return home is None or home.is_adopted
+
+    def keep_on_host(self, result: Any, given: Arguments) -> Any:
+        """The forward asked for this to be on the host, where other stages are not."""
+        if isinstance(result, Tensor) and result.device.type == "cpu":
+            if any(result is a for a in given):
+                result = result.view_as(result)  # it was there: the tensor itself may follow
+            self.claim(result)
+            getattr(result, TAG).is_kept = True
+        return result
 
     # --- what was made here, and what was written to
 
@@ -443,6 +454,7 @@ class Journey:
                 f"({users_line()}): they would miss the write; clone() it first, or {UNCUT}"
             )
         aliases.written_on = self.hop
+        aliases.imported = 0  # of what counts from here on
         tag.newest = used.value
         self.wrote_foreign = True
 

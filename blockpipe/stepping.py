@@ -103,9 +103,8 @@ class SteppedModel(InspectedModel):
             loss = Joint("sum", losses, sizes, weights, 0).value(None if is_there else device)
             outputs = None
             if return_outputs:
-                outputs, _ = join(
-                    [r.outputs for r in results], sizes, weights, device, self._output_dim()
-                )
+                values, on_host = [r.outputs for r in results], results[0].on_host
+                outputs, _ = join(values, sizes, weights, device, self._output_dim(), on_host)
         return StepResult(loss.reshape(()), outputs)
 
     @remembers_caller
@@ -125,10 +124,12 @@ class SteppedModel(InspectedModel):
         prepared = self._prepare(microbatches[0])
         execution = self._execution(prepared, microbatches, weights, ambient, {"outputs"})
         execution.run_forward()
-        results = [r.outputs for r in execution.results if r is not None]
+        found = [r for r in execution.results if r is not None]
+        results, on_host = [r.outputs for r in found], found[0].on_host
         sizes = [m.size for m in microbatches]
         device = prepared.devices[prepared.route[-1]]
-        output, joints = join(results, sizes, weights, device, self._output_dim())
+        dim = self._output_dim()
+        output, joints = join(results, sizes, weights, device, dim, on_host)
         if not cut or not execution.step.differentiable:
             return output
         inputs, dim_of = self._inputs_that_need_grad(execution, args, kwargs)
