@@ -448,10 +448,12 @@ class Execution:
             _note(error, "forward", m, max(journey.stage, 0))
             raise
         finally:
-            self._leave_stream(m, journey.hop)
-            journey.finish_forward()
             set_cursor(before)
             set_microbatch(outer)
+            try:
+                self._leave_stream(m, journey.hop)
+            finally:
+                journey.finish_forward()
 
     def _border(self, journey: Journey, sanitizer: Sanitizer | None) -> Callable[[int, int], None]:
         turns, m = self._turns, journey.microbatch

@@ -117,9 +117,9 @@ class Glue(TorchFunctionMode):
         self.inside = False  # of a sealed module, where this mode is off
 
     def __enter__(self) -> "Glue":
+        self._hooks = _saved_tensor_hooks()
         self._outer = in_thread.glue
         in_thread.glue = self
-        self._hooks = _saved_tensor_hooks()
         super().__enter__()  # type: ignore[no-untyped-call]
         self.journey.cursor.on_call = self.call_function
         return self

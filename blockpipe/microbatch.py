@@ -240,10 +240,8 @@ def join(
         Joint.of([column[i] for column in columns], sizes, weights, dim)
         for i in range(len(columns[0]))
     ]
-    stay = on_host or [False] * len(joints)
-    values = iter(
-        [j.value(None if stays else device) for j, stays in zip(joints, stay, strict=True)]
-    )
+    devices = [None if stays else device for stays in on_host or [False] * len(joints)]
+    values = iter([joint.value(to) for joint, to in zip(joints, devices, strict=True)])
     return map_leaves(lambda _: next(values), results[0]), joints
 
 

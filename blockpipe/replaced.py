@@ -30,10 +30,10 @@ class Replacement:
     def __enter__(self) -> None:
         kind = type(self)
         with Replacement._lock:
-            kind._entered += 1
-            if kind._entered == 1:
+            if not kind._entered:
                 Replacement._originals[kind] = kind.owner.__dict__[kind.name]
                 setattr(kind.owner, kind.name, self.replacement())
+            kind._entered += 1
 
     def __exit__(self, *failure: Any) -> None:
         kind = type(self)

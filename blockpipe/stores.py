@@ -13,6 +13,7 @@ compute stream waits for the first of them; when a storage is read, the next one
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 
@@ -35,9 +36,7 @@ class Link:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.out, self.back = _streams.setdefault(
-            device, (torch.Stream(device), torch.Stream(device))
-        )
+        self.out, self.back = _streams_of(device)
         self._departures: deque[_Departure] = deque()
         self._free: dict[int, list[tuple[Tensor, torch.Event | None]]] = {}
 
@@ -86,8 +85,11 @@ class Link:
         self._free.setdefault(host.numel(), []).append((host, read))
 
 
-# The process's: for each device a stream out and one back, as a link carries both ways at once.
-_streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
+@functools.cache
+def _streams_of(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+    """A stream out and one back, as a link carries both ways at once. They are the process's: a
+    device has few, and hands the same one out again."""
+    return torch.Stream(device), torch.Stream(device)
 
 
 class Links:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import random
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ import blockpipe as bp
 from blockpipe import checkpoint as checkpoints
 from blockpipe import digests
 from blockpipe.errors import CrossingError, PlanError, StateError, UsageError
+from blockpipe.recording import Recomputable
 
 from .parity import difference, plain_step
 from .strategies import Program, programs
@@ -1135,3 +1137,53 @@ def test_frames_are_made_where_it_recomputes_only(monkeypatch):
     )
     step(layers(), torch.randn(8, 16), checkpoint="never")
     assert not made
+
+
+@pytest.mark.parametrize(
+    "place", ["call", "argument", "buffer", "digest", "collect", "surroundings"]
+)
+def test_a_failure_in_a_recomputation_locks_nobody_out(place, monkeypatch):
+    """Wherever it comes: another thread can run the call again, and gets what was saved."""
+    net = nn.BatchNorm1d(8)
+    wrong = []
+
+    def function(x):
+        if wrong == ["call"]:
+            raise KeyboardInterrupt
+        return net(x).exp()
+
+    def fails(*_, **__):
+        raise KeyboardInterrupt
+
+    again = checkpoints.Again(
+        "it",
+        Recomputable(),
+        [(net._buffers, "running_mean", True), (net._buffers, "running_var", True)],
+    )
+    comparisons = digests.Comparisons()
+    x = torch.randn(4, 8)
+    frame = checkpoints.Frame(again, 0, 0, [], function, (x,), {}, comparisons=comparisons)
+    y = frame.run((x,), {})
+    mean = net.running_mean.clone()
+    with monkeypatch.context() as patch:
+        wrong.append(place)
+        if place == "argument":
+            patch.setattr(checkpoints._Kept, "entered", fails)
+        elif place == "buffer":
+            patch.setattr(checkpoints, "_copy_of", fails)
+        elif place == "digest":
+            patch.setattr(checkpoints, "digest", fails)
+        elif place == "collect":
+            patch.setattr(checkpoints.Frame, "collect", fails)
+        elif place == "surroundings":
+            patch.setattr(frame._surroundings, "run", fails)
+        with pytest.raises(KeyboardInterrupt):
+            frame.recompute()
+    wrong.clear()
+    assert torch.equal(net.running_mean, mean)
+    thread = threading.Thread(target=frame.recompute, daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    y.sum().backward()
+    assert torch.equal(net.weight.grad.isfinite(), torch.ones(8, dtype=torch.bool))

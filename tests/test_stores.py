@@ -250,6 +250,35 @@ def test_pinned_memory_is_used_again_in_the_order_of_the_copies(links):
     assert values(again) == [2.0]
 
 
+def test_pinned_memory_goes_from_stream_to_stream(links):
+    """What is computed on a stream of the user's does not wait for what another one has read."""
+    store = stored(ones(1.0), links)
+    links.close()
+    other = torch.Stream(DEVICE)
+    with other:
+        tensor = ones(2.0)
+    back = store.read()
+    address = store._host.data_ptr()
+    del store
+    with other:
+        again = stored(tensor, links)
+        assert again._host.data_ptr() == address
+        links.close()
+    assert back.view(torch.float32).cpu().unique().tolist() == [1.0]
+    torch.accelerator.current_stream(DEVICE).wait_event(other.record_event())
+    assert values(again) == [2.0]
+
+
+def test_it_comes_back_to_another_stream(links):
+    """Which has not waited until it was gone."""
+    store = stored(ones(3.0), links)
+    links.close()
+    other = torch.Stream(DEVICE)
+    with other:
+        store.fetch()
+    assert values(store) == [3.0]
+
+
 def test_a_write_to_what_leaves_is_an_error(links):
     """As plain: autograd would not have it either. Here the copy may be neither."""
     offload = Offload(lambda: 0, frozenset([0]), lambda storage: False, links)

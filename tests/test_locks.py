@@ -1,0 +1,189 @@
+"""No lock stays locked: a step that fails at any place leaves the next one free to run."""
+
+import copy
+import random
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import blockpipe as bp
+from blockpipe import blocks, glue, lanes, randomness
+from blockpipe.ambient import in_thread
+
+from .devices import stages
+from .parity import plain_step
+
+PACKAGE = str(Path(bp.__file__).parent)
+# What lets go of something, whatever has happened. It is not what may fail, but what must not.
+LETS_GO = {
+    "ambient": {"give_baton"},
+    "blocks": {"set_cursor", "set_microbatch"},
+    "glue": {"__exit__", "_put_back"},
+    "journey": {"finish_forward", "abandon", "settle"},
+    "lanes": {"put_back", "fail", "_one_less", "run", "_work", "_join", "_run"},
+}
+
+
+class InjectedError(Exception):
+    pass
+
+
+class Noisy(nn.Module):
+    """Draws from every generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(nn.functional.dropout(self.layer(x), 0.2)) * (0.5 + random.random())
+
+
+class Tied(nn.Module):
+    """Skips a stage, ties a weight, and writes in place to what crosses."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = block(), block(), nn.Linear(8, 8)
+        self.first = nn.Linear(8, 8)
+        self.c.weight = self.first.weight
+
+    def forward(self, x):
+        with bp.Block(stage=0):
+            h = self.a(self.first(x))
+        with bp.Block(stage=1):
+            g = self.b(h)
+            g.add_(1)
+        with bp.Block(stage=2):
+            return self.c(g * h)
+
+
+def quiet() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+CASES = {
+    "plain": (quiet, {}),
+    "draws": (Noisy, {}),
+    "recomputes": (Noisy, {"checkpoint": "always"}),
+    "deferred": (Noisy, {"deferred_batch_norm": True}),
+    "offloads": (quiet, {"offload": True, "checkpoint": "always"}),
+    "isolated": (quiet, {"isolate": True}),
+    "splits": (quiet, {"schedule": "zb-h1"}),
+    "inline": (Noisy, {"schedule": "sequential"}),
+}
+
+
+def loss_fn(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def in_time(function: Callable[[], Any], seconds: float = 20) -> Any:
+    """Call it in a thread; a hang is a failure."""
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(function()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "the next step hangs"
+    assert result, "the next step failed"
+    return result[0]
+
+
+def places_of(function: Callable[[], Any]) -> list[tuple[str, str]]:
+    """The functions of the package that are called, once each: (module, name)."""
+    seen: dict[tuple[str, str], None] = {}
+
+    def trace(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE):
+            seen.setdefault((Path(code.co_filename).stem, code.co_name))
+
+    traced(trace, function)
+    return list(seen)
+
+
+def traced(trace: Callable[..., Any], function: Callable[[], Any]) -> None:
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+
+def raising_at(place: tuple[str, str]) -> Callable[..., Any]:
+    """A trace function that raises where this function is called for the first time."""
+    once = iter([True])
+
+    def trace(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        is_there = code.co_name == place[1] and code.co_filename == f"{PACKAGE}/{place[0]}.py"
+        if is_there and next(once, False):
+            raise InjectedError(f"in {place}")
+
+    return trace
+
+
+def assert_nothing_stays() -> None:
+    assert in_thread.baton is None
+    assert in_thread.glue is None
+    assert blocks._cursor.get() is None
+    assert torch._C._len_torch_function_stack() == 0
+
+    def is_free() -> bool:
+        if not randomness._turn.acquire(timeout=5):
+            return False
+        randomness._turn.release()
+        return True
+
+    assert in_time(is_free), "the turn to draw is still taken"
+    assert all(kind._entered == 0 for kind in (glue.TensorHooks, glue.CustomFunctions))
+
+
+@pytest.mark.timeout(600)
+def test_after_a_failure_anywhere_the_next_step_runs():
+    """Each function of the package that a step calls raises once, in the first case that has it."""
+    x = torch.randn(12, 8)
+    tried: set[tuple[str, str]] = set()
+    raised = 0
+    for block, options in CASES.values():
+        net = Tied(block)
+        plain = copy.deepcopy(net)
+        pipe = bp.Pipeline(net, devices=stages(3), chunks=4, **options)
+
+        def step(pipe: bp.Pipeline = pipe) -> torch.Tensor:
+            return pipe.forward_backward(x, loss_fn=loss_fn).loss
+
+        step(), step()
+        lanes.close_idle_threads()  # new threads are traced
+        for place in places_of(step):
+            if place in tried or place[1] in LETS_GO.get(place[0], ()):
+                continue
+            tried.add(place)
+            lanes.close_idle_threads()
+            try:
+                traced(raising_at(place), step)
+            except InjectedError:
+                raised += 1
+            try:
+                assert_nothing_stays()
+                in_time(step)
+            except AssertionError as error:
+                error.add_note(f"after a failure in {place} with {options}")
+                raise
+        if block is quiet:
+            net.zero_grad(set_to_none=True)
+            step()
+            plain_step(plain, (x,), {}, None, loss_fn, 4)
+            for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.cpu(), q.grad)
+    assert raised > 200
+    assert raised > 0.9 * len(tried)
