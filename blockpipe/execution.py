@@ -25,7 +25,7 @@ from .free import FreeJourney
 from .glue import Glue
 from .journey import Journey, detached
 from .lanes import Abandoned, Turns
-from .losses import check_differentiable, kind_of, loss_of
+from .losses import check_differentiable, checked_loss, computed_loss, kind_of
 from .meter import Meter
 from .microbatch import Microbatch
 from .observed import PlainPassage, observed_border
@@ -289,6 +289,7 @@ class Execution:
             with self.ambient.uncached_autocast() if autocasts else _NOTHING, theirs():
                 output = self.prepared.model(*args, **kwargs)
                 loss = self._loss(output, target)
+            loss = checked_loss(loss)
             self._leave_stream(m, 0)
             if seen is not None:
                 seen.turn_back()
@@ -494,6 +495,7 @@ class Execution:
                 target = self._received(journey, target)
                 with theirs(), Glue(journey):
                     loss = self._loss(output, target)
+                loss = checked_loss(loss)
         return self._result(journey, output, loss)
 
     @contextmanager
@@ -570,12 +572,12 @@ class Execution:
                 found.setdefault(id(leaf), index)
         return found
 
-    def _loss(self, output: Any, target: Any) -> Tensor:
+    def _loss(self, output: Any, target: Any) -> Any:
         if self.loss_fn is None or self._loss_kind in self.prepared.loss_draws:
-            return loss_of(output, target, self.loss_fn)
+            return computed_loss(output, target, self.loss_fn)
         drew: list[object] = []
         with Meter(None, drew=drew.append):
-            loss = loss_of(output, target, self.loss_fn)
+            loss = computed_loss(output, target, self.loss_fn)
         self.prepared.loss_draws[self._loss_kind] = bool(drew)
         return loss
 
