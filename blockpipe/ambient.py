@@ -32,14 +32,16 @@ class ThreadState(threading.local):
 in_thread = ThreadState()
 
 
-_how_many_modes = torch._C._len_torch_function_stack
+how_many_modes = torch._C._len_torch_function_stack
 _pop_mode = torch._C._pop_torch_function_stack
 _push_mode = torch._C._push_on_torch_function_stack
 
 
 def leave_modes() -> list[TorchFunctionMode]:
     """Take every function mode off this thread; returns them for :func:`enter_modes`."""
-    return [_pop_mode() for _ in range(_how_many_modes())][::-1]
+    if how_many_modes() == 1:  # the common case
+        return [_pop_mode()]
+    return [_pop_mode() for _ in range(how_many_modes())][::-1]
 
 
 def enter_modes(modes: Sequence[TorchFunctionMode]) -> None:

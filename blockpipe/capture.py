@@ -38,8 +38,7 @@ from .recorder import (
     named_slots,
 )
 from .recording import Hop, Recording
-from .replaced import CustomFunctions
-from .rerun import Checkpoints
+from .rerun import intercepting
 from .sealing import conclude
 from .snapshot import ModelState
 from .transfer import carry, is_on_meta
@@ -405,7 +404,7 @@ def _run(
         )
         modules = sum(1 for _ in model.modules())
         with Progress(f"recording {result.model}", modules, "module calls") as recorder.progress:
-            with CustomFunctions(), Checkpoints(), _eager(), _saving_watched(recorder):
+            with intercepting(), _eager(), _saving_watched(recorder):
                 with theirs(), RecordingGlue(recorder), meter:
                     output = model(*args, **kwargs)
                 recorder.notice_writes()

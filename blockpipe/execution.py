@@ -33,7 +33,7 @@ from .observer import Observer, Watch
 from .offload import Offload
 from .prepared import Prepared, ScheduleOption
 from .randomness import Source, Streams, current, moved, own_turn, sources_of
-from .replaced import CustomFunctions, TensorHooks
+from .replaced import Backwards, CustomFunctions, TensorHooks
 from .rerun import Checkpoints
 from .sanitizer import Sanitizer
 from .schedule import Action, Schedule
@@ -384,6 +384,7 @@ class Execution:
                 stack.enter_context(
                     self.prepared.compiled.step(self._in_flight(), keeps_graphs=keeps_graphs)
                 )
+            stack.enter_context(Backwards())
             if self.prepared.recording.custom_functions:
                 stack.enter_context(CustomFunctions())
             if self.prepared.recording.recomputes:

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .blocks import Cursor
 from .crossing import TAG, Step, Tag, version_of
 from .errors import CrossingError
-from .journey import Arguments, Journey, Keywords
+from .journey import Arguments, Journey, Keywords, Reader
 from .observer import Watch
 from .transfer import current_stream
 from .where import users_line
@@ -179,32 +179,24 @@ class FreeJourney(Journey):
 
     # --- what is done to tensors themselves, wherever they are
 
-    def rebound(
-        self, func: Callable[..., Any], args: Arguments, kwargs: Keywords
-    ) -> tuple[Arguments, Keywords] | None:
+    def handed(self, func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Reader:
+        found = _BACKWARDS.get(func)
+        if found is not None:
+            given, at, name = found
+            roots = args[0] if args else kwargs.get(given)
+            gradients = args[at] if len(args) > at else kwargs.get(name)
+            beside = {id(g): g.to(r.device) for r, g in _pairs(roots, gradients)}
+            return lambda tensor: beside.get(id(tensor), tensor)
         tensor = args[0]
         if self.local(tensor) is tensor:
-            return None
+            return self.local
         self.take_foreign()
-        mirrors = self._mirrors[tensor]
-        if func in _HAVE_DATA:
-            for device, mirror in mirrors.items():  # what was saved of it has other data, too
-                mirror.value.data = args[1].to(device)
-            return (tensor, args[1].to(tensor.device)), kwargs
-        del self._mirrors[tensor]
-        return args, kwargs
-
-    def differentiated(
-        self, func: Callable[..., Any], args: Arguments, kwargs: Keywords
-    ) -> tuple[Arguments, Keywords] | None:
-        roots = args[0] if args else kwargs.get("outputs", kwargs.get("self"))
-        names = ("gradient",) if func is Tensor.backward else ("grad_outputs",)
-        at = 1 if func is Tensor.backward else 2
-        new_args = list(args)
-        if len(args) > at:
-            new_args[at] = _beside(args[at], roots)
-        beside = {name: _beside(kwargs[name], roots) for name in names if name in kwargs}
-        return tuple(new_args), {**kwargs, **beside}
+        if func in _ASSIGNS:
+            for device, mirror in self._mirrors[tensor].items():
+                mirror.value.data = args[1].to(device)  # what was saved of it has other data, too
+        else:
+            del self._mirrors[tensor]
+        return lambda other: other.to(tensor.device)
 
     def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
         pass
@@ -228,24 +220,26 @@ class FreeJourney(Journey):
         self._given.clear()
 
 
-_HAVE_DATA = frozenset([Tensor.data.__set__])  # type: ignore[attr-defined]
+_ASSIGNS = frozenset([Tensor.data.__set__])  # type: ignore[attr-defined]
+
+
+# What each calls its roots; where their gradients stand among the arguments, and their name.
+_BACKWARDS: dict[Any, tuple[str, int, str]] = {
+    Tensor.backward: ("self", 1, "gradient"),
+    torch.autograd.backward: ("tensors", 1, "grad_tensors"),
+    torch.autograd.grad: ("outputs", 2, "grad_outputs"),
+}
+
+
+def _pairs(roots: Any, gradients: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a backward begins with: a tensor and its gradient, or several of both."""
+    one, other = ([v] if isinstance(v, Tensor) else v or () for v in (roots, gradients))
+    for root, gradient in zip(one, other, strict=False):
+        if isinstance(root, Tensor) and isinstance(gradient, Tensor):
+            yield root, gradient
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return False
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-
-
-def _beside(gradients: Any, roots: Any) -> Any:
-    """Gradients, each on the device of the tensor that it is of."""
-    if isinstance(gradients, Tensor):
-        root = roots if isinstance(roots, Tensor) else next(iter(roots))
-        return gradients.to(root.device)
-    if not isinstance(gradients, list | tuple):
-        return gradients
-    roots = [roots] if isinstance(roots, Tensor) else roots
-    return type(gradients)(
-        g.to(r.device) if isinstance(g, Tensor) and isinstance(r, Tensor) else g
-        for g, r in zip(gradients, roots, strict=False)
-    )

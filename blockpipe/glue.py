@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .ambient import call_under, enter_modes, in_thread, leave_modes, waiting_for_device
+from .ambient import (
+    call_under,
+    enter_modes,
+    how_many_modes,
+    in_thread,
+    leave_modes,
+    waiting_for_device,
+)
 from .checkpoint import Again
 from .journey import Journey
 from .tree import map_tensors, tensors
@@ -55,11 +62,18 @@ _METADATA: frozenset[Any] = _HOOKS.union(
     [getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)],
     [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor],
 )
-# What replaces a tensor's data or history: nothing that a copy could stand in for.
-_REBINDS = frozenset(
-    [Tensor.data.__set__, Tensor.detach_, Tensor.resize_, Tensor.requires_grad_]  # type: ignore[attr-defined]
+# Nothing that a copy could stand in for: what replaces a tensor's data or history, and backwards.
+_ON_ITSELF: frozenset[Any] = frozenset(
+    [
+        Tensor.data.__set__,  # type: ignore[attr-defined]
+        Tensor.detach_,
+        Tensor.resize_,
+        Tensor.requires_grad_,
+        Tensor.backward,
+        torch.autograd.backward,
+        torch.autograd.grad,
+    ]
 )
-_DIFFERENTIATES = frozenset([torch.autograd.grad, Tensor.backward])
 
 
 def _is_a(kind: str, device: torch.device) -> bool:
@@ -115,6 +129,7 @@ class Glue(TorchFunctionMode):
         super().__init__()
         self.journey = journey
         self.inside = False  # of a sealed module, where this mode is off
+        self._is_mixed = journey.step.is_mixed
 
     def __enter__(self) -> "Glue":
         self._hooks = _saved_tensor_hooks()
@@ -130,78 +145,71 @@ class Glue(TorchFunctionMode):
         in_thread.glue = self._outer
         self._outer = None
 
+    def is_on(self) -> bool:
+        """Whether it sees what is called here."""
+        at = torch._C._get_function_stack_at
+        return any(at(depth) is self for depth in range(how_many_modes()))
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
+        modes: Sequence[TorchFunctionMode] = (),
     ) -> Any:
-        if not torch._C._len_torch_function_stack():
-            return self.operation(func, args, kwargs or {}, ())
-        below = leave_modes()
-        try:
-            return self.operation(func, args, kwargs or {}, below)
-        finally:
-            enter_modes(below)
-
-    def operation(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        modes: Sequence[TorchFunctionMode],
-    ) -> Any:
-        """One operation of the forward; function modes are off.
-
-        Args:
-            func: a function of torch's.
-            args: as the forward has them.
-            kwargs: the same.
-            modes: of the user's, for ``func`` to run under.
-        """
+        if how_many_modes():
+            return self.apart(func, types, args, kwargs)
+        kwargs = kwargs or {}
         journey = self.journey
         if func in _QUESTIONS:
             return self._answered(func, args, kwargs, modes)
         journey.arrive()
-        originals = None
-        if func in _REBINDS:
-            originals = journey.rebound(func, args, kwargs)
-        elif func in _DIFFERENTIATES:
-            originals = journey.differentiated(func, args, kwargs)
-        if originals is not None:
-            args, kwargs = originals
-        else:
-            local = journey.local
-            args = tuple(
-                [
-                    local(a)
-                    if isinstance(a, Tensor)
-                    else map_tensors(local, a)
-                    if isinstance(a, list | tuple)
-                    else a
-                    for a in args
-                ]
-            )
-            if kwargs:
-                kwargs = {
-                    k: local(v)
-                    if isinstance(v, Tensor)
-                    else map_tensors(local, v)
-                    if isinstance(v, list | tuple)
-                    else v
-                    for k, v in kwargs.items()
-                }
+        local = journey.handed(func, args, kwargs) if func in _ON_ITSELF else journey.local
+        args = tuple(
+            [
+                local(a)
+                if isinstance(a, Tensor)
+                else map_tensors(local, a)
+                if isinstance(a, list | tuple)
+                else a
+                for a in args
+            ]
+        )
+        if kwargs:
+            kwargs = {
+                k: local(v)
+                if isinstance(v, Tensor)
+                else map_tensors(local, v)
+                if isinstance(v, list | tuple)
+                else v
+                for k, v in kwargs.items()
+            }
         foreign = journey.take_foreign()
         waiting = journey.step.waiting
         with waiting_for_device() if waiting and func.__name__ in waiting else _NOTHING:
             result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
         if foreign:
             journey.check_written(foreign)
-        if journey.step.is_mixed and self._asks_for_host(func, args, kwargs):
+        if self._is_mixed and self._asks_for_host(func, args, kwargs):
             result = journey.keep_on_host(result, args)
         journey.claim(result)
         return result
+
+    def apart(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+    ) -> Any:
+        """The same where there are modes of the user's: they are for what ``func`` does."""
+        modes = leave_modes()
+        theirs = [mode for mode in modes if mode is not self]
+        try:
+            return self.__torch_function__(func, types, args, kwargs, theirs)
+        finally:
+            enter_modes(modes)
 
     def _asks_for_host(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -271,8 +279,8 @@ class Glue(TorchFunctionMode):
             waits: whether it makes the host wait for the device.
         """
         journey = self.journey
-        modes = leave_modes()
-        theirs = [mode for mode in modes if mode is not self]
+        modes: Sequence[TorchFunctionMode] = leave_modes()
+        theirs = () if modes == [self] else [mode for mode in modes if mode is not self]
         self.inside = True
         try:
             journey.arrive()
@@ -286,10 +294,12 @@ class Glue(TorchFunctionMode):
             journey.sealed += 1
             try:
                 with waiting_for_device() if waits else _NOTHING:
-                    if frame is None:
+                    if frame is not None:
+                        result = frame.run(args, kwargs)
+                    elif theirs:
                         result = call_under(theirs, function, args, kwargs)
                     else:
-                        result = frame.run(args, kwargs)
+                        result = function(*args, **kwargs)
                 if foreign:
                     journey.check_written(foreign)
             finally:

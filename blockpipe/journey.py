@@ -54,6 +54,7 @@ from .where import users_line
 
 Arguments = tuple[Any, ...]
 Keywords = Mapping[str, Any]
+Reader = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -686,25 +687,19 @@ class Journey:
                     f"between them; {UNCUT}"
                 )
 
-    def rebound(
-        self, func: Callable[..., Any], args: Arguments, kwargs: Keywords
-    ) -> tuple[Arguments, Keywords] | None:
-        """An operation that replaces a tensor's data or history: no copy could stand in for it.
+    def handed(self, func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Reader:
+        """What a function is handed that is about tensors themselves, so that no copy can stand in:
+        it replaces a tensor's data or history, or runs a backward in the forward.
 
-        Returns:
-            What it is handed; ``None``: what any operation is.
+        Raises:
+            CrossingError: it is given a tensor of another stage.
         """
-        what = "an assignment to .data" if func.__name__ == "__set__" else func.__name__
-        self.refuse_foreign(what, args[:1])
-        return None
-
-    def differentiated(
-        self, func: Callable[..., Any], args: Arguments, kwargs: Keywords
-    ) -> tuple[Arguments, Keywords] | None:
-        """The same for a backward in the forward."""
         if func is torch.autograd.grad:
             self.refuse_foreign("autograd.grad", tensors((args, kwargs)))
-        return None
+        elif func.__name__ != "backward":  # that begins at a copy, and ends at the cut behind it
+            what = "an assignment to .data" if func.__name__ == "__set__" else func.__name__
+            self.refuse_foreign(what, args[:1])
+        return self.local
 
 
 def detached(value: Any) -> Any:

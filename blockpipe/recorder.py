@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from .activations import Activations
-from .ambient import ours
+from .ambient import how_many_modes, ours
 from .backward import Root, entries_of, kept_for_weights, why_whole
 from .blocks import Cursor, Mark
 from .crossing import (
@@ -538,19 +538,22 @@ class FreeRecorder(Recorder, FreeJourney):
 class RecordingGlue(Glue):
     journey: Recorder
 
-    def operation(
+    def __torch_function__(
         self,
         func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        modes: Sequence[TorchFunctionMode],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        modes: Sequence[TorchFunctionMode] = (),
     ) -> Any:
+        if how_many_modes():
+            return self.apart(func, types, args, kwargs)
         self.journey.function = func.__name__
         if not is_question(func):
             self.journey.operation()
         elif looks_at_graph(func):
             self.journey.looked_at_graph()
-        result = super().operation(func, args, kwargs, modes)
+        result = super().__torch_function__(func, types, args, kwargs, modes)
         self.journey.check_outsiders(func, args[0] if args else None)
         return result
 

@@ -4,6 +4,7 @@ Each replacement is entered by any number of threads, does nothing outside of a 
 taken off when the last of them leaves.
 """
 
+import functools
 import threading
 from typing import Any, ClassVar
 
@@ -55,6 +56,27 @@ class TensorHooks(Replacement):
 
     def replacement(self) -> Any:
         return watched_register_hook
+
+
+class Backwards(Replacement):
+    """``torch.autograd.backward`` in the glue, an operation like ``Tensor.backward`` while this is
+    entered: function modes see the one, and of the other only what it makes itself."""
+
+    owner, name = torch.autograd, "backward"
+
+    def replacement(self) -> Any:
+        return _backward
+
+
+_original_backward: Any = torch.autograd.backward
+
+
+@functools.wraps(_original_backward)
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    glue = active_glue()
+    if glue is None or not glue.is_on():
+        return _original_backward(*args, **kwargs)
+    return glue.__torch_function__(_original_backward, (), args, kwargs)
 
 
 class CustomFunctions(Replacement):

@@ -29,7 +29,7 @@ from .free import FreeJourney
 from .glue import Glue, active_glue
 from .journey import Journey
 from .randomness import current, kept, restore
-from .replaced import CustomFunctions, Replacement
+from .replaced import Backwards, CustomFunctions, Replacement
 from .sanitizer import Sanitizer
 from .transfer import current_stream, is_asynchronous
 
@@ -141,8 +141,8 @@ class Checkpoint:
             stack.callback(set_microbatch, set_microbatch(self._microbatch))
             stack.callback(recomputing.reset, recomputing.set(True))
             stack.callback(journey.abandon)
-            for replaced in (self._step.doors, CustomFunctions(), Checkpoints()):
-                stack.enter_context(replaced)
+            stack.enter_context(self._step.doors)
+            stack.enter_context(intercepting())
             arrive()
             journey.on_border = arrive
             stack.enter_context(theirs())
@@ -172,6 +172,13 @@ def _put_back(arrivals: list[_Arrival]) -> Iterator[None]:
             torch.accelerator.set_device_index(index)
         for sanitizer, stage in stages:
             sanitizer.stage = stage
+
+
+@contextmanager
+def intercepting() -> Iterator[None]:
+    """All is replaced that the glue may need, for a forward of which nothing is known."""
+    with Backwards(), CustomFunctions(), Checkpoints():
+        yield
 
 
 class Checkpoints(Replacement):

@@ -20,6 +20,7 @@ from .microbatch import Joint, LossReduction, Microbatch, join, weights_of
 from .observer import Observer
 from .options import check_loss
 from .prepared import Prepared
+from .rerun import intercepting
 from .tree import leaves, map_tensors
 from .where import remembers_caller, users_line
 
@@ -173,7 +174,7 @@ class SteppedModel(InspectedModel):
         before = set_cursor(cursor)
         try:
             args, kwargs = map_tensors(journey.take_input, (args, kwargs))
-            with prepared.doors, _start_over(self.module, journey):
+            with prepared.doors, intercepting(), _start_over(self.module, journey):
                 with theirs(), Glue(journey):
                     result = function(*args, **kwargs)
                 journey.notice_writes()

@@ -201,11 +201,11 @@ def test_our_own_reading_does_not_go_through_the_glue(name, way, monkeypatch):
     seen = []
     original = Glue.__torch_function__
 
-    def watched(self, func, types, args=(), kwargs=None):
+    def watched(self, func, types, args=(), kwargs=None, modes=()):
         by = caller(sys._getframe(1))
         if by and by.rpartition(" ")[2] not in PASSES_ON:
             seen.append((getattr(func, "__name__", str(func)), by))
-        return original(self, func, types, args, kwargs)
+        return original(self, func, types, args, kwargs, modes)
 
     monkeypatch.setattr(Glue, "__torch_function__", watched)
     Spy.inner = Spy()

@@ -132,6 +132,17 @@ def a_parameter_written_elsewhere(s, x):
         return s.b(h) + s.a.bias
 
 
+def a_backward_of_torchs(s, x):
+    with B(0):
+        h = s.a(x).tanh()
+    with B(1):
+        y = s.b(h)
+        torch.autograd.backward([h.sum(), y.sum() * 0.1], retain_graph=True)
+    with B(2):
+        torch.autograd.backward(y, torch.ones_like(y), retain_graph=True)
+        return s.c(y)
+
+
 REFUSED = {
     a_view_crossed_too: CrossingError,
     the_base_after_its_view_was_written: CrossingError,
@@ -139,6 +150,8 @@ REFUSED = {
     a_force: CrossingError,
     a_gradient_that_is_given: CrossingError,
     a_backward_in_the_forward: CrossingError,
+    a_backward_of_another_stages_tensor: CrossingError,
+    a_backward_of_torchs: CrossingError,
     rebound_data: CrossingError,
     detached_in_place: CrossingError,
     asked_for_a_gradient: CrossingError,
