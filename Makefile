@@ -55,6 +55,7 @@ benchmarks: $(VENV)/.test .venv-peers/.done
 	$(BIN)/python examples/benchmarks/profiling.py
 	$(BIN)/python examples/benchmarks/deferred_batch_norm.py
 	$(BIN)/python examples/benchmarks/small_operations.py
+	$(BIN)/python examples/benchmarks/overlap.py
 	$(BIN)/python examples/benchmarks/scaling.py --tiny
 
 clean:

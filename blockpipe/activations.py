@@ -179,8 +179,8 @@ class Activations:
                 if door.repeats(mode):
                     keys |= self._given.get(id(door), set())
                     kept.calls += 1
-                    kept.cpu_seconds += door.cpu_seconds
-                    kept.accelerator_seconds += door.accelerator_seconds
+                    for work in door.work.values():
+                        kept.again.add(work)
         for hop in range(len(hops)):
             hops[hop].glue_bytes = self._bytes(glue[hop])
         for regime, of_hops in (("never", never), ("always", always), ("asked", asked)):

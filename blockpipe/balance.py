@@ -29,7 +29,10 @@ from .memory import copies_of
 from .options import check_loss, checked_devices
 from .partition import check_count, checked_number, checked_numbers
 from .plan import Assignment, StagePlan
-from .prepared import BANDWIDTH, ScheduleOption, lanes_of
+from .prepared import ScheduleOption, lanes_of
+from .pricing import rates_of_stages
+from .probing import copy_line
+from .rates import Rates, straight
 from .recording import Recording
 from .table import bytes_text
 from .transfer import is_asynchronous, is_on_meta
@@ -91,10 +94,10 @@ def balance(
         last: what the last stage costs besides.
         slack: by what share the costliest stage may cost more than it must, where fewer bytes cross
             then: 0.02 takes two per cent for nothing.
-        bandwidth: bytes a second between devices. ``None``: 20 GB/s, a guess, on accelerators; on
-            the CPU a crossing costs nothing.
+        bandwidth: bytes a second between devices. ``None``: copies between the first two that
+            differ are timed; where all are one, and on the CPU, a crossing costs nothing.
         measure: for ``by="time"``: run the micro-batch and time it; else, and on the meta device,
-            times are estimated by the recording's roofline.
+            times are estimated: the recording's work by rates that are measured on the device.
         repeats: how often it is run; medians count.
         training: with a backward; ``False``: a forward alone, under ``no_grad``.
 
@@ -129,7 +132,10 @@ def balance(
     check_count("repeats", repeats)
     places = _places(model, devices, check_count("stages", stages))
     is_far = is_asynchronous(places[0])
-    given = BANDWIDTH if bandwidth is None and is_far else inf if bandwidth is None else bandwidth
+    if bandwidth is not None:
+        link = straight(0.0, checked_numbers("bandwidth", [bandwidth], 1)[0])
+    else:
+        link = copy_line(places[0], next((p for p in places if p != places[0]), places[0]))
     to = Conditions(
         stages,
         by,
@@ -142,14 +148,16 @@ def balance(
         copies_of(optimizer),
         (checked_number("first", first), checked_number("last", last)),
         checked_number("slack", slack),
-        checked_numbers("bandwidth", [given], 1)[0],
+        link,
         training,
     )
     with torch.set_grad_enabled(training):
-        recording = record(model, args, kwargs, plan=StagePlan([]))
+        recording = record(model, args, kwargs, plan=StagePlan([]), intended=places)
         found = _Search(model, args, kwargs, recording, to)
-        if by == "time" and measure and not is_on_meta(model):
-            lanes = 1 if is_far or found.costing.one_thread else len(set(to.lanes))
+        lanes = 1 if is_far or found.costing.one_thread else len(set(to.lanes))
+        if by != "time" or not measure or is_on_meta(model):
+            found.estimate(rates_of_stages(places, lanes)[0])
+        else:
             found.use(
                 measured(
                     model,
@@ -191,11 +199,9 @@ class _Search:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.recording, self.to = recording, conditions
         self.closed = why_closed(recording)
-        rates = "accelerator" if conditions.is_asynchronous else "cpu"
-        forward = [getattr(piece, f"{rates}_seconds") for piece in recording.pieces]
-        backward = [getattr(piece, f"{rates}_backward_seconds") for piece in recording.pieces]
-        self.source = "estimated" if conditions.by == "time" else "from the recording"
-        self._cost_with(forward, backward)
+        nothing = [0.0] * len(recording.pieces)  # is known of times yet
+        self._cost_with(nothing, nothing)
+        self.source = ""
         self.notes: list[str] = []
 
     def _cost_with(self, forward: Sequence[float], backward: Sequence[float]) -> None:
@@ -203,8 +209,18 @@ class _Search:
         chain = Chain(self.recording, rows[0], rows[1], self.to.devices)
         self.costing = Costing(chain, self.to)
 
+    def estimate(self, rates: Rates) -> None:
+        """Take the recording's work for the times, by a device's rates."""
+        pieces = self.recording.pieces
+        self._cost_with(
+            [rates.forward(piece.work) for piece in pieces],
+            [rates.backward(piece.work) for piece in pieces],
+        )
+        self.source = "estimated" if self.to.by == "time" else "from the recording"
+        self.notes.append(f"times are estimated by rates {rates.source}")
+
     def use(self, times: PieceTimes) -> None:
-        """Take measured times instead of estimates."""
+        """Take measured times."""
         self._cost_with(times.forward, times.backward)
         threads = "" if self.to.is_asynchronous else f", {times.threads} thread(s)"
         crowd = f", {times.crowded:.2f} × for lanes beside it" if times.crowded > 1 else ""
@@ -239,7 +255,7 @@ class _Search:
         Raises:
             BlockpipeError: it cannot be carried out.
         """
-        recording = record(self.model, self.args, self.kwargs, plan=plan)
+        recording = record(self.model, self.args, self.kwargs, plan=plan, intended=self.to.devices)
         if recording.route != route:
             raise PlanError(f"the route is {recording.route}")
         if recording.shared_state:

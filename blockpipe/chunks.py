@@ -41,7 +41,7 @@ class Trial:
         microbatches: as the batch makes them.
         seconds: of a step, the median; ``None``: not measured.
         samples_per_second: of a step.
-        predicted_seconds: by the recording's costs and the schedule: a roofline's guess.
+        predicted_seconds: by the recording's work, the devices' rates and the schedule.
         bubble: predicted: the share of the lanes' time in which they idle, 0 to 1.
         memory: predicted: bytes, of the device that needs the most.
         why_not: why it was not measured: over the limit, out of memory, no such schedule.

@@ -16,6 +16,7 @@ from torch import Tensor
 from .cuts import Chain
 from .errors import ScheduleError
 from .prepared import ScheduleOption, is_small
+from .rates import Line
 from .schedule import HOP_MASK, HOP_SHIFT, B, F, Schedule, W
 from .scheduler import choose, make_schedule
 from .simulate import Costs, Simulation, simulate
@@ -38,7 +39,7 @@ class Conditions:
         copies: of each parameter, by the optimizer.
         extra: of the first and the last stage, in the unit of ``by``.
         slack: by what share the costliest stage may cost more.
-        bandwidth: bytes a second; infinite: a crossing costs nothing.
+        link: what a crossing takes, over its bytes.
         training: with a backward.
     """
 
@@ -53,7 +54,7 @@ class Conditions:
     copies: float
     extra: tuple[float, float]
     slack: float
-    bandwidth: float
+    link: Line
     training: bool
 
     @property
@@ -128,7 +129,7 @@ class Costing:
             return self.memory(stage) + extra
         if to.by == "time":
             moved = chain.received + chain.returned if to.training else chain.received
-            return (chain.seconds + extra) / to.speeds[stage] + moved / to.bandwidth
+            return (chain.seconds + extra) / to.speeds[stage] + moved * to.link.per_unit
         row = chain.parameters if to.by == "parameters" else chain.flops
         return (chain.total(row) + extra) / to.speeds[stage]
 
@@ -158,7 +159,7 @@ class Costing:
             forward=forward,
             backward=backward,
             weight=[seconds / 2 for seconds in backward],
-            transfer=[float(self.chain.received[a, b]) / to.bandwidth for a, b in pairs[1:]]
+            transfer=[to.link.seconds(float(self.chain.received[a, b])) for a, b in pairs[1:]]
             + [0.0],
             activation=[float(self.chain.saved[a, b]) for a, b in pairs],
         )

@@ -199,6 +199,8 @@ class Chain:
             return fixed + 2 * largest + self.received
         fixed = fixed + (1 + copies) * self.total(self.trained)
         working = torch.maximum(2 * largest, largest + self.most(self.largest_trained))
+        if is_asynchronous(self.devices[0]) and len(set(self.devices)) > 1:
+            working = working + self.received + self.returned
         return fixed + in_flight * self.saved + working
 
 

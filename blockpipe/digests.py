@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from .errors import StateError
-from .transfer import copying, is_asynchronous
+from .transfer import copying, current_stream, is_asynchronous
 
 _PRIME = 1_000_003
+# Elements that are weighted at once: the products are a copy of them, 32 MiB in double precision.
+_AT_ONCE = 1 << 22
 
 
 class Comparisons:
@@ -23,6 +25,7 @@ class Comparisons:
 
     def __init__(self) -> None:
         self._pending: dict[torch.device, list[tuple[Tensor, Callable[[], StateError]]]] = {}
+        self._weights: dict[tuple[int, torch.dtype, torch.device, int], Tensor] = {}
 
     def compare(self, one: Tensor, other: Tensor, error: Callable[[], StateError]) -> None:
         """Compare two digests; what they have to say otherwise is raised now or by
@@ -53,42 +56,50 @@ class Comparisons:
                 first.add_note(f"blockpipe: and so with {len(errors) - 1} more in this step")
             raise first
 
+    def digest(self, tensor: Tensor) -> Tensor | None:
+        """Three numbers that tell a tensor's values, and their order, from others: their sum, a sum
+        with weights, and of floating-point ones the norm. ``None`` where there is no adding up."""
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return None
+        with torch._C.DisableTorchFunction(), copying(), torch.no_grad():
+            value = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+            if value.dtype == torch.uint8 or (
+                value.dtype.itemsize == 1 and value.is_floating_point()
+            ):
+                return None  # a library's scratch memory, or nothing that sums
+            if not value.is_floating_point():
+                total = value.sum(dtype=torch.int64)
+                return torch.stack([total, self._weighted(value, torch.int64)])
+            dtype = torch.float32 if value.device.type == "mps" else torch.float64
+            norm = torch.linalg.vector_norm(value, dtype=dtype)
+            return torch.stack([value.sum(dtype=dtype), self._weighted(value, dtype), norm])
 
-def digest(tensor: Tensor) -> Tensor | None:
-    """Three numbers that tell a tensor's values, and their order, from others: their sum, a sum
-    with weights, and of floating-point ones the norm. ``None`` where there is no adding up."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return None
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        value = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
-        if value.dtype == torch.uint8 or (value.dtype.itemsize == 1 and value.is_floating_point()):
-            return None  # a library's scratch memory, or nothing that sums
-        if not value.is_floating_point():
-            return torch.stack([value.sum(dtype=torch.int64), _weighted(value, torch.int64)])
-        dtype = torch.float32 if value.device.type == "mps" else torch.float64
-        norm = torch.linalg.vector_norm(value, dtype=dtype)
-        return torch.stack([value.sum(dtype=dtype), _weighted(value, dtype), norm])
+    def _weighted(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum with weights that depend on each of an element's indices."""
+        if value.numel() == 0:
+            return value.sum(dtype=dtype)
+        value = value.squeeze()
+        value = value if value.dim() else value[None]
+        sums = []
+        for part in value.chunk(-(-value.numel() // _AT_ONCE)):
+            for size in reversed(value.shape[1:]):
+                part = (part * self._weights_of(size, dtype, value.device)).sum(-1)
+            sums.append(part)
+        total = sums[0] if len(sums) == 1 else torch.cat(sums)
+        return (total * self._weights_of(value.shape[0], dtype, value.device)).sum()
 
-
-def _weighted(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum with weights that depend on each of an element's indices."""
-
-    def weights(size: int) -> Tensor:
-        # Around 0, so that what is the same everywhere does not hide the rest, and in no pattern
-        # that a shift could keep.
-        index = torch.arange(size, device=value.device)
-        found = (7919 * index * index + 104729 * index) % _PRIME - _PRIME // 2
-        return found if dtype == torch.int64 else found.to(dtype) / _PRIME
-
-    value = value if value.dim() else value[None]
-    if value.numel() == 0:
-        return value.sum(dtype=dtype)
-    sums = []
-    for part in value.chunk(16):  # a copy of all of it could be more than there is room for
-        for size in reversed(value.shape[1:]):
-            part = (part * weights(size)).sum(-1)
-        sums.append(part)
-    return (torch.cat(sums) * weights(value.shape[0])).sum()
+    def _weights_of(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Around 0, so that what is the same everywhere does not hide the rest, and in no pattern
+        that a shift could keep. Made once in a step, and on each stream that reads them."""
+        stream = current_stream(device)
+        key = size, dtype, device, -1 if stream is None else stream.stream_id
+        found = self._weights.get(key)
+        if found is None:
+            index = torch.arange(size, device=device)
+            found = (7919 * index * index + 104729 * index) % _PRIME - _PRIME // 2
+            found = found if dtype == torch.int64 else found.to(dtype) / _PRIME
+            self._weights[key] = found
+        return found
 
 
 def agree(one: Tensor, other: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ class InspectedModel(PlacedModel):
             depth=depth,
             columns=columns,
             devices=prepared.devices,
+            rates=prepared.rates,
             prediction=prediction,
             notes=notes,
         )
@@ -173,11 +174,11 @@ class InspectedModel(PlacedModel):
         memory = self._predicted(prepared, microbatches, None, None)
         one_by_one = prepared.goes_one_by_one(self.schedule, microbatches)
         made = prepared.schedule("sequential" if one_by_one else self.schedule, microbatches)
-        played = simulate(made, prepared.costs)
+        costs = prepared.costs
+        played = simulate(made, costs)
         restore = [0.0] * prepared.recording.num_stages
-        for hop, stage in enumerate(prepared.route):
-            kept = prepared.regime(hop, 0, 2)
-            seconds = kept.accelerator_seconds if prepared.is_asynchronous else kept.cpu_seconds
+        assert isinstance(costs.restore, list)
+        for stage, seconds in zip(prepared.route, costs.restore, strict=True):
             restore[stage] += seconds
         return Prediction(
             made.name,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import statistics
 import threading
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +34,7 @@ from .randomness import every_source, kept, torchs_of
 from .recorder import named_slots
 from .recording import Recording
 from .snapshot import ModelState
-from .transfer import is_asynchronous
+from .stopwatch import Stopwatch
 from .tree import map_tensors, tensors
 from .where import users_line
 
@@ -67,33 +66,6 @@ class PieceTimes:
     device: str
     threads: int
     crowded: float = 1.0
-
-
-class Stopwatch:
-    """Times, in seconds, of a device: noted as work is issued, read when it is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.is_asynchronous = is_asynchronous(device)
-
-    def now(self) -> Any:
-        """A stamp."""
-        if not self.is_asynchronous:
-            return time.perf_counter()
-        return torch.accelerator.current_stream(self.device).record_event(
-            torch.Event(self.device, enable_timing=True)
-        )
-
-    def wait(self) -> None:
-        """Until all that was issued is done."""
-        if self.is_asynchronous:
-            torch.accelerator.synchronize(self.device)
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Between two stamps, after :meth:`wait`."""
-        if self.is_asynchronous:
-            return float(begin.elapsed_time(end)) / 1e3
-        return float(end - begin)
 
 
 class _Stamped:

@@ -65,7 +65,8 @@ class StageMemory:
         activations: at the peak, under the schedule.
         glue: of ``kept``, what is outside of sealed calls, and never recomputed.
         crossings: what a micro-batch brings from other stages; as much goes back as gradients.
-        working: what operations need while they run.
+        working: what operations need while they run; and between accelerators a micro-batch's
+            copies that come before they are read, and the gradients that go back.
         measured: the peak that was measured; ``None``: nothing was.
     """
 
@@ -231,6 +232,14 @@ def _static(prepared: Prepared, stage: int, copies: float) -> StageMemory:
     held = [h for h in (*recording.parameters, *recording.buffers) if h.stage == stage]
     trained = sum(h.bytes for h in held if h.trainable and not h.is_buffer)
     hops = [hop for hop in recording.hops if hop.stage == stage]
+    brought = [
+        c
+        for c in recording.crossings
+        if c.to_stage == stage and prepared.devices[c.from_stage] != prepared.devices[stage]
+    ]
+    on_their_way = 0
+    if is_asynchronous(prepared.devices[stage]):
+        on_their_way = sum(c.bytes * (1 + c.needs_grad) for c in brought)
     return StageMemory(
         stage,
         str(prepared.devices[stage]),
@@ -240,7 +249,8 @@ def _static(prepared: Prepared, stage: int, copies: float) -> StageMemory:
         kept=sum(prepared.kept(hop.index, 0, 2)[0] for hop in hops),
         glue=sum(hop.glue_bytes for hop in hops),
         crossings=sum(c.bytes for c in recording.crossings if c.to_stage == stage),
-        working=_working(hops, max((h.bytes for h in held if h.trainable), default=0)),
+        working=_working(hops, max((h.bytes for h in held if h.trainable), default=0))
+        + on_their_way,
     )
 
 

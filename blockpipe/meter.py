@@ -1,9 +1,5 @@
-"""What operations cost, and which of them make the host wait: seen below autograd, where every
+"""What operations do, and which of them make the host wait: seen below autograd, where every
 operation passes, inside of sealed modules too.
-
-The estimate is a roofline: the larger of arithmetic over its rate and bytes over theirs, and a
-fixed cost for an operation. It says which hop is the longest, and whether operations are so small
-that threads do not pay. How long a step takes it does not say: for that, measure.
 """
 
 from __future__ import annotations
@@ -17,11 +13,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from .ambient import ours
 from .tree import tensors
 from .where import users_line
+from .work import Work, seen, size_of
 
 _aten = torch.ops.aten
 # Operations whose result the host has to know before it can go on.
@@ -38,15 +34,6 @@ _ASKS_HOST = {
 # Torch functions that always do; a recording on the CPU does not see it of all.
 _CONVERTS = ["__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__"]
 ASKS_HOST = frozenset([*_CONVERTS, "item", "tolist", "cpu", "numpy"])
-# Arithmetic that torch's registry does not know, from an operation's arguments.
-_FLOPS: dict[Any, Callable[..., float]] = {
-    _aten.mkldnn_rnn_layer: lambda x, *weights: _each_row(x, *weights[:2]),  # an LSTM on the CPU
-    _aten._trilinear: lambda x, weight, *_: _each_row(x, weight),  # nn.Bilinear
-    _aten._cdist_forward: lambda a, b, *_: 2.0 * a.numel() * b.shape[-2],
-    _aten._euclidean_dist: lambda a, b: 2.0 * a.numel() * b.shape[-2],  # cdist of many
-    _aten.mv: lambda matrix, _: 2.0 * matrix.numel(),
-    _aten.dot: lambda a, _: 2.0 * a.numel(),
-}
 _INDEXES = (_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index)
 
 
@@ -58,33 +45,12 @@ class HostSync:
     where: str
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a device can do. Guesses, good to a factor of two or so: in a recording they compare
-    hops with each other."""
-
-    flops: float  # a second
-    bytes: float  # a second, read and written
-    operation: float  # seconds, whatever its size
-
-    def seconds(self, flops: float, bytes_: float) -> float:
-        """One operation's time."""
-        return self.operation + max(flops / self.flops, bytes_ / self.bytes)
-
-
-CPU = Rates(flops=4e10, bytes=1e10, operation=4e-6)  # one core
-ACCELERATOR = Rates(flops=1e14, bytes=1e12, operation=6e-6)  # a launch
-
-BACKWARD = 2.0  # times the forward of an operation that has one: gradients of inputs and of weights
-
-
 class Meter(TorchDispatchMode):
-    """Tells of each operation what it costs, and where one makes the host wait.
+    """Tells of each operation what it does, and where one makes the host wait.
 
     Args:
-        spent: called with the arithmetic (floating-point operations) of an operation, the bytes
-            that it reads and writes, those that it makes, and whether it has a backward; views cost
-            nothing and are not told.
+        spent: called with an operation's work and the bytes that it makes; for a view these are
+            none, and its work is at most in the backward.
         waited: called for each host synchronization.
         drew: called for each operation that draws random numbers, with the generator that it was
             given; ``None``: none.
@@ -97,7 +63,7 @@ class Meter(TorchDispatchMode):
 
     def __init__(
         self,
-        spent: Callable[[float, int, int, bool], None] | None,
+        spent: Callable[[Work, int], None] | None,
         waited: Callable[[HostSync], None] | None = None,
         drew: Callable[[torch.Generator | None], None] | None = None,
         wrote: Callable[[Tensor], None] | None = None,
@@ -132,28 +98,12 @@ class Meter(TorchDispatchMode):
         if func is _aten.mkldnn_rnn_layer.default:
             result = _with_workspace(result, *args)
         computes = isinstance(result, Tensor | tuple | list)  # no question, such as for a device
-        if self.spent is not None and computes and not _is_view(func):
-            flops = _flops(func, args, kwargs, result)
-            read = sum(_bytes(t) for t in tensors((args, kwargs)))
-            made = sum(_bytes(t) for t in tensors(result))
-            has_backward = torch.is_grad_enabled() and any(
-                t.requires_grad for t in tensors((args, kwargs))
-            )
-            self.spent(flops, read + made, made, has_backward)
+        if self.spent is not None and computes:
+            work = seen(func, args, kwargs, result)
+            if work.forward or work.backward:
+                made = sum(map(size_of, tensors(result))) if work.forward else 0
+                self.spent(work, made)
         return result
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> float:
-    packet = getattr(func, "_overloadpacket", func)
-    if packet in _FLOPS:
-        return _FLOPS[packet](*args)
-    count = flop_registry.get(packet)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
-
-
-def _each_row(x: Tensor, *weights: Tensor) -> float:
-    """A multiplication and an addition with every number of the weights, for each row."""
-    return 2.0 * x.numel() / max(1, x.shape[-1]) * sum(w.numel() for w in weights)
 
 
 def _with_workspace(result: tuple[Any, ...], x: Tensor, *given: Any) -> tuple[Any, ...]:
@@ -173,10 +123,6 @@ def _with_workspace(result: tuple[Any, ...], x: Tensor, *given: Any) -> tuple[An
     kept = 4 * hidden * steps * batch + (2 * wide + 3 * hidden) * (steps + 1) * batch
     in_float32 = (4 * wide + 2 * hidden) * (steps + 1) * batch
     return *outputs, workspace.new_empty(kept * x.element_size() + in_float32 * 4)
-
-
-def _is_view(func: Any) -> bool:
-    return isinstance(func, OpOverload) and func.is_view
 
 
 # Arguments that are zero, or off, where an operation that can draw does not.
@@ -204,10 +150,6 @@ def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return given | dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: Any) -> str | None:

@@ -186,6 +186,7 @@ class PlacedModel(WrappedModel):
             batch.kwargs,
             plan=self._plan,
             devices=self._placed(),
+            intended=self._given_devices or default_devices(),
             cut=self.schedule != "uncut",
         )
 

@@ -17,9 +17,11 @@ from .compiled import Compiled
 from .crossing import Home
 from .doors import Doors
 from .errors import ScheduleError
-from .meter import ACCELERATOR, ASKS_HOST, CPU
+from .meter import ASKS_HOST
+from .pricing import hop_costs, rates_of_stages
 from .randomness import Source, host_sources, sources_of, torchs_of
-from .recording import Kept, Recording
+from .rates import Rates, together
+from .recording import Hop, Kept, Recording
 from .schedule import Schedule
 from .scheduler import Choice, choose, make_schedule
 from .simulate import Costs, validate
@@ -31,12 +33,14 @@ _log = logging.getLogger(__name__)
 
 ScheduleOption = str | Schedule | Callable[[Sequence[int], int], Schedule]
 
-# By the recording's estimate, seconds: what threads on the CPU need to gain anything. Below, the
-# interpreter lock is handed over too often, or waking threads takes as long as the work itself.
-# Measured on two cores by examples/benchmarks/small_operations.py; see docs/benchmarks.md.
+# What threads on the CPU need to gain anything, in seconds by a roofline of round numbers. Below,
+# the interpreter lock is handed over too often, or waking threads takes as long as the work itself.
+# All were calibrated together on two cores by examples/benchmarks/small_operations.py; see
+# docs/benchmarks.md. Measured rates have no part in it: how a step runs must not depend on what
+# else the machine did while they were measured.
 SMALL_OPERATION = 25e-6
 SMALL_HOP = 1.2e-3
-BANDWIDTH = 2e10  # bytes a second between devices: PCIe, a guess
+_FLOPS, _BYTES, _OPERATION = 4e10, 1e10, 4e-6  # a second; of one core; seconds of any operation
 
 
 def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hashable]:
@@ -61,9 +65,17 @@ def is_small(recording: Recording, hops: int | None = None) -> bool:
         recording: what runs.
         hops: in how many; ``None``: as it is recorded.
     """
-    seconds = sum(hop.cpu_seconds for hop in recording.hops)
+    seconds = sum(map(roofline, recording.hops))
     operations = sum(hop.kernels for hop in recording.hops)
     return seconds < max(SMALL_OPERATION * operations, SMALL_HOP * (hops or len(recording.hops)))
+
+
+def roofline(hop: Hop) -> float:
+    """What a hop's forward would take one core of round numbers: to tell small ones by, alone."""
+    return sum(
+        count * (_OPERATION + max(operation.flops / _FLOPS, operation.bytes / _BYTES))
+        for operation, count in hop.work.forward.items()
+    )
 
 
 @dataclass
@@ -234,11 +246,18 @@ class Prepared:
             isinstance(schedule, str) and (schedule in ("sequential", "uncut") or self.has_one_lane)
         )
 
-    @cached_property
+    @property
+    def rates(self) -> list[Rates]:
+        """Of each stage's device, as the lanes have it."""
+        lanes = 1 if self.has_one_lane else len(set(self.lane_of_hop))
+        return rates_of_stages(self.devices, lanes)
+
+    @property
     def costs(self) -> Costs:
-        """What the hops cost, as the recording has it, in seconds."""
+        """What the hops cost, in seconds: predicted. Rates that are not known yet are measured."""
         regimes = [self.regime(hop, 0, 2) for hop in range(len(self.route))]
-        return costs_of(self.recording, regimes, self.is_asynchronous)
+        far = [hop for hop in self.offloaded if is_asynchronous(self.devices[self.route[hop]])]
+        return hop_costs(self.recording, regimes, self.devices, self.rates, far)
 
     def compile(self, options: Mapping[str, Any] | None, *, cuda_graphs: bool) -> None:
         """Have compiled modules, or CUDA graphs, stand in for the sealed ones."""
@@ -254,6 +273,8 @@ class Prepared:
     def notes(self) -> list[str]:
         """What was decided for it, for the summary."""
         notes = [f"auto ({m} micro-batches): {choice}" for m, choice in self.choices.items()]
+        if notes:
+            notes.append(f"auto: by rates {together(rates.source for rates in self.rates)}")
         if self.is_small and len(self.route) > 1:
             notes.append("operations are small: steps run in one thread, as the plain loop does")
         if self.restores:
@@ -372,29 +393,3 @@ class Prepared:
                 f"schedule {name!r} has {schedule.in_flight()} micro-batches in flight, but "
                 f"in_flight={self.in_flight}"
             )
-
-
-def costs_of(recording: Recording, regimes: Sequence[Kept], asynchronous: bool) -> Costs:
-    """What the hops of a recording cost, in seconds and bytes: by the roofline of a device."""
-    rates = ACCELERATOR if asynchronous else CPU
-    forward = [
-        hop.accelerator_seconds if asynchronous else hop.cpu_seconds for hop in recording.hops
-    ]
-    backward = [
-        hop.accelerator_backward_seconds if asynchronous else hop.cpu_backward_seconds
-        for hop in recording.hops
-    ]
-    sent = [0.0] * len(recording.hops)
-    for crossing in recording.crossings:
-        sent[crossing.to_hop - 1] += crossing.bytes
-    return Costs(
-        forward=forward,
-        backward=backward,
-        weight=[seconds / 2 for seconds in backward],
-        transfer=[rates.operation + n / BANDWIDTH if asynchronous else 0.0 for n in sent],
-        activation=[float(kept.full) for kept in regimes],
-        restore=[
-            kept.accelerator_seconds if asynchronous else kept.cpu_seconds for kept in regimes
-        ],
-        dropped=[float(kept.full - kept.bytes) for kept in regimes],
-    )

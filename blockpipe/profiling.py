@@ -101,7 +101,7 @@ class _StepProfile:
         self.names = prepared.lane_of_stage
         self.schedule: Schedule | None = None
         self.in_turns = partial(prepared.schedule, "sequential", microbatches)
-        self.costs = prepared.costs
+        self.prepared = prepared
         self.starts = starts
         self.noted: list[_Noted] = []
         self.is_over = False
@@ -163,7 +163,7 @@ class _StepProfile:
         return StepInfo(
             schedule,
             tuple(numbers),
-            self.costs,
+            self.prepared.costs,
             inline=self.schedule is None,
             forward_only="F" in ran and "B" not in ran,
             failed=self.failed,

@@ -6,6 +6,7 @@ sees is what a replay will do.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,22 +34,23 @@ from .errors import CrossingError, PlanError
 from .free import FreeJourney
 from .glue import Glue, is_question, looks_at_graph
 from .journey import Journey
-from .meter import ACCELERATOR, BACKWARD, CPU, HostSync
+from .meter import HostSync
 from .pieces import Pieces, inbound
 from .plan import too_few_devices
 from .planned import planned_stage
 from .progress import Progress
 from .randomness import current, host_sources, moved
-from .recording import Call, CrossingInfo, Drawn, Flow, Held, Hop, Piece, Recording, Unmarked
+from .recording import Call, CrossingInfo, Drawn, Flow, Held, Hop, Recording, Unmarked
 from .transfer import edge_of
 from .tree import tensors
 from .where import users_line
+from .work import Work, addition
 
 
 class _RecordedTag(Tag):
     """A tag that knows inside which calls its tensor was made, and which of them returned it."""
 
-    __slots__ = ("calls", "flow", "piece", "returned_by", "sources")
+    __slots__ = ("calls", "flow", "is_read", "piece", "returned_by", "sources")
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class _RecordedTag(Tag):
         self.sources = sources  # calls that made it, or what it was computed from in glue
         self.piece = piece  # in which it was made
         self.flow: Flow | None = None
+        self.is_read = False
 
 
 class WatchedCursor(Cursor):
@@ -251,6 +254,9 @@ class Recorder(Journey):
             self._sources.update((id(call), call) for call in tag.sources)
             size = tensor.numel() * tensor.element_size()
             tag.flow = self.pieces.flow(tag.flow, tag.piece, size, needs_grad=tensor.requires_grad)
+            if tag.is_read:
+                self._note_gradient(tensor)
+            tag.is_read = True
 
     def _note_if_not_given(self, key: int, tensor: Tensor, tag: Tag | None) -> None:
         """What a call reads that was made before it, and did not come in by its arguments, may be
@@ -313,6 +319,7 @@ class Recorder(Journey):
         if self.hop not in held.hops:
             held.hops.append(self.hop)
         self.pieces.reads(held)
+        self._note_gradient(tensor)  # to `.grad`, or to that of another read
         home_hop = held.hop
         for call, _, _ in self.stack:
             self.reads.setdefault(id(call), set()).add(home_hop)
@@ -422,28 +429,26 @@ class Recorder(Journey):
             with ours():
                 self.end_call(call, result)
 
-    def spent(self, flops: float, moved: int, made: int, has_backward: bool) -> None:
-        """An operation ran below autograd: what it cost."""
+    def spent(self, work: Work, made: int) -> None:
+        """An operation ran below autograd: what it did, and how many bytes it made."""
         if self.hop < 0:
             return
-        hop = self.result.hops[self.hop]
-        hop.kernels += 1
-        hop.flops += flops
-        hop.largest_bytes = max(hop.largest_bytes, made)
-        cpu, accelerator = CPU.seconds(flops, moved), ACCELERATOR.seconds(flops, moved)
-        piece = self.pieces.current
-        piece.kernels += 1
-        piece.flops += flops
-        piece.largest_bytes = max(piece.largest_bytes, made)
-        again = BACKWARD if has_backward else 0.0
-        parts: list[Hop | Piece | Call] = [hop, piece, *(call for call, _, _ in self.stack)]
-        for part in parts:
-            part.cpu_seconds += cpu
-            part.accelerator_seconds += accelerator
-            part.cpu_backward_seconds += again * cpu
-            part.accelerator_backward_seconds += again * accelerator
+        hop, piece = self.result.hops[self.hop], self.pieces.current
+        kernels = work.forward.total()
+        flops = sum(operation.flops for operation in work.forward)
+        for part in (hop, piece):
+            part.kernels += kernels
+            part.largest_bytes = max(part.largest_bytes, made)
+            part.flops += flops
+            part.work.add(work)
         for call, _, _ in self.stack:
             call.flops += flops
+            call.work.setdefault(hop.stage, Work()).add(work)
+
+    def _note_gradient(self, tensor: Tensor) -> None:
+        """In the backward a gradient of the tensor is added to another one."""
+        if tensor.requires_grad and torch.is_grad_enabled():
+            self.spent(Work(backward=Counter([addition(tensor)])), 0)
 
     def _closed(self) -> Iterator[str]:
         """Why no stage can begin with the call that begins here."""

@@ -14,6 +14,7 @@ from .meter import HostSync
 from .plan import Assignment, StagePlan, gaps, too_few_devices
 from .summary import Summary, summarize
 from .where import remembers_caller
+from .work import Work
 
 
 @dataclass
@@ -26,8 +27,7 @@ class Kept:
     full: int = 0  # once what is recomputed is there again
     largest: tuple[int, ...] = ()  # of its storages, the sizes of the largest few
     calls: int = 0  # that are recomputed
-    cpu_seconds: float = 0.0  # that recomputing takes, by a roofline
-    accelerator_seconds: float = 0.0
+    again: Work = field(default_factory=Work)  # that recomputing does
 
 
 @dataclass
@@ -43,10 +43,7 @@ class Hop:
     operations: int = 0
     kernels: int = 0  # operations below autograd that do more than make a view
     flops: float = 0.0  # of one micro-batch's forward
-    cpu_seconds: float = 0.0  # by a roofline: to compare hops with
-    accelerator_seconds: float = 0.0
-    cpu_backward_seconds: float = 0.0  # of its backward, predicted
-    accelerator_backward_seconds: float = 0.0
+    work: Work = field(default_factory=Work)
     largest_bytes: int = 0  # of what a single operation makes
     glue_bytes: int = 0  # of what it keeps, what is outside of sealed calls: never recomputed
     never: Kept = field(default_factory=Kept)  # recomputing nothing
@@ -85,10 +82,7 @@ class Call:
     mark_name: str | None = None
     inbound: list[Call] = field(default_factory=list, repr=False)  # that made its arguments
     is_run_again: bool = False  # where recomputation is on: it is sealed, and that gains something
-    cpu_seconds: float = 0.0
-    accelerator_seconds: float = 0.0
-    cpu_backward_seconds: float = 0.0
-    accelerator_backward_seconds: float = 0.0
+    work: dict[int, Work] = field(default_factory=dict, repr=False)  # by stage
     outputs: list[tuple[int, ...]] = field(default_factory=list, repr=False)  # shapes of tensors
     opened: str | None = None  # why it is not sealed
     waits: bool = False  # for a device: a tensor's value is asked for in it
@@ -121,10 +115,7 @@ class Piece:
     operations: int = 0
     kernels: int = 0
     flops: float = 0.0
-    cpu_seconds: float = 0.0
-    accelerator_seconds: float = 0.0
-    cpu_backward_seconds: float = 0.0
-    accelerator_backward_seconds: float = 0.0
+    work: Work = field(default_factory=Work)
     largest_bytes: int = 0
     held: list[str] = field(default_factory=list)  # names of parameters and buffers that it reads
 
@@ -263,6 +254,8 @@ class Recording:
     marks: dict[str, Call | None] = field(default_factory=dict, repr=False)
     """The lines of those met, heeded or not, and the innermost call that each was first met in."""
     why_real: str | None = None
+    why_elsewhere: str | None = None
+    """Why it did not run on fake tensors of the devices that the stages will be on."""
 
     def __repr__(self) -> str:
         elements = sum(held.elements for held in self.parameters)

@@ -7,10 +7,12 @@ that calls it; which is where its time goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
+
+from .rates import Rates
 
 if TYPE_CHECKING:  # a recording can summarize itself; its rows need only its fields
     from .recording import Call, Held, Recording
@@ -105,13 +107,15 @@ class StageRow:
         return self.bytes + self.activation_bytes if self.peak_bytes is None else self.peak_bytes
 
 
-def stage_rows(recording: Recording, devices: list[str] | None, rates: str) -> list[StageRow]:
+def stage_rows(
+    recording: Recording, devices: list[str] | None, rates: Sequence[Rates]
+) -> list[StageRow]:
     """A row for each stage.
 
     Args:
         recording: of what.
         devices: their names, by stage.
-        rates: ``"cpu"`` or ``"accelerator"``: by which the times are predicted.
+        rates: of each stage's device, by which times are predicted.
     """
     rows = []
     for stage in range(recording.num_stages):
@@ -131,15 +135,15 @@ def stage_rows(recording: Recording, devices: list[str] | None, rates: str) -> l
                 sum(held.bytes for held in (*parameters, *buffers)),
                 sum(hop.never.bytes for hop in hops),
                 sum(hop.flops for hop in hops),
-                sum(getattr(hop, f"{rates}_seconds") for hop in hops),
-                sum(getattr(hop, f"{rates}_backward_seconds") for hop in hops),
+                sum(rates[stage].forward(hop.work) for hop in hops),
+                sum(rates[stage].backward(hop.work) for hop in hops),
             )
         )
     return rows
 
 
 def module_rows(
-    recording: Recording, stages: list[StageRow], depth: int | None, rates: str
+    recording: Recording, stages: list[StageRow], depth: int | None, rates: Sequence[Rates]
 ) -> list[ModuleRow]:
     """The modules in the order of their calls, repeated ones in one row.
 
@@ -166,7 +170,11 @@ class _Node:
 
 class _Rows:
     def __init__(
-        self, recording: Recording, stages: list[StageRow], depth: int | None, rates: str
+        self,
+        recording: Recording,
+        stages: list[StageRow],
+        depth: int | None,
+        rates: Sequence[Rates],
     ) -> None:
         self._stages = stages
         self._depth = depth
@@ -229,8 +237,9 @@ class _Rows:
         parameters = [h for h in held if not h.is_buffer]
         calls = [call for node in nodes for call in node.calls]
         stages = sorted(set().union(*(node.stages for node in nodes)))
-        forward = sum(getattr(call, f"{self._rates}_seconds") for call in calls)
-        backward = sum(getattr(call, f"{self._rates}_backward_seconds") for call in calls)
+        work = [(self._rates[stage], work) for call in calls for stage, work in call.work.items()]
+        forward = sum(rates.forward(done) for rates, done in work)
+        backward = sum(rates.backward(done) for rates, done in work)
         stage = self._stages[stages[0]]
         whole = stage.forward_seconds + stage.backward_seconds if len(stages) == 1 else 0.0
         devices = [self._stages[s].device or "" for s in stages]

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from .columns import chosen
 from .errors import UsageError
+from .probing import rates_of
+from .rates import Rates, together
 from .rows import ModuleRow, StageRow, module_rows, stage_rows
 from .summary_html import as_html
 from .summary_text import as_text
@@ -53,8 +55,8 @@ class Prediction:
 class Summary:
     """What is on which stage, and what it costs: printed, it is a table; in a notebook too.
 
-    Sizes and times are of one micro-batch; times are predicted by a roofline, to compare modules
-    and stages with each other.
+    Sizes and times are of one micro-batch; times are predicted from what the recording counted and
+    what the devices were measured to do.
 
     Attributes:
         model: the class.
@@ -67,7 +69,7 @@ class Summary:
         notes: what else there is to say.
         parameters: how many numbers, in all.
         bytes: of parameters and buffers, in all.
-        rates: ``"cpu"`` or ``"accelerator"``: by which times are predicted.
+        rates: of which devices, by which times are predicted, and where these are from.
         prediction: of a step; ``None``: it is not known what a step is.
         columns: that are shown of a module.
 
@@ -129,6 +131,7 @@ def summarize(
     depth: int | None = None,
     columns: Iterable[str] | None = None,
     devices: Sequence[object] | None = None,
+    rates: Sequence[Rates] | None = None,
     prediction: Prediction | None = None,
     notes: Iterable[str] = (),
 ) -> Summary:
@@ -140,6 +143,7 @@ def summarize(
             ``None``: those that span stages.
         columns: what to show of a module; see :meth:`Recording.summary`.
         devices: of each stage, or their names; ``None``: not known.
+        rates: of each stage's device; ``None``: those of ``devices`` with torch's threads.
         prediction: of a step.
         notes: what there is to say beside the recording.
     """
@@ -150,8 +154,8 @@ def summarize(
         )
     names = _names(devices, recording.num_stages)
     shown = chosen(columns, has_devices=names is not None)
-    on_cpu = all(name.partition(":")[0] in ("cpu", "meta") for name in names or ())
-    rates = "cpu" if on_cpu else "accelerator"
+    if rates is None:
+        rates = [rates_of(name) for name in names or ["cpu"] * recording.num_stages]
     stages = stage_rows(recording, names, rates)
     if prediction is not None:
         for stage in stages:
@@ -183,7 +187,7 @@ def summarize(
         [*_notes(recording), *notes],
         sum(p.elements for p in recording.parameters),
         sum(held.bytes for held in (*recording.parameters, *recording.buffers)),
-        rates,
+        together(of_one.source for of_one in rates),
         prediction,
         shown,
     )
@@ -245,6 +249,11 @@ def _notes(recording: Recording) -> list[str]:
         notes.append(
             "what autograd saves is not known, and nothing can be recomputed: torch.func in the "
             "forward's own code; put it into a module"
+        )
+    if recording.why_elsewhere:
+        notes.append(
+            "recorded where the model is, and not on fakes of the stages' devices, whose kernels "
+            f"may keep other tensors: {recording.why_elsewhere}"
         )
     if recording.why_real:
         notes.append(f"recorded by a real run: {recording.why_real}")

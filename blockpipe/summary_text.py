@@ -119,8 +119,7 @@ def memory_head(summary: Summary) -> str:
 
 def predicted(summary: Summary) -> list[str]:
     """What is predicted of the stages together."""
-    of = "one CPU core" if summary.rates == "cpu" else "an accelerator"
-    lines = [f"Of one micro-batch; times are predicted by a roofline of {of}."]
+    lines = [f"Of one micro-batch; times are predicted by rates {summary.rates}."]
     if summary.imbalance is not None and len(summary.stages) > 1:
         lines.append(f"Imbalance: the slowest stage takes {summary.imbalance:.2f} times the mean.")
     found = summary.prediction

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .capture import record, record_on_fake_devices
+from .capture import record
+from .faking import record_on_fake_devices
 from .plan import StagePlan
 from .recording import Recording
 

@@ -1,13 +1,31 @@
-"""What all tests share."""
+"""What all tests share, and the run on the simulated accelerator.
+
+With ``--simulated`` the whole run is on that accelerator, for a backend that is registered stays:
+``stages(4)`` are four of its devices. A test that has no business there says so with
+``@pytest.mark.cpu("why")``, as a module does in its ``pytestmark``; the run's summary counts the reasons.
+After each test every stream is waited for, and a race or a failed operation fails the test.
+"""
 
 import gc
+import zlib
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from blockpipe import prepared
 from blockpipe.lanes import close_idle_threads
+
+from .pinned import pin
+from .simulated_build import CannotBuildError
+
+DELAY = 200  # microseconds at most, before one in five operations: enough for another order
+DELAYED = 0.2
+
+_why_not: dict[str, str] = {}  # the accelerator could not be built
+_deselected: Counter[str] = Counter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,11 +35,49 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--simulated", action="store_true", help="stages are on the simulated accelerator"
     )
+    parser.addoption(
+        "--delay-seed", type=int, default=0, help="of the delays on the simulated accelerator"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--simulated"):
+    if not config.getoption("--simulated"):
+        return
+    try:
         from . import simulated  # noqa: F401 - from here on there is an accelerator
+    except CannotBuildError as error:
+        _why_not["simulated"] = str(error)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if not config.getoption("--simulated"):
+        return None
+    if _why_not:
+        return f"simulated accelerator: not here, {_why_not['simulated']}"
+    return f"simulated accelerator: delays of seed {config.getoption('--delay-seed')}"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Its own tests import it: not in a run without it."""
+    is_own = collection_path == Path(__file__).with_name("simulated")
+    return True if is_own and (_why_not or not config.getoption("--simulated")) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--simulated"):
+        return
+    for item in items:
+        if _why_not:
+            item.add_marker(pytest.mark.skip(reason=_why_not["simulated"]))
+    out = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("cpu"))}
+    _deselected.update(out.values())
+    config.hook.pytest_deselected(items=list(out))
+    items[:] = [item for item in items if item not in out]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reason, count in _deselected.most_common():
+        terminalreporter.write_line(f"NOT SIMULATED [{count}] {reason}")
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +91,37 @@ def _one_thread_and_one_seed() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _in_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On the simulated accelerator: delays of the test's own, and afterwards no race, no failure."""
+    if not request.config.getoption("--simulated") or _why_not:
+        yield
+        return
+    from . import simulated
+
+    name = request.node.nodeid.encode()
+    seed = request.config.getoption("--delay-seed") + (zlib.crc32(name) << 32)
+    simulated.reset()
+    simulated.set_delay(0, DELAY, DELAYED, seed)
+    yield
+    simulated.settle()
+    found = [*simulated.races(), *filter(None, [simulated.error()])]
+    simulated.reset()
+    simulated.set_flags()
+    assert not found, "\n".join([f"{len(found)} races or failed operations:", *found[:10]])
+
+
+@pytest.fixture(autouse=True)
 def _lanes_for_small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Test models are so small that the engine would choose one thread: here it is the lanes that
     are tested. What it chooses has tests of its own."""
     monkeypatch.setattr(prepared, "SMALL_OPERATION", 0.0)
     monkeypatch.setattr(prepared, "SMALL_HOP", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _rates_of_round_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is predicted must not depend on the machine: measuring has tests of its own."""
+    pin(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,12 +1,47 @@
-"""Where the stages of a test's pipeline are: on the CPU, or with ``--simulated`` on the simulated
-accelerator."""
+"""Where the stages of a test's pipeline are: on the CPU, or on the simulated accelerator.
+
+A test that asks here for its devices runs on both. ``python -m pytest`` runs it on the CPU, ``python -m
+pytest --simulated`` on the accelerator; ``conftest.py`` says what else that run does.
+"""
+
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from blockpipe.tree import map_tensors
+
+SIMULATED = "simulated"
+
+
+def is_simulated() -> bool:
+    """Whether stages are on the simulated accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == SIMULATED
 
 
 def stages(count: int) -> list[str]:
-    """A device for each of so many stages."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != "simulated":
+    """A device for each of so many stages; more stages than devices share them."""
+    if not is_simulated():
         return ["cpu"] * count
-    return [f"simulated:{stage % torch.accelerator.device_count()}" for stage in range(count)]
+    return [f"{SIMULATED}:{stage % torch.accelerator.device_count()}" for stage in range(count)]
+
+
+def device_type() -> str:
+    """What autocast and device contexts are told."""
+    return SIMULATED if is_simulated() else "cpu"
+
+
+def examples(count: int) -> int:
+    """So many examples of a property, and a tenth of them where each operation is queued."""
+    return max(count // 10, 3) if is_simulated() else count
+
+
+def host(value: Any) -> Any:
+    """The same with every tensor on the CPU, where it can be compared."""
+    return map_tensors(lambda tensor: tensor.detach().cpu(), value)
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """``torch.equal``, wherever the two are."""
+    return torch.equal(one.detach().cpu(), other.detach().cpu())

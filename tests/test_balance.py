@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import blockpipe as bp
 from blockpipe import prepared
 from blockpipe.errors import PlanError, ScheduleError, UsageError
+from blockpipe.rates import STATED_CPU
 
 from .parity import any_loss, difference, plain_step
 from .strategies import Program, programs
@@ -62,7 +63,8 @@ def _of_recording(recording: bp.Recording, by: str, speeds: list[float]) -> tupl
         elif by == "parameters":
             cost = float(sum(p.bytes for p in recording.parameters if p.stage == stage))
         else:
-            cost = 3 * sum(h.cpu_seconds for h in recording.hops if h.stage == stage)
+            hops = [h for h in recording.hops if h.stage == stage]
+            cost = sum(STATED_CPU.forward(h.work) + STATED_CPU.backward(h.work) for h in hops)
         costs.append(cost / speeds[stage])
     crossing = sum(c.bytes for c in recording.crossings if c.from_stage != c.to_stage)
     return max(costs), float(crossing)
@@ -152,8 +154,8 @@ def test_what_the_table_says_is_what_the_recording_with_the_plan_has(by: str) ->
         to = [c for c in recording.crossings if c.to_stage == share.stage != c.from_stage]
         assert share.received == sum(c.bytes for c in to)
         hop = recording.hops[share.stage]
-        assert share.forward == pytest.approx(hop.cpu_seconds)
-        assert share.backward == pytest.approx(hop.cpu_backward_seconds)
+        assert share.forward == pytest.approx(STATED_CPU.forward(hop.work))
+        assert share.backward == pytest.approx(STATED_CPU.backward(hop.work))
     assert sum(share.elements for share in plan.shares) == sum(p.numel() for p in net.parameters())
     assert plan.imbalance == pytest.approx(
         max(s.cost for s in plan.shares) / (sum(s.cost for s in plan.shares) / 3)
@@ -377,7 +379,7 @@ def test_copies_of_a_plan_say_the_same() -> None:
 )
 def test_the_predicted_step_is_the_schedule_played_out(schedule: str, bubble: float) -> None:
     """Of two equal stages and 8 micro-batches."""
-    net, x = chain(64, 64, 64), torch.zeros(32, 64)
+    net, x = chain(64, 64, 64), torch.zeros(32, 64).requires_grad_()
     plan = bp.balance(net, x, 2, measure=False, schedule=schedule)
     assert plan.bubble == pytest.approx(bubble)
     one = sum(s.forward + s.backward for s in plan.shares) / 2

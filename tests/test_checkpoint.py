@@ -855,7 +855,7 @@ def test_a_digest_tells_orders_apart(dtype, shape):
         tensor = torch.randint(100, shape)
     else:
         tensor = F.layer_norm(torch.randn(shape), shape[-1:]).to(dtype)  # all rows have one sum
-    agree, digest = digests.agree, digests.digest
+    agree, digest = digests.agree, digests.Comparisons().digest
     assert agree(digest(tensor), digest(tensor.clone()))
     for dim, size in enumerate(shape):
         moved = tensor.roll(1, dim)
@@ -1172,7 +1172,7 @@ def test_a_failure_in_a_recomputation_locks_nobody_out(place, monkeypatch):
         elif place == "buffer":
             patch.setattr(checkpoints, "_copy_of", fails)
         elif place == "digest":
-            patch.setattr(checkpoints, "digest", fails)
+            patch.setattr(comparisons, "digest", fails)
         elif place == "collect":
             patch.setattr(checkpoints.Frame, "collect", fails)
         elif place == "surroundings":

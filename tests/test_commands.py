@@ -267,7 +267,8 @@ def test_as_a_process() -> None:
     assert done.stdout == f"blockpipe {bp.__version__}\n"
 
 
-PAGE = Path(__file__).parent.parent / "docs/how-to/command-line.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/how-to/command-line.md"
 
 
 def test_a_terminal_without_box_drawing() -> None:
@@ -284,7 +285,8 @@ def test_the_page_shows_what_is_printed(request: pytest.FixtureRequest) -> None:
 
     def ran(block: re.Match[str]) -> str:
         words = shlex.split(block[1].replace("\\\n", " "))
-        done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
+        pinned = [sys.executable, "-m", "tests.pinned", *words[3:]]
+        done = subprocess.run(pinned, capture_output=True, text=True, cwd=ROOT)
         assert (done.returncode, done.stderr) == (0, ""), block[1]
         return f"```console\n$ {block[1]}\n{done.stdout}```"
 

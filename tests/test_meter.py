@@ -1,11 +1,15 @@
 """What operations cost, and where the host would wait."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 
 import blockpipe as bp
 from blockpipe.meter import Meter
+from blockpipe.rates import STATED_CPU
+from blockpipe.work import PRODUCT, Operation, Work
 
 
 class Asks(nn.Module):
@@ -73,7 +77,9 @@ def test_costs_of_a_linear_layer():
     with Meter(lambda *cost: spent.append(cost)):
         x @ weight.t()
     made = 8 * 32 * 4
-    assert spent == [(2 * 8 * 16 * 32, 8 * 16 * 4 + 32 * 16 * 4 + made, made, False)]
+    moved = 8 * 16 * 4 + 32 * 16 * 4 + made
+    product = Operation(PRODUCT, "float32", 2 * 8 * 16 * 32, moved)
+    assert spent == [(Work(Counter([product])), made)]
 
 
 @pytest.mark.parametrize(
@@ -89,9 +95,9 @@ def test_costs_of_a_linear_layer():
 def test_arithmetic_that_torch_does_not_count(operation, flops):
     """These are not in its registry."""
     spent = []
-    with Meter(lambda count, *_: spent.append(count)):
+    with Meter(lambda work, _: spent.extend(work.forward.elements())):
         operation()
-    assert sum(spent) == flops
+    assert sum(one.flops for one in spent) == flops
 
 
 class Sequences(nn.Module):
@@ -155,4 +161,4 @@ def test_a_recording_has_the_costs_of_its_hops(width):
     assert second.flops == 2 * first.flops
     assert (first.kernels, second.kernels) == (1, 2)
     assert second.never.bytes == 2 * 4 * width * 4  # the inputs of two layers
-    assert 0 < first.cpu_seconds < second.cpu_seconds
+    assert 0 < STATED_CPU.forward(first.work) < STATED_CPU.forward(second.work)

@@ -6,6 +6,8 @@ import torchvision
 from torch import Tensor, nn
 
 import blockpipe as bp
+from blockpipe.recording import Piece
+from blockpipe.work import Work
 
 
 class Residual(nn.Module):
@@ -57,9 +59,15 @@ def test_pieces_add_up_to_the_hops(stage: int) -> None:
     net = torchvision.models.resnet18()
     net.layer3 = bp.BeginBlock(net.layer3, stage=stage)
     recording = bp.record(net, torch.zeros(2, 3, 64, 64))
-    for name in ("operations", "kernels", "flops", "cpu_seconds", "accelerator_seconds"):
+    for name in ("operations", "kernels", "flops"):
         of_pieces = sum(getattr(piece, name) for piece in recording.pieces)
         assert of_pieces == pytest.approx(sum(getattr(hop, name) for hop in recording.hops)), name
+    parts = [Work(), Work(), Work()]
+    of_root = [Piece(0, work=work) for work in recording.calls[0].work.values()]
+    for whole, those in zip(parts, (recording.pieces, recording.hops, of_root), strict=True):
+        for part in those:
+            whole.add(part.work)
+    assert parts[0] == parts[1] == parts[2]
     saved = sum(saved.bytes for saved in recording.saved)
     assert saved == sum(hop.never.bytes - hop.never.shared for hop in recording.hops)
     assert recording.calls[0].saved_bytes == saved

@@ -80,14 +80,14 @@ def test_a_write_on_the_own_stage_waits_for_the_copies(schedule, checkpoint):
     assert_equal_gradients(net, plain)
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", ["forward_backward", "pipe(x)", "no_grad"])
 def test_inputs_may_be_filled_anew_after_the_step(at, how):
     """The caller's batch and target, on whatever device, are the caller's again."""
     net = chain()
     plain = copy.deepcopy(net)
     pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
-    device = stages(3)[at]
+    device = stages(4)[at]  # the last one has no stage
     x, y = torch.randn(12, 8), torch.randn(12, 8)
     static_x, static_y = x.to(device, copy=True), y.to(device, copy=True)
     for _ in range(3):
@@ -119,11 +119,14 @@ def test_weights_may_be_written_after_a_forward_without_grad(frozen):
     plain = copy.deepcopy(net)
     pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
     x = torch.randn(12, 8)
+    pairs = []
     with torch.no_grad():
         for _ in range(3):
-            torch.testing.assert_close(pipe(x).cpu(), plain(x))
+            pairs.append((pipe(x), plain(x)))  # looked at later: a look would wait
             for parameter in (*net.parameters(), *plain.parameters()):
                 parameter.mul_(0.5)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.cpu(), theirs)
 
 
 def test_weights_may_be_written_after_a_step():
@@ -140,6 +143,47 @@ def test_weights_may_be_written_after_a_step():
         ours.step(), theirs.step()
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.detach().cpu(), q.detach())
+
+
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_stage_on_the_cpu(at, schedule):
+    """What goes to the host and comes from it is copied before its memory is used again."""
+    net = chain()
+    plain = copy.deepcopy(net)
+    devices = stages(3)
+    devices[at] = "cpu"
+    pipe = bp.Pipeline(net, devices=devices, chunks=6, schedule=schedule)
+    x, y = torch.randn(12, 8), torch.randn(12, 8)
+    for _ in range(2):
+        pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+        plain_step(plain, (x,), {}, y, F.mse_loss, 6)
+    assert_equal_gradients(net, plain)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_has_been_copied_is_let_go(training):
+    """As soon as nobody copies it: the number of micro-batches does not count."""
+    device = torch.device(stages(1)[0])
+    if not is_asynchronous(device):
+        pytest.skip("the CPU's allocator does not count")
+
+    def peak(chunks: int) -> int:
+        net = chain(2).requires_grad_(training)
+        pipe = bp.Pipeline(net, devices=stages(2), chunks=chunks)
+        x = torch.randn(1024 * chunks, 8)
+        for _ in range(2):
+            torch.accelerator.synchronize(device)
+            torch.accelerator.reset_peak_memory_stats(device)
+            if training:
+                pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+            else:
+                with torch.no_grad():
+                    pipe(x)
+        torch.accelerator.synchronize(device)
+        return torch.accelerator.max_memory_allocated(device)
+
+    assert peak(24) < 1.5 * peak(6)
 
 
 def test_a_forward_without_its_backward():
@@ -170,6 +214,26 @@ def test_a_failed_step_frees_in_order():
     pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
     plain_step(plain, (x,), {}, y, F.mse_loss, 4)
     assert_equal_gradients(net, plain)
+
+
+def test_a_step_that_fails_on_the_cpu_frees_in_order():
+    """Gradients on their way to the host, which nobody comes to wait for."""
+    net = chain(2)
+    devices = stages(2)
+    devices[0] = "cpu"
+    pipe = bp.Pipeline(net, devices=devices, chunks=6, schedule="gpipe")
+    x = torch.randn(12, 8)
+    pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+
+    def fails(gradient):
+        raise ValueError("not this one")
+
+    handle = net[0].weight.register_hook(fails)
+    with pytest.raises(ValueError, match="not this one"):
+        pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    handle.remove()
+    for _ in range(12):
+        torch.ones(2, 8, device=devices[1])
 
 
 LAYOUTS = ["strided", "transposed", "expanded", "sliced", "empty", "0-d"]

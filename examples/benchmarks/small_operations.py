@@ -73,7 +73,7 @@ def measure(width: int, rows: int, layers: int) -> tuple[float, float, float, fl
     times = interleaved({"plain": run_plain, "lanes": run_lanes}, repeats=21, warmup=5)
     assert pipe.recording is not None
     hops = pipe.recording.hops
-    seconds = sum(hop.cpu_seconds for hop in hops)
+    seconds = sum(map(prepared.roofline, hops))
     base = statistics.median(times["plain"])
     return (
         seconds / len(hops),

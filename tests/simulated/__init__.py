@@ -15,7 +15,7 @@ import torch
 import torch._decomp
 import torch._meta_registrations
 
-from .build import extension
+from ..simulated_build import extension
 
 NAME = "simulated"
 
@@ -111,6 +111,11 @@ def spans() -> list[tuple[int, int, str, int, int]]:
     return _accelerator.spans()
 
 
+def delays() -> list[tuple[int, int, int]]:
+    """Of :func:`spans`: device, stream, and by how many microseconds it began late."""
+    return _accelerator.delays()
+
+
 def settle() -> None:
     """Wait until every stream is empty. No host synchronization in the sense of :func:`counts`."""
     _accelerator.settle()
@@ -124,6 +129,20 @@ def reset() -> None:
 def sleep(microseconds: int) -> None:
     """Queue a kernel on the current stream that takes so long."""
     _accelerator.sleep(microseconds)
+
+
+@contextmanager
+def held(stream: torch.Stream | None = None) -> Iterator[None]:
+    """Queue a kernel on a stream, or the current one, that takes until the end of the block."""
+    if stream is None:
+        release = _accelerator.hold()
+    else:
+        with stream:
+            release = _accelerator.hold()
+    try:
+        yield
+    finally:
+        release()
 
 
 # --- torch.simulated: what torch looks for in a backend's module
@@ -151,7 +170,7 @@ def _manual_seed_all(seed: int) -> None:
 
 
 def _properties(device: Any = None) -> types.SimpleNamespace:
-    return types.SimpleNamespace(name=f"{NAME} {_index(device)}", total_memory=4 << 30)
+    return types.SimpleNamespace(name=NAME, total_memory=4 << 30)
 
 
 def _register() -> None:

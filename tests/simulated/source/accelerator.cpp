@@ -7,6 +7,7 @@
 #include "views.h"
 
 #include <ATen/autocast_mode.h>
+#include <pybind11/functional.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
@@ -93,6 +94,21 @@ auto spans() {
   return found;
 }
 
+// One after the other, as the spans ended: device, stream, microseconds.
+auto delays() {
+  std::vector<std::tuple<int, int, int64_t>> found;
+  for (const auto& s : findings().spans())
+    found.emplace_back(device_of(s.stream), s.stream % kStreamsPerDevice, s.delay);
+  return found;
+}
+
+// A kernel that takes until what comes back is called.
+std::function<void()> hold() {
+  auto moment = std::make_shared<Moment>();
+  enqueue(current_stream(), "hold", [moment] { wait(*moment); }, {}, {});
+  return [moment] { end(*moment); };
+}
+
 void sleep(int64_t microseconds) {
   enqueue(current_stream(), "sleep",
           [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); }, {}, {});
@@ -117,7 +133,9 @@ PYBIND11_MODULE(_accelerator, m) {
     synchronize_all();
     findings().reset();
   });
+  m.def("delays", &delays);
   m.def("sleep", &sleep);
+  m.def("hold", &hold);
   m.def("default_generator",
         [](int device) { return default_generator(static_cast<c10::DeviceIndex>(device)); });
 }

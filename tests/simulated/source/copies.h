@@ -25,31 +25,40 @@ inline void keep_until_done(Block* pinned, int stream) {
 // Pinned memory is read when the copy runs, so it must not change before. Pageable memory goes
 // through a buffer of the driver's, which is filled before the call returns.
 inline void copy_from_host(const Tensor& from, const Tensor& to, bool non_blocking) {
+  if (!non_blocking) count_sync("copy from the host, blocking");
   const int stream = current_stream(to.device().index());
   Block* pinned = from.is_contiguous() ? block_of(from) : nullptr;
   if (!pinned && non_blocking) findings().count("pageable memory to the device, non_blocking");
+  const Tensor source = pinned ? as_cpu(from) : host_copy(from);
   enqueue(
-      stream, "copy from the host",
-      [x = pinned ? as_cpu(from) : host_copy(from), y = as_cpu(to)] { y.copy_(x); },
+      stream, "copy from the host", [x = source, y = as_cpu(to)] { y.copy_(x); },
       pinned ? use_of(from) : Uses{}, use_of(to), true);
   if (pinned) keep_until_done(pinned, stream);
   if (non_blocking) return;
-  count_sync("copy from the host, blocking");
   synchronize(stream);
   findings().check();
 }
 
+// To pageable memory the host waits always, and copies from the driver's buffer itself: no stream
+// ever writes to memory that is not ours.
 inline void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
-  const int stream = current_stream(from.device().index());
   Block* pinned = block_of(to);
+  const bool waits = !pinned || !non_blocking;
+  if (waits) count_sync("copy to the host");
+  const int stream = current_stream(from.device().index());
+  const Tensor target =
+      pinned ? as_cpu(to)
+             : at::detail::empty_strided_cpu(to.sizes(), to.strides(), to.scalar_type());
   enqueue(
-      stream, "copy to the host", [x = as_cpu(from), y = as_cpu(to)] { y.copy_(x); }, use_of(from),
+      stream, "copy to the host", [x = as_cpu(from), y = target] { y.copy_(x); }, use_of(from),
       use_of(to), true);
   if (pinned) keep_until_done(pinned, stream);
-  if (non_blocking && pinned) return;
-  count_sync("copy to the host");
+  if (!waits) return;
   synchronize(stream);
   findings().check();
+  if (pinned) return;
+  Below below;
+  as_cpu(to).copy_(target);
 }
 
 inline Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
@@ -67,7 +76,7 @@ inline Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
   return to;
 }
 inline Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
-  at::native::resize_(to, from.sizes(), std::nullopt);
+  resize_tensor(to, from.sizes());
   return copy_from(from, to, false);
 }
 

@@ -127,6 +127,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
+// Other memory, and what was there is copied on the current stream. torch's own would copy at once.
+inline void resize_storage(const c10::Storage& storage, size_t bytes) {
+  c10::DeviceGuard guard(storage.device());
+  auto fresh = allocator().allocate(bytes);
+  if (const size_t kept = std::min(bytes, storage.nbytes())) {
+    void *to = fresh.get(), *from = storage.mutable_data();
+    const Region region(0, static_cast<int64_t>(kept));
+    enqueue(current_stream(), "resize a storage", [=] { std::memcpy(to, from, kept); },
+            {{static_cast<Block*>(storage.data_ptr().get_context()), region}},
+            {{static_cast<Block*>(fresh.get_context()), region}});
+  }
+  storage.set_data_ptr_noswap(std::move(fresh));
+  storage.set_nbytes(bytes);
+}
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -159,18 +174,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    const c10::Device device = storage.device();
-    c10::DeviceGuard guard(device);
-    auto fresh = allocator().allocate(bytes);
-    if (const size_t kept = std::min(bytes, storage.nbytes())) {
-      void *to = fresh.get(), *from = storage.mutable_data();
-      const Region region(0, static_cast<int64_t>(kept));
-      enqueue(current_stream(), "resize a storage", [=] { std::memcpy(to, from, kept); },
-              {{static_cast<Block*>(storage.data_ptr().get_context()), region}},
-              {{static_cast<Block*>(fresh.get_context()), region}});
-    }
-    storage.set_data_ptr_noswap(std::move(fresh));
-    storage.set_nbytes(bytes);
+    resize_storage(storage, bytes);
   }
 };
 

@@ -101,7 +101,7 @@ class Call {
     const c10::DeviceGuard guard(c10::Device(kType, device_));
     stream_ = current_stream();
     draw();
-    const bool waits = signature_.waits || (waits_for_indices() && signature_.has_new);
+    const bool waits = signature_.waits;
     if (waits || waits_for_indices()) count_sync(signature_.name);
     torch::jit::Stack shapes;
     const bool is_known = !waits && (!needs_shapes() || find_shapes(shapes));
@@ -152,14 +152,16 @@ class Call {
     }
   }
 
-  // A mask's shape depends on its values, and indices of the host have to be brought here first.
+  // To write where a mask is set a device counts it first, and indices of the host are brought to
+  // it. `index` has operations of its own for that, which are seen.
   bool waits_for_indices() {
+    if (signature_.name != "aten::_index_put_impl_") return false;
+    const bool is_fill = argument(2).toTensor().numel() == 1 && !argument(3).toBool();
     bool found = false;
-    if (signature_.indexes)
-      each_tensor(argument(1), [&](const Tensor& t) {
-        found |= t.scalar_type() == at::kBool || t.scalar_type() == at::kByte ||
-                 (t.is_cpu() && t.dim() > 0);
-      });
+    each_tensor(argument(1), [&](const Tensor& t) {
+      const bool is_mask = t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
+      found |= (is_mask && !is_fill) || (t.is_cpu() && t.dim() > 0);
+    });
     return found;
   }
 
@@ -255,7 +257,7 @@ class Call {
     for (size_t r = 0; r < signature_.source.size(); ++r) {
       const int from = signature_.source[r];
       if (from >= 0) {
-        if (signature_.is_out && !shapes.empty()) resize(argument(from), shapes[r]);
+        if (signature_.is_out && !shapes.empty()) resize_out(argument(from), shapes[r]);
         results.push_back(argument(from));
         continue;
       }
@@ -290,11 +292,11 @@ class Call {
     return results;
   }
 
-  void resize(const IValue& argument, const IValue& shape) {
+  void resize_out(const IValue& argument, const IValue& shape) {
     if (!argument.isTensor() || !shape.isTensor()) return;
     const Tensor& t = argument.toTensor();
     if (t.sizes() == shape.toTensor().sizes()) return;
-    at::native::resize_(t, shape.toTensor().sizes(), std::nullopt);
+    resize_tensor(t, shape.toTensor().sizes());
     add_use(writes_, t);
   }
 

@@ -60,6 +60,7 @@ inline Settings& settings() { return forever<Settings>(); }
 struct Span {
   int stream;
   std::string name;
+  int64_t delay;       // microseconds, from the start on
   int64_t start, end;  // nanoseconds of the host's monotonic clock
 };
 

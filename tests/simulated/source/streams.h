@@ -134,7 +134,8 @@ inline void work(int stream) {
       findings().error(job.name + " on " + name_of(stream) + ": " +
                        text.substr(0, text.find("\nException raised")));
     }
-    if (job.is_kernel && settings().trace) findings().span({stream, job.name, start, now_ns()});
+    if (job.is_kernel && settings().trace)
+      findings().span({stream, job.name, job.delay_us, start, now_ns()});
     job.run = nullptr;  // what it holds goes before anybody is told that it is done
     {
       std::lock_guard<std::mutex> lock(q.mutex);
@@ -227,20 +228,22 @@ inline void enqueue(int stream, std::string name, std::function<void()> run, con
   TORCH_CHECK(race.empty() || !settings().raise_races, "simulated: ", race);
 }
 
+inline void end(Moment& moment) {
+  {
+    std::lock_guard<std::mutex> lock(moment.mutex);
+    moment.is_over = true;
+    moment.at = now_ns();
+  }
+  moment.changed.notify_all();
+}
+
 inline MomentPtr record(int stream) {
   auto moment = std::make_shared<Moment>();
   moment->stream = stream;
   std::lock_guard<std::mutex> guard(order());
   next_place(stream);
   moment->clock = queue(stream).clock;
-  submit(stream, {"event", [moment] {
-                    {
-                      std::lock_guard<std::mutex> lock(moment->mutex);
-                      moment->is_over = true;
-                      moment->at = now_ns();
-                    }
-                    moment->changed.notify_all();
-                  }});
+  submit(stream, {"event", [moment] { end(*moment); }});
   return moment;
 }
 

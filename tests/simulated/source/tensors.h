@@ -42,6 +42,17 @@ inline Tensor made_like(const Tensor& t, c10::DeviceIndex device) {
   return made(t.sizes(), t.strides(), t.scalar_type(), c10::Device(kType, device));
 }
 
+inline void resize_tensor(const Tensor& t, at::IntArrayRef sizes) {
+  if (!t.device().is_privateuseone()) {
+    at::native::resize_(t, sizes, std::nullopt);
+    return;
+  }
+  if (t.sizes() == sizes) return;
+  t.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  const size_t bytes = (t.storage_offset() + t.numel()) * t.element_size();
+  if (bytes > t.storage().nbytes()) resize_storage(t.storage(), bytes);
+}
+
 // A number that Python has made a tensor of: it promotes types in another way.
 inline Tensor as_wrapped_as(const Tensor& t, Tensor other) {
   if (t.unsafeGetTensorImpl()->is_wrapped_number())

@@ -42,7 +42,9 @@ inline Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef sizes,
 }
 inline const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef sizes,
                              std::optional<at::MemoryFormat> format) {
-  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(sizes), format);
+  resize_tensor(self, C10_AS_INTARRAYREF_SLOW(sizes));
+  if (format) self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  return self;
 }
 
 inline Tensor& set_parts(Tensor& self, at::Storage storage, int64_t offset, at::IntArrayRef sizes,

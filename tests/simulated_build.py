@@ -1,7 +1,8 @@
-"""Compile the simulated accelerator: once for each torch, Python, compiler and version of its source.
+"""Compiles the simulated accelerator: once for each torch, Python, compiler and version of its source.
 
 What is compiled stays in ``~/.cache/blockpipe-tests`` (``XDG_CACHE_HOME`` moves it). The folder's
-name is a hash of all that went in, so nothing in it is ever stale, and it may be deleted.
+name is a hash of all that went in, so nothing in it is ever stale, and it may be deleted. This is not
+in the package ``simulated``, for whoever imports that has registered the accelerator.
 """
 
 import fcntl
@@ -14,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-SOURCES = Path(__file__).with_name("source")
+SOURCES = Path(__file__).parent / "simulated" / "source"
 OLDEST = (2, 15)  # torch's headers that it is written against
 MINUTES = 10  # the longest that a compiler may take, on a slow machine that does other work too
 
 
-class CannotBuild(Exception):
-    """There is no accelerator to simulate with, and why."""
+class CannotBuildError(Exception):
+    """Nothing on this machine could compile it, and why: tests that need it skip."""
 
 
 def extension() -> Path:
@@ -30,16 +31,19 @@ def extension() -> Path:
     so that a module is there whole or not at all.
 
     Raises:
-        CannotBuild: torch is too old, or there is no compiler, or it fails.
+        CannotBuildError: torch is too old, or there is no compiler.
+        RuntimeError: the compiler has failed. That is a defect, and no reason to skip.
     """
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise CannotBuild(f"expected torch {oldest} or later, got {torch.__version__}")
+        raise CannotBuildError(f"expected torch {oldest} or later, got {torch.__version__}")
     wanted = os.environ.get("CXX", "g++")
     compiler = shutil.which(wanted)
     if compiler is None:
-        raise CannotBuild(f"there is no C++ compiler {wanted!r}: install g++, or name one in CXX")
+        raise CannotBuildError(
+            f"there is no C++ compiler {wanted!r}: install g++, or name one in CXX"
+        )
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = cache / "blockpipe-tests" / _name(compiler, suffix) / f"_accelerator{suffix}"
@@ -50,7 +54,7 @@ def extension() -> Path:
             if not target.exists():
                 _compile(compiler, target)
     except OSError as error:
-        raise CannotBuild(f"cannot write to {target.parent}: {error}") from error
+        raise CannotBuildError(f"cannot write to {target.parent}: {error}") from error
     return target
 
 
@@ -76,8 +80,8 @@ def _compile(compiler: str, target: Path) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60 * MINUTES)
     except subprocess.TimeoutExpired as error:
-        raise CannotBuild(f"{compiler} has not ended after {MINUTES} minutes") from error
+        raise RuntimeError(f"{compiler} has not ended after {MINUTES} minutes") from error
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line]
-        raise CannotBuild("\n".join([f"{compiler} has failed:", *errors[:20]]))
+        raise RuntimeError("\n".join([f"{compiler} has failed:", *errors[:20]]))
     part.replace(target)

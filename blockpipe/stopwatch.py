@@ -1,0 +1,46 @@
+"""Time on a device: by its events, where work is queued; else by the host's clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .transfer import is_asynchronous
+
+
+class Stopwatch:
+    """Times, in seconds, of a device: noted as work is issued, read when it is done.
+
+    Args:
+        device: whose. A host clock would time the launches on an accelerator, not what they launch.
+        clock: of the host, in seconds.
+    """
+
+    def __init__(
+        self, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.device = device
+        self.is_asynchronous = is_asynchronous(device)
+        self._clock = clock
+
+    def now(self) -> Any:
+        """A stamp."""
+        if not self.is_asynchronous:
+            return self._clock()
+        return torch.accelerator.current_stream(self.device).record_event(
+            torch.Event(self.device, enable_timing=True)
+        )
+
+    def wait(self) -> None:
+        """Until all that was issued is done."""
+        if self.is_asynchronous:
+            torch.accelerator.synchronize(self.device)
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two stamps, after :meth:`wait`."""
+        if self.is_asynchronous:
+            return float(begin.elapsed_time(end)) / 1e3
+        return float(end - begin)

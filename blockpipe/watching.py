@@ -1,0 +1,166 @@
+"""One watched run of a forward: what is put around the model, and taken off again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .activations import Activations
+from .ambient import as_ours, theirs
+from .blocks import set_cursor
+from .crossing import Step
+from .doors import is_compiled
+from .meter import Meter
+from .planned import Planned
+from .progress import Progress
+from .recorder import (
+    FreeRecorder,
+    Recorder,
+    RecordingDoor,
+    RecordingGlue,
+    WatchedCursor,
+    hold,
+)
+from .recording import Hop, Recording
+from .rerun import intercepting
+from .sealing import conclude
+from .tree import map_tensors, tensors
+
+
+@as_ours
+def run_watched(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    planned: Planned | None,
+    devices: list[torch.device] | None,
+    *,
+    fake: bool,
+    cut: bool,
+    unhookable: frozenset[str],
+) -> Recording:
+    result = Recording(type(model).__name__, fake, planned=planned is not None)
+    result.planned_at = None if planned is None else planned.where
+    cursor = WatchedCursor(follow_marks=planned is None)
+    stages = {} if planned is None else planned.stages
+    differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    step = Step([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
+    result.unhookable = sorted(unhookable)
+    activations = Activations([*model.parameters(), *model.buffers()])
+    kind = Recorder if cut else FreeRecorder
+    recorder = kind(step, cursor, result, activations, unhookable)
+    recorder.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
+    hold(model, recorder)
+    versions = {id(b): (b, b._version) for b in model.buffers() if not b.is_inference()}
+    for path, module in model.named_modules():
+        names = module.__dict__
+        names["forward"] = RecordingDoor(module.forward, path, module, recorder, stages.get(path))
+        names.pop("_compiled_call_impl", None)
+    before = set_cursor(cursor)
+    try:
+        args, kwargs = _as_inputs(recorder, (args, kwargs))
+        meter = Meter(
+            recorder.spent, recorder.waited, recorder.drew, recorder.wrote, recorder.given
+        )
+        modules = sum(1 for _ in model.modules())
+        with Progress(f"recording {result.model}", modules, "module calls") as recorder.progress:
+            with intercepting(), _eager(), _saving_watched(recorder):
+                with theirs(), RecordingGlue(recorder), meter:
+                    output = model(*args, **kwargs)
+                recorder.notice_writes()
+                for tensor in tensors(output):
+                    recorder.newest(tensor)
+        recorder.note_whole(output)
+        recorder.keepers = _keepers(model, recorder)
+    finally:
+        set_cursor(before)
+        recorder.abandon()
+    if not result.hops:
+        result.hops.append(Hop(0, 0, None, "the start"))
+    try:
+        conclude(model, recorder, versions)
+    finally:
+        activations.forget()
+    return result
+
+
+class HooksRefusedError(Exception):
+    """A module's forward, or a function, that cannot run under saved-tensor hooks."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+def hooked(attempt: Callable[[frozenset[str]], Recording]) -> Recording:
+    """Record, without saved-tensor hooks in those calls that turn out not to bear them."""
+    unhookable: frozenset[str] = frozenset()
+    while True:
+        try:
+            return attempt(unhookable)
+        except HooksRefusedError as refused:
+            unhookable |= {refused.path}
+
+
+@contextlib.contextmanager
+def _saving_watched(recorder: Recorder) -> Iterator[None]:
+    recorder.begin()
+    try:
+        yield
+    except RuntimeError as error:
+        call = recorder.failed_in
+        path = "" if call is None else call.path
+        if "support saved tensor hooks" in str(error) and path not in recorder.unhookable:
+            raise HooksRefusedError(path) from error
+        raise
+    finally:
+        recorder.end()
+
+
+def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:
+    """Modules on which the forward left a tensor with a gradient path: the next micro-batch will
+    read it there, so their calls are looked into."""
+    return [
+        path
+        for path, module in model.named_modules()
+        for value in module.__dict__.values()
+        if isinstance(value, Tensor | list | tuple)
+        and any(t.requires_grad and recorder.made(t) for t in tensors(value))
+    ]
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled modules run as they were written, so that their marks and reads are seen."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _as_inputs(recorder: Recorder, value: Any) -> Any:
+    """Inputs are made on hop 0, before there is one: tagged so, on stage 0's device."""
+    memo: dict[int, Tensor] = {}
+
+    def taken(tensor: Tensor) -> Tensor:
+        if id(tensor) in recorder.held:
+            return tensor
+        if id(tensor) not in memo:
+            memo[id(tensor)] = recorder.take_input(tensor)
+        return memo[id(tensor)]
+
+    inputs = map_tensors(taken, value)
+    recorder.activations.inputs(memo.values())
+    return inputs
+
+
+def signature(args: Any, kwargs: Any) -> str:
+    def shown(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return repr(value)[:40]
+
+    parts = [shown(a) for a in args] + [f"{k}={shown(v)}" for k, v in kwargs.items()]
+    return ", ".join(parts)
