@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .ambient import as_ours
 from .errors import BlockpipeError, RecordingError
 from .faking import record_there
 from .plan import StagePlan
@@ -110,6 +111,7 @@ def record_planned(
     return recording
 
 
+@as_ours
 def _record(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -122,6 +122,12 @@ def moved(states: States) -> list[Source]:
     return [source for source, then in states.items() if _bytes_of(_get(source)) != _bytes_of(then)]
 
 
+def restore(states: States) -> None:
+    """Put generators into these states."""
+    for source, state in states.items():
+        _set(source, state)
+
+
 @contextmanager
 def kept(sources: Iterable[Source]) -> Iterator[None]:
     """At the end generators are where they were. Others may draw meanwhile."""
@@ -129,16 +135,14 @@ def kept(sources: Iterable[Source]) -> Iterator[None]:
     try:
         yield
     finally:
-        for source, state in before.items():
-            _set(source, state)
+        restore(before)
 
 
 @contextmanager
 def replayed(states: States) -> Iterator[None]:
     """Draw again what was drawn from these states on; then everything is as it was."""
     with own_turn(), kept(states):
-        for source, state in states.items():
-            _set(source, state)
+        restore(states)
         yield
 
 
