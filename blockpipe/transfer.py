@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .ambient import waiting_for_device
+from .ambient import as_ours, waiting_for_device
 from .errors import DeviceError
 from .observer import Watch
 
@@ -33,6 +33,7 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+@as_ours
 def check_device(device: Any) -> torch.device:
     """A device with its index, checked to be there.
 
