@@ -20,9 +20,10 @@ from torch.autograd.graph import GradientEdge
 
 from .digests import Comparisons
 from .errors import CrossingError
+from .lending import Lent, Returned
 from .observer import Observer, Watch
 from .randomness import Source
-from .transfer import Lent, Owner, Sent, is_asynchronous, mark, send, set_owner
+from .transfer import Owner, Sent, is_asynchronous, mark, send, set_owner
 
 TAG = "_blockpipe_tag"
 RECORDING = -1  # the number of the recording's step
@@ -189,6 +190,8 @@ class Step:
         self.isolate = isolate_as is not None
         self.cut = cut
         self.lent = Lent()  # the caller's tensors, and the model's, that are being copied
+        self.sent_back = Lent()  # by hop: gradients that are on their way
+        self.returned = Returned()
         self._begun: dict[torch.device, torch.Event | None] = {}
         self._lock = threading.Lock()
         self._copies: dict[tuple[int, int], Sent] = {}
@@ -208,6 +211,12 @@ class Step:
     def is_mixed(self) -> bool:
         """Whether some stages are on the CPU, and some on an accelerator."""
         return len({device.type == "cpu" for device in self.devices or ()}) > 1
+
+    def settle(self) -> None:
+        """The step is over: what it was given, and what it made, may be written and let go."""
+        self.lent.settle_all()
+        self.sent_back.settle_all()
+        self.returned.settle_all()
 
     def begin(self) -> None:
         """Note what is queued on the devices by now: what the step is given is there behind it."""

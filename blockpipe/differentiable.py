@@ -61,6 +61,7 @@ class _Backward:
                     stage = execution.prepared.route[hop]
                     on_host = result.on_host[leaf]
                     sent = execution.step.send(piece, stage, back=True, on_host=on_host)
+                    execution.step.lent.add(None, sent)
                     journey.add_sent_root(hop, edge, sent)
         self.gradients.clear()
         self.joints = []

@@ -422,7 +422,7 @@ class Execution:
                     journey.settle()
                 else:
                     journey.abandon()
-            self.step.lent.settle_all()
+            self.step.settle()
             self._links.close()
 
     # --- one micro-batch's forward
@@ -555,7 +555,7 @@ class Execution:
         def received(leaf: Any) -> Any:
             if not isinstance(leaf, Sent):
                 return leaf
-            value = leaf.receive()
+            value = journey.receive(last, leaf)
             setattr(value, TAG, Tag(journey.key, last, self.prepared.route[last]))
             return value
 

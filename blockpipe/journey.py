@@ -45,10 +45,11 @@ from .crossing import (
     version_of,
 )
 from .errors import CrossingError, RouteError, StateError
+from .lending import Lent, Taken
 from .observer import Watch
 from .offload import Offload
 from .randomness import torchs_of
-from .transfer import Lent, Owner, Sent, edge_of, owner_of, set_owner
+from .transfer import Owner, Sent, edge_of, mark, owner_of, set_owner
 from .tree import map_tensors, tensors
 from .where import users_line
 
@@ -94,6 +95,7 @@ class Journey:
         self.offload: Offload | None = None  # what is in host memory meanwhile
         self._left: dict[int, torch.Event | None] = {}  # by hop: what was made there is there
         self._lent = Lent()  # by hop: what other hops are copying
+        self._taken = Taken()  # by hop: copies that it reads
         self._home_imports: dict[int, dict[int, Import]] = {}
         self._weights: dict[int, WeightPart] = {}
         self._calls: dict[int, int] = {}
@@ -311,7 +313,19 @@ class Journey:
         self._lent.add(from_hop, sent)
         if self._lent and sent.arrived is None:
             self._lent.settle_on(tensor.device)  # an alias, and it may be written
-        return sent.receive()
+        return self.receive(self.hop, sent)
+
+    def receive(self, hop: int, sent: Sent) -> Tensor:
+        """What was sent to a hop, there to be read until the hop is over."""
+        return self._taken.receive(hop, sent)
+
+    def _return(self, hop: int, over: torch.Event | None = None) -> None:
+        """A hop is over: what was sent to it is not read any more."""
+        taken = self._taken.pop(hop)
+        if taken:
+            over = over or mark(taken[0][0].device)
+            assert over is not None
+            self.step.returned.add(hop, taken, over)
 
     def _enter(
         self, tensor: Tensor, value: Tensor, imports: dict[int, Import], home_hop: int
@@ -529,7 +543,7 @@ class Journey:
     def take_input(self, tensor: Tensor, index: int = 0, hop: int = 0) -> Tensor:
         """A micro-batch's slice of an input, on the hop's device, as made on that hop."""
         stage = self.step.route[hop] if self.step.route else 0
-        value = self.step.carried(tensor, stage, self._watch(tensor, -1, hop))
+        value = self.receive(hop, self.step.lend(tensor, stage, self._watch(tensor, -1, hop)))
         if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
             value = value.data  # a slice of the batch: a write to it is none to the others
         if tensor.requires_grad and self.step.differentiable:
@@ -583,10 +597,18 @@ class Journey:
         """
         self._lent.settle(hop)
         graph = self.graphs.pop(hop, None)
-        if graph is None:
-            return
+        if graph is not None:
+            self._run_backward(hop, graph, split=split, before_whole=before_whole)
+            graph.roots.clear()
+            graph.arriving.clear()
+        if hop not in self._weights:
+            self._return(hop)
+
+    def _run_backward(
+        self, hop: int, graph: HopGraph, *, split: bool, before_whole: Callable[[], None] | None
+    ) -> None:
         for sent in graph.arriving:
-            sent.receive()
+            self.receive(hop, sent)
         rest = None
         if split and hop not in self.hooked:
             self._keep_recomputed(hop, True)
@@ -599,6 +621,7 @@ class Journey:
             self._keep_recomputed(hop, False)
             run_whole(graph)
             self._drop_saved(hop)
+        self.step.sent_back.settle(hop)  # of the micro-batch before
         after = self.step.mark(self.step.route[hop]) if graph.crossings else None
         for crossing in graph.crossings:
             box = crossing.box
@@ -612,6 +635,7 @@ class Journey:
         if rest is not None:
             rest.run()
         self._drop_saved(hop)
+        self._return(hop)
 
     def _drop_saved(self, hop: int) -> None:
         self.frames.pop(hop, None)
@@ -636,6 +660,7 @@ class Journey:
             after = None
         on_host = crossing.on_host
         sent = self.step.send(gradient, stage, after=after, back=True, watch=watch, on_host=on_host)
+        self.step.sent_back.add(hop, sent)
         self.add_sent_root(crossing.to_hop, crossing.to_edge, sent)
 
     def _graph(self, hop: int) -> HopGraph:
@@ -654,11 +679,14 @@ class Journey:
         self.on_border = None
         self.on_arrival.clear()
         if not self.step.differentiable:
+            for hop in self._taken.hops():
+                self._return(hop, self._left.get(hop))
             self.settle()
 
     def settle(self) -> None:
         """No hop's tensors are written or freed from here on before the copies of them are over."""
         self._lent.settle_all()
+        self._taken.drop()
 
     def abandon(self) -> None:
         """Let go of everything: the step has failed, or is over."""

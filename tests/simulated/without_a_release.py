@@ -14,11 +14,15 @@ import torch
 from torch import nn
 
 import blockpipe as bp
+from blockpipe.ambient import waiting_for_device
 
 from . import set_delay
 from .mutants import RELEASES, mutants, without
 
 LOCKING = ["lanes", "randomness", "ambient"]
+
+
+others_wait = threading.Event()
 
 
 class Noisy(nn.Module):
@@ -29,6 +33,8 @@ class Noisy(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bp.current_stage() == 0 and bp.current_microbatch() == 2:
+            others_wait.set()  # micro-batch 1 has gone on to its border
         x = nn.functional.dropout(self.layer(x), 0.1)
         return x if float(x.detach().sum()) < 1e9 else x * 2
 
@@ -37,18 +43,19 @@ def steps() -> None:
     """Some that succeed, one that fails, and some more, from several threads."""
     net = bp.begin_blocks(nn.Sequential(Noisy(), Noisy()), {"1": 1})
     devices = ["simulated:0", "simulated:1"]
-    pipe = bp.Pipeline(net, devices=devices, chunks=3, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=devices, chunks=3, checkpoint="always", schedule="gpipe")
     x = torch.randn(6, 8)
 
     def step() -> None:
         pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
 
     def fails(output: torch.Tensor) -> torch.Tensor:
-        if bp.current_microbatch() == 1:
-            raise ValueError("not this one")
-        return output.square().mean()
+        with waiting_for_device():
+            others_wait.wait()
+        raise ValueError("not this one")
 
     step(), step()
+    others_wait.clear()
     try:
         pipe.forward_backward(x, loss_fn=fails)
     except ValueError:
