@@ -24,7 +24,7 @@ from .recording import Recording
 from .snapshot import ModelState
 from .transfer import carry, is_on_meta
 from .tree import map_tensors
-from .watching import HooksRefusedError, hooked, run_watched, signature
+from .watching import HooksRefusedError, counting_writes, hooked, run_watched, signature
 from .where import users_line
 
 _log = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ def record_planned(
 
 
 @as_ours
+@counting_writes()
 def _record(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -27,11 +27,12 @@ from .recording import Recording
 from .snapshot import ModelState
 from .transfer import is_on_meta
 from .tree import map_tensors
-from .watching import hooked, run_watched, signature
+from .watching import counting_writes, hooked, run_watched, signature
 from .where import failing_line
 
 
 @as_ours
+@counting_writes()
 def record_on_fake_devices(
     model: nn.Module,
     args: Any,

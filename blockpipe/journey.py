@@ -346,7 +346,7 @@ class Journey:
         elif value is tensor:
             value = tensor.detach()
         made = Import(value, is_entry, version_of(value))
-        if not torch.is_inference_mode_enabled():
+        if not value.is_inference():  # else nothing tells whether it is written
             imports[self.hop] = made
             self._hop_imports.append((weakref.ref(tensor), weakref.ref(made)))
         return made

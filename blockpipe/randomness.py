@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from .ambient import waiting_for_device
-from .transfer import is_asynchronous
+from .transfer import copying, is_asynchronous
 
 # What is drawn from: a device's generator, Python's ``random``, numpy's global one.
 Source = torch.device | str
@@ -108,8 +108,9 @@ def _derived(source: Source, state: Any, what: str) -> Any:
 def _bytes_of(state: Any) -> bytes:
     if not isinstance(state, torch.Tensor):  # numpy's has an array in it, of which a repr is slow
         return b"".join(p.tobytes() if hasattr(p, "tobytes") else repr(p).encode() for p in state)
-    # Much the faster way, but torch does without numpy.
-    return state.numpy().tobytes() if "numpy" in sys.modules else bytes(state.tolist())
+    with copying():  # it is no stage's
+        # Much the faster way, but torch does without numpy.
+        return state.numpy().tobytes() if "numpy" in sys.modules else bytes(state.tolist())
 
 
 def current(sources: Iterable[Source]) -> States:

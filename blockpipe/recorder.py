@@ -482,12 +482,28 @@ class Recorder(Journey):
 
     def given(self, operands: Iterable[Tensor]) -> None:
         """What an operation below autograd is given: inside of a custom function that is all that
-        tells which buffers it reads."""
+        tells which buffers it reads, and which tensors that are no arguments of it."""
         for tensor in operands if self.sealed else ():
+            self._note_closure(tensor)
             held = self.held.get(id(tensor))
             if held is not None and held.is_buffer:
                 for call, _, _ in self.stack:
                     call.buffers.add(held.name)
+
+    def _note_closure(self, tensor: Tensor) -> None:
+        """Another stage's tensor that a custom function was not given: nobody could hand it a copy,
+        and what its backward adds would go around the cut."""
+        tag: Tag | None = getattr(tensor, TAG, None)
+        given: set[int] = set().union(*(known for _, known, _ in self.stack[1:]))
+        if tag is None or tag.key is not self.key or tag.hop == self.hop or id(tensor) in given:
+            return
+        name, call = self.custom_in[-1]
+        error = CrossingError(
+            f"autograd.Function {name!r} on stage {self.stage} reads a tensor of shape "
+            f"{tuple(tensor.shape)} made on stage {tag.stage} that is none of its arguments "
+            f"({users_line()}); pass it as one (torch.utils.checkpoint: pass use_reentrant=False)"
+        )
+        self.untracked.append((error, call))
 
     def _note_host_draws(self) -> None:
         """Whether the hop drew from Python's or numpy's generator since this was asked last."""
@@ -538,6 +554,9 @@ class Recorder(Journey):
 
 class FreeRecorder(Recorder, FreeJourney):
     """The journey of a recording whose graph is not cut."""
+
+    def _note_closure(self, tensor: Tensor) -> None:
+        pass  # it has no copies: what is an argument cannot be told from what is none
 
 
 class RecordingGlue(Glue):

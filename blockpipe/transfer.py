@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .ambient import waiting_for_device
+from .ambient import as_ours, waiting_for_device
 from .errors import DeviceError
 from .observer import Watch
 
@@ -33,6 +33,7 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+@as_ours
 def check_device(device: Any) -> torch.device:
     """A device with its index, checked to be there.
 
@@ -166,8 +167,9 @@ def send(
         return Sent(tensor.detach())
     # With grad on, also where the user's code has it off: autograd would forbid a later write
     # to an alias made without. What is detached gets no graph either way.
-    with copying(), torch.enable_grad():
-        source = tensor.detach()
+    # Without inference mode, whose tensors do not count what is written to them.
+    with copying(), torch.inference_mode(False), torch.enable_grad():
+        source = _counting(tensor) if tensor.is_inference() else tensor.detach()
         if stays:
             here = current_stream(tensor.device) if watch is not None else None
             if watch is not None:
@@ -193,6 +195,15 @@ def send(
         if expand:
             moved.value = moved.value.expand(source.shape)
         return moved
+
+
+def _counting(tensor: Tensor) -> Tensor:
+    """An alias of a tensor of inference mode that counts what is written to it."""
+    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+        return tensor.detach()
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return made.set_(tensor.untyped_storage(), *place)
 
 
 def _has_streams(tensor: Tensor, device: torch.device) -> bool:

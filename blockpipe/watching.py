@@ -47,7 +47,7 @@ def run_watched(
     result.planned_at = None if planned is None else planned.where
     cursor = WatchedCursor(follow_marks=planned is None)
     stages = {} if planned is None else planned.stages
-    differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    differentiable = torch.is_grad_enabled()
     step = Step([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
     result.unhookable = sorted(unhookable)
     activations = Activations([*model.parameters(), *model.buffers()])
@@ -86,6 +86,15 @@ def run_watched(
     finally:
         activations.forget()
     return result
+
+
+@contextlib.contextmanager
+def counting_writes() -> Iterator[None]:
+    """Around a recording: no gradients instead of inference mode, whose tensors do not count what
+    is written to them."""
+    grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
 
 
 class HooksRefusedError(Exception):

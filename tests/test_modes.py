@@ -28,7 +28,7 @@ _TORCH = str(Path(torch.__file__).parent) + "/"
 BETWEEN = {_TORCH + name for name in ("_tensor.py", "overrides.py", "functional.py", "_compile.py")}
 PASSES_ON = {
     "call_under",
-    "operation",
+    "__torch_function__",
     "watched_register_hook",
 }  # what the forward asked for, under the user's modes
 

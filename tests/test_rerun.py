@@ -403,6 +403,22 @@ def test_reentrant(schedule):
     check_alike(Scripted(reentrant), X, schedule=schedule)
 
 
+def test_reentrant_with_a_closure_over_another_stages_tensor():
+    """Its function runs without interception, forward and back."""
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            y = s.b(h)
+            return checkpoint(lambda t: t.tanh() * h, y, use_reentrant=True)
+
+    with pytest.raises(
+        CrossingError, match="'CheckpointFunction' on stage 1 reads .*use_reentrant"
+    ):
+        bp.record(Scripted(forward), X)
+
+
 def test_plain_step_is_what_is_meant():
     """The reference itself: with a checkpoint and without, the same."""
     net = Scripted(a_closure)
