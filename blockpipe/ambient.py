@@ -7,31 +7,113 @@ trains something else (torchgpipe hands on grad mode alone, and its workers igno
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _python_dispatch as dispatch
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class ThreadState(threading.local):
-    """What a thread of ours is doing: the glue of the journey that runs in it, and the baton, if it
-    holds that (at most one thread runs forward code for accelerators at a time)."""
+    """What a thread of ours is doing: the glue of the journey that runs in it, the baton, if it
+    holds that (at most one thread runs forward code for accelerators at a time), and the function
+    modes that are off meanwhile."""
 
     glue: Any = None
     baton: "threading.Lock | None" = None
+    modes: "Sequence[TorchFunctionMode]" = ()  # the user's, while what runs is ours
 
 
 in_thread = ThreadState()
+
+
+how_many_modes = torch._C._len_torch_function_stack
+_pop_mode = torch._C._pop_torch_function_stack
+_push_mode = torch._C._push_on_torch_function_stack
+
+
+def leave_modes() -> list[TorchFunctionMode]:
+    """Take every function mode off this thread; returns them for :func:`enter_modes`."""
+    if how_many_modes() == 1:  # the common case
+        return [_pop_mode()]
+    return [_pop_mode() for _ in range(how_many_modes())][::-1]
+
+
+def enter_modes(modes: Sequence[TorchFunctionMode]) -> None:
+    """Put function modes back that :func:`leave_modes` took off.
+
+    They are pushed, not entered: whoever entered them has done that, and twice may reset them.
+    """
+    for mode in modes:
+        _push_mode(mode)
+
+
+def call_under(
+    modes: Sequence[TorchFunctionMode],
+    function: Callable[..., R],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> R:
+    """Call a function of the user's, or of torch's, under these function modes."""
+    enter_modes(modes)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        for _ in modes:
+            _pop_mode()
+
+
+class ours:  # noqa: N801 - a context manager that reads as a word
+    """While entered, no function mode is on in this thread, for what runs is Blockpipe's own.
+
+    The glue would take our operations for the forward's, and the user's modes would see them, and
+    change them: under ``with torch.device("cuda:1")`` a tensor of ours would be made there.
+    Disabling torch functions was no alternative: it would take tensors of the user's own classes
+    for plain ones.
+    """
+
+    def __enter__(self) -> None:
+        self._outer = in_thread.modes
+        self._modes = leave_modes()
+        if self._modes:
+            in_thread.modes = self._modes
+
+    def __exit__(self, *_: object) -> None:
+        enter_modes(self._modes)
+        in_thread.modes = self._outer
+
+
+def as_ours(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorates what users call, and what calls them in :class:`theirs`."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ours():
+            return method(*args, **kwargs)
+
+    return call
+
+
+class theirs:  # noqa: N801
+    """While entered, the function modes that :class:`ours` took off are on: the user's code runs.
+
+    Without :class:`ours` around it they are on anyway, and this does nothing.
+    """
+
+    def __enter__(self) -> None:
+        self._modes = in_thread.modes
+        in_thread.modes = ()
+        enter_modes(self._modes)
+
+    def __exit__(self, *_: object) -> None:
+        for _mode in self._modes:
+            _pop_mode()
+        in_thread.modes = self._modes
 
 
 def take_baton(baton: "threading.Lock") -> None:
@@ -63,26 +145,26 @@ def waiting_for_device() -> Iterator[None]:
 
 class Surroundings:
     """What is around one call in a forward, so that it can be run again as it ran: autocast,
-    context variables, function modes that the user's code has entered."""
+    context variables, function modes.
 
-    def __init__(self) -> None:
+    Args:
+        modes: those that the user's code has entered.
+    """
+
+    def __init__(self, modes: Sequence[TorchFunctionMode]) -> None:
         self._context = contextvars.copy_context()
         self._autocast = _autocast_states()
-        self._modes = _get_current_function_mode_stack()
+        self._modes = modes
 
     def run(self, function: Callable[[], R]) -> R:
-        """Call a function in them; the glue is off."""
+        """Call a function of ours in them; the function modes are on in :class:`theirs`."""
         return self._context.copy().run(self._run, function)
 
     def _run(self, function: Callable[[], R]) -> R:
         glue, in_thread.glue = in_thread.glue, None
-        others = []
-        while torch._C._len_torch_function_stack():
-            others.append(_pop_mode())
-        for mode in self._modes:
-            _push_mode(mode)
         try:
-            with ExitStack() as stack:
+            with ours(), ExitStack() as stack:
+                in_thread.modes = self._modes
                 for now, then in zip(_autocast_states(), self._autocast, strict=True):
                     if now != then:
                         kind, is_on, dtype = then
@@ -91,10 +173,6 @@ class Surroundings:
                         )
                 return function()
         finally:
-            for _ in self._modes:
-                _pop_mode()
-            for mode in reversed(others):
-                _push_mode(mode)
             in_thread.glue = glue
 
 
@@ -121,7 +199,7 @@ class Ambient:
         self._context = contextvars.copy_context()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._function_modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
+        self._function_modes = [*in_thread.modes, *_get_current_function_mode_stack()]
         self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._streams = _current_streams()
@@ -175,8 +253,8 @@ class Ambient:
     @contextmanager
     def _modes(self) -> Iterator[None]:
         # Pushed, not entered: the caller has entered them, and entering twice may reset them.
-        for mode in self._function_modes:
-            _push_mode(mode)
+        # The function modes wait until the user's code runs.
+        before, in_thread.modes = in_thread.modes, self._function_modes
         for dispatched in self._dispatch_modes:
             dispatch._push_mode(dispatched)
         if self._hooks is not None:
@@ -188,8 +266,7 @@ class Ambient:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             for _ in self._dispatch_modes:
                 dispatch._pop_mode()
-            for _ in self._function_modes:
-                _pop_mode()
+            in_thread.modes = before
 
 
 @functools.cache

@@ -20,9 +20,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
+from .ambient import theirs
 from .crossing import HopGraph
 
 Root = tuple[GradientEdge, Tensor | None]
+
+
+def run_engine(*arguments: Any) -> Any:
+    """torch's own, whose hooks and functions are the user's."""
+    with theirs():
+        return _engine_run_backward(*arguments)
 
 
 def run_whole(graph: HopGraph) -> None:
@@ -34,7 +41,7 @@ def run_whole(graph: HopGraph) -> None:
         crossing.box.open = True
     # torch.autograd.backward, less its check of the gradients, which (in torch 2.11) cannot
     # look at an edge into a custom function such as ours.
-    _engine_run_backward(edges, gradients, False, False, (), True, True)
+    run_engine(edges, gradients, False, False, (), True, True)
     for crossing in graph.crossings:
         crossing.box.open = False
 
@@ -69,12 +76,12 @@ class WeightPart:
             starts = tuple(GradientEdge(step.node, i) for i, _ in given)
             values = tuple(g for _, g in given)
             ends = tuple(step.edges)
-            found = _engine_run_backward(starts, values, False, False, ends, True, False)
+            found = run_engine(starts, values, False, False, ends, True, False)
             roots += [(e, g) for e, g in zip(ends, found, strict=True) if g is not None]
         if roots:
             # Together, so that a parameter's hooks fire once, with the sum.
             edges, gradients = zip(*roots, strict=True)
-            _engine_run_backward(edges, gradients, False, False, (), True, True)
+            run_engine(edges, gradients, False, False, (), True, True)
 
 
 def run_input_part(graph: HopGraph) -> WeightPart | None:
@@ -92,7 +99,7 @@ def run_input_part(graph: HopGraph) -> WeightPart | None:
         handles = [step.node.register_prehook(partial(_keep, step)) for step in rest.steps]
         edges, gradients = zip(*through, strict=True)
         try:
-            found = _engine_run_backward(edges, gradients, True, False, tuple(ends), True, False)
+            found = run_engine(edges, gradients, True, False, tuple(ends), True, False)
         finally:
             for handle in handles:
                 handle.remove()

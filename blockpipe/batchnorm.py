@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .ambient import ours
 from .blocks import current_microbatch, is_recomputing
 from .tree import tensors
 
@@ -122,7 +123,7 @@ class DeferredBatchNorm:
             and module.track_running_stats
             and module.running_mean is not None
         ):
-            with torch.no_grad():
+            with ours(), torch.no_grad():
                 seen = statistics(next(tensors((args, kwargs))).detach())
             step.seen.setdefault(module, {}).setdefault(microbatch, []).append(seen)
         return forward(*args, **kwargs)

@@ -61,6 +61,13 @@ class Cursor:
         self.on_call: FunctionCall | None = None
         self.block_ended = False  # the last thing that happened was the end of an outermost block
 
+    def copy(self) -> "Cursor":
+        """A cursor that stands where this one does, and tells nobody."""
+        new = Cursor(follow_marks=self.follow_marks)
+        new.stage, new.mark, new.highest = self.stage, self.mark, self.highest
+        new.checkpoint, new._scopes, new.in_scope = self.checkpoint, [*self._scopes], self.in_scope
+        return new
+
     def begin(self, mark: Mark) -> None:
         """Move to a mark's stage."""
         stage = self.highest + 1 if mark.stage is None else mark.stage

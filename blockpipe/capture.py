@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .ambient import as_ours
 from .errors import BlockpipeError, RecordingError
 from .faking import record_there
 from .plan import StagePlan
@@ -23,7 +24,7 @@ from .recording import Recording
 from .snapshot import ModelState
 from .transfer import carry, is_on_meta
 from .tree import map_tensors
-from .watching import HooksRefusedError, hooked, run_watched, signature
+from .watching import HooksRefusedError, counting_writes, hooked, run_watched, signature
 from .where import users_line
 
 _log = logging.getLogger(__name__)
@@ -110,6 +111,8 @@ def record_planned(
     return recording
 
 
+@as_ours
+@counting_writes()
 def _record(
     model: nn.Module,
     args: tuple[Any, ...],

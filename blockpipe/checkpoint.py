@@ -16,7 +16,7 @@ import copy
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from .ambient import Surroundings, waiting_for_device
+from .ambient import Surroundings, call_under, ours, theirs, waiting_for_device
 from .blocks import Cursor, recomputing, set_cursor
 from .crossing import Box, enter_graph, version_of
 from .digests import Comparisons
@@ -126,6 +127,7 @@ class Frame:
         function: what is called.
         args: with what; kept, without their graphs.
         kwargs: with what.
+        modes: the function modes that the user's code has entered.
         offload: where to keep the arguments; ``None``: where they are.
         comparisons: where what is made again is compared with what was saved (a digest of each
             tensor): in a pipeline's first step, for a module may depend on what nobody can see.
@@ -140,6 +142,7 @@ class Frame:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
+        modes: Sequence[TorchFunctionMode] = (),
         *,
         offload: Offload | None = None,
         comparisons: Comparisons | None = None,
@@ -151,7 +154,8 @@ class Frame:
         self.comparisons = comparisons
         self.keeps = False  # what was made again, after it was read: it may be read once more
         self.count = 0
-        self._surroundings = Surroundings()
+        self._modes = modes
+        self._surroundings = Surroundings(modes)
         self._arguments: dict[int, _Kept] = {}  # by id: modules ask whether two arguments are one
 
         def keep(tensor: Tensor) -> Any:
@@ -176,7 +180,7 @@ class Frame:
         """The call itself; what it saves is dropped."""
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
         try:
-            result = self.function(*args, **kwargs)
+            result = call_under(self._modes, self.function, args, kwargs)
         finally:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             self._forget()  # of a gradient that the call itself has asked for
@@ -188,11 +192,12 @@ class Frame:
         return result
 
     def _pack(self, tensor: Tensor) -> _Slot:
-        slot = _Slot(self, tensor)
-        self.count += 1
-        if self.comparisons is not None:
-            self._digests.append((tensor.shape, self.comparisons.digest(tensor)))
-        return slot
+        with ours():
+            slot = _Slot(self, tensor)
+            self.count += 1
+            if self.comparisons is not None:
+                self._digests.append((tensor.shape, self.comparisons.digest(tensor)))
+            return slot
 
     def _check_arguments(self, how: str) -> None:
         for kept in self._arguments.values():
@@ -257,7 +262,7 @@ class Frame:
             _running.frame, _running.made = self, 0
             packs = torch.autograd.graph.saved_tensors_hooks(_pack_again, _same)
             try:
-                with packs:
+                with packs, theirs():
                     self.function(*args, **kwargs)
             except _Enough:
                 pass
@@ -334,13 +339,15 @@ def _pack_again(tensor: Tensor) -> Tensor:
     frame, index = _running.frame, _running.made
     assert frame is not None
     _running.made += 1
-    value = tensor.detach()
-    frame.collect(index, value)
-    return value
+    with ours():
+        value = tensor.detach()
+        frame.collect(index, value)
+        return value
 
 
 def _unpack(slot: _Slot) -> Tensor:
-    return slot.frame.value(slot)
+    with ours():
+        return slot.frame.value(slot)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import current_microbatch
-from .glue import Doors
+from .doors import Doors
 from .tree import leaves, map_leaves, tensors
 
 

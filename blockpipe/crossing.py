@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -19,9 +20,10 @@ from torch.autograd.graph import GradientEdge
 
 from .digests import Comparisons
 from .errors import CrossingError
+from .lending import Lent, Returned
 from .observer import Observer, Watch
 from .randomness import Source
-from .transfer import Lent, Owner, Sent, is_asynchronous, mark, send, set_owner
+from .transfer import Owner, Sent, is_asynchronous, mark, send, set_owner
 
 TAG = "_blockpipe_tag"
 RECORDING = -1  # the number of the recording's step
@@ -43,7 +45,7 @@ class JourneyKey:
 class Tag:
     """What a tensor is to a journey: whose, made on which hop, where it was imported to."""
 
-    __slots__ = ("hop", "imports", "key", "newest", "stage")
+    __slots__ = ("hop", "imports", "is_kept", "key", "newest", "stage")
 
     def __init__(self, key: JourneyKey, hop: int, stage: int) -> None:
         self.key = key
@@ -51,6 +53,7 @@ class Tag:
         self.stage = stage
         self.imports: dict[int, Import] | None = None
         self.newest: Tensor | None = None  # where a later hop wrote to it: the tensor that counts
+        self.is_kept = False  # on the host, where the user's code asked for it
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -81,6 +84,7 @@ class Home:
     hop: int
     stage: int
     name: str
+    is_adopted: bool = False  # a leaf from outside, which no module of the model registered
 
 
 @dataclass(slots=True)
@@ -99,6 +103,7 @@ class Crossing:
     box: Box
     to_hop: int
     to_edge: GradientEdge
+    on_host: bool = False  # the tensor is on the host wherever it is read, and so its gradient
 
 
 @dataclass(slots=True)
@@ -135,7 +140,8 @@ class Entry(torch.autograd.Function):
         return None, None, None
 
 
-_phony = torch.zeros((), requires_grad=True)  # makes entries differentiable; gets no gradient
+# Makes entries differentiable, and gets no gradient itself.
+_phony = torch.zeros((), device="cpu", requires_grad=True)
 
 
 class Step:
@@ -156,6 +162,7 @@ class Step:
         splits: bool = False,
         tracks_writes: bool = True,
         sealed_functions: Mapping[str, tuple[frozenset[int], Any, bool]] | None = None,
+        doors: AbstractContextManager[None] | None = None,
         sources: Sequence[list[Source]] = (),
         waiting: Collection[str] = (),
         rereads: Collection[int] = (),
@@ -167,9 +174,9 @@ class Step:
         self.begins = begins  # for each hop, which of the forward's marks it began with
         self.splits = splits  # whether backwards may be in two parts
         self.tracks_writes = tracks_writes  # whether the recording saw a write to a foreign tensor
-        self.sealed_functions = (
-            sealed_functions or {}
-        )  # hops, how they are recomputed, and whether they wait
+        # By name: on which hops it is sealed, how it is recomputed, whether the host waits in it.
+        self.sealed_functions = sealed_functions or {}
+        self.doors = doors or nullcontext()  # entered again where a part of a forward is run again
         self.sources = sources  # what each hop draws random numbers from
         self.waiting = waiting  # names of torch functions that wait for a device
         self.rereads = rereads  # hops with functions that may read what they saved twice
@@ -183,6 +190,8 @@ class Step:
         self.isolate = isolate_as is not None
         self.cut = cut
         self.lent = Lent()  # the caller's tensors, and the model's, that are being copied
+        self.sent_back = Lent()  # by hop: gradients that are on their way
+        self.returned = Returned()
         self._begun: dict[torch.device, torch.Event | None] = {}
         self._lock = threading.Lock()
         self._copies: dict[tuple[int, int], Sent] = {}
@@ -198,6 +207,17 @@ class Step:
         used = set() if self.devices is None else {self.devices[stage] for stage in self.route}
         return self.cut and len(used) > 1 and any(map(is_asynchronous, used))
 
+    @cached_property
+    def is_mixed(self) -> bool:
+        """Whether some stages are on the CPU, and some on an accelerator."""
+        return len({device.type == "cpu" for device in self.devices or ()}) > 1
+
+    def settle(self) -> None:
+        """The step is over: what it was given, and what it made, may be written and let go."""
+        self.lent.settle_all()
+        self.sent_back.settle_all()
+        self.returned.settle_all()
+
     def begin(self) -> None:
         """Note what is queued on the devices by now: what the step is given is there behind it."""
         if self.has_copies:
@@ -208,22 +228,27 @@ class Step:
         """An event behind what is queued on a stage's device, if anybody could wait for it."""
         return mark(self.devices[stage]) if self.has_copies and self.devices is not None else None
 
-    def copy_of(self, tensor: Tensor, stage: int, watch: Watch | None = None) -> Tensor:
+    def copy_of(
+        self, tensor: Tensor, stage: int, watch: Watch | None = None, *, on_host: bool = False
+    ) -> Tensor:
         """A parameter's or buffer's value on another stage, copied once in the step."""
         key = id(tensor), stage
         with self._lock:
             sent = self._copies.get(key)
             if sent is None:
-                sent = self._copies[key] = self.lend(tensor, stage, watch)
+                sent = self._copies[key] = self.lend(tensor, stage, watch, on_host=on_host)
         return sent.receive()
 
     def carried(self, tensor: Tensor, stage: int, watch: Watch | None = None) -> Tensor:
         """The values of a tensor that is the caller's, or the model's, on a stage."""
         return self.lend(tensor, stage, watch).receive()
 
-    def lend(self, tensor: Tensor, stage: int, watch: Watch | None = None) -> Sent:
+    def lend(
+        self, tensor: Tensor, stage: int, watch: Watch | None = None, *, on_host: bool = False
+    ) -> Sent:
         """Begin to copy a tensor that is the caller's, or the model's, to a stage."""
-        sent = self.send(tensor, stage, watch=watch, after=self._begun.get(tensor.device))
+        after = self._begun.get(tensor.device)
+        sent = self.send(tensor, stage, watch=watch, after=after, on_host=on_host)
         self.lent.add(None, sent)
         return sent
 
@@ -235,10 +260,11 @@ class Step:
         after: torch.Event | None = None,
         back: bool = False,
         watch: Watch | None = None,
+        on_host: bool = False,
     ) -> Sent:
         """Begin to copy a tensor's values to a stage: an alias on the same device, unless isolated.
-        See :func:`blockpipe.transfer.send`."""
-        device = self.device_of(stage)
+        What the user's code keeps on the host stays there. See :func:`blockpipe.transfer.send`."""
+        device = tensor.device if on_host else self.device_of(stage)
         sent = send(tensor, device, copy=self.isolate, after=after, back=back, watch=watch)
         if self.isolate_as is not None:
             set_owner(sent.value, Owner(self.isolate_as, stage))
@@ -250,7 +276,8 @@ class Step:
         A parameter of a loss function, say.
         """
         with self._lock:
-            return self._adopted.setdefault(id(tensor), Home(tensor, hop, stage, "<unregistered>"))
+            home = Home(tensor, hop, stage, "<unregistered>", is_adopted=True)
+            return self._adopted.setdefault(id(tensor), home)
 
     def home_of(self, tensor: Tensor) -> Home | None:
         """Where a parameter or buffer lives; ``None`` for any other tensor."""

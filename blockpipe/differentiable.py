@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ambient import ours
 from .errors import UsageError
 from .execution import Execution
 from .microbatch import Joint
@@ -58,7 +59,10 @@ class _Backward:
                 if piece is not None and place is not None:
                     hop, edge = place
                     stage = execution.prepared.route[hop]
-                    journey.add_sent_root(hop, edge, execution.step.send(piece, stage, back=True))
+                    on_host = result.on_host[leaf]
+                    sent = execution.step.send(piece, stage, back=True, on_host=on_host)
+                    execution.step.lent.add(None, sent)
+                    journey.add_sent_root(hop, edge, sent)
         self.gradients.clear()
         self.joints = []
         execution.run_backward()
@@ -70,7 +74,7 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, way_back: _Backward, token: Tensor, *inputs: Tensor) -> Tensor:
         ctx.way_back = way_back
         ctx.token = edge_of(token).node  # runs in an ordinary backward, and in no other
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -80,7 +84,8 @@ class _Launch(torch.autograd.Function):
                 "backward adds all of them up in .grad; call backward() and read .grad, or use "
                 "schedule='uncut'"
             )
-        return None, None, *ctx.way_back.run()
+        with ours():
+            return None, None, *ctx.way_back.run()
 
 
 class _Gather(torch.autograd.Function):
@@ -106,7 +111,7 @@ class _Gather(torch.autograd.Function):
         for place, gradient in zip(ctx.places, gradients, strict=True):
             if gradient is not None:
                 ctx.way_back.gradients[place] = gradient
-        return None, None, torch.zeros(()), *(None for _ in gradients)
+        return None, None, torch.zeros((), device="cpu"), *(None for _ in gradients)
 
 
 def attach(
@@ -135,7 +140,7 @@ def attach(
             places.append((leaf, None))
     if not places:
         return output
-    token = torch.zeros((), requires_grad=True)
+    token = torch.zeros((), device="cpu", requires_grad=True)
     phony = _Launch.apply(way_back, token, *(t for _, t in inputs))
     flat: dict[int, Any] = dict(enumerate(_leaves_by_joint(output, joints)))
     values = [flat[leaf] if part is None else flat[leaf][part] for leaf, part in places]

@@ -14,16 +14,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
-from .ambient import Ambient
+from .ambient import Ambient, theirs
+from .backward import run_engine
 from .blocks import Cursor, Mark, set_cursor, set_microbatch
 from .crossing import TAG, Step, Tag
 from .errors import BlockpipeError, RouteError
-from .glue import CustomFunctions, Glue, TensorHooks
-from .journey import FreeJourney, Journey, detached
+from .free import FreeJourney
+from .glue import Glue
+from .journey import Journey, detached
 from .lanes import Abandoned, Turns
-from .losses import check_differentiable, kind_of, loss_of
+from .losses import check_differentiable, checked_loss, computed_loss, kind_of
 from .meter import Meter
 from .microbatch import Microbatch
 from .observed import PlainPassage, observed_border
@@ -31,6 +33,8 @@ from .observer import Observer, Watch
 from .offload import Offload
 from .prepared import Prepared, ScheduleOption
 from .randomness import Source, Streams, current, moved, own_turn, sources_of
+from .replaced import Backwards, CustomFunctions, TensorHooks
+from .rerun import Checkpoints
 from .sanitizer import Sanitizer
 from .schedule import Action, Schedule
 from .stores import Links
@@ -49,6 +53,7 @@ class Result:
     loss: Tensor | None = None
     outputs: Any = None
     edges: list[tuple[int, GradientEdge] | None] = field(default_factory=list)
+    on_host: list[bool] = field(default_factory=list)  # by output: the user's code wants it there
 
 
 class Execution:
@@ -102,6 +107,7 @@ class Execution:
             splits=not isinstance(schedule, str) or schedule.startswith(("zb", "auto")),
             tracks_writes=prepared.recording.writes_across,
             sealed_functions=prepared.doors.functions,
+            doors=prepared.doors,
             sources=self._sources(),
             waiting=prepared.waiting,
             rereads=prepared.rereads,
@@ -280,9 +286,10 @@ class Execution:
                     lambda tensor: self.step.carried(tensor, first, self._watch(tensor, 0, m)),
                     (args, kwargs, target),
                 )
-            with self.ambient.uncached_autocast() if autocasts else _NOTHING:
+            with self.ambient.uncached_autocast() if autocasts else _NOTHING, theirs():
                 output = self.prepared.model(*args, **kwargs)
                 loss = self._loss(output, target)
+            loss = checked_loss(loss)
             self._leave_stream(m, 0)
             if seen is not None:
                 seen.turn_back()
@@ -296,7 +303,7 @@ class Execution:
             with self.ambient.no_autocast() if autocasts else _NOTHING:
                 # As loss.backward(root) does, when it has looked at its arguments.
                 roots = (loss,), (self._root(m, loss),)
-                _engine_run_backward(*roots, False, False, (), True, True)
+                run_engine(*roots, False, False, (), True, True)
             if seen is not None:
                 seen.finish()
         except BaseException as error:
@@ -377,8 +384,11 @@ class Execution:
                 stack.enter_context(
                     self.prepared.compiled.step(self._in_flight(), keeps_graphs=keeps_graphs)
                 )
+            stack.enter_context(Backwards())
             if self.prepared.recording.custom_functions:
                 stack.enter_context(CustomFunctions())
+            if self.prepared.recording.recomputes:
+                stack.enter_context(Checkpoints())
             stack.enter_context(self._current_device_kept())
             yield
 
@@ -412,7 +422,7 @@ class Execution:
                     journey.settle()
                 else:
                     journey.abandon()
-            self.step.lent.settle_all()
+            self.step.settle()
             self._links.close()
 
     # --- one micro-batch's forward
@@ -469,12 +479,13 @@ class Execution:
 
     def _travel(self, journey: Journey, batch: Microbatch) -> Result:
         args, kwargs, target = self._inputs(journey, batch)
-        with self._offloaded(journey), Glue(journey):
+        with self._offloaded(journey):
             if self.step.sources and self.step.sources[0] and self.step.begins[:1] == [0]:
                 # Before the first operation: what keeps the generator's state for later
                 # (torch.utils.checkpoint) reads it before that.
                 journey.arrive()
-            output = self.prepared.model(*args, **kwargs)
+            with theirs(), Glue(journey):
+                output = self.prepared.model(*args, **kwargs)
             if journey.hop < 0:
                 journey.arrive()
             # The loss is computed where the forward's last operation was: an inner block may have
@@ -482,7 +493,10 @@ class Execution:
             journey.cursor.stage = journey.stage
             loss = None
             if "loss" in self.want:
-                loss = self._loss(output, self._received(journey, target))
+                target = self._received(journey, target)
+                with theirs(), Glue(journey):
+                    loss = self._loss(output, target)
+                loss = checked_loss(loss)
         return self._result(journey, output, loss)
 
     @contextmanager
@@ -541,7 +555,7 @@ class Execution:
         def received(leaf: Any) -> Any:
             if not isinstance(leaf, Sent):
                 return leaf
-            value = leaf.receive()
+            value = journey.receive(last, leaf)
             setattr(value, TAG, Tag(journey.key, last, self.prepared.route[last]))
             return value
 
@@ -559,12 +573,12 @@ class Execution:
                 found.setdefault(id(leaf), index)
         return found
 
-    def _loss(self, output: Any, target: Any) -> Tensor:
+    def _loss(self, output: Any, target: Any) -> Any:
         if self.loss_fn is None or self._loss_kind in self.prepared.loss_draws:
-            return loss_of(output, target, self.loss_fn)
+            return computed_loss(output, target, self.loss_fn)
         drew: list[object] = []
         with Meter(None, drew=drew.append):
-            loss = loss_of(output, target, self.loss_fn)
+            loss = computed_loss(output, target, self.loss_fn)
         self.prepared.loss_draws[self._loss_kind] = bool(drew)
         return loss
 
@@ -578,9 +592,10 @@ class Execution:
             result.loss = loss.detach()
             journey.add_root(journey.hop_of(loss), edge_of(loss), self._root(m, result.loss))
         if "outputs" in self.want:
-            if self.cut and "loss" not in self.want:
-                for leaf in leaves(output):
+            for leaf in leaves(output):
+                if self.cut and "loss" not in self.want:
                     result.edges.append(self._edge(journey, leaf))
+                result.on_host.append(isinstance(leaf, Tensor) and journey.stays(leaf))
             result.outputs = map_tensors(
                 lambda t: journey.newest(t).detach() if self.cut or "loss" in self.want else t,
                 output,
@@ -616,9 +631,8 @@ class Execution:
         outer = set_cursor(cursor)  # for hooks of the user's: which stage is this?
         try:
             self._be_on(stage)
-            in_glue = self.prepared.recording.recomputes and self.cut
-            draws = hop.reruns and (hop.draws or self.step.is_first)
-            if self.isolate_as is None and not in_glue and not draws:
+            draws = hop.reruns and (self._reruns_draw or self.step.is_first)
+            if self.isolate_as is None and not draws:
                 self._run_backward(journey, action)
                 return
             with ExitStack() as stack:
@@ -626,8 +640,6 @@ class Execution:
                     stack.enter_context(own_turn())  # torch.utils.checkpoint sets the generators
                 if self.isolate_as is not None:
                     stack.enter_context(Sanitizer(self.isolate_as, action.microbatch, stage, phase))
-                if in_glue:
-                    stack.enter_context(Glue(journey, recompute=action.hop))
                 self._run_backward(journey, action)
         except Abandoned:
             raise
@@ -636,6 +648,11 @@ class Execution:
             raise
         finally:
             set_cursor(outer)
+
+    @cached_property
+    def _reruns_draw(self) -> bool:
+        """Whether what torch.utils.checkpoint runs again draws numbers: it may span hops."""
+        return any(hop.reruns and hop.draws for hop in self.prepared.recording.hops)
 
     def _run_backward(self, journey: Journey, action: Action) -> None:
         kind, hop, m = action

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
+from .ambient import as_ours
 from .errors import BlockpipeError, IsolationError, RecordingError
 from .plan import StagePlan
 from .planned import Planned, planned_by
@@ -26,10 +27,12 @@ from .recording import Recording
 from .snapshot import ModelState
 from .transfer import is_on_meta
 from .tree import map_tensors
-from .watching import hooked, run_watched, signature
+from .watching import counting_writes, hooked, run_watched, signature
 from .where import failing_line
 
 
+@as_ours
+@counting_writes()
 def record_on_fake_devices(
     model: nn.Module,
     args: Any,

@@ -1,43 +1,48 @@
 """Interception: what stands between the user's ``forward`` and its journey.
 
-Two things look at tensors. The *glue* is a ``TorchFunctionMode`` that is active in the Python
-between module calls; a *door* stands around each sealed module and looks only at what goes in and
-comes out, with the glue taken off inside. A dispatch mode was no alternative: it sits below
-autograd, so it sees operations whose graph has been built already, on the wrong tensors.
+The *glue* is a ``TorchFunctionMode`` that is active in the Python between module calls. It sees
+each operation before autograd does, and can hand it another tensor. A dispatch mode was no
+alternative: it sits below autograd, so it sees operations whose graph has been built already, on
+the wrong tensors.
 
-Doors are instance attributes, set for a step and taken off after it: hooks of the user's run
-outside of them, and between steps the model is exactly the user's.
+What Blockpipe itself does to a tensor never goes through the glue, nor through a mode of the
+user's: wherever code of the user's comes to ours (an operation, a sealed call, a mark, a hook on
+what is saved), all function modes are left first.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from .ambient import in_thread, waiting_for_device
+from .ambient import (
+    call_under,
+    enter_modes,
+    how_many_modes,
+    in_thread,
+    leave_modes,
+    waiting_for_device,
+)
 from .checkpoint import Again
-from .crossing import Entry
 from .journey import Journey
-from .planned import Stages, planned_stage
-from .recording import Call, Recording
 from .tree import map_tensors, tensors
 
 # Questions that need no copy, and hooks, which belong on the tensor itself.
-_PROPERTIES = """shape dtype ndim layout requires_grad is_leaf grad_fn names is_cuda is_cpu is_meta
-    is_sparse is_quantized is_mkldnn is_xpu is_mps is_nested itemsize nbytes output_nr _version
-    retains_grad"""
+_PROPERTIES = """shape dtype ndim layout requires_grad is_leaf grad_fn names is_meta is_sparse
+    is_quantized is_mkldnn is_nested itemsize nbytes output_nr _version retains_grad"""
 _METHODS = """size dim stride numel nelement ndimension element_size storage_offset is_contiguous
-    is_floating_point is_complex is_signed get_device __len__ __hash__ is_shared is_pinned
-    is_inference is_same_size has_names"""
+    is_floating_point is_complex is_signed __len__ __hash__ is_shared is_pinned is_inference
+    is_same_size has_names"""
 _register_hook = Tensor.register_hook
 _NOTHING = nullcontext()
 
 
-def _watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+def watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """``Tensor.register_hook`` in a sealed module: noted, for there nobody looks."""
     glue = active_glue()
     if glue is not None and glue.inside:
         glue.journey.hooked.add(glue.journey.hop)
@@ -47,7 +52,7 @@ def _watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | Non
 _HOOKS = frozenset(
     [
         _register_hook,
-        _watched_register_hook,
+        watched_register_hook,
         Tensor.retain_grad,
         Tensor.register_post_accumulate_grad_hook,
     ]
@@ -57,13 +62,35 @@ _METADATA: frozenset[Any] = _HOOKS.union(
     [getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)],
     [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor],
 )
-# What replaces a tensor's data or history: nothing that a copy could stand in for.
-_REBINDS = frozenset(
-    [Tensor.data.__set__, Tensor.detach_, Tensor.set_, Tensor.resize_, Tensor.requires_grad_]  # type: ignore[attr-defined]
+# Nothing that a copy could stand in for: what replaces a tensor's data or history, and backwards.
+_ON_ITSELF: frozenset[Any] = frozenset(
+    [
+        Tensor.data.__set__,  # type: ignore[attr-defined]
+        Tensor.detach_,
+        Tensor.resize_,
+        Tensor.requires_grad_,
+        Tensor.backward,
+        torch.autograd.backward,
+        torch.autograd.grad,
+    ]
 )
-_DIFFERENTIATES = frozenset([torch.autograd.grad])
-_DEVICE = Tensor.device.__get__
-_QUESTIONS = _METADATA | {_DEVICE}
+
+
+def _is_a(kind: str, device: torch.device) -> bool:
+    return device.type == kind
+
+
+# Where a tensor is, asked in one way or another: each answer follows from the device.
+_WHERE: dict[Any, Callable[[torch.device], Any]] = {
+    Tensor.device.__get__: lambda device: device,
+    Tensor.get_device: lambda device: -1 if device.index is None else device.index,
+    torch.get_device: lambda device: -1 if device.index is None else device.index,
+    **{
+        getattr(Tensor, f"is_{kind}").__get__: partial(_is_a, kind)
+        for kind in ("cpu", "cuda", "xpu", "mps")
+    },
+}
+_QUESTIONS = _METADATA.union(_WHERE)
 _LOOKS_AT_GRAPH = _HOOKS | {getattr(Tensor, name).__get__ for name in ("grad_fn",)}
 
 
@@ -92,34 +119,36 @@ def active_glue() -> "Glue | None":
 class Glue(TorchFunctionMode):
     """Hands every operation in the glue what it may read, and claims what it makes.
 
+    Its own reading goes through no function mode: see the module's docstring.
+
     Args:
         journey: whose forward it is.
-        recompute: in backward, for recomputations by ``torch.utils.checkpoint``: the hop. Then
-            foreign originals are replaced by what the forward had imported, and nothing else
-            happens.
     """
 
-    def __init__(self, journey: Journey, recompute: int | None = None) -> None:
+    def __init__(self, journey: Journey) -> None:
         super().__init__()
         self.journey = journey
-        self.recompute = recompute
         self.inside = False  # of a sealed module, where this mode is off
+        self._is_mixed = journey.step.is_mixed
 
     def __enter__(self) -> "Glue":
         self._hooks = _saved_tensor_hooks()
         self._outer = in_thread.glue
         in_thread.glue = self
         super().__enter__()  # type: ignore[no-untyped-call]
-        if self.recompute is None:
-            self.journey.cursor.on_call = self.call_function
+        self.journey.cursor.on_call = self.call_function
         return self
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
-        if self.recompute is None:
-            self.journey.cursor.on_call = None
+        self.journey.cursor.on_call = None
         in_thread.glue = self._outer
         self._outer = None
+
+    def is_on(self) -> bool:
+        """Whether it sees what is called here."""
+        at = torch._C._get_function_stack_at
+        return any(at(depth) is self for depth in range(how_many_modes()))
 
     def __torch_function__(
         self,
@@ -127,19 +156,16 @@ class Glue(TorchFunctionMode):
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
+        modes: Sequence[TorchFunctionMode] = (),
     ) -> Any:
+        if how_many_modes():
+            return self.apart(func, types, args, kwargs)
         kwargs = kwargs or {}
         journey = self.journey
         if func in _QUESTIONS:
-            return self._answered(func, args, kwargs)
-        if self.recompute is not None:
-            return self._recomputed(func, args, kwargs)
+            return self._answered(func, args, kwargs, modes)
         journey.arrive()
-        if func in _REBINDS:
-            journey.refuse_foreign(func.__name__, args[:1])
-        elif func in _DIFFERENTIATES:
-            journey.refuse_foreign("autograd.grad", tensors((args, kwargs)))
-        local = journey.local
+        local = journey.handed(func, args, kwargs) if func in _ON_ITSELF else journey.local
         args = tuple(
             [
                 local(a)
@@ -162,39 +188,67 @@ class Glue(TorchFunctionMode):
         foreign = journey.take_foreign()
         waiting = journey.step.waiting
         with waiting_for_device() if waiting and func.__name__ in waiting else _NOTHING:
-            result = func(*args, **kwargs)
+            result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
         if foreign:
             journey.check_written(foreign)
+        if self._is_mixed and self._asks_for_host(func, args, kwargs):
+            result = journey.keep_on_host(result, args)
         journey.claim(result)
         return result
 
-    def _answered(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    def apart(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
     ) -> Any:
-        """What needs no copy. A tensor's device is that of the stage which asks."""
+        """The same where there are modes of the user's: they are for what ``func`` does."""
+        modes = leave_modes()
+        theirs = [mode for mode in modes if mode is not self]
+        try:
+            return self.__torch_function__(func, types, args, kwargs, theirs)
+        finally:
+            enter_modes(modes)
+
+    def _asks_for_host(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether an operation says in so many words that its result be on the host, or reads
+        nothing else. The device that a stage on the CPU was told as its own is no such word."""
+        device = kwargs.get("device", args[1] if func is Tensor.to and len(args) > 1 else None)
+        if isinstance(device, str):
+            device = torch.device(device)
+        elif device is self.journey.step.device_of(self.journey.stage):
+            return False
+        if func is Tensor.cpu or (isinstance(device, torch.device) and device.type == "cpu"):
+            return True
+        given = list(tensors((args, kwargs)))
+        return bool(given) and all(map(self.journey.stays, given))
+
+    def _answered(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        modes: Sequence[TorchFunctionMode],
+    ) -> Any:
+        """What needs no copy. Where a tensor is, is where the stage that asks would read it."""
         journey = self.journey
         if func in _HOOKS or journey.wrote_foreign:
             args = (journey.newest(args[0]), *args[1:])
         if func in _LOOKS_AT_GRAPH:
             journey.hooked.add(journey.hop_of(args[0]))
-        own = func(*args, **kwargs)
-        if func != _DEVICE:
-            return own
-        device = journey.step.device_of(max(journey.cursor.stage, 0))
-        return own if device is None or own.type == "meta" else device
-
-    def _recomputed(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        hop = cast(int, self.recompute)
-
-        def found(value: Tensor) -> Tensor:
-            return self.journey.recomputed(value, hop)
-
-        return func(*map_tensors(found, args), **map_tensors(found, dict(kwargs)))
+        where = _WHERE.get(func)
+        if where is None:
+            return call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
+        return where(journey.device_of(args[0] if args else kwargs["input"]))
 
     def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
         """Called for each custom function in the glue; the recording writes it down."""
+
+    def saw_checkpoint(self) -> None:
+        """Called for each ``torch.utils.checkpoint`` in the glue; the same."""
 
     def call_function(
         self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -225,55 +279,37 @@ class Glue(TorchFunctionMode):
             waits: whether it makes the host wait for the device.
         """
         journey = self.journey
-        if self.recompute is not None:
-            hop = self.recompute
-            args, kwargs = map_tensors(lambda t: journey.recomputed(t, hop), (args, kwargs))
-            above = self._take_off()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._put_back(above)
-        journey.arrive()
-        above = self._take_off()
+        modes: Sequence[TorchFunctionMode] = leave_modes()
+        theirs = () if modes == [self] else [mode for mode in modes if mode is not self]
+        self.inside = True
         try:
+            journey.arrive()
             own = _Containers()
             args = own.localize(journey.local, args)
             kwargs = own.localize(journey.local, kwargs) if kwargs else kwargs
             foreign = journey.take_foreign()
             frame = None
             if again is not None and journey.repeats() and _saved_tensor_hooks() == self._hooks:
-                frame = journey.frame(again, function, args, kwargs)
+                frame = journey.frame(again, function, args, kwargs, theirs)
             journey.sealed += 1
             try:
                 with waiting_for_device() if waits else _NOTHING:
-                    result = function(*args, **kwargs) if frame is None else frame.run(args, kwargs)
+                    if frame is not None:
+                        result = frame.run(args, kwargs)
+                    elif theirs:
+                        result = call_under(theirs, function, args, kwargs)
+                    else:
+                        result = function(*args, **kwargs)
+                if foreign:
+                    journey.check_written(foreign)
             finally:
                 journey.sealed -= 1
                 own.write_back()
-            if foreign:
-                journey.check_written(foreign)
             journey.claim(result)
             return result
         finally:
-            self._put_back(above)
-
-    def _take_off(self) -> list[Any]:
-        """Take this mode, and only this one, off the stack; returns those that were above it."""
-        above = []
-        while (mode := _pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
-        self.inside = True
-        return above
-
-    def _put_back(self, above: list[Any]) -> None:
-        self.inside = False
-        for _ in above:
-            _pop_mode()
-        _push_mode(self)
-        for mode in reversed(above):
-            _push_mode(mode)
+            self.inside = False
+            enter_modes(modes)
 
 
 def _saved_tensor_hooks() -> Any:
@@ -310,257 +346,3 @@ class _Containers:
                 a is not b for a, b in zip(given, before, strict=True)
             ):
                 original[:] = given
-
-
-class Door:
-    """Stands in for a module's ``forward`` during a step.
-
-    Args:
-        forward: what it stands in for.
-        hops: the hops on which the module is sealed.
-        stages: from the module's call to the stage that a plan gives it, overriding the marks.
-        again: how its call is recomputed; ``None``: it is not.
-        waits: whether its call makes the host wait for a device.
-    """
-
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        hops: frozenset[int],
-        stages: Mapping[int | None, int] | None = None,
-        again: Again | None = None,
-        *,
-        waits: bool = False,
-    ) -> None:
-        self.forward = forward
-        self.hops = hops
-        self.stages = stages
-        self.again = again
-        self.waits = waits
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        glue = active_glue()
-        if glue is None:
-            return self.forward(*args, **kwargs)
-        journey = glue.journey
-        if glue.inside:
-            if self.stages is not None and glue.recompute is None:
-                journey.count_call(self)  # a later one may be outside of what is sealed
-            return self.forward(*args, **kwargs)
-        if glue.recompute is not None:
-            if glue.recompute in self.hops:
-                return glue.call_sealed(self.forward, args, kwargs)
-            return self.forward(*args, **kwargs)
-        if self.stages is not None:
-            call = journey.count_call(self)
-            journey.cursor.move(planned_stage(self.stages, call, journey.cursor.stage), None)
-        if self.hops and journey.is_sealed(self.hops):
-            return glue.call_sealed(self.forward, args, kwargs, self.again, waits=self.waits)
-        return self.forward(*args, **kwargs)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` wraps a module, or compiled it in place."""
-    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
-
-
-class Doors:
-    """The doors of one recording; entered for each step, reentrant.
-
-    Args:
-        model: whose modules they are of.
-        sealed: from a module's path to the hops on which it is sealed.
-        planned: from a module's path and call to the stage that a plan gives it.
-        inner: what else stands in for modules' forwards meanwhile, inside of the door where there
-            is one: from a module's path to a function that makes it from the forward.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        recording: Recording,
-        planned: Stages | None = None,
-        inner: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] | None = None,
-    ) -> None:
-        planned, inner = _outside_of_sealed(recording, planned or {}), inner or {}
-        sealed = recording.sealed
-        modules = dict(model.named_modules())
-        waiting = {call.path for call in recording.calls if call.waits}
-        self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
-        self._sealed: list[tuple[str, nn.Module, Door, Callable[..., Any]]] = []
-        for path in sorted({*sealed, *planned, *inner}):
-            module = modules[path]
-            # A module compiled in place runs its compiled call instead of `forward`.
-            compiled = module.__dict__.get("_compiled_call_impl")
-            name = "forward" if compiled is None else "_compiled_call_impl"
-            forward = getattr(module, name)
-            if path in inner:
-                forward = inner[path](forward)
-            if path not in sealed and path not in planned:
-                self._places.append((module.__dict__, name, forward))
-                continue
-            again = self._again(f"module {path or '(the model)'!r}", path, recording, modules)
-            hops = sealed.get(path, frozenset())
-            door = Door(forward, hops, planned.get(path), again, waits=path in waiting)
-            self._places.append((module.__dict__, name, door))
-            if door.hops and not is_compiled(module):
-                self._sealed.append((path, module, door, door.forward))
-        self.functions = {
-            key: (hops, self._again(f"function {key}", key, recording, modules), key in waiting)
-            for key, hops in recording.sealed_functions.items()
-        }
-        self._depth = 0
-        self._before: list[Any] = []
-
-    def _again(
-        self, what: str, path: str, recording: Recording, modules: Mapping[str, nn.Module]
-    ) -> Again | None:
-        about = recording.recomputable.get(path)
-        if about is None or not about.is_run_again:
-            return None
-        buffers = []
-        for held in recording.buffers:
-            if held.name in about.buffers:
-                outer, _, key = held.name.rpartition(".")
-                buffers.append((modules[outer]._buffers, key, held.written))
-        for module in modules[path].modules() if path in modules else ():
-            # There is no tensor yet; the forward may make one.
-            buffers += [
-                (module._buffers, key, True) for key, b in module._buffers.items() if b is None
-            ]
-        waits = any(call.waits for call in recording.calls if call.path == path)
-        return Again(what, about, buffers, waits)
-
-    def stand_in(
-        self,
-        wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any] | None],
-        *,
-        recomputes: bool,
-    ) -> list[str]:
-        """Have the doors call something else than the sealed modules' forwards.
-
-        Args:
-            wrap: from a module and its forward to what is called instead; ``None``: as it is.
-            recomputes: whether what stands in can be run again for its activations.
-
-        Returns:
-            The paths of the modules that something stands in for.
-        """
-        found = []
-        for path, module, door, forward in self._sealed:
-            new = wrap(module, forward)
-            if new is not None:
-                door.forward = new
-                door.again = door.again if recomputes else None
-                found.append(path)
-        return found
-
-    def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._before = [names.get(name, _MISSING) for names, name, _ in self._places]
-            for names, name, door in self._places:
-                names[name] = door
-
-    def __exit__(self, *failure: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            for (names, name, door), before in zip(self._places, self._before, strict=True):
-                if names.get(name) is not door:
-                    continue  # the user's forward set its own meanwhile: it is theirs
-                if before is _MISSING:
-                    del names[name]
-                else:
-                    names[name] = before
-
-
-_MISSING = object()
-
-
-def _outside_of_sealed(recording: Recording, planned: Stages) -> Stages:
-    """A plan without modules that only ever run inside of sealed calls: those run untouched (and
-    compiled ones would be compiled anew around our doors)."""
-
-    def is_sealed(call: Call) -> bool:
-        doors = recording.sealed_functions if call.is_function else recording.sealed
-        return call.sealed and call.hop in doors.get(call.path, ())
-
-    outside: set[str] = set()
-    inside: dict[int, bool] = {}  # ids of calls: whether what they call is
-    called = set()
-    for call in recording.calls:
-        is_in = call.parent is not None and inside[id(call.parent)]
-        inside[id(call)] = is_in or is_sealed(call)
-        called.add(call.path)
-        if not is_in:
-            outside.add(call.path)
-    return {path: s for path, s in planned.items() if path in outside or path not in called}
-
-
-class _Replacement:
-    """Something of torch's is replaced while this is entered, by any number of threads."""
-
-    owner: ClassVar[type]
-    name: ClassVar[str]
-    _originals: ClassVar[dict[type, Any]] = {}  # as they are, unbound
-    _entered: ClassVar[int] = 0
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-
-    def replacement(self) -> Any:
-        """What stands there meanwhile."""
-        raise NotImplementedError
-
-    def __enter__(self) -> None:
-        kind = type(self)
-        with _Replacement._lock:
-            if not kind._entered:
-                _Replacement._originals[kind] = kind.owner.__dict__[kind.name]
-                setattr(kind.owner, kind.name, self.replacement())
-            kind._entered += 1
-
-    def __exit__(self, *failure: Any) -> None:
-        kind = type(self)
-        with _Replacement._lock:
-            kind._entered -= 1
-            if kind._entered == 0:
-                setattr(kind.owner, kind.name, _Replacement._originals[kind])
-
-
-class TensorHooks(_Replacement):
-    """``Tensor.register_hook`` in sealed modules noticed while this is entered.
-
-    The two parts of a split backward both begin where a gradient arrives, and would both call the
-    hook that is there: the backward of such a hop is run whole. There is no asking a node of the
-    graph for its hooks.
-    """
-
-    owner, name = Tensor, "register_hook"
-
-    def replacement(self) -> Any:
-        return _watched_register_hook
-
-
-class CustomFunctions(_Replacement):
-    """``autograd.Function.apply`` in the glue, treated as a sealed call while this is entered.
-
-    A function mode sees the operations inside a custom function's forward, but not its ``apply``:
-    the function would differentiate one tensor while the mode replaced another. There is no hook
-    for it, so ``apply`` itself is stood in for, and only where the recording met one in the glue.
-    """
-
-    owner, name = torch.autograd.Function, "apply"
-
-    def replacement(self) -> Any:
-        return classmethod(_apply)
-
-
-_original_apply: Any = torch.autograd.Function.__dict__["apply"]
-
-
-def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    original = _original_apply.__get__(None, cls)
-    glue = active_glue()
-    if glue is None or glue.inside or glue.recompute is not None or cls is Entry:
-        return original(*args, **kwargs)
-    glue.saw_custom_function(cls)
-    return glue.call_sealed(original, args, kwargs)

@@ -13,13 +13,16 @@ as one more root gradient, and sums come about in the plain run's order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.overrides import TorchFunctionMode
 
+from .ambient import ours
 from .backward import WeightPart, run_input_part, run_whole
 from .blocks import Cursor
 from .checkpoint import Again, Frame
@@ -42,12 +45,27 @@ from .crossing import (
     version_of,
 )
 from .errors import CrossingError, RouteError, StateError
+from .lending import Lent, Taken
 from .observer import Watch
 from .offload import Offload
 from .randomness import torchs_of
-from .transfer import Lent, Owner, Sent, current_stream, edge_of, owner_of, set_owner
+from .transfer import Owner, Sent, edge_of, mark, owner_of, set_owner
 from .tree import map_tensors, tensors
 from .where import users_line
+
+Arguments = tuple[Any, ...]
+Keywords = Mapping[str, Any]
+Reader = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a journey is in its forward: its hop, and what was called how many times."""
+
+    hop: int
+    stage: int
+    cursor: Cursor
+    calls: dict[int, int]
 
 
 class Journey:
@@ -77,13 +95,16 @@ class Journey:
         self.offload: Offload | None = None  # what is in host memory meanwhile
         self._left: dict[int, torch.Event | None] = {}  # by hop: what was made there is there
         self._lent = Lent()  # by hop: what other hops are copying
+        self._taken = Taken()  # by hop: copies that it reads
         self._home_imports: dict[int, dict[int, Import]] = {}
         self._weights: dict[int, WeightPart] = {}
         self._calls: dict[int, int] = {}
         self._foreign: list[tuple[Tensor, Import]] = []  # of the operation under way
+        self._outside: list[tuple[Tensor, int]] = []  # what else it reads that nobody made here
         # This hop's imports: a write may reach one through a view of it, with no import in sight.
         self._hop_imports: list[tuple[weakref.ref[Tensor], weakref.ref[Import]]] = []
         self._marks = 0
+        self.on_arrival: list[Callable[[int], None]] = []  # told the stage, behind a border
         cursor.on_move = self._marked
 
     # --- where the journey is
@@ -126,6 +147,16 @@ class Journey:
         self._calls[id(what)] = count + 1
         return count
 
+    def standing(self) -> Standing:
+        """Where it is, for another journey to go on from."""
+        return Standing(self.hop, self.stage, self.cursor.copy(), dict(self._calls))
+
+    def go_on_from(self, standing: Standing) -> None:
+        """Be where another journey was; the cursor is there already, and moves nobody at once."""
+        self.hop, self.stage = standing.hop, standing.stage
+        self._calls = dict(standing.calls)
+        self.cursor.on_move = None
+
     def forget_calls(self) -> None:
         """Count calls from 0 again: the model's forward begins anew."""
         self._calls.clear()
@@ -144,7 +175,8 @@ class Journey:
                 and self.step.route[following] == stage
             )
         ):
-            self.arrive()
+            with ours():
+                self.arrive()
 
     def _cross(self, hop: int) -> None:
         self.notice_writes()
@@ -154,8 +186,9 @@ class Journey:
             self._left[before] = self.step.mark(self.stage)
         self.hop, self.stage = hop, self.cursor.stage
         if self.on_border is not None:
-            with torch._C.DisableTorchFunction():
-                self.on_border(before, hop)
+            self.on_border(before, hop)
+        for arrived in self.on_arrival:
+            arrived(self.stage)
 
     # --- what may be read here
 
@@ -181,8 +214,6 @@ class Journey:
             return self._at_home(tensor, home)
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return tensor  # inside a torch.func transform, which stays on its stage
-        if not self.step.cut:
-            return self._differentiable_copy(tensor)
         if tensor.requires_grad and self.step.differentiable:
             if tensor.grad_fn is not None:
                 raise CrossingError(
@@ -202,17 +233,20 @@ class Journey:
             if owner is None or owner.pipeline != isolate_as:
                 set_owner(tensor, here)
             if owner is None or owner.pipeline != isolate_as or owner == here:
-                return tensor
-        elif device is None or tensor.device == device or tensor.dim() == 0:
-            return tensor
-        value = self.step.carried(tensor, self.stage)
+                return self._from_outside(tensor)
+        elif device is None or tensor.device == device or self.stays(tensor):
+            return self._from_outside(tensor)
+        value = self.step.lend(tensor, self.stage, on_host=self.stays(tensor)).receive()
         self._foreign.append((tensor, Import(value, False, version_of(value))))
         return value
 
+    def _from_outside(self, tensor: Tensor) -> Tensor:
+        """It is nobody's: only what is written to it makes it this micro-batch's."""
+        self._outside.append((tensor, version_of(tensor)))
+        return tensor
+
     def _at_home(self, tensor: Tensor, home: Home) -> Tensor:
-        if home.hop == self.hop or not self.step.cut:
-            if home.stage != self.stage:
-                return self._differentiable_copy(tensor)
+        if home.hop == self.hop:
             return tensor
         if home.stage == self.stage and not (tensor.requires_grad and self.step.differentiable):
             return tensor
@@ -225,11 +259,11 @@ class Journey:
         imports = self._home_imports.setdefault(id(tensor), {})
         found = imports.get(self.hop)
         if found is None:
-            value = (
-                tensor
-                if home.stage == self.stage and not self.step.isolate
-                else self.step.copy_of(tensor, self.stage, self._watch(tensor, home.hop, self.hop))
-            )
+            if home.stage == self.stage and not self.step.isolate:
+                value = tensor
+            else:
+                watch, on_host = self._watch(tensor, home.hop, self.hop), self.stays(tensor)
+                value = self.step.copy_of(tensor, self.stage, watch, on_host=on_host)
             found = self._enter(tensor, value, imports, home.hop)
             self.note_import(tensor, home.hop, home.name)
         self._foreign.append((tensor, found))
@@ -261,14 +295,10 @@ class Journey:
             if self._hop_imports:
                 self.notice_writes()
                 self._check_current(tensor, tag)
-            if self.step.cut:
-                found = self._enter(tensor, self._copied(tensor, tag.hop), tag.imports, tag.hop)
-            else:
-                value = self._differentiable_copy(tensor, self._watch(tensor, tag.hop, self.hop))
-                if value is tensor:
-                    return tensor
-                found = tag.imports[self.hop] = Import(value, False, version_of(value))
+            found = self._enter(tensor, self._copied(tensor, tag.hop), tag.imports, tag.hop)
             self._tag(found.value)
+            if self.step.is_mixed and self.stays(tensor):
+                getattr(found.value, TAG).is_kept = True
             if self.step.tracks_writes:
                 self._join_aliases(tensor, found)
             self.note_import(tensor, tag.hop, None)
@@ -277,12 +307,25 @@ class Journey:
 
     def _copied(self, tensor: Tensor, from_hop: int) -> Tensor:
         """The values of another hop's tensor, on this hop's device."""
-        watch = self._watch(tensor, from_hop, self.hop)
-        sent = self.step.send(tensor, self.stage, after=self._left.get(from_hop), watch=watch)
+        watch, after = self._watch(tensor, from_hop, self.hop), self._left.get(from_hop)
+        on_host = self.stays(tensor)
+        sent = self.step.send(tensor, self.stage, after=after, watch=watch, on_host=on_host)
         self._lent.add(from_hop, sent)
         if self._lent and sent.arrived is None:
             self._lent.settle_on(tensor.device)  # an alias, and it may be written
-        return sent.receive()
+        return self.receive(self.hop, sent)
+
+    def receive(self, hop: int, sent: Sent) -> Tensor:
+        """What was sent to a hop, there to be read until the hop is over."""
+        return self._taken.receive(hop, sent)
+
+    def _return(self, hop: int, over: torch.Event | None = None) -> None:
+        """A hop is over: what was sent to it is not read any more."""
+        taken = self._taken.pop(hop)
+        if taken:
+            over = over or mark(taken[0][0].device)
+            assert over is not None
+            self.step.returned.add(hop, taken, over)
 
     def _enter(
         self, tensor: Tensor, value: Tensor, imports: dict[int, Import], home_hop: int
@@ -297,27 +340,16 @@ class Journey:
             box = Box()
             value = enter_graph(box, value)
             entry = edge_of(value) if self.step.splits else None
-            self._graph(self.hop).crossings.append(Crossing(entry, box, source, edge_of(from_)))
+            on_host = self.stays(tensor)
+            crossing = Crossing(entry, box, source, edge_of(from_), on_host)
+            self._graph(self.hop).crossings.append(crossing)
         elif value is tensor:
             value = tensor.detach()
         made = Import(value, is_entry, version_of(value))
-        if not torch.is_inference_mode_enabled():
+        if not value.is_inference():  # else nothing tells whether it is written
             imports[self.hop] = made
             self._hop_imports.append((weakref.ref(tensor), weakref.ref(made)))
         return made
-
-    def _differentiable_copy(self, tensor: Tensor, watch: Watch | None = None) -> Tensor:
-        """Uncut: the copy is one more operation of one ordinary graph."""
-        device = self.step.device_of(self.stage)
-        if device is None or tensor.device == device:
-            return tensor
-        if watch is not None:
-            watch("sends", current_stream(tensor.device))
-        with torch.set_grad_enabled(self.step.differentiable):
-            copied = tensor.to(device)
-        if watch is not None:
-            watch("arrives", current_stream(device))
-        return copied
 
     def _watch(self, tensor: Tensor, from_hop: int, to_hop: int) -> Watch | None:
         """What an observer has for a copy between hops (-1: the caller)."""
@@ -329,22 +361,64 @@ class Journey:
     def note_import(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
         """Called for each new import; the recording writes it down."""
 
+    def device_of(self, tensor: Tensor) -> torch.device:
+        """Where the stage that asks finds a tensor."""
+        own, device = tensor.device, self.step.device_of(max(self.cursor.stage, 0))
+        if device is None or own.type == "meta" or (own != device and self.stays(tensor)):
+            return own
+        return device
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the host because the user's code wants it there.
+
+        What a model on one accelerator finds on the host it finds there in a pipeline too: results
+        that an accelerator's stage has on the host, and tensors from outside of the forward.
+        Parameters, buffers, inputs, and what a stage on the CPU computes follow the forward.
+        """
+        if tensor.device.type != "cpu":
+            return False
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is not None:
+            made_on = self.step.device_of(tag.stage)
+            return tag.is_kept or (made_on is not None and made_on.type != "cpu")
+        home = self.step.home_of(tensor)
+        return home is None or home.is_adopted
+
+    def keep_on_host(self, result: Any, given: Arguments) -> Any:
+        """The forward asked for this to be on the host, where other stages are not."""
+        if isinstance(result, Tensor) and result.device.type == "cpu":
+            if any(result is a for a in given):
+                result = result.view_as(result)  # it was there: the tensor itself may follow
+            self.claim(result)
+            getattr(result, TAG).is_kept = True
+        return result
+
     # --- what was made here, and what was written to
 
     def claim(self, result: Any) -> None:
         """The tensors in a result were made on this hop."""
+        outside = self._outside
         if isinstance(result, Tensor):
             self._tag(result)
         elif isinstance(result, tuple | list | dict) or hasattr(result, "__dict__"):
             for tensor in tensors(result):
                 self._tag(tensor)
+        if outside:
+            outside.clear()
 
     def _tag(self, tensor: Tensor) -> None:
         tag: Tag | None = getattr(tensor, TAG, None)
         if tag is not None and tag.key is self.key:
             return
+        if tag is None and self._outside and self._is_untouched(tensor):
+            return  # an operation that had nothing to do returned what it was given
         if self.step.home_of(tensor) is None:
             setattr(tensor, TAG, self._make_tag())
+
+    def _is_untouched(self, tensor: Tensor) -> bool:
+        return any(
+            other is tensor and version_of(other) == version for other, version in self._outside
+        )
 
     def _make_tag(self) -> Tag:
         return Tag(self.key, self.hop, self.stage)
@@ -395,6 +469,7 @@ class Journey:
                 f"({users_line()}): they would miss the write; clone() it first, or {UNCUT}"
             )
         aliases.written_on = self.hop
+        aliases.imported = 0  # of what counts from here on
         tag.newest = used.value
         self.wrote_foreign = True
 
@@ -427,7 +502,14 @@ class Journey:
         mode = self.recomputes if asked is None else asked
         return mode and self.step.differentiable and torch.is_grad_enabled()
 
-    def frame(self, again: Again, function: Callable[..., Any], args: Any, kwargs: Any) -> Frame:
+    def frame(
+        self,
+        again: Again,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        modes: Sequence[TorchFunctionMode],
+    ) -> Frame:
         """A call on this hop that will be recomputed."""
         known = self.step.sources[self.hop] if self.step.sources else []
         device = self.step.device_of(self.stage) or torch.device("cpu")
@@ -439,6 +521,7 @@ class Journey:
             function,
             args,
             kwargs,
+            modes,
             offload=self.offload,
             comparisons=self.step.comparisons,
         )
@@ -460,13 +543,7 @@ class Journey:
     def take_input(self, tensor: Tensor, index: int = 0, hop: int = 0) -> Tensor:
         """A micro-batch's slice of an input, on the hop's device, as made on that hop."""
         stage = self.step.route[hop] if self.step.route else 0
-        if not self.step.cut:
-            value = tensor.view_as(tensor)
-            device = self.step.device_of(stage)
-            value = value if device is None else value.to(device)
-            setattr(value, TAG, Tag(self.key, hop, stage))
-            return value
-        value = self.step.carried(tensor, stage, self._watch(tensor, -1, hop))
+        value = self.receive(hop, self.step.lend(tensor, stage, self._watch(tensor, -1, hop)))
         if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
             value = value.data  # a slice of the batch: a write to it is none to the others
         if tensor.requires_grad and self.step.differentiable:
@@ -520,10 +597,18 @@ class Journey:
         """
         self._lent.settle(hop)
         graph = self.graphs.pop(hop, None)
-        if graph is None:
-            return
+        if graph is not None:
+            self._run_backward(hop, graph, split=split, before_whole=before_whole)
+            graph.roots.clear()
+            graph.arriving.clear()
+        if hop not in self._weights:
+            self._return(hop)
+
+    def _run_backward(
+        self, hop: int, graph: HopGraph, *, split: bool, before_whole: Callable[[], None] | None
+    ) -> None:
         for sent in graph.arriving:
-            sent.receive()
+            self.receive(hop, sent)
         rest = None
         if split and hop not in self.hooked:
             self._keep_recomputed(hop, True)
@@ -536,6 +621,7 @@ class Journey:
             self._keep_recomputed(hop, False)
             run_whole(graph)
             self._drop_saved(hop)
+        self.step.sent_back.settle(hop)  # of the micro-batch before
         after = self.step.mark(self.step.route[hop]) if graph.crossings else None
         for crossing in graph.crossings:
             box = crossing.box
@@ -549,6 +635,7 @@ class Journey:
         if rest is not None:
             rest.run()
         self._drop_saved(hop)
+        self._return(hop)
 
     def _drop_saved(self, hop: int) -> None:
         self.frames.pop(hop, None)
@@ -571,7 +658,9 @@ class Journey:
         stage = self.step.route[crossing.to_hop]
         if gradient.device != self.step.device_of(self.step.route[hop]):
             after = None
-        sent = self.step.send(gradient, stage, after=after, back=True, watch=watch)
+        on_host = crossing.on_host
+        sent = self.step.send(gradient, stage, after=after, back=True, watch=watch, on_host=on_host)
+        self.step.sent_back.add(hop, sent)
         self.add_sent_root(crossing.to_hop, crossing.to_edge, sent)
 
     def _graph(self, hop: int) -> HopGraph:
@@ -586,13 +675,18 @@ class Journey:
         self._hop_imports.clear()
         self._home_imports.clear()
         self._foreign.clear()
+        self._outside.clear()
         self.on_border = None
+        self.on_arrival.clear()
         if not self.step.differentiable:
+            for hop in self._taken.hops():
+                self._return(hop, self._left.get(hop))
             self.settle()
 
     def settle(self) -> None:
         """No hop's tensors are written or freed from here on before the copies of them are over."""
         self._lent.settle_all()
+        self._taken.drop()
 
     def abandon(self) -> None:
         """Let go of everything: the step has failed, or is over."""
@@ -602,21 +696,6 @@ class Journey:
         self.offload = None
         self.graphs.clear()
         self._weights.clear()
-
-    def recomputed(self, tensor: Tensor, hop: int) -> Tensor:
-        """In backward, for a recomputation in glue: the import that the forward had."""
-        tag: Tag | None = getattr(tensor, TAG, None)
-        stage = self.step.route[hop]
-        if tag is not None and tag.key is self.key and tag.hop != hop:
-            found = (tag.imports or {}).get(hop)
-            if found is not None:
-                return found.value
-            return self.step.carried(tensor, stage).requires_grad_(tensor.requires_grad)
-        home = self.step.home_of(tensor) if tag is None else None
-        if home is not None and home.stage != stage:
-            copied = self.step.copy_of(tensor, stage)
-            return copied.detach().requires_grad_(tensor.requires_grad)
-        return tensor
 
     def is_foreign(self, tensor: Tensor) -> bool:
         """Whether a tensor was made, or lives, on another hop than this one."""
@@ -629,22 +708,26 @@ class Journey:
     def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
         """Raise if an operation that autograd cannot follow over a cut is handed such a tensor."""
         for tensor in tensors_:
-            if self.step.cut and self.is_foreign(tensor):
+            if self.is_foreign(tensor):
                 raise CrossingError(
                     f"{what} on stage {self.stage} is given a tensor of shape "
                     f"{tuple(tensor.shape)} of another stage ({users_line()}): the graph is cut "
                     f"between them; {UNCUT}"
                 )
 
+    def handed(self, func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Reader:
+        """What a function is handed that is about tensors themselves, so that no copy can stand in:
+        it replaces a tensor's data or history, or runs a backward in the forward.
 
-class FreeJourney(Journey):
-    """A journey that may take any way: for the uncut mode, whose one graph no route has to fit."""
-
-    def next_hop(self, stage: int) -> int:
-        return self.hop + 1
-
-    def is_sealed(self, hops: frozenset[int]) -> bool:
-        return self.cursor.stage in {self.step.route[hop] for hop in hops}
+        Raises:
+            CrossingError: it is given a tensor of another stage.
+        """
+        if func is torch.autograd.grad:
+            self.refuse_foreign("autograd.grad", tensors((args, kwargs)))
+        elif func.__name__ != "backward":  # that begins at a copy, and ends at the cut behind it
+            what = "an assignment to .data" if func.__name__ == "__set__" else func.__name__
+            self.refuse_foreign(what, args[:1])
+        return self.local
 
 
 def detached(value: Any) -> Any:

@@ -22,10 +22,22 @@ def loss_of(output: Any, target: Any, loss_fn: Callable[..., Any] | None) -> Ten
     Raises:
         UsageError: it is no tensor of one element.
     """
+    return checked_loss(computed_loss(output, target, loss_fn))
+
+
+def computed_loss(output: Any, target: Any, loss_fn: Callable[..., Any] | None) -> Any:
+    """What the user's code gives for a loss, whatever it is; arguments as for :func:`loss_of`."""
     if loss_fn is None:
-        loss = own_loss(output)
-    else:
-        loss = loss_fn(output) if target is None else loss_fn(output, target)
+        return own_loss(output)
+    return loss_fn(output) if target is None else loss_fn(output, target)
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """A loss that is one.
+
+    Raises:
+        UsageError: it is no tensor of one element.
+    """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .ambient import ours
 from .tree import tensors
 from .where import users_line
 from .work import Work, seen, size_of
@@ -78,7 +79,10 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        with ours():
+            return self._measured(func, args, kwargs or {})
+
+    def _measured(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if self.waited is not None:
             what = _waits(func, args, kwargs)
             if what is not None:

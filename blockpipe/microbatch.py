@@ -212,12 +212,13 @@ def join(
     weights: Sequence[float],
     device: torch.device | None,
     dim: int = 0,
+    on_host: Sequence[bool] = (),
 ) -> tuple[Any, list["Joint"]]:
-    """One result out of the micro-batches'.
+    """One result out of the micro-batches', on a device.
 
     A tensor with a micro-batch's size on ``dim`` is concatenated; a 0-d floating-point tensor is
     summed by weight; anything else is kept if all agree, and becomes a list, one entry a
-    micro-batch, if not.
+    micro-batch, if not. What is marked as ``on_host``, leaf by leaf, is left where it is.
 
     Returns:
         The result, and for each of its leaves how it was joined.
@@ -239,7 +240,8 @@ def join(
         Joint.of([column[i] for column in columns], sizes, weights, dim)
         for i in range(len(columns[0]))
     ]
-    values = iter([joint.value(device) for joint in joints])
+    devices = [None if stays else device for stays in on_host or [False] * len(joints)]
+    values = iter([joint.value(to) for joint, to in zip(joints, devices, strict=True)])
     return map_leaves(lambda _: next(values), results[0]), joints
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ambient import ours
 from .crossing import version_of
 from .errors import StateError
 from .stores import Links, Store
@@ -150,6 +151,11 @@ class Offload:
 
 
 def _unpack(packed: Away | _Here) -> Tensor:
+    with ours():
+        return _unpacked(packed)
+
+
+def _unpacked(packed: Away | _Here) -> Tensor:
     if isinstance(packed, Away):
         return packed.tensor()
     if version_of(packed.tensor) != packed.version:

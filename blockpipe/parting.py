@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from .blocks import current_microbatch, current_stage, is_recomputing
 from .crossing import TAG
-from .glue import active_glue, is_compiled
+from .doors import is_compiled
+from .glue import active_glue
 from .transfer import copying
 from .tree import tensors
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from .ambient import as_ours
 from .batchnorm import synchronized
 from .chunks import Batch, ChunksReport, Options, find_chunks
 from .errors import UsageError
@@ -217,6 +218,7 @@ class Pipeline(SteppedModel):
     # --- whether it is right, and fast
 
     @remembers_caller
+    @as_ours
     def verify(
         self,
         *args: Any,

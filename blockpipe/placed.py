@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from .batchnorm import DeferredBatchNorm
 from .capture import record
 from .crossing import Home
+from .doors import Doors
 from .errors import PlanError, StateError, UsageError
-from .glue import Doors
 from .materialize import Init, check_init, load_in_place
 from .microbatch import Microbatch
 from .options import (
@@ -172,7 +172,7 @@ class PlacedModel(WrappedModel):
             recording = self._record(batch)
             devices = self._placed() or self._choose_devices(recording)
             recording.check(len(devices))
-            self._check_state(recording, devices)
+            self._check_state(recording)
             prepared = self._place(recording, devices)
             self._compile_modules(prepared)
             self._prepared[key] = prepared
@@ -190,7 +190,7 @@ class PlacedModel(WrappedModel):
             cut=self.schedule != "uncut",
         )
 
-    def _check_state(self, recording: Recording, devices: list[torch.device]) -> None:
+    def _check_state(self, recording: Recording) -> None:
         """Buffers that the forward writes are read in the plain loop's order, and generators of the
         user's are drawn from in it, or it is an error."""
         for drawn in recording.shared_generators:
@@ -203,12 +203,9 @@ class PlacedModel(WrappedModel):
                 )
         for held in recording.shared_state:
             on = [held.stage, *held.also_read_on]
-            one_device = len({devices[stage] for stage in on}) == 1
-            if self.schedule == "uncut" and one_device:
+            if self.schedule == "uncut" or (self.schedule == "sequential" and len(on) == 1):
                 continue
-            if self.schedule == "sequential" and len(on) == 1:
-                continue
-            remedy = "'sequential'" if len(on) == 1 else "'uncut' with both stages on one device"
+            remedy = "'sequential'" if len(on) == 1 else "'uncut'"
             raise StateError(
                 f"buffer {held.name!r} is written by the forward and read on hops {held.hops} "
                 f"(stages {on}; {held.where}): micro-batches under way at once would mix in it; "

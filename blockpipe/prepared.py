@@ -15,8 +15,8 @@ from torch import nn
 from .batchnorm import DeferredBatchNorm
 from .compiled import Compiled
 from .crossing import Home
+from .doors import Doors
 from .errors import ScheduleError
-from .glue import Doors
 from .meter import ASKS_HOST
 from .pricing import hop_costs, rates_of_stages
 from .randomness import Source, host_sources, sources_of, torchs_of

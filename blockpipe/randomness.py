@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from .ambient import waiting_for_device
-from .transfer import is_asynchronous
+from .transfer import copying, is_asynchronous
 
 # What is drawn from: a device's generator, Python's ``random``, numpy's global one.
 Source = torch.device | str
@@ -108,8 +108,9 @@ def _derived(source: Source, state: Any, what: str) -> Any:
 def _bytes_of(state: Any) -> bytes:
     if not isinstance(state, torch.Tensor):  # numpy's has an array in it, of which a repr is slow
         return b"".join(p.tobytes() if hasattr(p, "tobytes") else repr(p).encode() for p in state)
-    # Much the faster way, but torch does without numpy.
-    return state.numpy().tobytes() if "numpy" in sys.modules else bytes(state.tolist())
+    with copying():  # it is no stage's
+        # Much the faster way, but torch does without numpy.
+        return state.numpy().tobytes() if "numpy" in sys.modules else bytes(state.tolist())
 
 
 def current(sources: Iterable[Source]) -> States:
@@ -122,6 +123,12 @@ def moved(states: States) -> list[Source]:
     return [source for source, then in states.items() if _bytes_of(_get(source)) != _bytes_of(then)]
 
 
+def restore(states: States) -> None:
+    """Put generators into these states."""
+    for source, state in states.items():
+        _set(source, state)
+
+
 @contextmanager
 def kept(sources: Iterable[Source]) -> Iterator[None]:
     """At the end generators are where they were. Others may draw meanwhile."""
@@ -129,16 +136,14 @@ def kept(sources: Iterable[Source]) -> Iterator[None]:
     try:
         yield
     finally:
-        for source, state in before.items():
-            _set(source, state)
+        restore(before)
 
 
 @contextmanager
 def replayed(states: States) -> Iterator[None]:
     """Draw again what was drawn from these states on; then everything is as it was."""
     with own_turn(), kept(states):
-        for source, state in states.items():
-            _set(source, state)
+        restore(states)
         yield
 
 

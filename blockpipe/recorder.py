@@ -7,18 +7,31 @@ sees is what a replay will do.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from .activations import Activations
+from .ambient import how_many_modes, ours
 from .backward import Root, entries_of, kept_for_weights, why_whole
 from .blocks import Cursor, Mark
-from .crossing import RECORDING, TAG, Home, HopGraph, Import, JourneyKey, Step, Tag, version_of
+from .crossing import (
+    RECORDING,
+    TAG,
+    Home,
+    HopGraph,
+    Import,
+    JourneyKey,
+    Step,
+    Tag,
+    version_of,
+)
 from .errors import CrossingError, PlanError
+from .free import FreeJourney
 from .glue import Glue, is_question, looks_at_graph
 from .journey import Journey
 from .meter import HostSync
@@ -73,7 +86,8 @@ class WatchedCursor(Cursor):
         assert self.recorder is not None
         if stage != self.stage:
             self.moves += 1
-            self.recorder.moved(stage)
+            with ours():
+                self.recorder.moved(stage)
         super().move(stage, mark)
         if mark is not None:
             self.recorder.marked = True
@@ -107,7 +121,7 @@ class Recorder(Journey):
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
         self.custom_in: list[tuple[str, Call | None]] = []
         self.generators: dict[int, Drawn] = {}  # the user's, by id
-        self.hook_calls: list[Call | None] = []
+        self.checkpointed_in: list[Call | None] = []
         self.compiled: set[str] = set()  # paths of modules
         self.keepers: list[str] = []
         self.untracked: list[tuple[CrossingError, Call | None]] = []
@@ -200,7 +214,6 @@ class Recorder(Journey):
         if hooks is not None and hooks != self._ambient_hooks:
             info.whole = "it recomputes, or packs what it saves"
             info.reruns = True
-            self.hook_calls.append(innermost)
 
     def _note_unmarked(self, hop: int) -> None:
         last = self.result.unmarked[-1] if self.result.unmarked else None
@@ -403,7 +416,8 @@ class Recorder(Journey):
     ) -> Any:
         """Run a call, and write it down."""
         is_function = function is what
-        call = self.begin_call(path, kind, what, (args, kwargs), is_function=is_function)
+        with ours():
+            call = self.begin_call(path, kind, what, (args, kwargs), is_function=is_function)
         result = None
         try:
             result = function(*args, **kwargs)
@@ -412,7 +426,8 @@ class Recorder(Journey):
             self.failed_in = self.failed_in or call
             raise
         finally:
-            self.end_call(call, result)
+            with ours():
+                self.end_call(call, result)
 
     def spent(self, work: Work, made: int) -> None:
         """An operation ran below autograd: what it did, and how many bytes it made."""
@@ -467,12 +482,28 @@ class Recorder(Journey):
 
     def given(self, operands: Iterable[Tensor]) -> None:
         """What an operation below autograd is given: inside of a custom function that is all that
-        tells which buffers it reads."""
+        tells which buffers it reads, and which tensors that are no arguments of it."""
         for tensor in operands if self.sealed else ():
+            self._note_closure(tensor)
             held = self.held.get(id(tensor))
             if held is not None and held.is_buffer:
                 for call, _, _ in self.stack:
                     call.buffers.add(held.name)
+
+    def _note_closure(self, tensor: Tensor) -> None:
+        """Another stage's tensor that a custom function was not given: nobody could hand it a copy,
+        and what its backward adds would go around the cut."""
+        tag: Tag | None = getattr(tensor, TAG, None)
+        given: set[int] = set().union(*(known for _, known, _ in self.stack[1:]))
+        if tag is None or tag.key is not self.key or tag.hop == self.hop or id(tensor) in given:
+            return
+        name, call = self.custom_in[-1]
+        error = CrossingError(
+            f"autograd.Function {name!r} on stage {self.stage} reads a tensor of shape "
+            f"{tuple(tensor.shape)} made on stage {tag.stage} that is none of its arguments "
+            f"({users_line()}); pass it as one (torch.utils.checkpoint: pass use_reentrant=False)"
+        )
+        self.untracked.append((error, call))
 
     def _note_host_draws(self) -> None:
         """Whether the hop drew from Python's or numpy's generator since this was asked last."""
@@ -521,24 +552,38 @@ class Recorder(Journey):
         self.custom_in.append((name, self.stack[-1][0] if self.stack else None))
 
 
+class FreeRecorder(Recorder, FreeJourney):
+    """The journey of a recording whose graph is not cut."""
+
+    def _note_closure(self, tensor: Tensor) -> None:
+        pass  # it has no copies: what is an argument cannot be told from what is none
+
+
 class RecordingGlue(Glue):
     journey: Recorder
 
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,
+        types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
+        modes: Sequence[TorchFunctionMode] = (),
     ) -> Any:
+        if how_many_modes():
+            return self.apart(func, types, args, kwargs)
         self.journey.function = func.__name__
         if not is_question(func):
             self.journey.operation()
         elif looks_at_graph(func):
             self.journey.looked_at_graph()
-        result = super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs, modes)
         self.journey.check_outsiders(func, args[0] if args else None)
         return result
+
+    def saw_checkpoint(self) -> None:
+        stack = self.journey.stack
+        self.journey.checkpointed_in.append(stack[-1][0] if stack else None)
 
     def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
         self.journey.operation()

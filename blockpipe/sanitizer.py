@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .ambient import ours
 from .errors import IsolationError
 from .transfer import Owner, is_carrying, owner_of, set_owner
 from .tree import tensors
@@ -42,7 +43,12 @@ class Sanitizer(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        with ours():
+            return self._checked(func, args, dict(kwargs or {}))
+
+    def _checked(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         if is_carrying() or func is torch.ops.aten.detach.default:
             return func(*args, **kwargs)
         for tensor in tensors((args, kwargs)):

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from .doors import is_compiled
 from .errors import CrossingError
-from .glue import is_compiled
 from .recorder import Recorder
 from .recording import Call, Recording
 
@@ -64,7 +64,9 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     result.shared_generators = [d for d in recorder.generators.values() if len(d.hops) > 1]
     _place_unread(model, recorder)
     sealed_calls = {id(c) for c in result.calls if _in_sealed(c)}
-    result.recomputes = any(c is None or id(c) not in sealed_calls for c in recorder.hook_calls)
+    result.recomputes = any(
+        c is None or id(c) not in sealed_calls for c in recorder.checkpointed_in
+    )
     result.custom_functions = sorted(
         {name for name, c in recorder.custom_in if c is None or id(c) not in sealed_calls}
     )

@@ -7,19 +7,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from .ambient import Ambient
+from .ambient import Ambient, as_ours, theirs
 from .blocks import Cursor, _cursor, set_cursor
 from .crossing import Step
 from .differentiable import attach, input_gradients
 from .errors import UsageError
 from .execution import Execution
+from .free import FreeJourney
 from .glue import Glue
 from .inspected import InspectedModel
-from .journey import FreeJourney
 from .microbatch import Joint, LossReduction, Microbatch, join, weights_of
 from .observer import Observer
 from .options import check_loss
 from .prepared import Prepared
+from .rerun import intercepting
 from .tree import leaves, map_tensors
 from .where import remembers_caller, users_line
 
@@ -54,6 +55,7 @@ class SteppedModel(InspectedModel):
     # --- what it does
 
     @remembers_caller
+    @as_ours
     def forward_backward(
         self,
         *args: Any,
@@ -83,7 +85,8 @@ class SteppedModel(InspectedModel):
         check_loss(loss_fn, target)
         ambient = Ambient()
         microbatches = self._split(args, kwargs, target)
-        weights = weights_of(microbatches, self.loss_reduction)
+        with theirs():
+            weights = weights_of(microbatches, self.loss_reduction)
         prepared = self._prepare(microbatches[0])
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(prepared.devices[prepared.route[-1]])
@@ -101,12 +104,12 @@ class SteppedModel(InspectedModel):
             loss = Joint("sum", losses, sizes, weights, 0).value(None if is_there else device)
             outputs = None
             if return_outputs:
-                outputs, _ = join(
-                    [r.outputs for r in results], sizes, weights, device, self._output_dim()
-                )
+                values, on_host = [r.outputs for r in results], results[0].on_host
+                outputs, _ = join(values, sizes, weights, device, self._output_dim(), on_host)
         return StepResult(loss.reshape(()), outputs)
 
     @remembers_caller
+    @as_ours
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, pipelined and differentiable, outputs joined.
 
@@ -122,16 +125,19 @@ class SteppedModel(InspectedModel):
         prepared = self._prepare(microbatches[0])
         execution = self._execution(prepared, microbatches, weights, ambient, {"outputs"})
         execution.run_forward()
-        results = [r.outputs for r in execution.results if r is not None]
+        found = [r for r in execution.results if r is not None]
+        results, on_host = [r.outputs for r in found], found[0].on_host
         sizes = [m.size for m in microbatches]
         device = prepared.devices[prepared.route[-1]]
-        output, joints = join(results, sizes, weights, device, self._output_dim())
+        dim = self._output_dim()
+        output, joints = join(results, sizes, weights, device, dim, on_host)
         if not cut or not execution.step.differentiable:
             return output
         inputs, dim_of = self._inputs_that_need_grad(execution, args, kwargs)
         return attach(output, joints, execution, inputs, dim_of)
 
     @remembers_caller
+    @as_ours
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another method of the placed model (``generate``, ``encode``), not pipelined.
 
@@ -161,14 +167,18 @@ class SteppedModel(InspectedModel):
             prepared.devices,
             differentiable=torch.is_grad_enabled(),
             cut=False,
+            doors=prepared.doors,
         )
         cursor = Cursor(follow_marks=not prepared.planned)
         journey = FreeJourney(step, 0, cursor)
         before = set_cursor(cursor)
         try:
             args, kwargs = map_tensors(journey.take_input, (args, kwargs))
-            with prepared.doors, _start_over(self.module, journey), Glue(journey):
-                return map_tensors(journey.newest, function(*args, **kwargs))
+            with prepared.doors, intercepting(), _start_over(self.module, journey):
+                with theirs(), Glue(journey):
+                    result = function(*args, **kwargs)
+                journey.notice_writes()
+                return result
         finally:
             set_cursor(before)
             journey.abandon()

@@ -20,6 +20,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from .ambient import ours
 from .crossing import version_of
 from .transfer import copying, is_asynchronous
 
@@ -82,7 +83,8 @@ class Link:
 
     def use_again(self, host: Tensor, read: torch.Event | None) -> None:
         """Pinned memory that nobody needs any more, once this event is over."""
-        self._free.setdefault(host.numel(), []).append((host, read))
+        with ours():  # it may come from the middle of a backward
+            self._free.setdefault(host.numel(), []).append((host, read))
 
 
 @functools.cache

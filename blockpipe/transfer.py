@@ -8,7 +8,7 @@ and its reader waits for it only where it begins to read.
 """
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .ambient import waiting_for_device
+from .ambient import as_ours, waiting_for_device
 from .errors import DeviceError
 from .observer import Watch
 
@@ -33,6 +33,7 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+@as_ours
 def check_device(device: Any) -> torch.device:
     """A device with its index, checked to be there.
 
@@ -89,29 +90,37 @@ class Sent:
         value: on that device; not to be read before :meth:`receive`.
         source: what is being read for it, cut off from autograd; ``None``: nothing is.
         arrived: when all of it is there, and the source may be written or freed.
+        owner: the stream that the value was allocated on, where it is not the reader's.
+        is_awaited: whether nobody has received it yet.
     """
 
-    __slots__ = ("_is_awaited", "_watch", "arrived", "source", "value")
+    __slots__ = ("_watch", "arrived", "is_awaited", "owner", "source", "value")
 
     def __init__(
         self,
         value: Tensor,
         source: Tensor | None = None,
         arrived: torch.Event | None = None,
+        owner: torch.Stream | None = None,
         watch: Watch | None = None,
     ) -> None:
         self.value = value
         self.source = source
         self.arrived = arrived
-        self._is_awaited = arrived is not None
+        self.owner = owner
+        self.is_awaited = arrived is not None
         self._watch = watch
 
-    def receive(self) -> Tensor:
-        """The values, for the device's current stream to read, or for the host, which waits."""
-        if not self._is_awaited:
+    def receive(self, *, keeps: bool = False) -> Tensor:
+        """The values, for the device's current stream to read, or for the host, which waits.
+
+        Args:
+            keeps: the caller sees to it that their memory is not let go before they are read.
+        """
+        if not self.is_awaited:
             return self.value
         assert self.arrived is not None
-        self._is_awaited = False
+        self.is_awaited = False
         reader = current_stream(self.value.device)
         if self._watch is not None:
             self._watch("waits", reader)
@@ -121,8 +130,9 @@ class Sent:
                     self.arrived.synchronize()
         else:
             reader.wait_event(self.arrived)
-            with copying(), torch._C.DisableTorchFunction():
-                self.value.record_stream(reader)  # allocated on the copy stream, read on another
+            if not keeps:
+                with copying(), torch._C.DisableTorchFunction():
+                    self.value.record_stream(reader)  # allocated on the copy stream
         if self._watch is not None:
             self._watch("goes on", reader)
         return self.value
@@ -141,12 +151,11 @@ def send(
 
     Args:
         tensor: what to copy. Until :attr:`Sent.arrived` it must be neither written nor freed:
-            see :class:`Lent`.
+            see :class:`blockpipe.lending.Lent`.
         device: where to; ``None``: where it is.
         copy: a real copy even on the same device (the stage sanitizer's wish), strides and all.
         after: when the tensor was there; ``None``: once all is done that is queued on its device.
-        back: it is a gradient on its way back: it does not queue behind what goes forward, and
-            its memory is kept until it is copied.
+        back: it is a gradient on its way back, which does not queue behind what goes forward.
         watch: told when it is under way.
 
     Returns:
@@ -158,8 +167,9 @@ def send(
         return Sent(tensor.detach())
     # With grad on, also where the user's code has it off: autograd would forbid a later write
     # to an alias made without. What is detached gets no graph either way.
-    with copying(), torch.enable_grad():
-        source = tensor.detach()
+    # Without inference mode, whose tensors do not count what is written to them.
+    with copying(), torch.inference_mode(False), torch.enable_grad():
+        source = _counting(tensor) if tensor.is_inference() else tensor.detach()
         if stays:
             here = current_stream(tensor.device) if watch is not None else None
             if watch is not None:
@@ -185,6 +195,15 @@ def send(
         if expand:
             moved.value = moved.value.expand(source.shape)
         return moved
+
+
+def _counting(tensor: Tensor) -> Tensor:
+    """An alias of a tensor of inference mode that counts what is written to it."""
+    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+        return tensor.detach()
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return made.set_(tensor.untyped_storage(), *place)
 
 
 def _has_streams(tensor: Tensor, device: torch.device) -> bool:
@@ -218,9 +237,7 @@ def _across(
             arrived = receiving.record_event()
             if watch is not None:
                 watch("arrives", sending)  # by the same device's clock
-    if back:
-        source.record_stream(sending)  # allocated on the compute stream and read on another
-    return Sent(moved, source, arrived, watch)
+    return Sent(moved, source, arrived, receiving, watch)
 
 
 def _from_host(source: Tensor, device: torch.device, back: bool, watch: Watch | None) -> Sent:
@@ -239,7 +256,7 @@ def _from_host(source: Tensor, device: torch.device, back: bool, watch: Watch | 
         arrived = receiving.record_event()
         if watch is not None:
             watch("arrives", receiving)
-    return Sent(moved, None, arrived, watch)
+    return Sent(moved, None, arrived, receiving, watch)
 
 
 def _to_host(
@@ -264,9 +281,7 @@ def _to_host(
             arrived = sending.record_event()
             if watch is not None:
                 watch("arrives", sending)
-    if back:
-        source.record_stream(sending)
-    return Sent(moved, source, arrived, watch)
+    return Sent(moved, source, arrived, None, watch)
 
 
 @dataclass
@@ -296,42 +311,6 @@ class _Ways:
 
 
 _ways = _Ways()
-
-
-class Lent:
-    """Tensors that are being copied to other devices, and when each copy is over.
-
-    Until then a tensor must be neither written nor freed by the stream that owns it. That stream
-    waits for the copies where this could happen next, when they are long over: a wait behind every
-    copy would make the device stand still, and ``record_stream`` protects from reuse only, and
-    keeps the memory until the device has come as far as the host.
-    """
-
-    def __init__(self) -> None:
-        self._by_owner: dict[Hashable, list[tuple[Tensor, torch.Event]]] = {}
-
-    def add(self, owner: Hashable, sent: Sent) -> None:
-        """Note what is being read, if anything is, and to whom it belongs."""
-        if sent.source is not None and sent.arrived is not None:
-            self._by_owner.setdefault(owner, []).append((sent.source, sent.arrived))
-
-    def settle(self, owner: Hashable) -> None:
-        """Have the streams that own this owner's tensors wait for the copies of them."""
-        for source, arrived in self._by_owner.pop(owner, ()):
-            torch.accelerator.current_stream(source.device).wait_event(arrived)
-
-    def settle_on(self, device: torch.device) -> None:
-        """The same for everything on a device."""
-        for owner in [o for o, lent in self._by_owner.items() if lent[0][0].device == device]:
-            self.settle(owner)
-
-    def settle_all(self) -> None:
-        """The same for everything."""
-        for owner in list(self._by_owner):
-            self.settle(owner)
-
-    def __bool__(self) -> bool:
-        return bool(self._by_owner)
 
 
 def _compacted(tensor: Tensor) -> tuple[Tensor, bool]:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ambient import Ambient, intra_operation_threads
+from .ambient import Ambient, intra_operation_threads, theirs
+from .backward import run_engine
 from .batchnorm import DeferredBatchNorm
 from .blocks import set_microbatch
+from .doors import is_compiled
 from .errors import UsageError
-from .glue import is_compiled
 from .losses import own_or_mean_square
 from .microbatch import join, split, weights_of
 from .parting import Parting, Watch, first_parting
@@ -234,7 +235,8 @@ class Verifier:
         loss_fn: Callable[..., Any] = losses[0] if losses else self.loss_fn
         pipe, ambient = self.pipe, Ambient()
         microbatches = split(args, kwargs, target, pipe.chunks, pipe.batch_dims, cut=False)
-        weights = weights_of(microbatches, pipe.loss_reduction)
+        with theirs():
+            weights = weights_of(microbatches, pipe.loss_reduction)
         sources = [*dict.fromkeys(s for hop in self.prepared.sources for s in hop)]
         sources = sources or (torchs_of(self.last) if self._loss_draws else [])
         streams = Streams(sources, len(microbatches))
@@ -247,7 +249,7 @@ class Verifier:
                 outer = set_microbatch(m)
                 streams.enter(m, sources)
                 try:
-                    with ambient.uncached_autocast():
+                    with theirs(), ambient.uncached_autocast():
                         output = model(*batch.args, **batch.kwargs)
                         if self.trains:
                             given = () if batch.target is None else (batch.target,)
@@ -257,8 +259,9 @@ class Verifier:
                     set_microbatch(outer)
                 outputs.append(map_tensors(lambda t: t.detach().clone(), output))
                 if self.trains:
+                    root = torch.full_like(loss, weight)
                     with ambient.no_autocast():
-                        loss.backward(torch.full_like(loss, weight))
+                        run_engine((loss,), (root,), False, False, (), True, True)
                     part = loss.detach().reshape(()) * weight
                     total = part if total is None else total + part
         outcome = Outcome()

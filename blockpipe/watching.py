@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from .activations import Activations
+from .ambient import as_ours, theirs
 from .blocks import set_cursor
 from .crossing import Step
-from .glue import CustomFunctions, is_compiled
+from .doors import is_compiled
 from .meter import Meter
 from .planned import Planned
 from .progress import Progress
 from .recorder import (
+    FreeRecorder,
     Recorder,
     RecordingDoor,
     RecordingGlue,
@@ -24,10 +26,12 @@ from .recorder import (
     hold,
 )
 from .recording import Hop, Recording
+from .rerun import intercepting
 from .sealing import conclude
 from .tree import map_tensors, tensors
 
 
+@as_ours
 def run_watched(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -43,11 +47,12 @@ def run_watched(
     result.planned_at = None if planned is None else planned.where
     cursor = WatchedCursor(follow_marks=planned is None)
     stages = {} if planned is None else planned.stages
-    differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    differentiable = torch.is_grad_enabled()
     step = Step([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
     result.unhookable = sorted(unhookable)
     activations = Activations([*model.parameters(), *model.buffers()])
-    recorder = Recorder(step, cursor, result, activations, unhookable)
+    kind = Recorder if cut else FreeRecorder
+    recorder = kind(step, cursor, result, activations, unhookable)
     recorder.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
     hold(model, recorder)
     versions = {id(b): (b, b._version) for b in model.buffers() if not b.is_inference()}
@@ -63,12 +68,12 @@ def run_watched(
         )
         modules = sum(1 for _ in model.modules())
         with Progress(f"recording {result.model}", modules, "module calls") as recorder.progress:
-            with CustomFunctions(), _eager(), _saving_watched(recorder):
-                with RecordingGlue(recorder), meter:
+            with intercepting(), _eager(), _saving_watched(recorder):
+                with theirs(), RecordingGlue(recorder), meter:
                     output = model(*args, **kwargs)
-                    recorder.notice_writes()
-                    for tensor in tensors(output):
-                        recorder.newest(tensor)
+                recorder.notice_writes()
+                for tensor in tensors(output):
+                    recorder.newest(tensor)
         recorder.note_whole(output)
         recorder.keepers = _keepers(model, recorder)
     finally:
@@ -81,6 +86,15 @@ def run_watched(
     finally:
         activations.forget()
     return result
+
+
+@contextlib.contextmanager
+def counting_writes() -> Iterator[None]:
+    """Around a recording: no gradients instead of inference mode, whose tensors do not count what
+    is written to them."""
+    grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
 
 
 class HooksRefusedError(Exception):

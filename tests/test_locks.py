@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe import blocks, glue, lanes, randomness
+from blockpipe import blocks, lanes, randomness, replaced
 from blockpipe.ambient import in_thread
 
 from .devices import stages
@@ -23,9 +23,11 @@ from .parity import plain_step
 PACKAGE = str(Path(bp.__file__).parent)
 # What lets go of something, whatever has happened. It is not what may fail, but what must not.
 LETS_GO = {
-    "ambient": {"give_baton"},
+    "ambient": {"give_baton", "enter_modes", "__exit__"},
     "blocks": {"set_cursor", "set_microbatch"},
-    "glue": {"__exit__", "_put_back"},
+    "doors": {"__exit__"},
+    "glue": {"__exit__"},
+    "replaced": {"__exit__"},
     "journey": {"finish_forward", "abandon", "settle"},
     "lanes": {"put_back", "fail", "_one_less", "run", "_work", "_join", "_run"},
 }
@@ -135,6 +137,7 @@ def raising_at(place: tuple[str, str]) -> Callable[..., Any]:
 def assert_nothing_stays() -> None:
     assert in_thread.baton is None
     assert in_thread.glue is None
+    assert in_thread.modes == ()
     assert blocks._cursor.get() is None
     assert torch._C._len_torch_function_stack() == 0
 
@@ -145,7 +148,7 @@ def assert_nothing_stays() -> None:
         return True
 
     assert in_time(is_free), "the turn to draw is still taken"
-    assert all(kind._entered == 0 for kind in (glue.TensorHooks, glue.CustomFunctions))
+    assert all(kind._entered == 0 for kind in (replaced.TensorHooks, replaced.CustomFunctions))
 
 
 @pytest.mark.timeout(600)

@@ -179,6 +179,7 @@ def _register() -> None:
     module.__dict__.update(
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _initialized=True,  # asked by torch.utils.checkpoint: keep its generators' states
         init=lambda: None,
         _lazy_init=lambda: None,
         _is_in_bad_fork=lambda: False,

@@ -19,7 +19,7 @@ from .. import test_stores, test_transfer
 from .mutants import EVENTS, RELEASES, WAITS, Mutant, mutants, without
 from .without_a_release import LOCKING
 
-ENGINE = ["transfer", "crossing", "journey", "execution", "differentiable"]
+ENGINE = ["transfer", "lending", "crossing", "journey", "execution", "differentiable"]
 
 
 def calls(module: ModuleType) -> Iterator[Callable[[], Any]]:

@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 import blockpipe as bp
+from blockpipe.ambient import waiting_for_device
 
 from . import set_delay
 from .mutants import RELEASES, mutants, without
 
 LOCKING = ["lanes", "randomness", "ambient"]
+DEVICES = ["simulated:0", "simulated:1"]
+CHUNKS = 3
 
 
 class Noisy(nn.Module):
@@ -33,33 +36,56 @@ class Noisy(nn.Module):
         return x if float(x.detach().sum()) < 1e9 else x * 2
 
 
+class Tells(nn.Linear):
+    """Says when the last micro-batch comes to it: those before it are at their next border."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.last_is_here = threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bp.current_microbatch() == CHUNKS - 1:
+            self.last_is_here.set()
+        return super().forward(x)
+
+
 def steps() -> None:
-    """Some that succeed, one that fails, and some more, from several threads."""
+    """Some that succeed, one that fails while others wait, and some more, from several threads."""
     net = bp.begin_blocks(nn.Sequential(Noisy(), Noisy()), {"1": 1})
-    devices = ["simulated:0", "simulated:1"]
-    pipe = bp.Pipeline(net, devices=devices, chunks=3, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=DEVICES, chunks=CHUNKS, checkpoint="always")
     x = torch.randn(6, 8)
 
     def step() -> None:
         pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
 
-    def fails(output: torch.Tensor) -> torch.Tensor:
-        if bp.current_microbatch() == 1:
-            raise ValueError("not this one")
-        return output.square().mean()
-
     step(), step()
-    try:
-        pipe.forward_backward(x, loss_fn=fails)
-    except ValueError:
-        pass
-    else:
-        raise AssertionError("it did not fail")
+    fail_while_others_wait()
     step()
     other = threading.Thread(target=step, daemon=True)
     other.start()
     other.join()
     step()
+
+
+def fail_while_others_wait() -> None:
+    """Micro-batch 0 fails in its loss, when micro-batch 1 waits for its turn there."""
+    first = Tells()
+    net = bp.begin_blocks(nn.Sequential(first, nn.Linear(8, 8)), {"1": 1})
+    pipe = bp.Pipeline(net, devices=DEVICES, chunks=CHUNKS, schedule="gpipe")
+    x = torch.randn(6, 8)
+    pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    first.last_is_here.clear()
+
+    def fails(output: torch.Tensor) -> torch.Tensor:
+        with waiting_for_device():
+            first.last_is_here.wait()
+        raise ValueError("not this one")
+
+    try:
+        pipe.forward_backward(x, loss_fn=fails)
+    except ValueError:
+        return
+    raise AssertionError("it did not fail")
 
 
 def ends(function: Callable[[], None], seconds: float) -> bool:

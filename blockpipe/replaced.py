@@ -1,0 +1,105 @@
+"""What of torch's is replaced while a step runs: where nothing else tells what a forward does.
+
+Each replacement is entered by any number of threads, does nothing outside of a journey, and is
+taken off when the last of them leaves.
+"""
+
+import functools
+import threading
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .crossing import Entry
+from .glue import active_glue, watched_register_hook
+
+
+class Replacement:
+    """Something of torch's is replaced while this is entered, by any number of threads."""
+
+    owner: Any
+    name: str
+    _originals: ClassVar[dict[type, Any]] = {}  # as they are, unbound
+    _entered: ClassVar[int] = 0
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def replacement(self) -> Any:
+        """What stands there meanwhile."""
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        kind = type(self)
+        with Replacement._lock:
+            if not kind._entered:
+                Replacement._originals[kind] = kind.owner.__dict__[kind.name]
+                setattr(kind.owner, kind.name, self.replacement())
+            kind._entered += 1
+
+    def __exit__(self, *failure: Any) -> None:
+        kind = type(self)
+        with Replacement._lock:
+            kind._entered -= 1
+            if kind._entered == 0:
+                setattr(kind.owner, kind.name, Replacement._originals[kind])
+
+
+class TensorHooks(Replacement):
+    """``Tensor.register_hook`` in sealed modules noticed while this is entered.
+
+    The two parts of a split backward both begin where a gradient arrives, and would both call the
+    hook that is there: the backward of such a hop is run whole. There is no asking a node of the
+    graph for its hooks.
+    """
+
+    owner, name = Tensor, "register_hook"
+
+    def replacement(self) -> Any:
+        return watched_register_hook
+
+
+class Backwards(Replacement):
+    """``torch.autograd.backward`` in the glue, an operation like ``Tensor.backward`` while this is
+    entered: function modes see the one, and of the other only what it makes itself."""
+
+    owner, name = torch.autograd, "backward"
+
+    def replacement(self) -> Any:
+        return _backward
+
+
+_original_backward: Any = torch.autograd.backward
+
+
+@functools.wraps(_original_backward)
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    glue = active_glue()
+    if glue is None or not glue.is_on():
+        return _original_backward(*args, **kwargs)
+    return glue.__torch_function__(_original_backward, (), args, kwargs)
+
+
+class CustomFunctions(Replacement):
+    """``autograd.Function.apply`` in the glue, treated as a sealed call while this is entered.
+
+    A function mode sees the operations inside a custom function's forward, but not its ``apply``:
+    the function would differentiate one tensor while the mode replaced another. There is no hook
+    for it, so ``apply`` itself is stood in for, and only where the recording met one in the glue.
+    """
+
+    owner, name = torch.autograd.Function, "apply"
+
+    def replacement(self) -> Any:
+        return classmethod(_apply)
+
+
+_original_apply: Any = torch.autograd.Function.__dict__["apply"]
+
+
+def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    original = _original_apply.__get__(None, cls)
+    glue = active_glue()
+    if glue is None or glue.inside or cls is Entry:
+        return original(*args, **kwargs)
+    glue.saw_custom_function(cls)
+    return glue.call_sealed(original, args, kwargs)
