@@ -27,6 +27,7 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --simulated --parameters 3
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .

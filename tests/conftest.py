@@ -1,8 +1,8 @@
 """What all tests share, and the run on the simulated accelerator.
 
 With ``--simulated`` the whole run is on that accelerator, for a backend that is registered stays:
-``stages(4)`` are four of its devices. A test that has no business there says so with
-``@pytest.mark.cpu("why")``, as a module does in its ``pytestmark``; the run's summary counts the reasons.
+``stages(4)`` are four of its devices, and modules that ask for none are not run. A test that has no
+business there says so with ``@pytest.mark.cpu("why")``; the run's summary counts the reasons.
 After each test every stream is waited for, and a race or a failed operation fails the test.
 """
 
@@ -18,9 +18,11 @@ import torch
 from blockpipe import prepared
 from blockpipe.lanes import close_idle_threads
 
+from . import devices
 from .pinned import pin
 from .simulated_build import CannotBuildError
 
+SIMULATED = Path(__file__).with_name("simulated")
 DELAY = 200  # microseconds at most, before one in five operations: enough for another order
 DELAYED = 0.2
 PARAMETERS = 12  # of one test, where each operation is queued and most sweeps ran on the CPU
@@ -66,7 +68,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Its own tests import it: not in a run without it."""
-    is_own = collection_path == Path(__file__).with_name("simulated")
+    is_own = collection_path == SIMULATED
     return True if is_own and (_why_not or not config.getoption("--simulated")) else None
 
 
@@ -91,12 +93,23 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
         mark = item.get_closest_marker("cpu")
         if mark is not None:
             yield item, mark.args[0]
+        elif item.path.parent == SIMULATED:
+            continue
+        elif not _asks_for_devices(item):
+            yield item, "its module asks for no devices (tests/devices.py)"
         else:
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for family in families.values():
         family.sort(key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
         for item in family[most:] if most else []:
             yield item, f"more than {most} parameter sets of a test: --parameters"
+
+
+def _asks_for_devices(item: pytest.Item) -> bool:
+    module = item.getparent(pytest.Module)
+    assert module is not None
+    names = vars(module.obj).values()
+    return any(getattr(value, "__module__", None) == devices.__name__ for value in names)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
