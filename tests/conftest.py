@@ -23,6 +23,7 @@ from .simulated_build import CannotBuildError
 
 DELAY = 200  # microseconds at most, before one in five operations: enough for another order
 DELAYED = 0.2
+PARAMETERS = 12  # of one test, where each operation is queued and most sweeps ran on the CPU
 
 _why_not: dict[str, str] = {}  # the accelerator could not be built
 _deselected: Counter[str] = Counter()
@@ -37,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--delay-seed", type=int, default=0, help="of the delays on the simulated accelerator"
+    )
+    parser.addoption(
+        "--parameters",
+        type=int,
+        default=PARAMETERS,
+        help="with --simulated: run so many of a test's parameter sets, by the seed; 0: all",
     )
 
 
@@ -66,13 +73,30 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--simulated"):
         return
-    for item in items:
-        if _why_not:
+    if _why_not:
+        for item in items:
             item.add_marker(pytest.mark.skip(reason=_why_not["simulated"]))
-    out = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("cpu"))}
-    _deselected.update(out.values())
-    config.hook.pytest_deselected(items=list(out))
-    items[:] = [item for item in items if item not in out]
+        return
+    reasons = dict(_reasons(config, items))
+    _deselected.update(reasons.values())
+    config.hook.pytest_deselected(items=list(reasons))
+    items[:] = [item for item in items if item not in reasons]
+
+
+def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[pytest.Item, str]]:
+    """What does not run on the simulated accelerator, and why."""
+    most, seed = config.getoption("--parameters"), config.getoption("--delay-seed")
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        mark = item.get_closest_marker("cpu")
+        if mark is not None:
+            yield item, mark.args[0]
+        else:
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for family in families.values():
+        family.sort(key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
+        for item in family[most:] if most else []:
+            yield item, f"more than {most} parameter sets of a test: --parameters"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

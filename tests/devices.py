@@ -44,4 +44,10 @@ def host(value: Any) -> Any:
 
 def equal(one: Tensor, other: Tensor) -> bool:
     """``torch.equal``, wherever the two are."""
-    return torch.equal(one.detach().cpu(), other.detach().cpu())
+    one, other = host((one, other))
+    return torch.equal(one, other)
+
+
+def assert_close(one: Any, other: Any, **options: Any) -> None:
+    """``torch.testing.assert_close``, wherever the tensors are."""
+    torch.testing.assert_close(host(one), host(other), **options)

@@ -13,6 +13,8 @@ import blockpipe as bp
 from blockpipe.microbatch import split, weights_of
 from blockpipe.tree import tensors
 
+from .devices import host, is_simulated, stages
+
 LossFn = Callable[..., Tensor]
 
 
@@ -49,15 +51,24 @@ def any_loss(output: Any, target: Any = None) -> Tensor:
 class Difference:
     """How far two runs of a model are apart."""
 
-    loss: float
+    loss: float  # relative where it is above one
     gradients: float  # worst over the parameters, relative to the global gradient norm
     buffers: float
     exact: bool
 
+    @property
+    def same(self) -> bool:
+        """To the bit on the CPU. To rounding on an accelerator, where the loss is one sum over the
+        micro-batches, and gradients of what several stages read are added where they are."""
+        if not is_simulated():
+            return self.exact
+        return max(self.loss, self.gradients, self.buffers) < 1e-6
+
 
 def difference(a: nn.Module, b: nn.Module, loss_a: Tensor, loss_b: Tensor) -> Difference:
-    """Compare gradients and buffers of two copies of a model."""
-    norm = sum(p.grad.double().square().sum() for p in b.parameters() if p.grad is not None)
+    """Compare gradients and buffers of two copies of a model, wherever each of them is."""
+    loss_a, loss_b = host((loss_a, loss_b))
+    norm = sum(host(p.grad).double().square().sum() for p in b.parameters() if p.grad is not None)
     norm = max(float(norm) ** 0.5, 1e-30)
     worst, exact = 0.0, torch.equal(loss_a, loss_b)
     for (name, p), (_, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
@@ -66,17 +77,20 @@ def difference(a: nn.Module, b: nn.Module, loss_a: Tensor, loss_b: Tensor) -> Di
                 f"{name}: gradient is {p.grad is not None}, plain {q.grad is not None}"
             )
         if p.grad is not None:
-            if not torch.equal(p.grad, q.grad):
+            mine, other = host((p.grad, q.grad))
+            if not torch.equal(mine, other):
                 exact = False
-                worst = max(worst, float((p.grad.double() - q.grad.double()).norm()) / norm)
-            if not bool(torch.isfinite(q.grad).all()):
+                worst = max(worst, float((mine.double() - other.double()).norm()) / norm)
+            if not bool(torch.isfinite(other).all()):
                 raise AssertionError(f"{name}: the plain gradient is not finite")
     buffers = 0.0
     for (_, p), (_, q) in zip(a.named_buffers(), b.named_buffers(), strict=True):
+        p, q = host((p, q))
         if not torch.equal(p, q):
             exact = False
             buffers = max(buffers, float((p.double() - q.double()).abs().max()))
-    return Difference(abs(float(loss_a - loss_b)), worst, buffers, exact)
+    apart = abs(float(loss_a - loss_b)) / max(1.0, abs(float(loss_b)))
+    return Difference(apart, worst, buffers, exact)
 
 
 def without_randomness(model: nn.Module) -> nn.Module:
@@ -160,7 +174,7 @@ def compare(
         chunks = 3 if next(tensors((args, kwargs))).shape[0] >= 6 else 2
     plain, marked = copy.deepcopy(model), copy.deepcopy(model)
     bp.begin_blocks(marked, marks)
-    devices = ["cpu"] * (max(marks.values(), default=0) + 1)
+    devices = stages(max(marks.values(), default=0) + 1)
     pipe = bp.Pipeline(
         marked,
         devices=devices,

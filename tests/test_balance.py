@@ -18,6 +18,7 @@ from blockpipe import prepared
 from blockpipe.errors import PlanError, ScheduleError, UsageError
 from blockpipe.rates import STATED_CPU
 
+from .devices import assert_close, equal, examples, stages
 from .parity import any_loss, difference, plain_step
 from .strategies import Program, programs
 
@@ -91,10 +92,10 @@ def test_no_other_cut_is_better(by: str, stages: int, speeds: list[float] | None
     assert found[0] == pytest.approx(max(share.cost for share in plan.shares), rel=1e-9)
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(programs, st.integers(1, 4), st.sampled_from(["flops", "parameters", "time", "memory"]))
 def test_random_programs_are_cut_as_planned_and_train_as_plain(
-    instructions: list, stages: int, by: str
+    instructions: list, count: int, by: str
 ) -> None:
     """Whatever comes back records to the stages 0, 1, …, in order, and trains to the bit, isolated."""
     torch.manual_seed(0)
@@ -107,32 +108,32 @@ def test_random_programs_are_cut_as_planned_and_train_as_plain(
     except RuntimeError:
         return  # the program itself writes to what its backward needs
     try:
-        plan = bp.balance(net, args, stages, by, measure=False)
+        plan = bp.balance(net, args, count, by, measure=False)
     except PlanError as error:
         assert "can be cut at" in str(error)
         return
     recording = bp.record(net, args, plan=plan)
-    assert recording.route == list(range(stages))
+    assert recording.route == list(range(count))
     assert [a.stage for a in plan.assignments] == [a.stage for a in recording.plan.assignments]
     assert recording.plan.stages() == plan.stages()
-    with bp.Pipeline(net, devices=["cpu"] * stages, chunks=3, plan=plan, isolate=True) as pipe:
+    with bp.Pipeline(net, devices=stages(count), chunks=3, plan=plan, isolate=True) as pipe:
         loss = pipe.forward_backward(*args, loss_fn=any_loss).loss
-    assert difference(net, reference, loss, plain).exact
+    assert difference(net, reference, loss, plain).same
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(programs, st.integers(1, 4), st.booleans())
 def test_random_programs_need_the_memory_that_was_balanced(
-    instructions: list, stages: int, on_one_device: bool
+    instructions: list, count: int, on_one_device: bool
 ) -> None:
     """To the byte what the pipeline predicts, with skips, several calls and views too."""
     net = Program(instructions)
     args = torch.randn(6, 4), torch.randint(4, (6,))
-    devices = ["cpu"] * stages if on_one_device else [f"cpu:{n}" for n in range(stages)]
+    devices = ["cpu"] * count if on_one_device else [f"cpu:{n}" for n in range(count)]
     options: dict[str, Any] = {"devices": devices, "chunks": 3}
     micro = tuple(a[:2] for a in args)
     try:
-        plan = bp.balance(net, micro, stages, "memory", optimizer="adam", **options)
+        plan = bp.balance(net, micro, count, "memory", optimizer="adam", **options)
     except PlanError as error:
         assert "can be cut at" in str(error)
         return
@@ -163,7 +164,7 @@ def test_what_the_table_says_is_what_the_recording_with_the_plan_has(by: str) ->
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential"])
-@pytest.mark.parametrize("devices", [["cpu"] * 3, ["cpu:0", "cpu:1", "cpu:2"]], ids=str)
+@pytest.mark.parametrize("devices", [stages(3), ["cpu:0", "cpu:1", "cpu:2"]], ids=str)
 def test_the_memory_is_what_the_pipeline_predicts(schedule: str, devices: list[str]) -> None:
     """Which plays the same out stage by stage. What several devices save counts on each of them."""
     net, x = torchvision.models.resnet18(), torch.zeros(16, 3, 64, 64)
@@ -181,7 +182,7 @@ def test_the_memory_of_a_small_model_is_that_of_one_thread(
     monkeypatch.setattr(prepared, "SMALL_HOP", 1.0)
     net, x = chain(8, 8, 8, 8), torch.zeros(64, 8)
     plan = bp.balance(net, x[:8], 3, "memory", chunks=8)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=8, plan=plan)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=8, plan=plan)
     assert [s.memory for s in plan.shares] == [s.peak for s in pipe.memory(x).stages]
     assert any("one thread" in note for note in plan.notes)
 
@@ -211,7 +212,7 @@ def test_a_limit_that_nothing_keeps_to_says_which_and_how_much_is_missing() -> N
     last=st.sampled_from([0, 100, 5000, 10**6]),
     widths=st.lists(st.sampled_from([4, 16, 32]), min_size=4, max_size=7),
 )
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 def test_what_the_ends_have_besides_counts(first: int, last: int, widths: list[int]) -> None:
     """By parameters, against every partition of the chain."""
     net = chain(*widths)
@@ -313,7 +314,7 @@ def test_a_call_after_one_in_a_sealed_module_is_where_the_plan_has_it() -> None:
     net, x = Net(), torch.ones(4, 8)
     plan = bp.balance(net, x, 2, "flops")
     assert [plan.stages()["act", call] for call in (0, 1)] == [0, 1]
-    with bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, plan=plan, sample=(x,)) as pipe:
+    with bp.Pipeline(net, devices=stages(2), chunks=2, plan=plan, sample=(x,)) as pipe:
         stages.clear()
         pipe.forward_backward(x, loss_fn=torch.sum)
     assert sorted(stages) == [0, 0, 1, 1]
@@ -341,13 +342,13 @@ def test_the_model_is_left_as_it_was() -> None:
     attributes = [dict(m.__dict__) for m in net.modules()]
     random = torch.get_rng_state()
     bp.balance(net, torch.ones(4, 4), 2)
-    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert_close(net.state_dict(), before, rtol=0, atol=0)
     assert net[0].weight.grad is gradient
-    assert torch.equal(gradient, torch.ones(4, 4))
+    assert equal(gradient, torch.ones(4, 4))
     assert net[3].weight.grad is None
     assert [m.__dict__.keys() for m in net.modules()] == [a.keys() for a in attributes]
     assert net.training
-    assert torch.equal(torch.get_rng_state(), random)
+    assert equal(torch.get_rng_state(), random)
     assert bp.record(net, torch.zeros(4, 4)).route == [0, 1]
 
 
@@ -499,10 +500,10 @@ def test_a_hugging_face_model_is_cut_and_trains_as_plain(name: str, by: str) -> 
         sum(c.bytes for c in recording.crossings if c.to_stage == stage != c.from_stage)
         for stage in range(3)
     ]
-    with bp.Pipeline(net, devices=["cpu"] * 3, chunks=2, plan=plan, isolate=True) as pipe:
+    with bp.Pipeline(net, devices=stages(3), chunks=2, plan=plan, isolate=True) as pipe:
         loss = pipe.forward_backward(**kwargs).loss
     plain = plain_step(reference, (), kwargs, None, any_loss, 2)
-    assert difference(net, reference, loss, plain).exact
+    assert difference(net, reference, loss, plain).same
     assert "tied:" in str(plan)
 
 

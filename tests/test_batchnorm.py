@@ -21,6 +21,7 @@ from blockpipe.batchnorm import merged, statistics
 from blockpipe.errors import UsageError
 from blockpipe.scheduler import SCHEDULES
 
+from .devices import assert_close, equal, examples, stages
 from .parity import difference, plain_step
 
 ALL = [*SCHEDULES, "auto", "uncut"]
@@ -49,11 +50,9 @@ def assert_as_full_batch(pipelined: nn.Module, before: nn.Module, x: Tensor) -> 
     """A batch norm that saw a batch in parts has the statistics of one that saw it whole."""
     full = copy.deepcopy(before).train()
     full(x)
-    torch.testing.assert_close(
-        pipelined.running_mean, full.running_mean, rtol=1e-6, atol=1e-6 * float(x.std())
-    )
-    torch.testing.assert_close(pipelined.running_var, full.running_var, rtol=1e-6, atol=0)
-    assert torch.equal(pipelined.num_batches_tracked, full.num_batches_tracked)
+    assert_close(pipelined.running_mean, full.running_mean, rtol=1e-6, atol=1e-6 * float(x.std()))
+    assert_close(pipelined.running_var, full.running_var, rtol=1e-6, atol=0)
+    assert equal(pipelined.num_batches_tracked, full.num_batches_tracked)
 
 
 class Watch:
@@ -85,7 +84,7 @@ class Watch:
             for name, now in (("running_mean", x.mean(1)), ("running_var", x.var(1))):
                 was = getattr(old, name).double()
                 expected = (was + factor * (now - was)).to(new.running_mean.dtype)
-                torch.testing.assert_close(getattr(new, name), expected, rtol=1e-6, atol=1e-6)
+                assert_close(getattr(new, name), expected, rtol=1e-6, atol=1e-6)
 
 
 # --- the statistics
@@ -116,7 +115,7 @@ def test_rows(momentum):
     full(x.double())
     for name in ("running_mean", "running_var"):
         expected = getattr(full, name).float()
-        torch.testing.assert_close(getattr(model[0], name), expected, rtol=1e-6, atol=0)
+        assert_close(getattr(model[0], name), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -132,7 +131,7 @@ def test_other_types(dtype):
     before(x.double())
     for name in ("running_mean", "running_var"):
         found, expected = getattr(model[0], name).double(), getattr(before, name)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def test_half_precision_buffers():
@@ -141,7 +140,7 @@ def test_half_precision_buffers():
     model = net().bfloat16()
     deferred(model, {"2": 1}, chunks=4).forward_backward(x, loss_fn=loss_of)
     expected = (0.1 * x.double().mean((0, 2))).bfloat16()
-    assert torch.equal(model[0].running_mean, expected)
+    assert equal(model[0].running_mean, expected)
 
 
 def test_fewer_microbatches_than_asked():
@@ -161,12 +160,12 @@ def test_many_samples(layout):
     parts = [statistics(part) for part in x.split(3)]
     whole = merged(parts)
     exact = x.double()
-    torch.testing.assert_close(whole.mean, exact.mean((0, 2, 3)), rtol=1e-9, atol=0)
+    assert_close(whole.mean, exact.mean((0, 2, 3)), rtol=1e-9, atol=0)
     variance = whole.squares / (whole.samples - 1)
-    torch.testing.assert_close(variance, exact.var((0, 2, 3)), rtol=1e-6, atol=0)
+    assert_close(variance, exact.var((0, 2, 3)), rtol=1e-6, atol=0)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(
     st.integers(2, 9),
     st.integers(1, 4),
@@ -195,7 +194,7 @@ def test_property(batch, chunks, dims, schedule, momentum, mean, isolate, seed):
             watch = None
             assert_as_full_batch(model[0], before, x)
     plain.load_state_dict(model.state_dict())
-    assert difference(model, plain, loss, expected).exact
+    assert difference(model, plain, loss, expected).same
 
 
 def test_schedules_agree():
@@ -208,7 +207,7 @@ def test_schedules_agree():
         deferred(model, {"2": 1}, chunks=4, schedule=schedule).forward_backward(x, loss_fn=loss_of)
         found.append(model.state_dict())
     for state in found[1:]:
-        assert all(torch.equal(state[key], found[0][key]) for key in state)
+        assert all(equal(state[key], found[0][key]) for key in state)
 
 
 def test_steps_in_a_row():
@@ -221,8 +220,8 @@ def test_steps_in_a_row():
             x = torch.randn(7 + step, 3, 5) + step
             pipe.forward_backward(x, loss_fn=loss_of)
             full(x)
-        torch.testing.assert_close(model[0].running_mean, full.running_mean, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(model[0].running_var, full.running_var, rtol=1e-6, atol=0)
+        assert_close(model[0].running_mean, full.running_mean, rtol=1e-6, atol=1e-6)
+        assert_close(model[0].running_var, full.running_var, rtol=1e-6, atol=0)
         assert int(model[0].num_batches_tracked) == 4
 
 
@@ -236,8 +235,8 @@ def test_eval_uses_what_was_committed():
     state = copy.deepcopy(model.state_dict())
     pipe.eval()
     with torch.no_grad():
-        torch.testing.assert_close(pipe(x), plain(x))
-    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+        assert_close(pipe(x), plain(x))
+    assert all(equal(state[key], value) for key, value in model.state_dict().items())
 
 
 # --- the ways through
@@ -271,7 +270,7 @@ def test_one_device(marks):
     for _ in range(3):
         pipe.forward_backward(x, loss_fn=loss_of)
         full(x)
-    torch.testing.assert_close(model[0].running_var, full.running_var, rtol=1e-6, atol=0)
+    assert_close(model[0].running_var, full.running_var, rtol=1e-6, atol=0)
     assert int(model[2].num_batches_tracked) == 3
 
 
@@ -296,7 +295,7 @@ class Body(nn.Module):
 def test_recomputed_once(schedule, recompute, mark):
     """What a checkpoint in the model computes again in backward is not counted again: statistics
     equal those of a step without it, to the bit."""
-    devices = ["cpu:0"] * 2 if schedule == "plain" else ["cpu"] * 2
+    devices = ["cpu:0"] * 2 if schedule == "plain" else stages(2)
     schedule = "1f1b" if schedule == "plain" else schedule
     torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(4, 4), Body(net(4), recompute), nn.Linear(4, 4))
@@ -312,7 +311,7 @@ def test_recomputed_once(schedule, recompute, mark):
             pipe.forward_backward(x, loss_fn=loss_of)
     assert int(first[1].body[0].num_batches_tracked) == 2
     for a, b in zip(models[0].buffers(), models[1].buffers(), strict=True):
-        assert torch.equal(a, b)
+        assert equal(a, b)
 
 
 class Renormalizing(nn.BatchNorm1d):
@@ -340,9 +339,9 @@ def test_with_recomputation(schedule, checkpoint, kind):
             pipe.forward_backward(x, loss_fn=loss_of)
         assert any(c.is_run_again for c in pipe.recording.calls)
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
+        assert equal(a.grad, b.grad)
     for a, b in zip(models[0].buffers(), models[1].buffers(), strict=True):
-        assert torch.equal(a, b)
+        assert equal(a, b)
 
 
 def test_recomputed_in_a_later_backward():
@@ -352,7 +351,7 @@ def test_recomputed_in_a_later_backward():
     output = pipe(torch.randn(8, 4))
     state = copy.deepcopy(model.state_dict())
     loss_of(output).backward()
-    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert all(equal(state[key], value) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "aot_eager"}])
@@ -364,7 +363,7 @@ def test_compiled(options):
     bp.begin_blocks(model, {"1": 1})
     full = copy.deepcopy(model[0].body[0])
     watch = Watch(model[1])
-    pipe = bp.Pipeline(model, devices=["cpu"] * 2, chunks=3, deferred_batch_norm=True)
+    pipe = bp.Pipeline(model, devices=stages(2), chunks=3, deferred_batch_norm=True)
     pipe.compile(**options)
     pipe.forward_backward(x, loss_fn=loss_of)
     watch.check()
@@ -372,8 +371,8 @@ def test_compiled(options):
     for _ in range(2):
         pipe.forward_backward(x, loss_fn=loss_of)
         full(x)
-    torch.testing.assert_close(model[0].body[0].running_mean, full.running_mean, rtol=1e-6, atol=0)
-    torch.testing.assert_close(model[0].body[0].running_var, full.running_var, rtol=1e-6, atol=0)
+    assert_close(model[0].body[0].running_mean, full.running_mean, rtol=1e-6, atol=0)
+    assert_close(model[0].body[0].running_var, full.running_var, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -416,7 +415,7 @@ def test_other_methods_update_at_once():
     pipe.run(model.forward, x)
     full(x)
     for a, b in zip(model.buffers(), full.buffers(), strict=True):
-        assert torch.equal(a, b)
+        assert equal(a, b)
 
 
 # --- models
@@ -450,12 +449,12 @@ def test_called_twice(between, schedule):
     model = Shared(between)
     full = copy.deepcopy(model)
     pipe = bp.Pipeline(
-        model, devices=["cpu"] * 2, chunks=3, schedule=schedule, deferred_batch_norm=True
+        model, devices=stages(2), chunks=3, schedule=schedule, deferred_batch_norm=True
     )
     pipe.forward_backward(x, loss_fn=loss_of)
     full(x)
-    torch.testing.assert_close(model.norm.running_mean, full.norm.running_mean)
-    torch.testing.assert_close(model.norm.running_var, full.norm.running_var, rtol=1e-6, atol=0)
+    assert_close(model.norm.running_mean, full.norm.running_mean)
+    assert_close(model.norm.running_var, full.norm.running_var, rtol=1e-6, atol=0)
     assert int(model.norm.num_batches_tracked) == 2
 
 
@@ -481,14 +480,14 @@ def test_not_sealed(isolate):
     plain = copy.deepcopy(model)
     watch = None if isolate else Watch(model)
     pipe = bp.Pipeline(
-        model, devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True, isolate=isolate
+        model, devices=stages(2), chunks=2, deferred_batch_norm=True, isolate=isolate
     )
     loss = pipe.forward_backward(x, loss_fn=loss_of).loss
     if watch is not None:
         watch.check()
     expected = plain_step(plain, (x,), {}, None, loss_of, 2)
     plain.load_state_dict(model.state_dict())
-    assert difference(model, plain, loss, expected).exact
+    assert difference(model, plain, loss, expected).same
 
 
 def test_resnet():
@@ -501,10 +500,10 @@ def test_resnet():
     pipe = deferred(model, {"layer2": 1, "layer3": 2}, chunks=4)
     loss = pipe.forward_backward(x, loss_fn=loss_of).loss
     watch.check()
-    assert torch.equal(before.weight, model.conv1.weight)
+    assert equal(before.weight, model.conv1.weight)
     expected = plain_step(plain, (x,), {}, None, loss_of, 4)
     plain.load_state_dict(model.state_dict())
-    assert difference(model, plain, loss, expected).exact
+    assert difference(model, plain, loss, expected).same
 
 
 def test_timm():
@@ -522,7 +521,7 @@ def test_timm():
     torch.manual_seed(1)
     expected = plain_step(plain, (x,), {}, None, loss_of, 2)
     plain.load_state_dict(model.state_dict())
-    assert difference(model, plain, loss, expected).exact
+    assert difference(model, plain, loss, expected).same
 
 
 class Reassigning(nn.BatchNorm1d):
@@ -541,7 +540,7 @@ def test_subclass_that_assigns_its_buffers():
     pipe = bp.Pipeline(model, devices=["cpu"], chunks=2, deferred_batch_norm=True)
     pipe.forward_backward(x, loss_fn=loss_of)
     assert model[0].running_mean is own
-    torch.testing.assert_close(own, 0.5 * x.mean(0))
+    assert_close(own, 0.5 * x.mean(0))
 
 
 def test_frozen_modules_are_left_alone():
@@ -556,7 +555,7 @@ def test_frozen_modules_are_left_alone():
     pipe = deferred(model, {"1": 1}, chunks=2)
     loss = pipe.forward_backward(x, loss_fn=loss_of).loss
     assert difference(model, plain, loss, plain_step(plain, (x,), {}, None, loss_of, 2)).loss == 0
-    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert all(equal(state[key], value) for key, value in model.state_dict().items())
 
 
 # --- nothing stays
@@ -594,7 +593,7 @@ def test_failed_step(schedule, phase):
             pipe.forward_backward(x, loss_fn=loss_of)
     finally:
         Fails.phase = "no phase"
-    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert all(equal(state[key], value) for key, value in model.state_dict().items())
     assert all(own[name] is value for name, value in model.named_buffers())
     pipe.forward_backward(x, loss_fn=loss_of)
     assert_as_full_batch(model[0], before, x)
@@ -660,7 +659,7 @@ def test_synchronized_modules_are_named():
     assert "batch norm deferred: 1 module" in str(pipe.summary())
     assert "not deferred, SyncBatchNorm: 1" in str(pipe.summary())
     with warnings.catch_warnings():
-        bp.Pipeline(model, devices=["cpu"] * 2, chunks=2)
+        bp.Pipeline(model, devices=stages(2), chunks=2)
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])
@@ -698,7 +697,7 @@ def test_a_copy_made_in_a_step_is_of_the_module_alone():
             norm.bias.zero_()
         before = copy.deepcopy(model.state_dict())
         assert norm(x).abs().max() == 0
-        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+        assert all(equal(before[key], value) for key, value in model.state_dict().items())
 
 
 def test_steps_of_two_threads_take_turns():

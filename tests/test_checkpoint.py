@@ -22,6 +22,7 @@ from blockpipe import digests
 from blockpipe.errors import CrossingError, PlanError, StateError, UsageError
 from blockpipe.recording import Recomputable
 
+from .devices import equal, examples, stages
 from .parity import difference, plain_step
 from .strategies import Program, programs
 
@@ -56,7 +57,7 @@ def square(output):
 
 
 def step(net, x, steps=1, **options):
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, **{"chunks": 4, **options})
+    pipe = bp.Pipeline(net, devices=stages(3), **{"chunks": 4, **options})
     for _ in range(steps):
         loss = pipe.forward_backward(x, loss_fn=square).loss
     return pipe, loss
@@ -81,8 +82,8 @@ def test_gradients_and_statistics_are_those_without(mode, schedule, p, isolate):
     after = torch.rand(3)
     torch.manual_seed(3)
     _, loss = step(other, x, steps=2, schedule=schedule, checkpoint=mode, isolate=isolate)
-    assert difference(other, first, loss, expected).exact
-    assert torch.equal(torch.rand(3), after)
+    assert difference(other, first, loss, expected).same
+    assert equal(torch.rand(3), after)
 
 
 @pytest.mark.parametrize(("mode", "times"), [("never", 0), ("except_last", 3), ("always", 4)])
@@ -96,7 +97,7 @@ def test_how_often_layers_run_again(mode, times):
 def test_except_last_counts_the_microbatches_there_are():
     """Two samples make two micro-batches, whatever was asked for; the last is not recomputed."""
     net = layers()
-    pipe = bp.Pipeline(net.eval(), devices=["cpu"] * 3, chunks=4, checkpoint="except_last")
+    pipe = bp.Pipeline(net.eval(), devices=stages(3), chunks=4, checkpoint="except_last")
     pipe.forward_backward(torch.randn(2, 16), loss_fn=square)
     assert again(net) == [1] * 5
 
@@ -112,7 +113,7 @@ def test_a_mark_decides_for_its_block(mark, mode, times):
     x = torch.randn(8, 16)
     _, loss = step(net, x, checkpoint=mode)
     assert again(net) == times
-    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).exact
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).same
 
 
 def test_a_mark_holds_to_the_end_of_its_block():
@@ -132,7 +133,7 @@ def test_a_mark_holds_to_the_end_of_its_block():
             return self.layers[3](x)
 
     net = Net()
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
     pipe.forward_backward(torch.randn(8, 8), loss_fn=square)
     assert [sum(layer.calls) for layer in net.layers] == [2, 0, 2, 0]
 
@@ -186,7 +187,7 @@ def test_recomputation_starts_before_the_gradient_arrives():
 
     net = nn.Sequential(Watched(8), Last(8, 8))
     net[1] = bp.BeginBlock(net[1], stage=1, checkpoint=False)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always")
     pipe.forward_backward(torch.randn(8, 8), loss_fn=square)
     assert order[0] == "recomputed"
 
@@ -215,11 +216,11 @@ def test_buffers_are_as_if_it_ran_once(schedule):
     net = nn.Sequential(Spectral(), bp.BeginBlock(Spectral(), stage=1))
     plain = copy.deepcopy(net)
     x = torch.randn(8, 6)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule, checkpoint="always")
     for _ in range(2):
         loss = pipe.forward_backward(x, loss_fn=square).loss
         expected = plain_step(plain, (x,), {}, None, square, 4)
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
 
 
 class Writer(nn.Module):
@@ -271,11 +272,11 @@ def test_inputs_that_are_written_are_kept(schedule):
     plain = copy.deepcopy(net)
     x, mask = torch.randn(8, 6), torch.randint(0, 2, (8, 6))
     pipe = bp.Pipeline(
-        net, devices=["cpu"] * 2, chunks=4, schedule=schedule, checkpoint="always", isolate=True
+        net, devices=stages(2), chunks=4, schedule=schedule, checkpoint="always", isolate=True
     )
     loss = pipe.forward_backward(x, mask, loss_fn=square).loss
     expected = plain_step(plain, (x, mask), {}, None, square, 4)
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
 
 
 def test_a_write_that_was_not_recorded_is_an_error():
@@ -289,7 +290,7 @@ def test_a_write_that_was_not_recorded_is_an_error():
 
     net = nn.Sequential(nn.Linear(6, 6), Sometimes(), bp.BeginBlock(nn.Linear(6, 6), stage=1))
     pipe = bp.Pipeline(
-        net, devices=["cpu"] * 2, chunks=2, checkpoint="always", sample=(torch.randn(4, 6),)
+        net, devices=stages(2), chunks=2, checkpoint="always", sample=(torch.randn(4, 6),)
     )
     Sometimes.writes = True
     with pytest.raises(
@@ -306,7 +307,7 @@ def test_what_depends_on_something_else_is_an_error():
             return super().forward(torch.cat([x, x]) if bp.is_recomputing() else x)[: len(x)]
 
     net = nn.Sequential(Counting(8), bp.BeginBlock(nn.Linear(8, 8), stage=1))
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always")
     with pytest.raises(bp.BlockpipeError, match=r"module '0' on stage 0 saved .*is_recomputing"):
         pipe.forward_backward(torch.randn(4, 8), loss_fn=square)
 
@@ -328,9 +329,9 @@ def test_arguments_that_are_one_tensor_stay_one():
     net = Net()
     plain = copy.deepcopy(net)
     x = torch.randn(8, 5, 8)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, checkpoint="always", isolate=True)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, checkpoint="always", isolate=True)
     loss = pipe.forward_backward(x, loss_fn=square).loss
-    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).exact
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).same
 
 
 def test_autocast_is_the_forwards():
@@ -353,9 +354,7 @@ def test_autocast_is_the_forwards():
     for inline in (False, True):
         net.zero_grad(), plain.zero_grad()
         schedule = "sequential" if inline else "1f1b"
-        pipe = bp.Pipeline(
-            net, devices=["cpu"] * 2, chunks=2, checkpoint="always", schedule=schedule
-        )
+        pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always", schedule=schedule)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = pipe.forward_backward(x, loss_fn=square).loss
             plain_loss = torch.zeros(())
@@ -365,7 +364,7 @@ def test_autocast_is_the_forwards():
                 with torch.autocast("cpu", enabled=False):
                     one.backward()
                 plain_loss += one.detach()
-        assert difference(net, plain, loss, plain_loss).exact
+        assert difference(net, plain, loss, plain_loss).same
 
 
 @bp.BlockFunction(stage=1)
@@ -390,11 +389,11 @@ def test_a_block_function_is_recomputed_as_a_whole():
     net = Net()
     plain = copy.deepcopy(net)
     x = torch.randn(8, 6)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, checkpoint="always", isolate=True)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, checkpoint="always", isolate=True)
     loss = pipe.forward_backward(x, loss_fn=square).loss
     assert sum(head.calls) == 4
     assert list(pipe.recording.sealed_functions.values()) == [frozenset({1})]
-    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).exact
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).same
 
 
 class Inner(nn.Module):
@@ -441,9 +440,9 @@ def test_torchs_own_checkpoint_goes_on_working(schedule, reentrant, mode):
         (other, {"schedule": schedule, "checkpoint": mode}),
     ):
         torch.manual_seed(1)
-        pipe = bp.Pipeline(model, devices=["cpu"] * 2, chunks=4, **options)
+        pipe = bp.Pipeline(model, devices=stages(2), chunks=4, **options)
         losses.append(pipe.forward_backward(x, loss_fn=square).loss)
-    assert difference(other, net, losses[1], losses[0]).exact
+    assert difference(other, net, losses[1], losses[0]).same
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -455,7 +454,7 @@ def test_a_differentiable_call_recomputes_too(mode):
     torch.manual_seed(0)
     _, expected = step(net, x, schedule="sequential")
     torch.manual_seed(0)
-    pipe = bp.Pipeline(other, devices=["cpu"] * 3, chunks=4, checkpoint=mode)
+    pipe = bp.Pipeline(other, devices=stages(3), chunks=4, checkpoint=mode)
     loss = square(pipe(x))
     loss.backward()
     assert difference(other, net, loss.detach(), expected).gradients < 1e-6
@@ -472,13 +471,13 @@ def test_one_ordinary_graph_recomputes_when_it_is_asked(mode):
     for model, checkpoint_ in ((net, "never"), (other, mode)):
         torch.manual_seed(0)
         pipe = bp.Pipeline(
-            model, devices=["cpu"] * 3, chunks=4, schedule="uncut", checkpoint=checkpoint_
+            model, devices=stages(3), chunks=4, schedule="uncut", checkpoint=checkpoint_
         )
         loss = square(pipe(x))
         loss.backward(retain_graph=True)
         loss.backward()
         results.append(loss.detach())
-    assert difference(other, net, results[1], results[0]).exact
+    assert difference(other, net, results[1], results[0]).same
     times = {"except_last": 3, "always": 4}[mode]
     assert again(other) == [2 * times] * 5
 
@@ -486,7 +485,7 @@ def test_one_ordinary_graph_recomputes_when_it_is_asked(mode):
 def test_nothing_is_recomputed_without_gradients():
     """Under no_grad, and in what is frozen."""
     net = layers()
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4, checkpoint="always")
     with torch.no_grad():
         pipe(torch.randn(8, 16))
     assert again(net) == [0] * 5
@@ -514,7 +513,7 @@ def test_a_generator_of_ones_own_is_not_run_again():
             return super().forward(x) * torch.rand(8, generator=self.generator)
 
     net = nn.Sequential(Own(8), bp.BeginBlock(Layer(8), stage=1))
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always")
     pipe.forward_backward(torch.randn(4, 8), loss_fn=square)
     assert again(net) == [0, 2]
     assert "0 is not recomputed: it draws from a generator of its own" in str(pipe.summary())
@@ -531,10 +530,10 @@ def test_torch_func_inside_is_not_run_again():
     net = nn.Sequential(Func(8), bp.BeginBlock(Layer(8), stage=1))
     plain = copy.deepcopy(net)
     x = torch.randn(4, 8)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always")
     loss = pipe.forward_backward(x, loss_fn=square).loss
     assert again(net) == [0, 2]
-    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 2)).exact
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 2)).same
 
 
 def test_an_inner_gradient_in_a_recomputed_module():
@@ -555,9 +554,9 @@ def test_an_inner_gradient_in_a_recomputed_module():
     net = nn.Sequential(Force(), bp.BeginBlock(Force(), stage=1))
     plain = copy.deepcopy(net)
     x = torch.randn(4, 8)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always")
     loss = pipe.forward_backward(x, loss_fn=square).loss
-    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 2)).exact
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 2)).same
 
 
 def test_hooks_on_parameters_fire_once():
@@ -580,7 +579,7 @@ def test_current_stage_and_microbatch_are_known_again():
             return super().forward(x)
 
     net = nn.Sequential(nn.Linear(8, 8), bp.BeginBlock(Asking(8), stage=1))
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always")
     pipe.forward_backward(torch.randn(4, 8), loss_fn=square)
     assert sorted(seen) == [(1, 0), (1, 1)]
     assert not bp.is_recomputing()
@@ -598,7 +597,7 @@ def test_a_failure_in_a_recomputation_is_told():
             return super().forward(x)
 
     net = nn.Sequential(nn.Linear(8, 8), bp.BeginBlock(Fails(8), stage=1))
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always")
     x = torch.randn(4, 8)
     with pytest.raises(KeyError, match="the second time") as caught:
         pipe.forward_backward(x, loss_fn=square)
@@ -622,7 +621,7 @@ def test_nothing_stays(schedule):
             return y
 
     net = nn.Sequential(nn.Linear(8, 8), Noting(8), bp.BeginBlock(Noting(8), stage=1))
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, checkpoint="always", schedule=schedule)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, checkpoint="always", schedule=schedule)
     gc.collect()
     gc.disable()
     try:
@@ -648,7 +647,7 @@ def test_the_summary_says_what_glue_keeps():
                 return self.b(x)
 
     net = Net()
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always")
     pipe.forward_backward(torch.randn(8, 8), loss_fn=square)
     hop = pipe.recording.hops[0]
     assert hop.glue_bytes == 4 * 8 * 4  # exp's result, which sin saves too, of four rows
@@ -674,13 +673,13 @@ def compared(net, x, schedule="1f1b", steps=2, mode="always", **options):
         (net, {"schedule": schedule, "checkpoint": mode, **options}),
     ):
         torch.manual_seed(0)
-        stages = bp.record(model, x).num_stages
-        pipe = bp.Pipeline(model, devices=["cpu"] * stages, chunks=4, **settings_)
+        count = bp.record(model, x).num_stages
+        pipe = bp.Pipeline(model, devices=stages(count), chunks=4, **settings_)
         for _ in range(steps):
             loss = pipe.forward_backward(x, loss_fn=square).loss
         results.append((model, loss))
     (plain, expected), (model, loss) = results
-    return difference(model, plain, loss, expected).exact, pipe
+    return difference(model, plain, loss, expected).same, pipe
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -836,7 +835,7 @@ def test_a_module_that_counts_is_found_in_the_first_step():
             return super().forward(x * self.n)
 
     net = nn.Sequential(Counts(), bp.BeginBlock(Wide(), stage=1))
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, checkpoint="always")
     with pytest.raises(bp.BlockpipeError, match=r"'0' on stage 0 .*with other numbers when it was"):
         pipe.forward_backward(torch.randn(16, 8), loss_fn=square)
 
@@ -859,7 +858,7 @@ def test_a_digest_tells_orders_apart(dtype, shape):
     assert agree(digest(tensor), digest(tensor.clone()))
     for dim, size in enumerate(shape):
         moved = tensor.roll(1, dim)
-        if size > 1 and not torch.equal(moved, tensor):
+        if size > 1 and not equal(moved, tensor):
             assert not agree(digest(tensor), digest(moved))
     one = tensor.clone()
     one.view(-1)[3] = ~one.view(-1)[3] if dtype == torch.bool else one.view(-1)[3] + 1
@@ -876,7 +875,7 @@ def test_a_shuffle_of_its_own_is_found_in_the_first_step():
             return super().forward(x.sigmoid()[self.rng.sample(range(len(x)), len(x))])
 
     net = nn.Sequential(nn.Linear(8, 8), Shuffles(), bp.BeginBlock(Wide(), stage=1))
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=1, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=1, checkpoint="always")
     with pytest.raises(StateError, match=r"'1' on stage 0 .*with other numbers when it was"):
         pipe.forward_backward(torch.randn(32, 8), loss_fn=square)
 
@@ -915,10 +914,10 @@ def test_buffers_that_no_operation_of_the_glue_reads(module, schedule):
     x, results = torch.randn(16, 8), []
     for mode in ("never", "always"):
         model = copy.deepcopy(net)
-        pipe = bp.Pipeline(model, devices=["cpu"] * 2, chunks=4, schedule=schedule, checkpoint=mode)
+        pipe = bp.Pipeline(model, devices=stages(2), chunks=4, schedule=schedule, checkpoint=mode)
         results += [(model, pipe.forward_backward(x, loss_fn=square).loss) for _ in range(2)][1:]
     (first, expected), (other, loss) = results
-    assert difference(other, first, loss, expected).exact
+    assert difference(other, first, loss, expected).same
     assert pipe.recording.recomputable["1"].is_run_again
 
 
@@ -931,7 +930,7 @@ def test_dropout_that_begins_later(schedule, mode):
     net = nn.Sequential(Layer(8), bp.BeginBlock(Layer(8), stage=1))
     for options in ({"schedule": "sequential"}, {"schedule": schedule, "checkpoint": mode}):
         model = copy.deepcopy(net)
-        pipe = bp.Pipeline(model, devices=["cpu"] * 2, chunks=4, **options)
+        pipe = bp.Pipeline(model, devices=stages(2), chunks=4, **options)
         pipe.forward_backward(x, loss_fn=square)
         for layer in model:
             layer.drop.p = 0.5
@@ -941,7 +940,7 @@ def test_dropout_that_begins_later(schedule, mode):
         torch.manual_seed(0)
         results.append((model, pipe.forward_backward(x, loss_fn=square).loss))
     (first, expected), (other, loss) = results
-    assert difference(other, first, loss, expected).exact
+    assert difference(other, first, loss, expected).same
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -953,14 +952,14 @@ def test_dropout_that_begins_later_is_replayed_at_once(mode):
     for checkpoint_ in ("never", mode):
         model = copy.deepcopy(net)
         pipe = bp.Pipeline(
-            model, devices=["cpu"] * 2, chunks=4, schedule="sequential", checkpoint=checkpoint_
+            model, devices=stages(2), chunks=4, schedule="sequential", checkpoint=checkpoint_
         )
         pipe.forward_backward(x, loss_fn=square)
         for layer in model:
             layer.drop.p = 0.5
         torch.manual_seed(0)
         results.append((model, pipe.forward_backward(x, loss_fn=square).loss))
-    assert difference(results[1][0], results[0][0], results[1][1], results[0][1]).exact
+    assert difference(results[1][0], results[0][0], results[1][1], results[0][1]).same
 
 
 def test_a_function_that_reads_what_it_saved_twice():
@@ -1007,7 +1006,7 @@ def test_an_inner_gradient_leaves_nothing_behind():
             return x + torch.autograd.grad(energy, at, create_graph=True)[0]
 
     net = nn.Sequential(Force(), bp.BeginBlock(Force(), stage=1))
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always")
     pipe.forward_backward(torch.randn(4, 8), loss_fn=square)
     inner = 4  # each forward asks for its own gradient, which makes what it saved again
     assert sum(runs) == 4 + inner
@@ -1025,14 +1024,14 @@ def test_a_first_module_that_writes_to_its_input(schedule, mode):
     net = nn.Sequential(Scales(), bp.BeginBlock(Wide(), stage=1))
     plain = copy.deepcopy(net)
     x = torch.randn(16, 8)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule, checkpoint=mode)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule, checkpoint=mode)
     copied = x.clone()
     loss = pipe.forward_backward(x, loss_fn=square).loss
     expected = plain_step(plain, (copied,), {}, None, square, 4)
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     programs,
     st.integers(2, 4),
@@ -1055,10 +1054,10 @@ def test_random_programs(instructions, chunks, schedule, mode, isolate):
     except RuntimeError:
         assume(False)  # no program at all: what autograd needs is written in place
     try:
-        stages = bp.record(net, (x, index)).num_stages
+        count = bp.record(net, (x, index)).num_stages
         pipe = bp.Pipeline(
             net,
-            devices=["cpu"] * stages,
+            devices=stages(count),
             chunks=chunks,
             schedule=schedule,
             checkpoint=mode,
@@ -1069,13 +1068,13 @@ def test_random_programs(instructions, chunks, schedule, mode, isolate):
         with pytest.raises(bp.BlockpipeError):  # what is refused is refused without it, too
             bp.Pipeline(
                 Program(instructions),
-                devices=["cpu"] * 3,
+                devices=stages(3),
                 chunks=chunks,
                 schedule=schedule,
                 isolate=isolate,
             ).forward_backward(x, index, loss_fn=loss_fn)
         return
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
 
 
 class NoisyProgram(Program):
@@ -1094,7 +1093,7 @@ class NoisyProgram(Program):
         return F.dropout(made, 0.3) if op.name in ("tanh", "mul") else made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     programs,
     st.integers(2, 4),
@@ -1110,7 +1109,7 @@ def test_random_programs_that_draw(instructions, chunks, schedule, mode, isolate
         torch.manual_seed(0)
         net = NoisyProgram(instructions)
         pipe = bp.Pipeline(
-            net, **{"devices": ["cpu"] * 3, "chunks": chunks, "schedule": "sequential", **options}
+            net, **{"devices": stages(3), "chunks": chunks, "schedule": "sequential", **options}
         )
         try:
             for _ in range(2):
@@ -1126,7 +1125,7 @@ def test_random_programs_that_draw(instructions, chunks, schedule, mode, isolate
             assume(False)
         results.append((net, loss))
     (first, expected), (other, loss) = results
-    assert difference(other, first, loss, expected).exact
+    assert difference(other, first, loss, expected).same
 
 
 def test_frames_are_made_where_it_recomputes_only(monkeypatch):
@@ -1180,10 +1179,10 @@ def test_a_failure_in_a_recomputation_locks_nobody_out(place, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             frame.recompute()
     wrong.clear()
-    assert torch.equal(net.running_mean, mean)
+    assert equal(net.running_mean, mean)
     thread = threading.Thread(target=frame.recompute, daemon=True)
     thread.start()
     thread.join(timeout=20)
     assert not thread.is_alive()
     y.sum().backward()
-    assert torch.equal(net.weight.grad.isfinite(), torch.ones(8, dtype=torch.bool))
+    assert equal(net.weight.grad.isfinite(), torch.ones(8, dtype=torch.bool))

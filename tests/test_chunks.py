@@ -15,11 +15,13 @@ from blockpipe.chunks import ChunksReport
 from blockpipe.errors import ScheduleError, UsageError
 from blockpipe.scheduler import make_schedule
 
+from .devices import equal, stages
+
 
 def _pipe(chunks: int = 2, **options: Any) -> bp.Pipeline:
     net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Dropout(), nn.Linear(16, 4))
     bp.begin_blocks(net, {"2": 1})
-    return bp.Pipeline(net, devices=["cpu"] * 2, chunks=chunks, **options)
+    return bp.Pipeline(net, devices=stages(2), chunks=chunks, **options)
 
 
 def _batch(samples: int = 12) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def test_out_of_memory_is_told(error: Exception):
     net = nn.Sequential(_Hungry(8, 8), nn.Linear(8, 4))
     net[0].error = error
     bp.begin_blocks(net, {"1": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, sample=(torch.randn(8, 8),))
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, sample=(torch.randn(8, 8),))
     report = pipe.find_chunks(torch.randn(8, 8), loss_fn=torch.sum, candidates=[1, 2], repeats=2)
     assert [trial.why_not for trial in report.trials] == ["out of memory", None]
     assert report.best is report.trials[1]
@@ -157,11 +159,11 @@ def test_a_failure_of_some_is_told():
     """Batch norm in micro-batches of one sample, at once or at the end."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     bp.begin_blocks(net, {"2": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
     report = pipe.find_chunks(torch.randn(5, 8), loss_fn=torch.sum, candidates=[2, 3, 5])
     assert [trial.seconds is None for trial in report.trials] == [False, True, True]
     assert all("more than 1 value" in str(trial.why_not) for trial in report.trials[1:])
-    assert torch.equal(net[1].num_batches_tracked, torch.tensor(0))
+    assert equal(net[1].num_batches_tracked, torch.tensor(0))
 
 
 def test_a_failure_of_all_is_the_callers():
@@ -169,7 +171,7 @@ def test_a_failure_of_all_is_the_callers():
     net = nn.Sequential(_Hungry(8, 8), nn.Linear(8, 4))
     net[0].error = RuntimeError("broken on purpose")
     bp.begin_blocks(net, {"1": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, sample=(torch.randn(8, 8),))
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, sample=(torch.randn(8, 8),))
     with pytest.raises(RuntimeError, match="on purpose"):
         pipe.find_chunks(torch.randn(8, 8), loss_fn=torch.sum, candidates=[1])
     assert (pipe.chunks, pipe.schedule) == (4, "1f1b")
@@ -186,10 +188,10 @@ def test_nothing_is_left():
     copies = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
     known, state = pipe._prepared, torch.get_rng_state()
     pipe.find_chunks(x, **given, schedules=["1f1b", "gpipe"])
-    assert all(torch.equal(v, before[k]) for k, v in pipe.state_dict().items())
+    assert all(equal(v, before[k]) for k, v in pipe.state_dict().items())
     assert all(p.grad is g for p, g in zip(pipe.parameters(), gradients, strict=True))
-    assert all(torch.equal(p.grad, c) for p, c in zip(pipe.parameters(), copies, strict=True))
-    assert torch.equal(torch.get_rng_state(), state)
+    assert all(equal(p.grad, c) for p, c in zip(pipe.parameters(), copies, strict=True))
+    assert equal(torch.get_rng_state(), state)
     assert pipe._prepared is known
     assert (pipe.chunks, pipe.schedule) == (2, "1f1b")
 

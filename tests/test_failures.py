@@ -22,6 +22,8 @@ from blockpipe import lanes
 from blockpipe.errors import UsageError
 from blockpipe.lanes import Turns, close_idle_threads, idle_threads
 
+from .devices import assert_close, equal, stages
+
 HERE = os.path.basename(__file__)
 STAGES, CHUNKS, ROWS = 3, 4, 8
 SCHEDULES = ["1f1b", "gpipe", "zb-h1", "sequential"]
@@ -115,7 +117,7 @@ def make(schedule: str, **options: Any) -> tuple[Bomb, Net, nn.Module, bp.Pipeli
     plain = copy.deepcopy(net)
     pipe = bp.Pipeline(
         net,
-        devices=["cpu"] * STAGES,
+        devices=stages(STAGES),
         chunks=CHUNKS,
         schedule=schedule,
         sample=((torch.zeros(ROWS, 4),), {}),
@@ -142,7 +144,7 @@ def step(pipe: bp.Pipeline, bomb: Bomb, how: str) -> None:
     if how == "forward_backward":
         pipe.forward_backward(x, target=y, loss_fn=loss_fn_with(bomb))
     else:
-        F.mse_loss(pipe(x), y).backward()
+        F.mse_loss(pipe(x), y.to(pipe.output_device)).backward()
 
 
 def busy_threads() -> int:
@@ -179,8 +181,8 @@ def assert_recovers(net: nn.Module, plain: nn.Module, pipe: bp.Pipeline, bomb: B
         step(pipe, bomb, how)
         for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
             if how == "forward_backward":
-                assert torch.equal(p.grad, q.grad), name
-            torch.testing.assert_close(p.grad, q.grad, msg=name)
+                assert equal(p.grad, q.grad), name
+            assert_close(p.grad, q.grad, msg=name)
     assert busy_threads() == 0
 
 
@@ -310,6 +312,7 @@ def test_other_journeys_stop(schedule: str) -> None:
     assert_recovers(net, plain, pipe, bomb)
 
 
+@pytest.mark.cpu("one journey at a time runs Python on accelerators")
 def test_the_first_of_two_failures_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """When two journeys fail, the caller gets the one that failed first."""
     bomb, net, plain, pipe = make("gpipe")
@@ -368,7 +371,7 @@ def test_catching_everything_does_not_keep_a_failed_step_going(how: str) -> None
                 return self.layers[2](x)
 
     net = Stubborn()
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, sample=((torch.zeros(8, 4),), {}))
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4, sample=((torch.zeros(8, 4),), {}))
     x, y = batch()
     net.armed = True
     reached.clear()
@@ -387,7 +390,7 @@ def test_failed_backward_of_a_call_cannot_be_tried_again() -> None:
     """After a failed backward of pipe(x), another backward of it is an error; a new call works."""
     bomb, net, plain, pipe = make("1f1b")
     x, y = batch()
-    loss = F.mse_loss(pipe(x), y)
+    loss = F.mse_loss(pipe(x), y.to(pipe.output_device))
     bomb.arm("module backward", 1, 1, ValueError)
     catch(ValueError, loss.backward)
     bomb.at = None
@@ -400,7 +403,7 @@ def test_failure_with_two_calls_outstanding() -> None:
     """A failed backward of one pipe(x) leaves another outstanding one as it was."""
     bomb, net, plain, pipe = make("1f1b")
     x, y = batch()
-    good, bad = F.mse_loss(pipe(x), y), F.mse_loss(pipe(x), y)
+    good, bad = (F.mse_loss(pipe(x), y.to(pipe.output_device)) for _ in range(2))
     bomb.arm("glue backward", 0, 2, ValueError)
     catch(ValueError, bad.backward)
     bomb.at = None
@@ -408,7 +411,7 @@ def test_failure_with_two_calls_outstanding() -> None:
     good.backward()
     F.mse_loss(plain(x), y).backward()
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+        assert_close(p.grad, q.grad)
     assert_recovers(net, plain, pipe, bomb)
 
 
@@ -418,7 +421,7 @@ def test_failure_while_recording(schedule: str) -> None:
     bomb = Bomb()
     net = Net(bomb)
     plain = copy.deepcopy(net)
-    pipe = bp.Pipeline(net, devices=["cpu"] * STAGES, chunks=CHUNKS, schedule=schedule)
+    pipe = bp.Pipeline(net, devices=stages(STAGES), chunks=CHUNKS, schedule=schedule)
 
     def interrupt(module: nn.Module, args: Any) -> None:
         raise SystemExit("boom")
@@ -612,7 +615,7 @@ def test_no_thread_is_busy_when_a_step_returns() -> None:
 def test_no_more_threads(count, monkeypatch):
     """Where a thread cannot be started, wherever that happens: the error comes, nothing hangs."""
     net = bp.begin_blocks(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), {"1": 1, "2": 2})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=6)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=6)
     close_idle_threads()
     started, start = [], threading.Thread.start
 
@@ -640,7 +643,7 @@ def test_a_signal_handler_that_raises_ends_the_step():
             return super().forward(x)
 
     net = bp.begin_blocks(nn.Sequential(Waits(4, 4), Waits(4, 4)), {"1": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
     waits.set()
     pipe.forward_backward(torch.randn(8, 4), loss_fn=lambda out: out.sum())
     waits.clear()

@@ -14,6 +14,7 @@ from blockpipe import offload as offloading
 from blockpipe import stores as storing
 from blockpipe.memory import LiveBytes
 
+from .devices import stages
 from .parity import difference, plain_step
 
 SCHEDULES = ["sequential", "gpipe", "1f1b", "zb-h1"]
@@ -65,7 +66,7 @@ def test_gradients_are_those_without(stores, schedule, checkpoint, isolate):
     x = torch.randn(16, 64)
     pipe = bp.Pipeline(
         net,
-        devices=["cpu"] * 3,
+        devices=stages(3),
         chunks=4,
         schedule=schedule,
         checkpoint=checkpoint,
@@ -80,17 +81,17 @@ def test_gradients_are_those_without(stores, schedule, checkpoint, isolate):
         assert [ref for ref in stores if ref() is not None] == []
     finally:
         gc.enable()
-    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).exact
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).same
 
 
 def test_only_the_stages_that_are_named(stores):
     """Nothing of the others goes to the host; parameters never do."""
     net = layers()
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, offload=[1])
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4, offload=[1])
     pipe.forward_backward(torch.randn(16, 64), loss_fn=square)
     per_microbatch = len(stores) / 4
     stores.clear()
-    bp.Pipeline(copy.deepcopy(net), devices=["cpu"] * 3, chunks=4, offload=True).forward_backward(
+    bp.Pipeline(copy.deepcopy(net), devices=stages(3), chunks=4, offload=True).forward_backward(
         torch.randn(16, 64), loss_fn=square
     )
     assert 0.4 < per_microbatch / (len(stores) / 4) < 0.6  # two of the four layers
@@ -105,7 +106,7 @@ def test_a_storage_goes_once(stores):
             return y.sin() + y.view(-1).cos().view_as(y) + y.t().exp().t()
 
     net = nn.Sequential(Views(8, 8), bp.BeginBlock(nn.Linear(8, 8), stage=1))
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, offload=[0])
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, offload=[0])
     pipe.forward_backward(torch.randn(4, 8), loss_fn=square)
     assert len(stores) == 2 * 2  # y (for sin and cos), exp's result; the caller has the input
 
@@ -129,7 +130,7 @@ def test_what_is_away_is_not_on_the_device(stores):
     net = nn.Sequential(Noting(8), bp.BeginBlock(Looks(8, 8), stage=1))
     pipe = bp.Pipeline(
         net,
-        devices=["cpu"] * 2,
+        devices=stages(2),
         chunks=4,
         offload=[0],
         schedule="gpipe",
@@ -146,10 +147,10 @@ def test_on_the_cpu_nothing_is_done():
     plain = copy.deepcopy(net)
     x = torch.randn(16, 64)
     with LiveBytes() as live:
-        pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, offload=True)
+        pipe = bp.Pipeline(net, devices=stages(3), chunks=4, offload=True)
         loss = pipe.forward_backward(x, loss_fn=square).loss
     assert live.peak
-    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).exact
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).same
 
 
 def test_a_differentiable_call(stores):
@@ -157,7 +158,7 @@ def test_a_differentiable_call(stores):
     net = layers()
     plain = copy.deepcopy(net)
     x = torch.randn(16, 64)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, offload=True)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4, offload=True)
     square(pipe(x)).backward()
     expected = plain_step(plain, (x,), {}, None, square, 4)
     assert difference(net, plain, expected, expected).gradients < 1e-6
@@ -182,7 +183,7 @@ def test_a_write_behind_autograds_back_is_found(stores):
     x = torch.randn(4, 8)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         square(copy.deepcopy(net)(x)).backward()
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, offload=[1])
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, offload=[1])
     with pytest.raises(bp.BlockpipeError, match="written in place after it was saved"):
         pipe.forward_backward(x, loss_fn=square)
 
@@ -191,18 +192,18 @@ def test_a_write_behind_autograds_back_is_found(stores):
 def test_what_names_no_stages_is_refused(wrong):
     """Before anything moves."""
     with pytest.raises(ValueError, match=r"offload is True, False, or a list of stages"):
-        bp.Pipeline(layers(), devices=["cpu"] * 3, chunks=2, offload=wrong)
+        bp.Pipeline(layers(), devices=stages(3), chunks=2, offload=wrong)
 
 
 def test_uncut_is_refused():
     """It has no backward of a stage's own."""
     with pytest.raises(TypeError, match="schedule='uncut' has one backward for all stages"):
-        bp.Pipeline(layers(), devices=["cpu"] * 3, chunks=2, offload=True, schedule="uncut")
+        bp.Pipeline(layers(), devices=stages(3), chunks=2, offload=True, schedule="uncut")
 
 
 def test_a_stage_that_is_not_there_is_refused():
     """As soon as the stages are known."""
-    pipe = bp.Pipeline(layers(), devices=["cpu"] * 3, chunks=2, offload=[5])
+    pipe = bp.Pipeline(layers(), devices=stages(3), chunks=2, offload=[5])
     with pytest.raises(ValueError, match=r"offload names stages \[5\].*stages 0\.\.2"):
         pipe.forward_backward(torch.randn(4, 64), loss_fn=square)
 
@@ -215,6 +216,6 @@ def test_torch_func_is_refused(stores):
             return super().forward(x) + torch.func.vmap(torch.func.grad(torch.sum))(x)
 
     net = nn.Sequential(Func(8, 8), bp.BeginBlock(nn.Linear(8, 8), stage=1))
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, offload=True)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, offload=True)
     with pytest.raises(ValueError, match=r"torch.func does not bear, and \['0'\] use it"):
         pipe.forward_backward(torch.randn(4, 8), loss_fn=square)

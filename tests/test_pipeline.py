@@ -13,6 +13,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.lanes import close_idle_threads, idle_threads
 
+from .devices import assert_close, device_type, equal, stages
 from .parity import difference, plain_step
 
 
@@ -22,7 +23,7 @@ def net(width: int = 4) -> nn.Sequential:
 
 
 def pipeline(model, **options):
-    return bp.Pipeline(model, **{"devices": ["cpu"] * 3, "chunks": 3, **options})
+    return bp.Pipeline(model, **{"devices": stages(3), "chunks": 3, **options})
 
 
 def mean_square(output, target=None):
@@ -51,19 +52,20 @@ def test_nested_inputs_and_outputs():
             with bp.Block(1):
                 return {"out": Out(self.b(h) + z, "kept"), "y": y, "flag": flag, "extra": extra}
 
-    pipe = pipeline(Nested(), devices=["cpu"] * 2)
+    model = Nested()
+    pipe = pipeline(copy.deepcopy(model), devices=stages(2))
     x, y, z = torch.randn(7, 4), torch.arange(7), torch.randn(7, 4)
     out = pipe({"pair": (x, y), "z": z}, 2.0, flag=False)
     with torch.no_grad():
-        plain = pipe.module({"pair": (x, y), "z": z}, 2.0, flag=False)
-    torch.testing.assert_close(out["out"].logits, plain["out"].logits)
+        plain = model({"pair": (x, y), "z": z}, 2.0, flag=False)
+    assert_close(out["out"].logits, plain["out"].logits)
     assert (out["out"].note, out["out"].nothing, out["flag"], out["extra"]) == (
         "kept",
         None,
         False,
         None,
     )
-    assert torch.equal(out["y"], y)
+    assert equal(out["y"], y)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", lambda a, k, t: (t != -100).sum()])
@@ -74,12 +76,12 @@ def test_loss_reductions(reduction):
     plain = copy.deepcopy(model)
     x, y = torch.randn(7, 4), torch.tensor([0, 1, -100, 2, -100, -100, 4])
     loss_fn = nn.CrossEntropyLoss(reduction="sum" if reduction == "sum" else "mean")
-    pipe = pipeline(model, devices=["cpu"] * 2, loss_reduction=reduction)
+    pipe = pipeline(model, devices=stages(2), loss_reduction=reduction)
     loss = pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss
     expected = plain_step(plain, (x,), {}, y, loss_fn, 3, reduction)
-    assert difference(model, plain, loss, expected).exact
+    assert difference(model, plain, loss, expected).same
     if reduction != "mean":  # then micro-batches make up the full batch's loss
-        torch.testing.assert_close(loss, loss_fn(plain(x), y).detach())
+        assert_close(loss, loss_fn(plain(x), y).detach())
 
 
 def test_a_loss_inside_the_model_and_outputs_returned():
@@ -98,35 +100,37 @@ def test_a_loss_inside_the_model_and_outputs_returned():
 
     model = Own()
     x, y = torch.randn(6, 4), torch.randn(6, 4)
-    result = pipeline(model, devices=["cpu"] * 2).forward_backward(x, labels=y, return_outputs=True)
+    pipe = pipeline(copy.deepcopy(model), devices=stages(2))
+    result = pipe.forward_backward(x, labels=y, return_outputs=True)
     assert result.outputs.logits.shape == (6, 4)
     assert not result.outputs.logits.requires_grad
-    torch.testing.assert_close(result.loss, model(x, y).loss.detach())
-    torch.testing.assert_close(result.outputs.loss, result.loss)
+    assert_close(result.loss, model(x, y).loss.detach())
+    assert_close(result.outputs.loss, result.loss)
 
 
 def test_batches_smaller_than_chunks_and_other_sizes():
     """One sample, another batch size, another sequence length: all ordinary."""
     model = net()
-    pipe = pipeline(model, chunks=8)
+    pipe = pipeline(copy.deepcopy(model), chunks=8)
     for shape in ((1, 4), (3, 4), (9, 4), (4, 7, 4), (4, 2, 4)):
         x = torch.randn(*shape)
-        torch.testing.assert_close(pipe(x), model(x))
+        assert_close(pipe(x), model(x))
 
 
 def test_eval_before_train_and_under_no_grad():
     """Modes get recordings of their own."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 4))
     bp.begin_blocks(model, {"3": 1})
-    pipe = pipeline(model, devices=["cpu"] * 2)
+    plain = copy.deepcopy(model).eval()
+    pipe = pipeline(model, devices=stages(2))
     x = torch.randn(6, 4)
     pipe.eval()
     with torch.no_grad():
         out = pipe(x)
     assert not out.requires_grad
-    torch.testing.assert_close(out, model(x).detach())
+    assert_close(out, plain(x).detach())
     with torch.inference_mode():
-        assert torch.equal(pipe(x), out)
+        assert equal(pipe(x), out)
     pipe.train()
     pipe.forward_backward(x, loss_fn=mean_square)
     assert model[1].num_batches_tracked == 3
@@ -157,7 +161,7 @@ def test_inputs_that_need_grad():
         got = source.grad, whole.grad
         source.grad = whole.grad = None
         mean_square(Shift(plain)(source * 2, whole * 3)).backward()
-        torch.testing.assert_close(got, (source.grad, whole.grad))
+        assert_close(got, (source.grad, whole.grad))
         source.grad = whole.grad = None
 
 
@@ -170,7 +174,7 @@ def test_two_forwards_outstanding():
     (pipe(a).sum() + pipe(b).square().sum()).backward()
     (plain(a).sum() + plain(b).square().sum()).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+        assert_close(p.grad, q.grad)
 
 
 def test_the_model_stays_the_users():
@@ -185,12 +189,12 @@ def test_the_model_stays_the_users():
     assert pipe.module is model
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert list(pipe.state_dict()) == list(model.state_dict()) == keys
-    assert not torch.equal(model[0].weight, before)
+    assert not equal(model[0].weight, before)
     pipe.load_state_dict(net().state_dict())
     twin = pickle.loads(pickle.dumps(pipe))
     x = torch.randn(6, 4)
-    assert torch.equal(twin(x), pipe(x))
-    assert torch.equal(copy.deepcopy(pipe)(x), pipe(x))
+    assert equal(twin(x), pipe(x))
+    assert equal(copy.deepcopy(pipe)(x), pipe(x))
     assert pipe.unplace() is model
 
 
@@ -218,7 +222,7 @@ def test_clipping_schedulers_and_two_optimizers():
             second.step()
             schedule.step()
         results.append(list(which.parameters()))
-    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+    assert all(equal(p, q) for p, q in zip(*results, strict=True))
 
 
 def test_autocast_and_a_grad_scaler():
@@ -226,7 +230,7 @@ def test_autocast_and_a_grad_scaler():
     model = net()
     plain = copy.deepcopy(model)
     pipe = pipeline(model, isolate=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=256.0)
     x = torch.randn(6, 4)
     seen = []
 
@@ -235,7 +239,7 @@ def test_autocast_and_a_grad_scaler():
         return scaler.scale(mean_square(output.float()))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device_type(), torch.bfloat16):
         pipe.forward_backward(x, loss_fn=loss_fn)
     scaler.unscale_(optimizer)
     assert set(seen) == {torch.bfloat16}
@@ -244,7 +248,7 @@ def test_autocast_and_a_grad_scaler():
             loss = mean_square(plain(xs).float()) / 3
         loss.backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-4)
+        assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-4)
 
 
 def test_a_loss_function_with_parameters():
@@ -263,8 +267,8 @@ def test_a_loss_function_with_parameters():
     x, y = torch.randn(7, 4), torch.randn(7, 4)
     loss = pipeline(model, isolate=True).forward_backward(x, target=y, loss_fn=loss_fn).loss
     expected = plain_step(plain, (x,), {}, y, plain_loss, 3)
-    assert difference(model, plain, loss, expected).exact
-    assert torch.equal(loss_fn.weight.grad, plain_loss.weight.grad)
+    assert difference(model, plain, loss, expected).same
+    assert equal(loss_fn.weight.grad, plain_loss.weight.grad)
 
 
 def test_hooks_fire_as_in_the_plain_loop():
@@ -311,7 +315,7 @@ def test_skipped_hops():
     pipe = pipeline(model, chunks=4, isolate=True)
     loss = pipe.forward_backward(x, keep, loss_fn=mean_square).loss
     expected = plain_step(plain, (x, keep), {}, None, mean_square, 4)
-    assert difference(model, plain, loss, expected).exact
+    assert difference(model, plain, loss, expected).same
 
 
 def test_a_changed_model_is_recorded_anew():
@@ -320,13 +324,13 @@ def test_a_changed_model_is_recorded_anew():
     pipe = pipeline(model)
     x = torch.randn(6, 4)
     pipe.forward_backward(x, loss_fn=mean_square)
-    model[1] = nn.Sequential(bp.remove_blocks(model[1]), nn.Linear(4, 4))
+    model[1] = nn.Sequential(bp.remove_blocks(model[1]), nn.Linear(4, 4).to(stages(3)[1]))
     bp.BeginBlock(model[1], stage=1)
     model.zero_grad()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model).cpu()
     loss = pipe.forward_backward(x, loss_fn=mean_square).loss
     expected = plain_step(plain, (x,), {}, None, mean_square, 3)
-    assert difference(model, plain, loss, expected).exact
+    assert difference(model, plain, loss, expected).same
 
 
 def test_run_calls_other_methods():
@@ -346,10 +350,11 @@ def test_run_calls_other_methods():
             return x
 
     model = Generates()
+    plain = copy.deepcopy(model)
     x = torch.randn(2, 4)
     pipe = pipeline(model, sample=((x,), {}))
     with torch.no_grad():
-        assert torch.equal(pipe.run(model.generate, x, 3), model.generate(x, 3))
+        assert equal(pipe.run(model.generate, x, 3), plain.generate(x, 3))
 
 
 def test_sample_places_at_once_and_summary_does_not():
@@ -360,7 +365,8 @@ def test_sample_places_at_once_and_summary_does_not():
     placed = pipeline(net(), sample=((torch.zeros(2, 4),), {}))
     assert placed.recording.route == [0, 1, 2]
     assert placed.plan.num_stages == 3
-    assert placed.input_device == placed.output_device == torch.device("cpu")
+    ends = [torch.device(device) for device in stages(3)[::2]]
+    assert [placed.input_device, placed.output_device] == ends
 
 
 def test_chunks_1_on_several_devices_warns():
@@ -412,7 +418,7 @@ def test_context_goes_with_the_threads():
                 seen.append((variable.get(), torch.is_grad_enabled(), torch.zeros(1).dtype))
                 return self.b(h)
 
-    pipe = pipeline(Looks(), devices=["cpu"] * 2)
+    pipe = pipeline(Looks(), devices=stages(2))
     pipe(torch.randn(6, 4))
     seen.clear()
     variable.set(7)

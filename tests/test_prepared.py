@@ -12,6 +12,7 @@ from blockpipe import prepared
 from blockpipe.errors import ScheduleError, StateError
 from blockpipe.scheduler import make_schedule
 
+from .devices import equal, stages
 from .parity import difference, plain_step
 
 
@@ -52,12 +53,12 @@ def test_small_models_run_in_the_callers_thread(constant, monkeypatch):
     monkeypatch.setattr(prepared, constant, 1.0)
     net, seen = watched()
     plain = copy.deepcopy(net)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
     x = torch.randn(8, 4)
     for _ in range(3):
         loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
         expected = plain_step(plain, (x,), {}, None, loss_fn, 4)
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
     assert seen.seen == {threading.current_thread().name}
     assert "operations are small: steps run in one thread" in str(pipe.summary())
 
@@ -106,7 +107,7 @@ class Leaks(nn.Module):
 def test_the_first_step_of_a_small_model_is_cut(monkeypatch):
     """What would not bear several devices is found on a laptop too."""
     monkeypatch.setattr(prepared, "SMALL_HOP", 1.0)
-    pipe = bp.Pipeline(Leaks(), devices=["cpu"] * 2, chunks=2)
+    pipe = bp.Pipeline(Leaks(), devices=stages(2), chunks=2)
     with pytest.raises(StateError, match="belongs to micro-batch 0 of this step"):
         pipe.forward_backward(torch.randn(4, 4), loss_fn=loss_fn)
 
@@ -117,7 +118,7 @@ def test_one_thread_has_no_bubble(monkeypatch, schedule):
     monkeypatch.setattr(prepared, "SMALL_HOP", 1.0)
     net, x = make_net(), torch.randn(8, 4)
     plan = bp.balance(net, x[:2], 2, chunks=4, schedule=schedule, measure=False)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
     summary = pipe.summary(x)
     found = summary.prediction
     assert found.one_thread
@@ -135,7 +136,7 @@ def test_one_thread_has_no_bubble(monkeypatch, schedule):
 
 def test_lanes_in_turns_idle():
     """Operations that are not small could run beside each other: "sequential" gives that up."""
-    pipe = bp.Pipeline(make_net(), devices=["cpu"] * 2, chunks=4, schedule="sequential")
+    pipe = bp.Pipeline(make_net(), devices=stages(2), chunks=4, schedule="sequential")
     found = pipe.summary(torch.randn(8, 4)).prediction
     assert not found.one_thread
     assert found.bubble == pytest.approx(0.5, abs=0.1)
@@ -158,7 +159,7 @@ def test_a_failure_in_the_plain_loop_is_noted(monkeypatch):
 
     net = make_net()
     net = net.append(Fails())
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
     pipe.forward_backward(torch.randn(8, 4), loss_fn=loss_fn)
     assert bp.current_stage() is None
     with pytest.raises(ValueError, match="the second step") as caught:
@@ -184,10 +185,10 @@ def test_a_schedule_of_ones_own():
     for schedule in (make_schedule("gpipe", [0, 1], 4), bp.Schedule.from_csv(text), by_function):
         net = make_net()
         plain = copy.deepcopy(net)
-        pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+        pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
         loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
         expected = plain_step(plain, (x,), {}, None, loss_fn, 4)
-        assert difference(net, plain, loss, expected).exact
+        assert difference(net, plain, loss, expected).same
     pipe.forward_backward(x[:3], loss_fn=loss_fn)
     assert seen == [((0, 1), 4), ((0, 1), 3)]
 
@@ -207,7 +208,7 @@ def test_a_schedule_that_does_not_fit_is_refused():
     with pytest.raises(ScheduleError, match="is for 4 micro-batches, but this batch makes 3"):
         step(make_schedule("gpipe", [0, 1], 4), chunks=4, rows=3)
     with pytest.raises(ScheduleError, match=r"for 2 hops, but the route is \[0, 1, 2\] \(3 hops\)"):
-        step(good, devices=["cpu"] * 3)
+        step(good, devices=stages(3))
     with pytest.raises(ScheduleError, match="has 2 micro-batches in flight, but in_flight=1"):
         step(good, in_flight=1)
     with pytest.raises(ScheduleError, match="the function returned str"):
@@ -237,7 +238,7 @@ def test_a_stage_has_one_lane():
             return x
 
     pipe = bp.Pipeline(
-        Returns(), devices=["cpu"] * 2, chunks=2, schedule=make_schedule("gpipe", [0, 1, 2], 2)
+        Returns(), devices=stages(2), chunks=2, schedule=make_schedule("gpipe", [0, 1, 2], 2)
     )
     with pytest.raises(ScheduleError, match="has hops 0 and 2 on lanes 0 and 2, but both are on"):
         pipe.forward_backward(torch.randn(4, 4), loss_fn=loss_fn)
@@ -267,7 +268,7 @@ def test_in_flight_bounds_the_forwards_under_way(schedule, limit):
     net[0].weight.register_post_accumulate_grad_hook(back)
     net.insert(0, Counts())
     net = bp.begin_blocks(bp.remove_blocks(net), {"2": 1, "3": 2})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=6, schedule=schedule, in_flight=limit)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=6, schedule=schedule, in_flight=limit)
     pipe.forward_backward(torch.randn(12, 4), loss_fn=loss_fn)
     under_way = most = 0  # the recording's forward was counted too
     pipe.forward_backward(torch.randn(12, 4), loss_fn=loss_fn)
@@ -277,7 +278,7 @@ def test_in_flight_bounds_the_forwards_under_way(schedule, limit):
 
 def test_auto_says_why():
     """The summary has the choice and what the others would have taken."""
-    pipe = step("auto", devices=["cpu"] * 4, chunks=8, rows=16)
+    pipe = step("auto", devices=stages(4), chunks=8, rows=16)
     note = next(
         line for line in str(pipe.summary()).splitlines() if "auto (8 micro-batches)" in line
     )
@@ -295,11 +296,11 @@ def test_the_static_part_is_made_once(monkeypatch):
 def test_inference_streams_in_order():
     """Under no_grad more micro-batches than stages go through, and results come in order."""
     net = make_net(3)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=16)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=16)
     x = torch.randn(33, 4)
     with torch.no_grad():
         for _ in range(3):
-            assert torch.equal(
+            assert equal(
                 pipe(x),
                 torch.cat(
                     [net(part) for part in x.split(3)[:1]] + [net(part) for part in x[3:].split(2)]

@@ -19,6 +19,7 @@ from blockpipe.observer import Observer
 from blockpipe.profiling import Profile
 from blockpipe.timeline_chrome import chrome_trace
 
+from .devices import equal, stages
 from .test_timeline import check_chrome
 
 STAGES, CHUNKS = 3, 4
@@ -201,14 +202,14 @@ def test_what_has_no_size_crosses():
                 y = checkpoint(lambda t: torch.tanh(self.b(t) + x), x * 1, use_reentrant=False)
                 return torch.sparse.mm(sparse, y)
 
-    pipe = bp.Pipeline(Odd(), devices=["cpu"] * 2, chunks=CHUNKS)
+    pipe = bp.Pipeline(Odd(), devices=stages(2), chunks=CHUNKS)
     step(pipe)
     expected = [p.grad.clone() for p in pipe.parameters()]
     pipe.zero_grad()
     with pipe.profile() as t:
         step(pipe)
     for p, gradient in zip(pipe.parameters(), expected, strict=True):
-        assert torch.equal(p.grad, gradient)
+        assert equal(p.grad, gradient)
     sizes = {e.bytes for e in t.events if e.kind == "copy" and (e.source, e.hop) == (0, 1)}
     assert sizes == {2 * 4 * 4, 2 * 2 * 4}
 
@@ -238,9 +239,9 @@ def test_profiling_changes_no_gradient(schedule, isolate):
     expected = step(plain).loss
     with seen.profile():
         loss = step(seen).loss
-    assert torch.equal(loss, expected)
+    assert equal(loss, expected)
     for p, q in zip(seen.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+        assert equal(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "sequential", "uncut"])
@@ -365,7 +366,7 @@ def test_several_recordings_in_one_profile():
                     x = torch.tanh(self.layers[stage](x))
             return x
 
-    pipe = bp.Pipeline(Turns(), devices=["cpu"] * STAGES, chunks=CHUNKS)
+    pipe = bp.Pipeline(Turns(), devices=stages(STAGES), chunks=CHUNKS)
     with pipe.profile() as t:
         step(pipe)
         pipe.eval()
@@ -477,7 +478,7 @@ def test_device_times_are_those_of_streams(monkeypatch):
     monkeypatch.setattr(profiling.time, "perf_counter_ns", lambda: 5 * 10**9)
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    pipe = bp.Pipeline(bp.begin_blocks(model, {"1": 1}), devices=["cpu"] * 2, chunks=1)
+    pipe = bp.Pipeline(bp.begin_blocks(model, {"1": 1}), devices=stages(2), chunks=1)
     pipe.forward_backward(torch.ones(2, 4), loss_fn=torch.sum)
     prepared = next(iter(pipe._prepared.values()))
     prepared.devices = list(streams)

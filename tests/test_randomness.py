@@ -16,6 +16,7 @@ from blockpipe.errors import PlanError, StateError
 from blockpipe.meter import Meter
 from blockpipe.randomness import Streams, current, moved, replayed
 
+from .devices import equal, stages
 from .parity import difference, plain_step
 
 SCHEDULES = ["sequential", "gpipe", "1f1b", "interleaved", "zb-h1"]
@@ -54,7 +55,7 @@ def trained(net, x, steps=2, loss_fn=square, **options):
     """After a seed: the net, the last loss, and what the generators draw next."""
     net = copy.deepcopy(net)
     torch.manual_seed(7), random.seed(7), np.random.seed(7)
-    pipe = bp.Pipeline(net, **{"devices": ["cpu"] * 3, "chunks": 4, **options})
+    pipe = bp.Pipeline(net, **{"devices": stages(3), "chunks": 4, **options})
     for _ in range(steps):
         loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
     return net, loss, (float(torch.rand(())), random.random(), float(np.random.rand()))
@@ -70,7 +71,7 @@ def test_every_schedule_draws_what_sequential_draws(kinds, schedule, mode):
     net, x = chain(kinds=kinds), torch.randn(8, 6)
     first, expected, then = trained(net, x, schedule="sequential")
     other, loss, now = trained(net, x, schedule=schedule, checkpoint=mode)
-    assert difference(other, first, loss, expected).exact
+    assert difference(other, first, loss, expected).same
     assert now == then
 
 
@@ -80,7 +81,7 @@ def test_random_routes_are_those_of_sequential():
     first, expected, _ = trained(net, x, schedule="sequential")
     for schedule in SCHEDULES[1:]:
         other, loss, _ = trained(net, x, schedule=schedule)
-        assert difference(other, first, loss, expected).exact
+        assert difference(other, first, loss, expected).same
 
 
 def test_one_microbatch_draws_what_the_plain_loop_draws():
@@ -91,7 +92,7 @@ def test_one_microbatch_draws_what_the_plain_loop_draws():
     torch.manual_seed(7)
     for _ in range(2):
         expected = plain_step(plain, (x,), {}, None, square, 1)
-    assert difference(piped, plain, loss, expected).exact
+    assert difference(piped, plain, loss, expected).same
     assert after[0] == float(torch.rand(()))
 
 
@@ -105,7 +106,7 @@ def test_microbatches_and_steps_draw_different_numbers():
             return super().forward(x)
 
     net = bp.begin_blocks(nn.Sequential(Drawing(6, 6), Drawing(6, 6)), {"1": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, sample=(torch.randn(2, 6),))
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, sample=(torch.randn(2, 6),))
     drawn.clear()
     for _ in range(3):
         pipe.forward_backward(torch.randn(8, 6), loss_fn=square)
@@ -123,7 +124,7 @@ def test_steps_differ_where_the_first_microbatch_draws_nothing():
             return super().forward(x)
 
     net = bp.begin_blocks(nn.Sequential(Drawing(6, 6), Drawing(6, 6)), {"1": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, sample=(torch.randn(2, 6),))
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, sample=(torch.randn(2, 6),))
     drawn.clear()
     for _ in range(3):
         pipe.forward_backward(torch.randn(4, 6), loss_fn=square)
@@ -140,7 +141,7 @@ def test_a_loss_function_that_draws():
     first, expected, then = trained(net, x, loss_fn=noisy, schedule="sequential")
     for schedule in SCHEDULES[1:]:
         other, loss, now = trained(net, x, loss_fn=noisy, schedule=schedule)
-        assert difference(other, first, loss, expected).exact
+        assert difference(other, first, loss, expected).same
         assert now == then
 
 
@@ -149,11 +150,11 @@ def test_what_draws_nothing_leaves_the_generator_alone():
     net = bp.begin_blocks(
         nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)), {"2": 1}
     )
-    pipe = bp.Pipeline(net.eval(), devices=["cpu"] * 2, chunks=4)
+    pipe = bp.Pipeline(net.eval(), devices=stages(2), chunks=4)
     before = torch.get_rng_state()
     for _ in range(2):
         pipe.forward_backward(torch.randn(8, 6, generator=torch.Generator()), loss_fn=square)
-        assert torch.equal(torch.get_rng_state(), before)
+        assert equal(torch.get_rng_state(), before)
 
 
 class Early(nn.Module):
@@ -184,7 +185,7 @@ def test_what_is_drawn_right_behind_a_mark_is_of_its_stage(kind, draw, mode):
     first, expected, then = trained(net, x, schedule="sequential")
     for schedule in SCHEDULES[1:]:
         other, loss, now = trained(net, x, schedule=schedule, checkpoint=mode)
-        assert difference(other, first, loss, expected).exact
+        assert difference(other, first, loss, expected).same
         assert now == then
 
 
@@ -222,9 +223,9 @@ def test_what_the_recording_did_not_draw_is_covered_in_the_first_step(schedule, 
     x[2:, 0] = 10.0
     first, expected, then = trained(net, x, 1, schedule="sequential")
     other, loss, now = trained(net, x, 1, schedule=schedule, checkpoint=mode)
-    assert difference(other, first, loss, expected).exact
+    assert difference(other, first, loss, expected).same
     assert now == then
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4, schedule=schedule)
     pipe.forward_backward(x, loss_fn=square)
     assert [hop.draws for hop in pipe.recording.hops] == [{"torch"}, {"torch"}, set()]
 
@@ -242,7 +243,7 @@ def test_a_step_that_fails_draws_nothing(schedule, p):
             return x
 
     net = nn.Sequential(nn.Linear(6, 6), bp.BeginBlock(Fails(), stage=1))
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
     before = current([CPU, "random", "numpy"])
     with pytest.raises(ValueError, match="on purpose"):
         pipe.forward_backward(torch.randn(8, 6, generator=torch.Generator()), loss_fn=square)
@@ -251,7 +252,7 @@ def test_a_step_that_fails_draws_nothing(schedule, p):
 
 def test_a_loss_that_draws_is_no_stage_that_draws():
     net = chain(kinds=())
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
     pipe.forward_backward(torch.randn(8, 6), loss_fn=lambda y: (y * torch.rand(6)).sum())
     assert [hop.draws for hop in pipe.recording.hops] == [set(), set(), set()]
 
@@ -267,17 +268,17 @@ def test_a_generator_that_two_stages_draw_from_is_refused():
     net = bp.begin_blocks(nn.Sequential(Draws(6, 6), Draws(6, 6)), {"1": 1})
     x = torch.randn(8, 6)
     for schedule in SCHEDULES[1:]:
-        pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+        pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
         with pytest.raises(StateError, match=r"a torch.Generator is drawn from on hops \[0, 1\]"):
             pipe.forward_backward(x, loss_fn=square)
     plain = copy.deepcopy(net)
     generator.manual_seed(5)
     expected = plain_step(plain, (x,), {}, None, square, 4)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule="sequential")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="sequential")
     pipe.summary(x)
     generator.manual_seed(5)
     loss = pipe.forward_backward(x, loss_fn=square).loss
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
     with pytest.raises(PlanError, match="a generator is shared"):
         bp.balance(bp.remove_blocks(net), x, 2, measure=False)
 
@@ -303,14 +304,14 @@ def test_a_generator_that_is_passed_goes_through_the_microbatches_in_order():
     for schedule in SCHEDULES:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 6), bp.BeginBlock(Own(6, 6), stage=1))
-        pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+        pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
         net[1].generator = torch.Generator().manual_seed(3)
         x = torch.linspace(0, 1, 48).view(8, 6)
         pipe.summary(x)
         net[1].generator.manual_seed(3)
         nets.append((net, pipe.forward_backward(x, loss_fn=square).loss))
     for net, loss in nets[1:]:
-        assert difference(net, nets[0][0], loss, nets[0][1]).exact
+        assert difference(net, nets[0][0], loss, nets[0][1]).same
 
 
 def test_a_failed_step_can_be_followed_by_another():
@@ -326,7 +327,7 @@ def test_a_failed_step_can_be_followed_by_another():
             return x
 
     net = bp.begin_blocks(nn.Sequential(Noisy(), Fails(), Noisy()), {"1": 1, "2": 2})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
     with pytest.raises(KeyError, match="once"):
         pipe.forward_backward(torch.randn(8, 6), loss_fn=square)
     Fails.fails = False
@@ -390,7 +391,7 @@ def test_small_models_and_plain_loops_draw_the_same(schedule, monkeypatch):
     first, expected, _ = trained(net, x, steps=3, schedule="sequential")
     monkeypatch.setattr("blockpipe.prepared.SMALL_HOP", 1.0)
     other, loss, _ = trained(net, x, steps=3, schedule=schedule)
-    assert difference(other, first, loss, expected).exact
+    assert difference(other, first, loss, expected).same
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -425,8 +426,8 @@ def test_a_checkpoint_in_glue_draws_its_mask_again(schedule, late):
     for net.again in (True, False):
         net.zero_grad()
         torch.manual_seed(3)
-        pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+        pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
         pipe.forward_backward(x, loss_fn=lambda out: out.square().mean())
         gradients.append([p.grad.clone() for p in net.parameters()])
         pipe.unplace()
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -16,6 +16,8 @@ from blockpipe.errors import UsageError, VerificationError
 from blockpipe.parting import Sketch, sketch
 from blockpipe.verification import Outcome, Verification, compared
 
+from .devices import equal, stages
+
 SCHEDULES = ["1f1b", "gpipe", "zb-h1", "sequential", "uncut", "auto"]
 
 
@@ -37,8 +39,8 @@ def _batch(samples: int = 10) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 8), torch.randint(0, 4, (samples,))
 
 
-def _verify(net: nn.Module, chunks: int = 4, stages: int = 3, **options: Any) -> Verification:
-    pipe = bp.Pipeline(net, devices=["cpu"] * stages, chunks=chunks, **options)
+def _verify(net: nn.Module, chunks: int = 4, count: int = 3, **options: Any) -> Verification:
+    pipe = bp.Pipeline(net, devices=stages(count), chunks=chunks, **options)
     x, y = _batch()
     return pipe.verify(x, target=y, loss_fn=F.cross_entropy)
 
@@ -52,7 +54,7 @@ def test_a_good_model_is_exact(schedule: str, checkpoint: str):
     """With dropout, batch norm and uneven micro-batches, to the bit under every schedule."""
     found = _verify(_net(0.5), schedule=schedule, checkpoint=checkpoint)
     assert found.verdict == "exact"
-    assert found.exact
+    assert found.same
     assert found
     assert found.first_difference is None
     assert {d.kind for d in found.differences} == {"outputs", "loss", "gradients", "buffers"}
@@ -61,7 +63,7 @@ def test_a_good_model_is_exact(schedule: str, checkpoint: str):
 
 def test_input_gradients_are_compared():
     """Those of every input that needs them, by position or name; the caller's ``.grad`` stays."""
-    pipe = bp.Pipeline(_net(), devices=["cpu"] * 3, chunks=3)
+    pipe = bp.Pipeline(_net(), devices=stages(3), chunks=3)
     x = torch.randn(7, 8, requires_grad=True)
     found = pipe.verify(x)
     assert found.worst["input gradients"].verdict == "exact"
@@ -90,19 +92,17 @@ def test_batch_dims():
 
     net = nn.Sequential(Turned(4, 4), Turned(4, 2))
     bp.begin_blocks(net, {"1": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, batch_dims=1)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, batch_dims=1)
     assert pipe.verify(torch.randn(4, 6)).verdict == "exact"
 
 
 def test_without_gradients_the_forward_is_compared():
     """Under ``no_grad``, and for a frozen model."""
     net = _net()
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=2)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=2)
     with torch.no_grad():
         assert {d.kind for d in pipe.verify(_batch()[0]).differences} == {"outputs", "buffers"}
-    found = bp.Pipeline(net.requires_grad_(False), devices=["cpu"] * 3, chunks=2).verify(
-        _batch()[0]
-    )
+    found = bp.Pipeline(net.requires_grad_(False), devices=stages(3), chunks=2).verify(_batch()[0])
     assert found
     assert {d.kind for d in found.differences} == {"outputs", "buffers"}
 
@@ -115,7 +115,7 @@ def test_a_loss_with_parameters():
             return super().forward(output).square().mean()
 
     loss = Loss(4, 1)
-    pipe = bp.Pipeline(_net(), devices=["cpu"] * 3, chunks=2)
+    pipe = bp.Pipeline(_net(), devices=stages(3), chunks=2)
     found = pipe.verify(_batch()[0], loss_fn=loss)
     assert found.verdict == "exact"
     assert {"loss_fn.weight", "loss_fn.bias"} <= {d.name for d in found.differences}
@@ -125,7 +125,7 @@ def test_a_loss_with_parameters():
 def test_several_threads_are_compared_with_as_many():
     """A lane has its share of the threads, and the plain loop as many as a lane."""
     torch.set_num_threads(2)
-    pipe = bp.Pipeline(_net(), devices=["cpu"] * 3, chunks=4)
+    pipe = bp.Pipeline(_net(), devices=stages(3), chunks=4)
     x, y = _batch()
     pipe.forward_backward(x, target=y, loss_fn=F.cross_entropy)
     for _ in range(5):
@@ -146,7 +146,7 @@ def test_both_runs_have_the_threads_of_a_lane(device: str):
 
     torch.set_num_threads(6)
     net = bp.begin_blocks(nn.Sequential(Net(4, 4), Net(4, 4), Net(4, 4)), {"1": 1, "2": 2})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
     assert pipe.verify(torch.ones(8, 4), device=device)
     assert seen == {2}
     assert torch.get_num_threads() == 6
@@ -167,7 +167,7 @@ def test_lanes_run_for_small_models(monkeypatch: pytest.MonkeyPatch):
     net = nn.Sequential(Named(4, 4), Named(4, 4))
     bp.begin_blocks(net, {"1": 1})
     x = torch.randn(4, 4)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, sample=(x,))
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, sample=(x,))
     found = pipe.verify(x)
     assert found
     assert "on 2 lanes" in str(found)
@@ -218,7 +218,7 @@ def test_state_left_between_microbatches():
     net = nn.Sequential(nn.Linear(8, 8), _Reads(8, 8), nn.ReLU(), _Writes(8, 4))
     net[1].shared = net[3].shared = _Shared()
     bp.begin_blocks(net, {"2": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule="gpipe")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
     net[1].shared.value = 1.0
     found = pipe.verify(torch.randn(8, 8))
     _assert_parts(found, "forward", "1", 0)
@@ -248,7 +248,7 @@ def test_a_wrong_backward():
     """The module is named whose backward is given the right gradient and hands on a wrong one."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), _Wrong(8, 8), nn.Tanh(), nn.Linear(8, 4))
     bp.begin_blocks(net, {"2": 1, "4": 2})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=3)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=3)
     found = pipe.verify(torch.randn(6, 8))
     _assert_parts(found, "backward", "2", 1)
     right = {d.name for d in found.differences if d.kind == "gradients" and d.verdict == "exact"}
@@ -260,7 +260,7 @@ def test_a_wrong_backward_inside_a_container():
     inner = nn.Sequential(nn.Linear(8, 8), _Wrong(8, 8), nn.Linear(8, 8))
     net = nn.Sequential(nn.Linear(8, 8), inner, nn.Linear(8, 4))
     bp.begin_blocks(net, {"1": 1, "2": 2})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=3)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=3)
     _assert_parts(pipe.verify(torch.randn(6, 8)), "backward", "1.1", 1)
 
 
@@ -273,7 +273,7 @@ def test_a_wrong_weight_gradient():
 
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), OnlyWeights(8, 4))
     bp.begin_blocks(net, {"2": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
     found = pipe.verify(torch.randn(6, 8))
     _assert_parts(found, "backward", "2", 1)
     assert [d.name for d in found.differences if d.verdict == "different"] == ["2.weight"]
@@ -294,7 +294,7 @@ def test_a_corrupted_crossing(monkeypatch: pytest.MonkeyPatch, microbatch: int):
 
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     bp.begin_blocks(net, {"1": 1, "2": 2})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=3, isolate=True)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=3, isolate=True)
     x = torch.randn(6, 8)
     pipe.forward_backward(x, loss_fn=torch.sum)
     monkeypatch.setattr(journey.Journey, "_imported", corrupt)
@@ -320,7 +320,7 @@ def test_a_buffer_updated_twice():
 
     net = nn.Sequential(nn.Linear(8, 8), Counts())
     bp.begin_blocks(net, {"1": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
     found = pipe.verify(torch.randn(6, 8))
     _assert_parts(found, "forward", "1", 1)
     assert [(d.kind, d.name) for d in found.differences if d.verdict == "different"] == [
@@ -344,7 +344,7 @@ def test_code_between_modules():
             with bp.Block(stage=1):
                 return self.b(x)
 
-    pipe = bp.Pipeline(Between(), devices=["cpu"] * 2, chunks=2)
+    pipe = bp.Pipeline(Between(), devices=stages(2), chunks=2)
     found = pipe.verify(torch.randn(4, 8))
     _assert_parts(found, "forward", "b", 1)
     assert found.first_difference is not None
@@ -363,7 +363,7 @@ def test_rounding_is_told_apart_but_not_forgiven():
 
     net = nn.Sequential(nn.Linear(8, 8), LastBit(8, 8)).requires_grad_(False)
     bp.begin_blocks(net, {"1": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
     x = torch.randn(4, 8)
     found = pipe.verify(x)
     assert found.verdict == "within tolerance"
@@ -389,9 +389,9 @@ def _state(net: nn.Module) -> dict[str, Any]:
 
 
 def _assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
-    assert all(torch.equal(v, after["values"][k]) for k, v in before["values"].items())
+    assert all(equal(v, after["values"][k]) for k, v in before["values"].items())
     assert all(a is b for a, b in zip(before["grads"], after["grads"], strict=True))
-    assert torch.equal(before["rng"], after["rng"])
+    assert equal(before["rng"], after["rng"])
     for name in ("modes", "python", "hooks", "threads"):
         assert before[name] == after[name]
     for a, b in zip(before["attributes"], after["attributes"], strict=True):
@@ -420,7 +420,7 @@ def test_nothing_is_left():
     bp.begin_blocks(net, {"3": 1})
     net[1].eval()
     x = torch.randn(6, 8)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
     pipe.forward_backward(x, loss_fn=torch.sum)
     before = _state(net)
     assert pipe.verify(x)
@@ -433,7 +433,7 @@ def test_nothing_is_left_by_a_failure():
     """The pipelined run fails, in its second micro-batch, with its note; all is as it was."""
     net = nn.Sequential(nn.Linear(8, 8), _Counting())
     bp.begin_blocks(net, {"1": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3, sample=(torch.randn(2, 8),))
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3, sample=(torch.randn(2, 8),))
     net[1].fails_at = net[1].count + 2
     x = torch.randn(6, 8)
     before = _state(net)
@@ -451,11 +451,11 @@ def test_parameters_that_the_forward_writes_and_optimizers_in_the_backward():
     for p in net.parameters():
         p.register_post_accumulate_grad_hook(lambda p: steps.append(p.data.add_(1)))
     before = [p.detach().clone() for p in net.parameters()]
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
     found = pipe.verify(torch.arange(8).view(4, 2))
     assert found.verdict == "exact"
     assert not steps
-    assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
+    assert all(equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
     pipe.forward_backward(torch.arange(8).view(4, 2), loss_fn=torch.sum)
     assert steps, "the hooks are back"
 
@@ -470,8 +470,8 @@ def test_inputs_are_not_written_to():
     net = nn.Sequential(InPlace(4, 4), nn.Linear(4, 2))
     bp.begin_blocks(net, {"1": 1})
     x = torch.ones(4, 4)
-    assert bp.Pipeline(net, devices=["cpu"] * 2, chunks=2).verify(x).verdict == "exact"
-    assert torch.equal(x, torch.ones(4, 4))
+    assert bp.Pipeline(net, devices=stages(2), chunks=2).verify(x).verdict == "exact"
+    assert equal(x, torch.ones(4, 4))
 
 
 # --- the rest
@@ -479,7 +479,7 @@ def test_inputs_are_not_written_to():
 
 def test_on_the_stages():
     """``device="stages"``: the reference is one uncut graph; the pipeline stays as it is."""
-    pipe = bp.Pipeline(_net(0.5), devices=["cpu"] * 3, chunks=4, checkpoint="always")
+    pipe = bp.Pipeline(_net(0.5), devices=stages(3), chunks=4, checkpoint="always")
     x, y = _batch()
     found = pipe.verify(x, target=y, loss_fn=F.cross_entropy, device="stages")
     assert found.verdict == "exact"
@@ -491,13 +491,13 @@ def test_a_model_from_the_meta_device():
     """Its values come with the placement, as at a first call."""
     with torch.device("meta"):
         net = _net()
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=2, init="reset_parameters")
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=2, init="reset_parameters")
     assert pipe.verify(_batch()[0]).verdict == "exact"
 
 
 def test_compiled_modules():
     """Where the stages are compiled, bits are not promised; inner modules are not looked into."""
-    pipe = bp.Pipeline(_net(), devices=["cpu"] * 3, chunks=2)
+    pipe = bp.Pipeline(_net(), devices=stages(3), chunks=2)
     pipe.compile(backend="eager")
     found = pipe.verify(_batch()[0])
     assert found
@@ -507,7 +507,7 @@ def test_compiled_modules():
 def test_dropout_that_the_recording_did_not_see():
     """It was 0 then: both runs draw the same all the same, once that is known."""
     net = _net(0.0)
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, sample=(_batch()[0],))
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4, sample=(_batch()[0],))
     net[3].p = 0.5
     assert pipe.verify(_batch()[0]).verdict == "exact"
 
@@ -517,7 +517,7 @@ def test_scripted_modules():
     """They bear no hooks: what is around them is watched."""
     net = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Tanh()), nn.ReLU(), _Wrong(8, 4))
     bp.begin_blocks(net, {"3": 1})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
     found = pipe.verify(torch.randn(6, 8))
     assert not found.exact
     assert found.first_difference is not None
@@ -536,7 +536,7 @@ def test_scripted_modules():
 def test_wrong_use(given: dict[str, Any], match: str):
     """It is an error that says what to do, and nothing has changed."""
     net = _net()
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=2)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=2)
     x = _batch()[0]
     before = _state(net)
     with pytest.raises(UsageError, match=match):
@@ -574,7 +574,7 @@ def test_values_that_are_not_finite_are_told():
     bp.begin_blocks(net, {"1": 1})
     x = torch.randn(4, 4)
     x[0, 0] = float("nan")
-    found = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2).verify(x)
+    found = bp.Pipeline(net, devices=stages(2), chunks=2).verify(x)
     assert found.verdict == "exact"
     assert "not finite in the plain run" in str(found)
 
@@ -626,7 +626,7 @@ def test_a_resnet_with_dropout(schedule: str):
     net = torchvision.models.resnet18(num_classes=4)
     net.fc = nn.Sequential(nn.Dropout(0.5), net.fc)
     bp.begin_blocks(net, {"layer2": 1, "layer3.1.conv1": 2, "layer4": 3})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 4, chunks=2, schedule=schedule)
+    pipe = bp.Pipeline(net, devices=stages(4), chunks=2, schedule=schedule)
     x, y = torch.randn(5, 3, 64, 64), torch.randint(0, 4, (5,))
     found = pipe.verify(x, target=y, loss_fn=F.cross_entropy)
     assert found.verdict == "exact", found
@@ -643,7 +643,7 @@ def test_a_transformer_with_its_own_loss(checkpoint: str):
     )
     net = transformers.GPT2LMHeadModel(config)
     bp.begin_blocks(net, {"transformer.h.1": 1, "transformer.h.3": 2})
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=2, checkpoint=checkpoint)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=2, checkpoint=checkpoint)
     ids = torch.randint(0, 64, (4, 8))
     found = pipe.verify(input_ids=ids, labels=ids)
     assert found.verdict == "exact", found
@@ -668,12 +668,12 @@ def test_what_is_written_through_data_and_own_generators_are_put_back() -> None:
     """And both runs begin with them, so that the verdict is of the step."""
     net, x = Clipping(), torch.randn(8, 8)
     weight, state = net.a.weight.detach().clone(), net.generator.get_state()
-    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
     assert pipe.verify(x).verdict == "exact"
     pipe.find_chunks(x, loss_fn=torch.sum, repeats=1)
     bp.balance(net, x, 2, repeats=1)
-    assert torch.equal(net.a.weight, weight)
-    assert torch.equal(net.generator.get_state(), state)
+    assert equal(net.a.weight, weight)
+    assert equal(net.generator.get_state(), state)
 
 
 def test_objects_in_outputs_are_not_compared() -> None:
@@ -692,7 +692,7 @@ def test_objects_in_outputs_are_not_compared() -> None:
             with bp.Block(stage=1):
                 return {"y": self.b(x), "cache": Cache()}
 
-    pipe = bp.Pipeline(Net(), devices=["cpu"] * 2, chunks=2)
+    pipe = bp.Pipeline(Net(), devices=stages(2), chunks=2)
     found = pipe.verify(torch.randn(8, 8), loss_fn=lambda out: out["y"].square().mean())
     assert found.ok
     assert found.notes == ["not compared: a Cache in the outputs"]

@@ -10,6 +10,7 @@ import blockpipe as bp
 from blockpipe import backward
 from blockpipe.scheduler import SCHEDULES, make_schedule
 
+from .devices import equal, stages
 from .parity import compare, difference, plain_step
 
 SPLITTING = ["zb-h1", "zb-v"]
@@ -108,13 +109,13 @@ def parts(monkeypatch):
 def run(net, schedule, *, plain=None, steps=2, isolate=False):
     """Steps beside those of a plain copy: four micro-batches of two rows; equal to the bit."""
     plain = copy.deepcopy(net) if plain is None else plain
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule, isolate=isolate)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4, schedule=schedule, isolate=isolate)
     x, y = torch.randn(8, 6), torch.randint(3, (8,))
     loss_fn = nn.functional.cross_entropy
     for _ in range(steps):
         loss = pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss
         expected = plain_step(plain, (x,), {}, y, loss_fn, 4)
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
     return pipe
 
 
@@ -213,7 +214,7 @@ def test_hooks_on_activations_fire_once(schedule, where):
             return y
 
     net.layer.__class__ = Hooked
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4, schedule=schedule)
     pipe.forward_backward(x, loss_fn=lambda out: out.square().mean())
     net.zero_grad()
     if where == "module hook":
@@ -226,8 +227,8 @@ def test_hooks_on_activations_fire_once(schedule, where):
     assert count == 4
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None)
-        assert p.grad is None or torch.equal(p.grad, q.grad)
-    assert torch.equal(loss, expected)
+        assert p.grad is None or equal(p.grad, q.grad)
+    assert equal(loss, expected)
 
 
 @pytest.mark.parametrize("schedule", SPLITTING)
@@ -248,7 +249,7 @@ def test_one_micro_batch_that_cannot_be_split(schedule):
         def loss_fn(output):
             return output.square().mean()
 
-        pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule=schedule)
+        pipe = bp.Pipeline(net, devices=stages(3), chunks=4, schedule=schedule)
         loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
         total = torch.zeros(())
         for m, part in enumerate(x.split(2)):
@@ -260,8 +261,8 @@ def test_one_micro_batch_that_cannot_be_split(schedule):
             total = total + found.detach() * 0.25
         for p, q in zip(net.parameters(), plain.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None)
-            assert p.grad is None or torch.equal(p.grad, q.grad)
-        assert torch.equal(loss, total)
+            assert p.grad is None or equal(p.grad, q.grad)
+        assert equal(loss, total)
 
 
 def test_saved_tensor_hooks_around_the_step_unpack_once():
@@ -273,7 +274,7 @@ def test_saved_tensor_hooks_around_the_step_unpack_once():
     def loss_fn(output):
         return output.square().mean()
 
-    pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, schedule="zb-h1")
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4, schedule="zb-h1")
     pipe.forward_backward(x, loss_fn=loss_fn)
     net.zero_grad()
     plain_step(plain, (x,), {}, None, loss_fn, 4)
@@ -281,7 +282,7 @@ def test_saved_tensor_hooks_around_the_step_unpack_once():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: [t], lambda box: box.pop()):
         loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
     expected = plain_step(plain, (x,), {}, None, loss_fn, 4)
-    assert difference(net, plain, loss, expected).exact
+    assert difference(net, plain, loss, expected).same
 
 
 @pytest.mark.parametrize("schedule", SPLITTING)
@@ -335,4 +336,4 @@ def test_real_models_in_every_schedule(schedule):
     model = torchvision.models.resnet18(num_classes=5)
     marks = {"layer2": 1, "layer3": 2, "layer4": 3}
     found, _ = compare(model, (torch.randn(6, 3, 32, 32),), {}, marks, schedule=schedule)
-    assert found.exact, found
+    assert found.same, found
