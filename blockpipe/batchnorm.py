@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .ambient import ours
 from .blocks import current_microbatch, is_recomputing
+from .glue import active_glue
 from .tree import tensors
 
 Forward = Callable[..., Any]
@@ -124,7 +125,8 @@ class DeferredBatchNorm:
             and module.running_mean is not None
         ):
             with ours(), torch.no_grad():
-                seen = statistics(next(tensors((args, kwargs))).detach())
+                given, glue = next(tensors((args, kwargs))), active_glue()
+                seen = statistics((given if glue is None else glue.read(given)).detach())
             step.seen.setdefault(module, {}).setdefault(microbatch, []).append(seen)
         return forward(*args, **kwargs)
 

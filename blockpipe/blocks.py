@@ -153,6 +153,8 @@ recomputing: ContextVar[bool] = ContextVar("blockpipe_recomputing", default=Fals
 def is_recomputing() -> bool:
     """Whether a module runs again, only to make activations that were dropped.
 
+    By the pipeline's ``checkpoint=``, or by a ``torch.utils.checkpoint`` in the forward's own code.
+
     For what a forward does beside computing, and should do once: count, log, append to a list.
     Random states and buffers need no care: they are the first run's, and as if it ran once.
 

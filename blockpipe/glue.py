@@ -244,6 +244,16 @@ class Glue(TorchFunctionMode):
             return call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
         return where(journey.device_of(args[0] if args else kwargs["input"]))
 
+    def read(self, tensor: Tensor) -> Tensor:
+        """What an operation here is handed in the place of a tensor; function modes are off."""
+        if self.inside:
+            return tensor
+        journey = self.journey
+        journey.arrive()
+        found = journey.local(tensor)
+        journey.take_foreign()
+        return found
+
     def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
         """Called for each custom function in the glue; the recording writes it down."""
 

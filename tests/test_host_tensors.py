@@ -14,17 +14,14 @@ import blockpipe as bp
 
 from .alike import (
     DEVICE,
-    IS_ACCELERATOR,
     SCHEDULES,
     Scripted,
     check_alike,
-    check_races,
-    on_host,
     ran,
     same,
     square,
 )
-from .devices import stages
+from .devices import is_simulated, stages
 from .parity import plain_step
 
 B = bp.Block
@@ -217,7 +214,6 @@ def test_a_result_on_the_host(schedule):
     (first.square().mean().cpu() + second.square().mean()).backward()
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.cpu(), theirs.grad.cpu())
-    check_races()
 
 
 def test_a_loss_on_the_host():
@@ -232,7 +228,7 @@ def test_a_loss_on_the_host():
     expected = plain_step(plain, (X.to(DEVICE),), {}, X.to(DEVICE), loss_fn, 3)
     pipe = bp.Pipeline(net, devices=stages(3), chunks=3)
     loss = pipe.forward_backward(X, target=X, loss_fn=loss_fn).loss
-    same(on_host(net), on_host(plain), (loss.cpu(), expected.cpu()))
+    same(net, plain, (loss, expected))
 
 
 def test_another_method():
@@ -277,7 +273,7 @@ def test_a_constant_that_an_operation_returns_belongs_to_nobody():
         check_alike(Scripted(forward), X, count=2, chunks=3, isolate=isolate)
 
 
-@pytest.mark.skipif(not IS_ACCELERATOR, reason="needs accelerators beside the CPU: --simulated")
+@pytest.mark.skipif(not is_simulated(), reason="needs accelerators beside the CPU: --simulated")
 class TestMixed:
     """Some stages on the CPU: what they compute follows the forward; what it asks for on the host
     in so many words stays there."""
@@ -303,7 +299,6 @@ class TestMixed:
             for devices in (["cpu", *stages(2)], ["cpu", stages(2)[1], "cpu"]):
                 piped, loss = ran(net, X, devices=devices, schedule=schedule)
                 same(piped, plain, (loss, expected))
-                check_races()
 
     @pytest.mark.parametrize(
         "ask",
@@ -351,4 +346,3 @@ class TestMixed:
             net = Scripted(forward).to(DEVICE)
             pipe = bp.Pipeline(net, devices=stages(2), chunks=2, schedule=schedule)
             pipe.forward_backward(X.to(DEVICE), loss_fn=square)
-            check_races()

@@ -16,8 +16,8 @@ import blockpipe as bp
 from blockpipe import offload
 from blockpipe.glue import Glue
 
-from .alike import IS_ACCELERATOR, Scripted, square
-from .devices import stages
+from .alike import Scripted, square
+from .devices import is_simulated, stages
 from .test_crossings import ROWS
 
 B = bp.Block
@@ -231,7 +231,7 @@ def test_the_users_modes_see_the_users_code_alone(name, way):
 def test_the_users_default_device_is_not_ours(name, way):
     """``with torch.device(…)`` around a step that makes no tensor itself changes nothing."""
     results = []
-    elsewhere = torch.device(stages(2)[1] if IS_ACCELERATOR else "meta")
+    elsewhere = torch.device(stages(2)[1] if is_simulated() else "meta")
     for context in (nullcontext(), elsewhere):
         torch.manual_seed(4)
         pipe = make(name)
