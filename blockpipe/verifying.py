@@ -74,7 +74,9 @@ class Verifier:
         self.loss_fn = loss_fn if loss_fn is not None else own_or_mean_square
         self.notes: list[str] = []
         self.count = len(microbatches)
-        self.device = self._reference_device(device)
+        self.wanted = device
+        self.device: torch.device | None = None  # ``None``: on the stages
+        self.choose_reference()
         devices = [*self.prepared.devices, *([self.device] if self.device else [])]
         sources: list[Source] = [s for device in devices for s in torchs_of(device)]
         self.untouched = Untouched(self.modules, sources)
@@ -85,24 +87,29 @@ class Verifier:
     def _draws(self) -> bool:
         return any(self.prepared.sources)
 
-    def _reference_device(self, device: Any) -> torch.device | None:
-        """``None``: on the stages."""
+    def choose_reference(self) -> None:
+        """Say where the plain run is. A step may have drawn that the recording did not see draw."""
+        self.device = self._reference_device()
+        note = "the forward draws random numbers on several devices: the reference is on these"
+        if self.device is None and self.wanted != "stages" and note not in self.notes:
+            self.notes.append(note)
+
+    def _reference_device(self) -> torch.device | None:
         stages = {self.prepared.devices[stage] for stage in self.prepared.route}
-        if device == "stages":
+        if self.wanted == "stages":
             return None
-        chosen = self.prepared.devices[self.prepared.route[0]] if device is None else None
-        chosen = chosen or check_device(device)
+        if self.wanted is None:
+            chosen = self.prepared.devices[self.prepared.route[0]]
+        else:
+            chosen = check_device(self.wanted)
         # Each device draws numbers of its own: only the stages themselves draw these again.
         if self._draws and stages != {chosen}:
-            if device is not None:
+            if self.wanted is not None:
                 raise UsageError(
                     f"the forward draws random numbers on {sorted(map(str, stages))}, which "
                     f"{str(chosen)!r} cannot draw; leave device= out (the reference is then on the "
                     f"stages, uncut), or set dropout to 0 ({users_line()})"
                 )
-            self.notes.append(
-                "the forward draws random numbers on several devices: the reference is on these"
-            )
             return None
         return chosen
 
@@ -345,6 +352,7 @@ def _verify(verifier: Verifier, rtol: float, atol: float) -> Verification:
     while known != (known := (prepared.sources, dict(prepared.loss_draws))):
         # A step that drew without being known to, or with a new loss, is another the next time.
         piped = verifier.pipelined()
+    verifier.choose_reference()
     plain, _ = _on_one_device(verifier, None)
     result = Verification(
         compared(plain, piped, rtol, atol),

@@ -228,6 +228,9 @@ def test_state_left_between_microbatches():
     assert "what it is given agrees" in found.first_difference.why
 
 
+told_by_threads = pytest.mark.cpu("autograd gives a device a thread, in the plain run too")
+
+
 class _WrongBehind(torch.autograd.Function):
     """Right in the plain loop, wrong in a thread of the pipeline's."""
 
@@ -246,6 +249,7 @@ class _Wrong(nn.Linear):
         return super().forward(_WrongBehind.apply(x))
 
 
+@told_by_threads
 def test_a_wrong_backward():
     """The module is named whose backward is given the right gradient and hands on a wrong one."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), _Wrong(8, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -257,6 +261,7 @@ def test_a_wrong_backward():
     assert right == {"2.weight", "2.bias", "4.weight", "4.bias"}
 
 
+@told_by_threads
 def test_a_wrong_backward_inside_a_container():
     """The innermost module is named, not the container around it."""
     inner = nn.Sequential(nn.Linear(8, 8), _Wrong(8, 8), nn.Linear(8, 8))
@@ -266,6 +271,7 @@ def test_a_wrong_backward_inside_a_container():
     _assert_parts(pipe.verify(torch.randn(6, 8)), "backward", "1.1", 1)
 
 
+@told_by_threads
 def test_a_wrong_weight_gradient():
     """Every gradient that is handed on agrees: the parameter is named, with its module."""
 
@@ -515,6 +521,7 @@ def test_dropout_that_the_recording_did_not_see():
     assert pipe.verify(_batch()[0]).verdict == "exact"
 
 
+@told_by_threads
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_scripted_modules():
     """They bear no hooks: what is around them is watched."""
