@@ -294,11 +294,11 @@ def test_a_function_is_no_place_to_cut() -> None:
 
 def test_a_call_after_one_in_a_sealed_module_is_where_the_plan_has_it() -> None:
     """Calls are counted inside of sealed modules too, where nothing else is looked at."""
-    stages = []
+    seen = []
 
     class Layer(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            stages.append(bp.current_stage())
+            seen.append(bp.current_stage())
             return super().forward(x)
 
     class Net(nn.Module):
@@ -315,9 +315,9 @@ def test_a_call_after_one_in_a_sealed_module_is_where_the_plan_has_it() -> None:
     plan = bp.balance(net, x, 2, "flops")
     assert [plan.stages()["act", call] for call in (0, 1)] == [0, 1]
     with bp.Pipeline(net, devices=stages(2), chunks=2, plan=plan, sample=(x,)) as pipe:
-        stages.clear()
+        seen.clear()
         pipe.forward_backward(x, loss_fn=torch.sum)
-    assert sorted(stages) == [0, 0, 1, 1]
+    assert sorted(seen) == [0, 0, 1, 1]
 
 
 def test_one_stage_is_the_whole_model() -> None:
