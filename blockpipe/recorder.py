@@ -130,6 +130,7 @@ class Recorder(Journey):
         self.progress: Progress | None = None
         self._sources: dict[int, Call] = {}  # calls that made what the operation under way reads
         self._ambient_hooks: Any = None
+        self._kernels = 0  # that have run
         self._host_states: dict[Any, Any] = {}
 
     def begin(self) -> None:
@@ -418,9 +419,12 @@ class Recorder(Journey):
         is_function = function is what
         with ours():
             call = self.begin_call(path, kind, what, (args, kwargs), is_function=is_function)
-        result = None
+        result, kernels = None, self._kernels
         try:
             result = function(*args, **kwargs)
+            if call.hop is None and self._kernels > kernels:
+                with ours():
+                    self._note_unseen((args, kwargs), result)
             return result
         except BaseException:
             self.failed_in = self.failed_in or call
@@ -429,12 +433,22 @@ class Recorder(Journey):
             with ours():
                 self.end_call(call, result)
 
+    def _note_unseen(self, given: Any, result: Any) -> None:
+        """Operations ran in a call that no function mode saw: of a scripted module, or of an
+        extension. Together they count as one."""
+        self.operation()
+        for tensor in tensors(given):
+            self.local(tensor)
+        self.take_foreign()
+        self.claim(result)
+
     def spent(self, work: Work, made: int) -> None:
         """An operation ran below autograd: what it did, and how many bytes it made."""
+        kernels = work.forward.total()
+        self._kernels += kernels
         if self.hop < 0:
             return
         hop, piece = self.result.hops[self.hop], self.pieces.current
-        kernels = work.forward.total()
         flops = sum(operation.flops for operation in work.forward)
         for part in (hop, piece):
             part.kernels += kernels
@@ -497,7 +511,7 @@ class Recorder(Journey):
         given: set[int] = set().union(*(known for _, known, _ in self.stack[1:]))
         if tag is None or tag.key is not self.key or tag.hop == self.hop or id(tensor) in given:
             return
-        name, call = self.custom_in[-1]
+        name, call = self.custom_in[-1] if self.custom_in else ("", None)
         error = CrossingError(
             f"autograd.Function {name!r} on stage {self.stage} reads a tensor of shape "
             f"{tuple(tensor.shape)} made on stage {tag.stage} that is none of its arguments "

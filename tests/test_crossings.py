@@ -424,6 +424,28 @@ def test_gradient_path_from_outside():
     found(forward, CrossingError, "made outside of this forward")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_module_whose_operations_no_function_mode_sees(grad):
+    """A scripted one: its call counts as an operation, and may be a stage of its own."""
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            y = s.b(h)
+        with B(2):
+            return s.c(y) + h
+
+    net, x = Net(forward), torch.randn(6, 4)
+    net.b = torch.jit.script(net.b)
+    with torch.set_grad_enabled(grad):
+        assert bp.record(net, x).route == [0, 1, 2]
+        expected = copy.deepcopy(net).to(DEVICE)(x.to(DEVICE))
+        pipe = bp.Pipeline(net, devices=stages(3), chunks=3, isolate=True)
+        torch.testing.assert_close(pipe(x).cpu(), expected.cpu())
+
+
 def test_parameter_written_on_another_stage():
     """One stage owns it."""
 
