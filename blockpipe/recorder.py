@@ -32,7 +32,7 @@ from .crossing import (
 )
 from .errors import CrossingError, PlanError
 from .free import FreeJourney
-from .glue import Glue, active_glue, is_question, looks_at_graph
+from .glue import Glue, is_question, looks_at_graph
 from .journey import Journey
 from .meter import HostSync
 from .pieces import Pieces, inbound
@@ -635,18 +635,8 @@ class RecordingDoor:
             if stage != now:
                 recorder.begun_by = f"{self.path!r} call {call_number}"
             recorder.cursor.move(stage, None)
-        kind, forward = type(self.module).__name__, self.forward
-        if isinstance(self.module, torch.jit.ScriptModule):
-            forward = self._scripted
-        return recorder.watched(self.path, kind, self.module, forward, args, kwargs)
-
-    def _scripted(self, *args: Any, **kwargs: Any) -> Any:
-        """Compiled code goes through no function mode: the call is an operation, as a whole."""
-        glue = active_glue()
-        assert glue is not None
-        with ours():
-            self.recorder.operation()
-        return glue.call_sealed(self.forward, args, kwargs)
+        kind = type(self.module).__name__
+        return recorder.watched(self.path, kind, self.module, self.forward, args, kwargs)
 
 
 def _saved_tensor_hooks() -> Any:
