@@ -20,7 +20,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -258,8 +258,8 @@ class Frame:
             if self._random:
                 stack.enter_context(replayed(self._random))
             stack.enter_context(torch.enable_grad())
-            stack.callback(vars(_running).update, frame=_running.frame, made=_running.made)
-            _running.frame, _running.made = self, 0
+            stack.callback(torch._C._stash_obj_in_tls, _RUNNING, _running())
+            torch._C._stash_obj_in_tls(_RUNNING, _Running(self))
             packs = torch.autograd.graph.saved_tensors_hooks(_pack_again, _same)
             try:
                 with packs, theirs():
@@ -324,25 +324,35 @@ def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-class _Running(threading.local):
-    """The call that runs again in this thread, and how much it has saved."""
+@dataclasses.dataclass
+class _Running:
+    """The call that runs again, and how much it has saved."""
 
-    frame: Frame | None = None
-    made = 0
+    frame: Frame
+    made: int = 0
 
 
-_running = _Running()
+_RUNNING = "blockpipe_running"
+
+
+def _running() -> _Running | None:
+    """What runs again in this thread, or in the one that an autograd device thread works for: a
+    call may ask for a gradient, which saves tensors there."""
+    if not torch._C._is_key_in_tls(_RUNNING):
+        return None
+    return cast(_Running | None, torch._C._get_obj_in_tls(_RUNNING))
 
 
 def _pack_again(tensor: Tensor) -> Tensor:
     # One function for all: a compiled module is compiled anew for hooks that it does not know.
-    frame, index = _running.frame, _running.made
-    assert frame is not None
-    _running.made += 1
+    running = _running()
+    assert running is not None
+    index = running.made
+    running.made += 1
     with ours():
         value = tensor.detach()
-        frame.collect(index, value)
-        return value
+    running.frame.collect(index, value)
+    return value
 
 
 def _unpack(slot: _Slot) -> Tensor:

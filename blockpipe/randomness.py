@@ -30,7 +30,45 @@ Source = torch.device | str
 States = dict[Source, Any]
 
 _CPU = torch.device("cpu")
-_turn = threading.RLock()  # who may draw now; the same thread again: a recomputation in a forward
+_TURN = "blockpipe_turn"  # in the state that autograd's device threads get from who called them
+
+
+class _Turn:
+    """Who may draw now. Its owner may take it again, and so may autograd's device threads that work
+    for the owner: what recomputes in a backward draws there, while the owner waits for them. A
+    lock that knows threads alone would wait for ever."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count_lock = threading.Lock()
+        self._owner: object = None
+        self._count = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if not self._is_ours():
+            if not self._lock.acquire(blocking, timeout):
+                return False
+            self._owner = object()
+            torch._C._stash_obj_in_tls(_TURN, self._owner)
+        with self._count_lock:
+            self._count += 1
+        return True
+
+    def release(self) -> None:
+        with self._count_lock:
+            self._count -= 1
+            if self._count:
+                return
+            self._owner = None
+        self._lock.release()
+
+    def _is_ours(self) -> bool:
+        owner = self._owner
+        known = owner is not None and torch._C._is_key_in_tls(_TURN)
+        return known and torch._C._get_obj_in_tls(_TURN) is owner
+
+
+_turn = _Turn()
 
 
 def sources_of(kinds: Collection[str], device: torch.device) -> list[Source]:
