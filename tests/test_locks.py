@@ -29,6 +29,7 @@ LETS_GO = {
     "glue": {"__exit__"},
     "replaced": {"__exit__"},
     "journey": {"finish_forward", "abandon", "settle"},
+    "randomness": {"release"},
     "lanes": {"put_back", "fail", "_one_less", "run", "_work", "_join", "_run"},
 }
 
