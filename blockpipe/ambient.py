@@ -5,7 +5,9 @@ trains something else (torchgpipe hands on grad mode alone, and its workers igno
 """
 
 import contextvars
+import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +32,30 @@ class ThreadState(threading.local):
 
 
 in_thread = ThreadState()
+
+
+def stash(key: str, value: object) -> None:
+    """Keep something where autograd's device threads find what their caller had (:func:`stashed`).
+
+    torch up to 2.11 takes over the caller's reference instead of one of its own.
+    """
+    if _takes_reference():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def stashed(key: str) -> Any:
+    """What this thread, or the one that it works for, has kept; ``None``: nothing."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+@functools.cache
+def _takes_reference() -> bool:
+    probe = object()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("blockpipe_probe", probe)
+    return sys.getrefcount(probe) == before
 
 
 how_many_modes = torch._C._len_torch_function_stack

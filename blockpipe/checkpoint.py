@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .ambient import Surroundings, call_under, ours, theirs, waiting_for_device
+from .ambient import Surroundings, call_under, ours, stash, stashed, theirs, waiting_for_device
 from .blocks import Cursor, recomputing, set_cursor
 from .crossing import Box, enter_graph, version_of
 from .digests import Comparisons
@@ -258,8 +258,8 @@ class Frame:
             if self._random:
                 stack.enter_context(replayed(self._random))
             stack.enter_context(torch.enable_grad())
-            stack.callback(torch._C._stash_obj_in_tls, _RUNNING, _running())
-            torch._C._stash_obj_in_tls(_RUNNING, _Running(self))
+            stack.callback(stash, _RUNNING, _running())
+            stash(_RUNNING, _Running(self))
             packs = torch.autograd.graph.saved_tensors_hooks(_pack_again, _same)
             try:
                 with packs, theirs():
@@ -338,9 +338,7 @@ _RUNNING = "blockpipe_running"
 def _running() -> _Running | None:
     """What runs again in this thread, or in the one that an autograd device thread works for: a
     call may ask for a gradient, which saves tensors there."""
-    if not torch._C._is_key_in_tls(_RUNNING):
-        return None
-    return cast(_Running | None, torch._C._get_obj_in_tls(_RUNNING))
+    return cast(_Running | None, stashed(_RUNNING))
 
 
 def _pack_again(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .ambient import waiting_for_device
+from .ambient import stash, stashed, waiting_for_device
 from .transfer import copying, is_asynchronous
 
 # What is drawn from: a device's generator, Python's ``random``, numpy's global one.
@@ -49,7 +49,7 @@ class _Turn:
             if not self._lock.acquire(blocking, timeout):
                 return False
             self._owner = object()
-            torch._C._stash_obj_in_tls(_TURN, self._owner)
+            stash(_TURN, self._owner)
         with self._count_lock:
             self._count += 1
         return True
@@ -64,8 +64,7 @@ class _Turn:
 
     def _is_ours(self) -> bool:
         owner = self._owner
-        known = owner is not None and torch._C._is_key_in_tls(_TURN)
-        return known and torch._C._get_obj_in_tls(_TURN) is owner
+        return owner is not None and stashed(_TURN) is owner
 
 
 _turn = _Turn()
