@@ -46,10 +46,11 @@ class _Turn:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if not self._is_ours():
+            owner = object()
+            stash(_TURN, owner)
             if not self._lock.acquire(blocking, timeout):
                 return False
-            self._owner = object()
-            stash(_TURN, self._owner)
+            self._owner = owner
         with self._count_lock:
             self._count += 1
         return True
