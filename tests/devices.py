@@ -4,6 +4,8 @@ A test that asks here for its devices runs on both. ``python -m pytest`` runs it
 pytest --simulated`` on the accelerator; ``conftest.py`` says what else that run does.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,3 +53,19 @@ def equal(one: Tensor, other: Tensor) -> bool:
 def assert_close(one: Any, other: Any, **options: Any) -> None:
     """``torch.testing.assert_close``, wherever the tensors are."""
     torch.testing.assert_close(host(one), host(other), **options)
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    """An error where the host waits for the accelerator, CUDA or the simulated one."""
+    if is_simulated():
+        from . import simulated
+
+        with simulated.flags(raise_syncs=True):
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

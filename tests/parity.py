@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.microbatch import split, weights_of
-from blockpipe.tree import tensors
+from blockpipe.tree import map_tensors, tensors
 
 from .devices import host, is_simulated, stages
 
@@ -26,10 +26,15 @@ def plain_step(
     loss_fn: LossFn,
     chunks: int,
     reduction: Any = "mean",
+    device: str | None = None,
 ) -> Tensor:
-    """One step of the plain loop over the same micro-batches; gradients add up in ``.grad``."""
+    """One step of the plain loop over the same micro-batches; gradients add up in ``.grad``. All
+    of it is on one device, that of the first stage: its kernels round as those of the stages."""
+    device = device or stages(1)[0]
+    args, kwargs, target = map_tensors(lambda tensor: tensor.to(device), (args, kwargs, target))
+    model.to(device)
     batches = split(args, kwargs, target, chunks)
-    total = torch.zeros(())
+    total = torch.zeros((), device=device)
     for batch, weight in zip(batches, weights_of(batches, reduction), strict=True):
         output = model(*batch.args, **batch.kwargs)
         loss = loss_fn(output) if batch.target is None else loss_fn(output, batch.target)

@@ -175,6 +175,7 @@ def test_the_memory_is_what_the_pipeline_predicts(schedule: str, devices: list[s
         assert share.memory == stage.peak
 
 
+@pytest.mark.cpu("only stages on the CPU are run by one thread")
 def test_the_memory_of_a_small_model_is_that_of_one_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,6 +1,8 @@
-"""On a real accelerator: the same gradients to rounding, streams, placement. Run on a CUDA machine:
+"""On an accelerator: the same gradients to rounding, streams, placement. On a CUDA machine, and on the
+simulated accelerator what needs no CUDA:
 
 python -m pytest -m cuda
+python -m pytest -m cuda --simulated
 """
 
 import copy
@@ -15,13 +17,24 @@ import blockpipe as bp
 from blockpipe.batchnorm import _update, merged, statistics
 from blockpipe.scheduler import SCHEDULES
 
+from .devices import is_simulated, no_synchronization
 from .parity import plain_step
+
+KIND = "simulated" if is_simulated() else "cuda"
+COUNT = torch.accelerator.device_count() if is_simulated() else torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not COUNT, reason="needs a CUDA device, or --simulated"),
 ]
-two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+two = pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices, or --simulated")
+graphs = pytest.mark.cpu("CUDA's graphs")
+sleep = pytest.mark.cpu("CUDA's sleep")
+
+
+def on(*places: int | str) -> list[str]:
+    """Accelerators by number; ``"cpu"`` stays."""
+    return [place if isinstance(place, str) else f"{KIND}:{place}" for place in places]
 
 
 def net(width: int = 64) -> nn.Sequential:
@@ -35,14 +48,14 @@ def loss_of(output, target):
 
 def check(devices, schedule, steps=3, compile=None):
     model = net()
-    plain = copy.deepcopy(model).cuda()
+    plain = copy.deepcopy(model).to(KIND)
     x, y = torch.randn(30, 64), torch.randn(30, 64)
     pipe = bp.Pipeline(model, devices=devices, chunks=7, schedule=schedule)
     if compile is not None:
         pipe.compile(**compile)
     for _ in range(steps):
         loss = pipe.forward_backward(x, target=y, loss_fn=loss_of).loss
-        expected = plain_step(plain, (x.cuda(),), {}, y.cuda(), loss_of, 7)
+        expected = plain_step(plain, (x.to(KIND),), {}, y.to(KIND), loss_of, 7, device=KIND)
     torch.testing.assert_close(loss.cpu(), expected.cpu())
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.cpu(), q.grad.cpu())
@@ -54,20 +67,20 @@ def check(devices, schedule, steps=3, compile=None):
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "uncut"])
 def test_four_stages_on_one_device(schedule):
     """Stages may share a device."""
-    check(["cuda:0"] * 4, schedule)
+    check(on(0, 0, 0, 0), schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_on_cpu_and_cuda(schedule):
     """Copies to and from the host, in both directions."""
-    check(["cpu", "cuda:0", "cpu", "cuda:0"], schedule)
+    check(on("cpu", 0, "cpu", 0), schedule)
 
 
 @two
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "uncut"])
 def test_stages_on_two_devices(schedule):
     """Copies between devices, with events on both sides."""
-    pipe = check(["cuda:0", "cuda:1", "cuda:0", "cuda:1"], schedule)
+    pipe = check(on(0, 1, 0, 1), schedule)
     assert {p.device.index for p in pipe.parameters()} == {0, 1}
 
 
@@ -77,10 +90,10 @@ def test_unplace_and_optimizer_state():
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 64)).sum().backward()
     optimizer.step()
-    pipe = bp.Pipeline(model, devices=["cuda:0"] * 4, chunks=2)
+    pipe = bp.Pipeline(model, devices=on(0, 0, 0, 0), chunks=2)
     pipe.forward_backward(torch.randn(4, 64), target=torch.randn(4, 64), loss_fn=loss_of)
     optimizer.step()
-    assert all(p.device.type == "cuda" for p in model.parameters())
+    assert all(p.device.type == KIND for p in model.parameters())
     pipe.unplace()
     assert all(p.device.type == "cpu" for p in model.parameters())
 
@@ -89,12 +102,12 @@ def test_unplace_and_optimizer_state():
 def test_stages_set_on_a_placed_pipeline(on_meta):
     """Parameters move from where one plan had them to where the next has them."""
     model = net()
-    plain = copy.deepcopy(model).cuda()
+    plain = copy.deepcopy(model).to(KIND)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if on_meta:
         model = model.to("meta")
     options = {"weights": weights} if on_meta else {}
-    pipe = bp.Pipeline(model, devices=["cuda:0", "cpu"] * 2, chunks=3, **options)
+    pipe = bp.Pipeline(model, devices=on(0, "cpu", 0, "cpu"), chunks=3, **options)
     x, y = torch.randn(30, 64), torch.randn(30, 64)
     for layout in ("1=1, 2=2, 3=3", "1=1", "2=1, 3=2"):
         bp.set_pipeline_stage_assignment(pipe, layout)
@@ -102,7 +115,7 @@ def test_stages_set_on_a_placed_pipeline(on_meta):
         plain.zero_grad()
         pipe.forward_backward(x, target=y, loss_fn=loss_of)
         assert pipe.plan.layout == layout
-        plain_step(plain, (x.cuda(),), {}, y.cuda(), loss_of, 3)
+        plain_step(plain, (x.to(KIND),), {}, y.to(KIND), loss_of, 3, device=KIND)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.grad.cpu(), q.grad.cpu())
 
@@ -110,20 +123,21 @@ def test_stages_set_on_a_placed_pipeline(on_meta):
 def test_a_custom_stream_of_the_caller():
     """Work queued on the caller's current stream is seen by the stages."""
     model = net()
-    pipe = bp.Pipeline(model, devices=["cuda:0"] * 4, chunks=4)
-    x = torch.randn(32, 64, device="cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.no_grad():
+    pipe = bp.Pipeline(model, devices=on(0, 0, 0, 0), chunks=4)
+    x = torch.randn(32, 64, device=KIND)
+    stream = torch.Stream(KIND)
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream, torch.no_grad():
         doubled = x * 2
         out = pipe(doubled)
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.accelerator.current_stream().wait_stream(stream)
     with torch.no_grad():
         torch.testing.assert_close(out, model(x * 2))
 
 
 @pytest.mark.parametrize("options", [{"cuda_graphs": True}, {}])
-@pytest.mark.parametrize("devices", [["cuda:0"] * 4, ["cuda:0", "cpu", "cuda:0", "cpu"]])
+@pytest.mark.parametrize("devices", [on(0, 0, 0, 0), on(0, "cpu", 0, "cpu")])
+@graphs
 def test_compiled_and_captured(devices, options):
     """Three steps add up as plain ones: no replay writes to a gradient that was handed out."""
     pipe = check(devices, "1f1b", compile=options)
@@ -133,16 +147,17 @@ def test_compiled_and_captured(devices, options):
         )
 
 
+@graphs
 def test_captured_modules_keep_their_statistics():
     """Warming up and capturing leave a batch norm's buffers as they were."""
     model = bp.begin_blocks(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)), {"1": 1})
-    plain = copy.deepcopy(model).cuda()
-    pipe = bp.Pipeline(model, devices=["cuda:0", "cpu"], chunks=4)
+    plain = copy.deepcopy(model).to(KIND)
+    pipe = bp.Pipeline(model, devices=on(0, "cpu"), chunks=4)
     pipe.compile(cuda_graphs=True)
     x = torch.randn(16, 8)
     for _ in range(3):
         pipe.forward_backward(x, loss_fn=lambda out: out.square().mean())
-        for part in x.cuda().chunk(4):
+        for part in x.to(KIND).chunk(4):
             (plain(part).square().mean() / 4).backward()
     torch.testing.assert_close(model[0].running_mean, plain[0].running_mean)
     torch.testing.assert_close(model[0].running_var, plain[0].running_var)
@@ -152,27 +167,21 @@ def test_captured_modules_keep_their_statistics():
 
 def test_a_step_does_not_synchronize():
     """Inputs in pageable memory, several stages, a loss: the host never waits for the device."""
-    pipe = bp.Pipeline(net(), devices=["cuda:0"] * 4, chunks=4, schedule="sequential")
+    pipe = bp.Pipeline(net(), devices=on(0, 0, 0, 0), chunks=4, schedule="sequential")
     x, y = torch.randn(16, 64), torch.randn(16, 64)
     pipe.forward_backward(x, target=y, loss_fn=loss_of)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         pipe.forward_backward(x, target=y, loss_fn=loss_of)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_deferred_statistics_do_not_synchronize(momentum):
     """They are the whole batch's, and neither taking nor committing them waits for the device."""
-    norm = nn.BatchNorm1d(8, momentum=momentum).cuda()
+    norm = nn.BatchNorm1d(8, momentum=momentum).to(KIND)
     whole = copy.deepcopy(norm).double()
-    x = torch.randn(1000, 8, device="cuda") + 1e4
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    x = torch.randn(1000, 8, device=KIND) + 1e4
+    with no_synchronization():
         _update(norm, merged([statistics(part) for part in x.split(300)]))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     whole(x.double())
     torch.testing.assert_close(norm.running_mean, whole.running_mean.float(), rtol=1e-6, atol=0)
     torch.testing.assert_close(norm.running_var, whole.running_var.float(), rtol=1e-6, atol=0)
@@ -184,7 +193,7 @@ def test_two_stages_a_device_on_two_devices(schedule):
     """A V of stages, and a loop."""
     vee, loop = [0, 1, 1, 0], [0, 1, 0, 1]
     order = vee if schedule == "zb-v" else loop
-    check([f"cuda:{i}" for i in order], schedule)
+    check(on(*order), schedule)
 
 
 def noisy(width: int = 64) -> nn.Sequential:
@@ -208,7 +217,7 @@ def stepped(model, x, devices, steps=2, **options):
 
 @pytest.mark.parametrize("mode", ["except_last", "always"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("devices", [["cpu", "cuda:0", "cpu", "cuda:0"], ["cuda:0"] * 4])
+@pytest.mark.parametrize("devices", [on("cpu", 0, "cpu", 0), on(0, 0, 0, 0)])
 def test_recomputation_draws_the_same_masks(devices, schedule, mode):
     """The devices' generators are covered as the host's is: dropout masks are equal."""
     first = noisy()
@@ -230,7 +239,7 @@ def test_offload_keeps_the_numbers(schedule, checkpoint, steps, monkeypatch):
     first = noisy(128)
     other = copy.deepcopy(first)
     x = torch.randn(32, 64, 128)
-    devices = ["cuda:0", "cpu", "cuda:0", "cpu"]
+    devices = on(0, "cpu", 0, "cpu")
     _, expected = stepped(first, x, devices, steps, schedule="sequential")
     _, loss = stepped(
         other, x, devices, steps, schedule=schedule, offload=True, checkpoint=checkpoint
@@ -246,7 +255,7 @@ def test_offload_frees_device_memory():
     peaks = []
     for offload in (False, True):
         pipe, _ = stepped(
-            noisy(256), x, ["cuda:0", "cpu", "cpu", "cpu"], schedule="gpipe", offload=offload
+            noisy(256), x, on(0, "cpu", "cpu", "cpu"), schedule="gpipe", offload=offload
         )
         with pipe.measured_memory() as report:
             pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
@@ -259,7 +268,7 @@ def test_offload_frees_device_memory():
 def test_predicted_memory_beside_the_allocators(mode):
     """Within 15 %, where activations are most of it."""
     x = torch.randn(64, 256, 256)
-    devices = ["cuda:0", "cpu", "cpu", "cpu"]
+    devices = on(0, "cpu", "cpu", "cpu")
     pipe, _ = stepped(noisy(256), x, devices, schedule="1f1b", checkpoint=mode)
     with pipe.measured_memory() as report:
         pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
@@ -267,22 +276,23 @@ def test_predicted_memory_beside_the_allocators(mode):
     assert abs(stage.peak - stage.measured) < 0.15 * stage.measured, str(report)
 
 
+@graphs
 def test_graphs_keep_their_activations():
     """A captured module is not recomputed: a capture has memory of its own."""
     model = net()
-    plain = copy.deepcopy(model).cuda()
+    plain = copy.deepcopy(model).to(KIND)
     x, y = torch.randn(32, 64), torch.randn(32, 64)
-    pipe = bp.Pipeline(model, devices=["cuda:0", "cpu"] * 2, chunks=4, checkpoint="always")
+    pipe = bp.Pipeline(model, devices=on(0, "cpu", 0, "cpu"), chunks=4, checkpoint="always")
     pipe.compile(cuda_graphs=True)
     for _ in range(3):
         pipe.forward_backward(x, target=y, loss_fn=loss_of)
-        plain_step(plain, (x.cuda(),), {}, y.cuda(), loss_of, 4)
+        plain_step(plain, (x.to(KIND),), {}, y.to(KIND), loss_of, 4, device=KIND)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.cpu(), q.grad.cpu())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "sequential"])
-@pytest.mark.parametrize("devices", [["cuda:0", "cpu"] * 2, ["cuda:0"] * 4])
+@pytest.mark.parametrize("devices", [on(0, "cpu", 0, "cpu"), on(0, 0, 0, 0)])
 def test_a_profile_of_streams(devices, schedule):
     """Every action once, none over another on a device, what is needed before; gradients are the
     same. A device's times and the host's are on one axis."""
@@ -329,19 +339,17 @@ def test_a_profile_of_streams(devices, schedule):
 
 def test_a_profiled_step_does_not_synchronize():
     """But for the first of a profile, which sets the clocks."""
-    pipe = bp.Pipeline(net(), devices=["cuda:0"] * 4, chunks=4, schedule="sequential")
+    pipe = bp.Pipeline(net(), devices=on(0, 0, 0, 0), chunks=4, schedule="sequential")
     x, y = torch.randn(16, 64), torch.randn(16, 64)
     pipe.forward_backward(x, target=y, loss_fn=loss_of)
     with pipe.profile() as t:
         pipe.forward_backward(x, target=y, loss_fn=loss_of)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronization():
             pipe.forward_backward(x, target=y, loss_fn=loss_of)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert len(t.actions(1)) == 2 * 4 * 4
 
 
+@sleep
 def test_a_long_action_is_as_long_as_on_a_stream():
     """A sleep of the device counts for the action that it is in, though the host does not wait."""
 
@@ -351,7 +359,7 @@ def test_a_long_action_is_as_long_as_on_a_stream():
             return super().forward(x)
 
     model = bp.begin_blocks(nn.Sequential(nn.Linear(64, 64), Sleeps(64, 64)), {"1": 1})
-    pipe = bp.Pipeline(model, devices=["cuda:0"] * 2, chunks=2, schedule="sequential")
+    pipe = bp.Pipeline(model, devices=on(0, 0), chunks=2, schedule="sequential")
     x, y = torch.randn(16, 64), torch.randn(16, 64)
     pipe.forward_backward(x, target=y, loss_fn=loss_of)
     with pipe.profile() as t:
@@ -362,6 +370,7 @@ def test_a_long_action_is_as_long_as_on_a_stream():
 
 
 @two
+@sleep
 def test_a_lane_that_waits_for_data_is_not_busy():
     """The second device stands still while the first sleeps: a stall, and no work."""
 
@@ -371,7 +380,7 @@ def test_a_lane_that_waits_for_data_is_not_busy():
             return super().forward(x)
 
     model = bp.begin_blocks(nn.Sequential(Sleeps(64, 64), nn.Linear(64, 64)), {"1": 1})
-    pipe = bp.Pipeline(model, devices=["cuda:0", "cuda:1"], chunks=2, schedule="gpipe")
+    pipe = bp.Pipeline(model, devices=on(0, 1), chunks=2, schedule="gpipe")
     x, y = torch.randn(16, 64), torch.randn(16, 64)
     for _ in range(2):
         pipe.forward_backward(x, target=y, loss_fn=loss_of)

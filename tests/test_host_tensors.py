@@ -294,7 +294,7 @@ class TestMixed:
 
         net = Scripted(forward)
         plain = copy.deepcopy(net)
-        expected = plain_step(plain, (X,), {}, None, square, 3)
+        expected = plain_step(plain, (X,), {}, None, square, 3, device="cpu")
         for schedule in ("1f1b", "uncut"):
             for devices in (["cpu", *stages(2)], ["cpu", stages(2)[1], "cpu"]):
                 piped, loss = ran(net, X, devices=devices, schedule=schedule)

@@ -16,6 +16,8 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.errors import PlanError, RecordingError, UsageError, WeightsError
 
+from .devices import assert_close, device_type, equal, stages
+
 MIB = 2**20
 X = torch.randn(4, 6)
 
@@ -52,14 +54,14 @@ def fill_scale(module):
 
 
 def pipeline(net, **options):
-    return bp.Pipeline(net, **{"devices": ["cpu"] * 3, "chunks": 2, **options})
+    return bp.Pipeline(net, **{"devices": stages(3), "chunks": 2, **options})
 
 
 def same_state(one, other):
     """Whether two models hold the same tensors, buffers that are not persistent too."""
     pairs = [dict((*m.named_parameters(), *m.named_buffers())) for m in (one, other)]
     assert pairs[0].keys() == pairs[1].keys()
-    return all(torch.equal(pairs[0][name], pairs[1][name]) for name in pairs[0])
+    return all(equal(pairs[0][name], pairs[1][name]) for name in pairs[0])
 
 
 # --- from a checkpoint
@@ -74,8 +76,8 @@ def test_a_meta_model_trains_as_the_plain_one():
     expected = sum(plain(half).sum() for half in X.chunk(2))
     expected.backward()
     for (name, got), want in zip(net.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad / 2, msg=name)
-    torch.testing.assert_close(loss, expected.detach() / 2)
+        assert_close(got.grad, want.grad / 2, msg=name)
+    assert_close(loss, expected.detach() / 2)
 
 
 def test_parameters_stay_the_same_objects():
@@ -100,7 +102,7 @@ def test_parameters_stay_the_same_objects():
     old = net.a.weight.detach().clone()
     pipe.forward_backward(X, loss_fn=torch.sum)
     optimizer.step()
-    assert not torch.equal(net.a.weight, old)
+    assert not equal(net.a.weight, old)
     assert seen == ["hook", "post"] * 2
 
 
@@ -112,10 +114,11 @@ def test_a_weak_reference_and_a_graph_change_nothing():
     pipe = pipeline(net, weights=Net().state_dict(), init=fill_scale)
     pipe.forward_backward(X, loss_fn=torch.sum)
     assert net.a.weight is net.c.weight is parameter is reference()
-    assert (parameter.device.type, view.device.type) == ("cpu", "meta")
+    assert (parameter.device.type, view.device.type) == (device_type(), "meta")
     assert parameter.grad is not None
 
 
+@pytest.mark.cpu("the fused cell of an LSTM is CUDA's")
 def test_modules_that_keep_lists_of_their_parameters():
     """An LSTM holds its parameters in a list too, and weak references to them."""
 
@@ -130,8 +133,8 @@ def test_modules_that_keep_lists_of_their_parameters():
     before = list(net.parameters())
     bp.begin_blocks(net, {"2": 1})
     x = torch.randn(2, 3, 6)
-    pipe = pipeline(net, devices=["cpu"] * 2, weights=plain.state_dict())
-    torch.testing.assert_close(pipe(x), plain(x))
+    pipe = pipeline(net, devices=stages(2), weights=plain.state_dict())
+    assert_close(pipe(x), plain(x))
     pipe.forward_backward(x, loss_fn=torch.sum)
     assert all(p.grad is not None for p in before)
 
@@ -149,12 +152,12 @@ def test_dtype_and_memory_format_are_the_models():
     bp.materialize(
         net,
         bp.record(net, torch.zeros(1, 2, 4, 4, dtype=torch.bfloat16)),
-        ["cpu"] * 2,
+        stages(2),
         weights=plain.state_dict(),
     )
     assert [p.stride() for p in net.parameters()] == strides
     for got, want in zip(net.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(got, want.to(torch.bfloat16))
+        assert equal(got, want.to(torch.bfloat16))
 
 
 def test_one_name_of_a_tied_tensor_is_enough():
@@ -164,7 +167,7 @@ def test_one_name_of_a_tied_tensor_is_enough():
         net = on_meta()
         less = {n: t for n, t in state.items() if given == n or n not in ("a.weight", "c.weight")}
         pipeline(net, weights=less, init=fill_scale, sample=((X,), {}))
-        assert torch.equal(net.a.weight, state["a.weight"])
+        assert equal(net.a.weight, state["a.weight"])
     untied = {**state, "c.weight": state["a.weight"] + 1}
     net, plain = on_meta(), Net()
     pipeline(net, weights=untied, init=fill_scale, sample=((X,), {}))
@@ -181,7 +184,7 @@ def test_a_module_registered_twice():
 
     plain, net = make(), on_meta(make)
     bp.begin_blocks(net, {"1": 1})
-    pipeline(net, devices=["cpu"] * 2, weights=plain.state_dict(), sample=((X,), {}))
+    pipeline(net, devices=stages(2), weights=plain.state_dict(), sample=((X,), {}))
     assert same_state(net, plain)
     assert net[0] is net[2]
 
@@ -191,13 +194,13 @@ def test_only_some_stages():
     plain, net = Net(), on_meta()
     recording = bp.record(net, X)
     bp.materialize(
-        net, recording, ["cpu"] * 3, weights=plain.state_dict(), init=fill_scale, stages=[2]
+        net, recording, stages(3), weights=plain.state_dict(), init=fill_scale, stages=[2]
     )
     there = {name for name, p in net.named_parameters() if not p.is_meta}
     assert there == {"a.weight", "c.bias"}
     assert net.scale.is_meta
     bp.materialize(
-        net, recording, ["cpu"] * 3, weights=plain.state_dict(), init=fill_scale, stages=[0, 1]
+        net, recording, stages(3), weights=plain.state_dict(), init=fill_scale, stages=[0, 1]
     )
     assert same_state(net, plain)
 
@@ -226,7 +229,7 @@ def test_misfits_are_all_named_and_nothing_changes():
             n: (id(t), t.device, t._version) for n, t in net.state_dict(keep_vars=True).items()
         }
         with pytest.raises(WeightsError, match="does not fit") as caught:
-            bp.materialize(net, bp.record(net, X), ["cpu"] * 3, weights=state)
+            bp.materialize(net, bp.record(net, X), stages(3), weights=state)
         said = str(caught.value)
         assert "missing: 'b.bias' (stage 1), float32[6]\n" in said
         assert "unexpected: 'b.extra' (stage 1), float32[3]\n" in said
@@ -243,6 +246,7 @@ def test_misfits_are_all_named_and_nothing_changes():
 # --- from a function
 
 
+@pytest.mark.cpu("devices draw other numbers than the CPU, where models are built")
 def test_reset_parameters_gives_what_building_gives():
     """The modules' own, in the order of building: to the bit, after the same seed."""
 
@@ -271,7 +275,7 @@ def test_reset_parameters_gives_what_building_gives():
     torch.manual_seed(3)
     pipeline(
         net,
-        devices=["cpu"] * 2,
+        devices=stages(2),
         init="reset_parameters",
         sample=((torch.zeros(4, 2, dtype=torch.long),), {}),
     )
@@ -296,7 +300,7 @@ def test_every_way_to_write_counts(way):
     net = on_meta(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
     bp.begin_blocks(net, {"1": 1})
     before = list(net.parameters())
-    pipeline(net, devices=["cpu"] * 2, init=init, sample=((X,), {}))
+    pipeline(net, devices=stages(2), init=init, sample=((X,), {}))
     assert all(one is other for one, other in zip(net.parameters(), before, strict=True))
     assert all((p == 3.0).all() for p in before)
 
@@ -316,7 +320,7 @@ def test_weights_win_over_init():
         pipeline(net, weights=state, init=init, sample=((X,), {}))
     assert called == ["Linear", "Net"]
     assert (net.b.bias == 9.0).all()
-    assert torch.equal(net.b.weight, plain.b.weight)
+    assert equal(net.b.weight, plain.b.weight)
 
 
 def test_init_is_called_for_what_is_above():
@@ -350,7 +354,7 @@ def test_init_is_called_for_what_is_above():
 
     net = on_meta(make)
     kept = net[0].b.weight
-    pipeline(net, devices=["cpu"] * 2, init=init, sample=((X,), {}))
+    pipeline(net, devices=stages(2), init=init, sample=((X,), {}))
     assert called == ["Linear", "Linear", "Parent"] * 2 + ["Linear", "Sequential"]
     assert (net[0].a.weight == 3.0).all()
     assert (net[0].b.weight == 4.0).all()
@@ -359,11 +363,11 @@ def test_init_is_called_for_what_is_above():
     plain, net = make(), on_meta(make)
     state = {n: t for n, t in plain.state_dict().items() if n != "0.a.bias"}
     with pytest.warns(UserWarning, match=r"lacks\n  '0.a.bias'"):
-        pipeline(net, devices=["cpu"] * 2, weights=state, init=init, sample=((X,), {}))
-    assert all(torch.equal(net.state_dict()[name], t) for name, t in state.items())
+        pipeline(net, devices=stages(2), weights=state, init=init, sample=((X,), {}))
+    assert all(equal(net.state_dict()[name], t) for name, t in state.items())
 
     net = on_meta(make)
-    pipeline(net, devices=["cpu"] * 2, init="reset_parameters", sample=((X,), {}))
+    pipeline(net, devices=stages(2), init="reset_parameters", sample=((X,), {}))
     assert net[0].a.weight.any()
 
 
@@ -385,7 +389,7 @@ def test_a_hugging_face_model_is_initialized_as_if_built(kind):
         make = lambda: transformers.T5ForConditionalGeneration(config)  # noqa: E731
         sample = {"input_ids": ids, "decoder_input_ids": ids}
     plain, net = make(), on_meta(make)
-    bp.materialize(net, bp.record(net, (), sample), ["cpu"], init=net._init_weights)
+    bp.materialize(net, bp.record(net, (), sample), stages(1), init=net._init_weights)
     tensors = [dict((*m.named_parameters(), *m.named_buffers())) for m in (plain, net)]
     assert tensors[0].keys() == tensors[1].keys()
     for name, want in tensors[0].items():
@@ -492,7 +496,7 @@ def test_a_plain_attribute_on_meta_is_named():
             return self.a(x)
 
     with pytest.raises(WeightsError, match="'shift', which is neither a parameter nor a buffer"):
-        pipeline(on_meta(Held), devices=["cpu"], init="reset_parameters", sample=((X,), {}))
+        pipeline(on_meta(Held), devices=stages(1), init="reset_parameters", sample=((X,), {}))
 
 
 # --- the pipeline's own
@@ -513,20 +517,20 @@ def test_wrong_options():
     net = on_meta()
     recording = bp.record(net, X)
     with pytest.raises(UsageError, match="where values come from; pass weights="):
-        bp.materialize(net, recording, ["cpu"] * 3)
+        bp.materialize(net, recording, stages(3))
     with pytest.raises(UsageError, match="stages are 0..2 of the recording, but 3 came"):
-        bp.materialize(net, recording, ["cpu"] * 3, init=fill_scale, stages=[3])
+        bp.materialize(net, recording, stages(3), init=fill_scale, stages=[3])
     with pytest.raises(UsageError, match=r"stages are a list of some of 0..2, but 1 came"):
-        bp.materialize(net, recording, ["cpu"] * 3, init=fill_scale, stages=1)
+        bp.materialize(net, recording, stages(3), init=fill_scale, stages=1)
     with pytest.raises(UsageError, match=r"stages are 0..2 of the recording, but True came"):
-        bp.materialize(net, recording, ["cpu"] * 3, init=fill_scale, stages=[True])
+        bp.materialize(net, recording, stages(3), init=fill_scale, stages=[True])
     with pytest.raises(UsageError, match="weights is a path, but an empty one came"):
         pipeline(net, weights="")
     with pytest.raises(PlanError, match="3 stages|stage 2"):
-        bp.materialize(net, recording, ["cpu"] * 2, init=fill_scale)
+        bp.materialize(net, recording, stages(2), init=fill_scale)
     other = on_meta(lambda: nn.Sequential(nn.Linear(6, 6)))
     with pytest.raises(UsageError, match="it differs in .*record the model anew"):
-        bp.materialize(other, recording, ["cpu"] * 3, init=fill_scale)
+        bp.materialize(other, recording, stages(3), init=fill_scale)
 
 
 def test_meta_models_record_as_on_the_cpu():
@@ -581,8 +585,8 @@ def test_unplace_leaves_it_where_it_is():
     pipe = pipeline(net, weights=Net().state_dict(), init=fill_scale)
     out = pipe.eval()(X)
     assert pipe.unplace() is net
-    assert all(p.device.type == "cpu" for p in net.parameters())
-    assert torch.equal(pipe(X), out)
+    assert all(p.device.type == device_type() for p in net.parameters())
+    assert equal(pipe(X), out)
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -593,7 +597,7 @@ def test_copies_and_pickles(placed):
     if placed:
         pipe(X)
     for twin in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-        torch.testing.assert_close(twin(X), plain(X))
+        assert_close(twin(X), plain(X))
         assert twin.module.c.weight is twin.module.a.weight
 
 
@@ -604,7 +608,7 @@ def test_a_partly_meta_model():
     net.c = on_meta(lambda: nn.Linear(6, 6))
     pipe = pipeline(net, init="reset_parameters")
     pipe.forward_backward(X, loss_fn=F.mse_loss, target=X)
-    assert torch.equal(net.b.weight, head)
+    assert equal(net.b.weight, head)
     assert not net.c.weight.is_meta
 
 
@@ -617,12 +621,12 @@ def test_on_cuda(tmp_path):
     x = X.to(torch.bfloat16)
     pipe = pipeline(net, devices=["cuda"] * 3, weights=tmp_path, init=fill_scale, sample=((x,), {}))
     assert {t.device.type for t in (*net.parameters(), *net.buffers())} == {"cuda"}
-    assert torch.equal(net.a.weight.cpu(), plain.a.weight.to(torch.bfloat16))
+    assert equal(net.a.weight.cpu(), plain.a.weight.to(torch.bfloat16))
     pipe.forward_backward(x, loss_fn=torch.sum)
     pipe.save_weights(tmp_path)
     again = bp.Pipeline(Net())
     again.load_weights(tmp_path)
-    assert torch.equal(again.module.b.weight, net.b.weight.cpu().float())
+    assert equal(again.module.b.weight, net.b.weight.cpu().float())
 
 
 # --- memory

@@ -20,6 +20,8 @@ from blockpipe.errors import UsageError, WeightsError
 from blockpipe.tensorfile import DTYPES, read_entries, write_tensors
 from blockpipe.weights import open_weights
 
+from .devices import assert_close, equal, stages
+
 X, Y = torch.randn(8, 6), torch.randn(8, 6)
 
 
@@ -35,7 +37,7 @@ def make(cuts=(2, 4)):
 def pipeline(net=None, cuts=(2, 4), **options):
     return bp.Pipeline(
         make(cuts) if net is None else net,
-        **{"devices": ["cpu"] * (len(cuts) + 1), "chunks": 2, **options},
+        **{"devices": stages(len(cuts) + 1), "chunks": 2, **options},
     )
 
 
@@ -49,7 +51,7 @@ def step(pipe, optimizer):
 def same_state(one, other):
     """Whether two state dicts are equal to the bit."""
     assert list(one) == list(other)
-    return all(torch.equal(one[name], other[name]) for name in one)
+    return all(equal(one[name], other[name]) for name in one)
 
 
 def copies(state):
@@ -331,7 +333,7 @@ def test_state_dicts_go_every_way():
         net = make(cuts=(3,))
     late = pipeline(net, cuts=(3,))
     assert late.load_state_dict(state).missing_keys == []
-    torch.testing.assert_close(late.eval()(X), plain.eval()(X))
+    assert_close(late.eval()(X), plain.eval()(X))
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -373,7 +375,7 @@ def test_not_strict():
     assert (keys.missing_keys, keys.unexpected_keys) == (["2.bias", "4.bias"], ["more"])
     with pytest.warns(UserWarning, match=r"'2.bias' .stage 1, .*\n  '4.bias' .stage 2"):
         late(X)
-    assert torch.equal(net[2].weight, state["2.weight"])
+    assert equal(net[2].weight, state["2.weight"])
 
 
 def test_one_name_of_a_tied_tensor():
@@ -381,7 +383,7 @@ def test_one_name_of_a_tied_tensor():
     pipe, state = pipeline(), make().state_dict()
     del state["4.weight"]
     pipe.load_state_dict(state)
-    assert torch.equal(pipe.module[4].weight, state["0.weight"])
+    assert equal(pipe.module[4].weight, state["0.weight"])
     assert pipe.module[4].weight is pipe.module[0].weight
 
 
@@ -400,7 +402,7 @@ def test_models_with_a_way_of_their_own():
     state = {n: t for n, t in pipe.state_dict().items() if not n.endswith("tracked")}
     state["0.kernel"] = state.pop("0.weight") + 1
     pipe.load_state_dict(state)  # without versions: before BatchNorm counted its batches
-    assert torch.equal(net[0].weight, state["0.kernel"])
+    assert equal(net[0].weight, state["0.kernel"])
     before = copies(pipe.state_dict())
     state["0.kernel"] = torch.zeros(2, 2)
     with pytest.raises(WeightsError, match="unexpected: '0.kernel' .stage 0., float32.2, 2."):
@@ -446,7 +448,7 @@ def test_a_state_dict_for_a_model_on_meta():
     keys = pipe.load_state_dict(state)
     assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
     assert set(state) == names
-    torch.testing.assert_close(pipe(X), plain(X))
+    assert_close(pipe(X), plain(X))
     assert net[0].note == "b"
 
     with torch.device("meta"):
@@ -459,7 +461,7 @@ def test_a_state_dict_for_a_model_on_meta():
     assert keys.missing_keys == ["1.bias"]
     with pytest.warns(UserWarning, match="lacks\n  '1.bias'"):
         pipe(X)
-    assert torch.equal(net[0].weight, state["0.kernel"])
+    assert equal(net[0].weight, state["0.kernel"])
 
 
 def test_a_state_dict_with_gaps_for_a_model_on_meta():
@@ -476,8 +478,8 @@ def test_a_state_dict_with_gaps_for_a_model_on_meta():
     bias = late.module[2].bias.detach().clone()
     assert late.load_state_dict(state, strict=False).missing_keys == ["2.bias"]
     late(X)
-    assert torch.equal(late.module[2].bias, bias)
-    assert torch.equal(late.module[2].weight, state["2.weight"])
+    assert equal(late.module[2].bias, bias)
+    assert equal(late.module[2].weight, state["2.weight"])
 
 
 @pytest.mark.parametrize("kind", ["mapping", "torch", "index", "safetensors"])
@@ -499,7 +501,7 @@ def test_extra_state_in_weights(tmp_path, kind, meta):
     pipe = pipeline(net, cuts=(1,), weights=weights)
     pipe(X)
     assert net[0].note == plain[0].note
-    torch.testing.assert_close(pipe(X), plain(X))
+    assert_close(pipe(X), plain(X))
     with torch.device("meta" if meta else "cpu"):
         other = bp.begin_blocks(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), {"1": 1})
     with pytest.raises(WeightsError, match="unexpected: '0._extra_state', for which no module"):
@@ -543,7 +545,7 @@ def test_a_lazy_model():
     pipe = pipeline(nn.Sequential(nn.LazyLinear(6)), cuts=())
     state = {"0.weight": torch.ones(6, 3), "0.bias": torch.zeros(6)}
     pipe.load_state_dict(state)
-    assert torch.equal(pipe.module[0].weight, state["0.weight"])
+    assert equal(pipe.module[0].weight, state["0.weight"])
 
 
 def test_assign_and_wrong_kinds_are_refused():
@@ -588,7 +590,7 @@ def test_every_kind_of_weights(tmp_path, kind):
     with torch.device("meta"):
         late = pipeline(make())
     late.load_weights(weights)
-    torch.testing.assert_close(late.eval()(X), plain.eval()(X))
+    assert_close(late.eval()(X), plain.eval()(X))
 
 
 def test_what_is_loaded_later_wins():
@@ -823,14 +825,14 @@ def test_hugging_face(tmp_path, kind):
     ids = torch.randint(0, 32, (4, 8))
     pipe = bp.Pipeline(
         net,
-        devices=["cpu"] * 2,
+        devices=stages(2),
         chunks=2,
         weights=tmp_path / "theirs",
         init=net._init_weights,
         sample=((), {"input_ids": ids}),
     ).eval()
     assert same_state(net.state_dict(), plain.state_dict())
-    torch.testing.assert_close(pipe(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert_close(pipe(input_ids=ids).logits, plain(input_ids=ids).logits)
     pipe.save_weights(tmp_path / "ours", max_shard_bytes=5000)
     config.save_pretrained(tmp_path / "ours")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
@@ -852,7 +854,7 @@ def test_timm():
     weights = plain.state_dict()
     pipeline(net, cuts=(0,), weights=weights, init="reset_parameters", sample=((images,), {}))
     for pair in zip(plain.named_buffers(), net.named_buffers(), strict=True):
-        assert torch.equal(pair[0][1], pair[1][1]), pair[0][0]
+        assert equal(pair[0][1], pair[1][1]), pair[0][0]
 
 
 # --- resuming
@@ -889,7 +891,7 @@ def test_resumed_training_is_equal_to_the_bit(name, tmp_path):
     optimizer.load_state_dict(saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])
     for expected in losses[3:]:
-        assert torch.equal(step(pipe2, optimizer), expected)
+        assert equal(step(pipe2, optimizer), expected)
         scheduler.step()
     assert same_state(pipe2.state_dict(), pipe.state_dict())
 
@@ -906,8 +908,8 @@ def test_resumed_from_meta(tmp_path):
     late = pipeline(net, cuts=(1, 3), weights=weights, sample=((X,), {}))
     optimizer = OPTIMIZERS["adam"](late.parameters())
     optimizer.load_state_dict(state)
-    assert torch.equal(step(late, optimizer), expected[0])
-    assert torch.equal(step(late, optimizer), expected[1])
+    assert equal(step(late, optimizer), expected[0])
+    assert equal(step(late, optimizer), expected[1])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -954,8 +956,8 @@ def test_distributed_checkpoint(tmp_path):
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
-    assert torch.equal(step(other, optimizer), expected[0])
-    assert torch.equal(step(other, optimizer), expected[1])
+    assert equal(step(other, optimizer), expected[0])
+    assert equal(step(other, optimizer), expected[1])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
