@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not COUNT, reason="needs a CUDA device, or --simulated"),
 ]
 two = pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices, or --simulated")
+SIZE = 64 if is_simulated() else 256  # tokens and features where activations are most of the memory
 graphs = pytest.mark.cpu("CUDA's graphs")
 sleep = pytest.mark.cpu("CUDA's sleep")
 
@@ -251,11 +252,11 @@ def test_offload_keeps_the_numbers(schedule, checkpoint, steps, monkeypatch):
 
 def test_offload_frees_device_memory():
     """Activations of the micro-batches that are away are not on the device."""
-    x = torch.randn(64, 256, 256)
+    x = torch.randn(64, SIZE, SIZE)
     peaks = []
     for offload in (False, True):
         pipe, _ = stepped(
-            noisy(256), x, on(0, "cpu", "cpu", "cpu"), schedule="gpipe", offload=offload
+            noisy(SIZE), x, on(0, "cpu", "cpu", "cpu"), schedule="gpipe", offload=offload
         )
         with pipe.measured_memory() as report:
             pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
@@ -267,9 +268,9 @@ def test_offload_frees_device_memory():
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_predicted_memory_beside_the_allocators(mode):
     """Within 15 %, where activations are most of it."""
-    x = torch.randn(64, 256, 256)
+    x = torch.randn(64, SIZE, SIZE)
     devices = on(0, "cpu", "cpu", "cpu")
-    pipe, _ = stepped(noisy(256), x, devices, schedule="1f1b", checkpoint=mode)
+    pipe, _ = stepped(noisy(SIZE), x, devices, schedule="1f1b", checkpoint=mode)
     with pipe.measured_memory() as report:
         pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
     stage = report.stages[0]
