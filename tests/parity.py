@@ -33,6 +33,8 @@ def plain_step(
     device = device or stages(1)[0]
     args, kwargs, target = map_tensors(lambda tensor: tensor.to(device), (args, kwargs, target))
     model.to(device)
+    if isinstance(loss_fn, nn.Module):
+        loss_fn.to(device)
     batches = split(args, kwargs, target, chunks)
     total = torch.zeros((), device=device)
     for batch, weight in zip(batches, weights_of(batches, reduction), strict=True):

@@ -91,7 +91,7 @@ def test_one_microbatch_draws_what_the_plain_loop_draws():
     plain = copy.deepcopy(net)
     torch.manual_seed(7)
     for _ in range(2):
-        expected = plain_step(plain, (x,), {}, None, square, 1)
+        expected = plain_step(plain, (x,), {}, None, square, 1, device="cpu")
     assert difference(piped, plain, loss, expected).same
     assert after[0] == float(torch.rand(()))
 

@@ -4,6 +4,7 @@ On the simulated accelerator a missing wait is a race, which fails the test that
 
 import copy
 import itertools
+import time
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import blockpipe as bp
 from blockpipe.lending import Lent
 from blockpipe.transfer import carry, is_asynchronous, send
 
-from .devices import stages
+from .devices import assert_close, is_simulated, stages
 from .parity import plain_step
 
 SCHEDULES = ["sequential", "gpipe", "1f1b", "interleaved", "zb-h1"]
@@ -63,7 +64,7 @@ def chain(count: int = 3) -> nn.Sequential:
 
 def assert_equal_gradients(ours: nn.Module, theirs: nn.Module) -> None:
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.cpu(), q.grad)
+        assert_close(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -77,7 +78,7 @@ def test_a_write_on_the_own_stage_waits_for_the_copies(schedule, checkpoint):
     for _ in range(3):
         loss = pipe.forward_backward(x, target=y, loss_fn=F.mse_loss).loss
         expected = plain_step(plain, (x,), {}, y, F.mse_loss, 4)
-    torch.testing.assert_close(loss.cpu(), expected)
+    assert_close(loss, expected)
     assert_equal_gradients(net, plain)
 
 
@@ -106,7 +107,7 @@ def test_inputs_may_be_filled_anew_after_the_step(at, how):
         static_y.copy_(y)
         plain_step(plain, (x,), {}, y, F.mse_loss, 4)
     if how == "no_grad":
-        torch.testing.assert_close(out.cpu(), plain(x).detach())
+        assert_close(out, plain.cpu()(x))
     else:
         assert_equal_gradients(net, plain)
 
@@ -127,7 +128,7 @@ def test_weights_may_be_written_after_a_forward_without_grad(frozen):
             for parameter in (*net.parameters(), *plain.parameters()):
                 parameter.mul_(0.5)
     for ours, theirs in pairs:
-        torch.testing.assert_close(ours.cpu(), theirs)
+        assert_close(ours, theirs)
 
 
 def test_weights_may_be_written_after_a_step():
@@ -143,7 +144,7 @@ def test_weights_may_be_written_after_a_step():
         plain_step(plain, (x,), {}, y, F.mse_loss, 4)
         ours.step(), theirs.step()
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.detach().cpu(), q.detach())
+        assert_close(p, q)
 
 
 @pytest.mark.parametrize("at", range(3))
@@ -197,6 +198,47 @@ def test_what_has_been_copied_is_let_go(training):
     assert all(a < 1.5 * b for a, b in zip(many, few, strict=True)), (few, many)
 
 
+class Alone(nn.Linear):
+    """Counts who is in it."""
+
+    inside, most = 0, 0
+
+    def forward(self, x):
+        Alone.inside += 1
+        time.sleep(0.002)  # whoever may run now does
+        Alone.most = max(Alone.most, Alone.inside)
+        Alone.inside -= 1
+        return super().forward(x).tanh()
+
+
+class Asks(nn.Module):
+    """The glue asks the device for a value on each stage: others may run meanwhile."""
+
+    def __init__(self, *, asks):
+        super().__init__()
+        self.layers = nn.ModuleList(Alone(8, 8) for _ in range(4))
+        self.asks = asks
+
+    def forward(self, x):
+        for stage, layer in enumerate(self.layers):
+            with bp.Block(stage):
+                if self.asks:
+                    float(x.detach().sum())
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_forward_code_for_accelerators_runs_in_one_thread_at_a_time(asks, checkpoint):
+    """Recomputations too."""
+    Alone.inside = Alone.most = 0
+    pipe = bp.Pipeline(Asks(asks=asks), devices=stages(4), chunks=8, checkpoint=checkpoint)
+    for _ in range(2):
+        pipe.forward_backward(torch.randn(16, 8), loss_fn=lambda y: y.square().mean())
+    assert Alone.most == 1 or not is_simulated()
+
+
 def test_a_forward_without_its_backward():
     """Graphs that are dropped free what is still being copied in order."""
     net = chain()
@@ -205,7 +247,7 @@ def test_a_forward_without_its_backward():
     for _ in range(5):
         out = pipe(x)
         del out
-    torch.testing.assert_close(pipe(x).cpu(), copy.deepcopy(net).cpu()(x))
+    assert_close(pipe(x).cpu(), copy.deepcopy(net).cpu()(x))
 
 
 def test_a_failed_step_frees_in_order():

@@ -1,4 +1,5 @@
-"""Each wait, each protection of memory, each event and each release: without it some test fails."""
+"""Each wait, each protection of memory, each event, the baton, and each
+release: without it some test fails."""
 
 import inspect
 import itertools
@@ -16,7 +17,7 @@ from blockpipe.stores import Links
 
 from .. import simulated as accelerator
 from .. import test_stores, test_transfer
-from .mutants import EVENTS, RELEASES, WAITS, Mutant, mutants, without
+from .mutants import BATON, EVENTS, RELEASES, WAITS, Mutant, mutants, without
 from .without_a_release import LOCKING
 
 ENGINE = ["transfer", "lending", "crossing", "journey", "execution", "differentiable"]
@@ -73,9 +74,21 @@ def check(mutant: Mutant, module: ModuleType) -> None:
     assert found, f"no test fails without {mutant}"
 
 
+@pytest.mark.parametrize("module", [test_transfer, test_stores])
+def test_as_it_is_no_test_fails(module):
+    """Else the tests below would show nothing."""
+    assert not is_found(calls(module))
+
+
 @pytest.mark.parametrize("mutant", mutants(ENGINE, WAITS | EVENTS), ids=str)
 def test_a_step_needs_it(mutant):
     """Taken out of the engine, it is missed by a test of copies."""
+    check(mutant, test_transfer)
+
+
+@pytest.mark.parametrize("mutant", mutants(["lanes", "ambient"], BATON), ids=str)
+def test_forward_code_needs_the_baton(mutant):
+    """Not taken, two threads run the user's code at a time."""
     check(mutant, test_transfer)
 
 
