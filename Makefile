@@ -5,10 +5,6 @@ BIN := $(VENV)/bin
 # A torch to install instead of the newest (CI tests the lower bound with it).
 TORCH ?= torch torchvision
 
-# The suites that are green on the simulated accelerator.
-SIMULATED := tests/simulated $(addprefix tests/test_, transfer.py stores.py offload.py uncut.py \
-    host_tensors.py rerun.py modes.py crossings.py parity.py zero_bubble.py)
-
 .PHONY: demo test lint types docs sweep benchmarks clean
 
 $(BIN)/python:
@@ -30,8 +26,8 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/digits_resnet.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --simulated --parameters 3 $(SIMULATED)
+	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --simulated --parameters 2
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .

@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,18 @@ def _asks_for_devices(item: pytest.Item) -> bool:
     assert module is not None
     names = vars(module.obj).values()
     return any(getattr(value, "__module__", None) == devices.__name__ for value in names)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With ``-n``: each process has selected, and one reports."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = dict(_deselected)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for reason, count in node.workeroutput.get("deselected", {}).items():
+        _deselected[reason] = count
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -79,8 +79,8 @@ def mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def steps(name: str, repeats: int) -> tuple[float, float]:
-    """Milliseconds: the median of some steps, and what their simulation takes."""
+def steps(name: str, repeats: int) -> tuple[float, float, int]:
+    """Milliseconds: the median of some steps, and what their simulation takes; the races seen."""
     schedule, places, skips = CASES[name]
     simulated.set_delay(OPERATION, OPERATION, 1.0, 0, COPY, COPY)
     torch.manual_seed(0)
@@ -105,9 +105,9 @@ def steps(name: str, repeats: int) -> tuple[float, float]:
         step()
     (info,) = timeline.steps
     played = 1e3 * simulate(info.schedule, timeline.costs()).makespan
-    assert not simulated.races(), simulated.races()[0]
+    races = len(simulated.races())
     simulated.reset()
-    return took, played
+    return took, played, races
 
 
 def main() -> None:
@@ -133,8 +133,10 @@ def main() -> None:
                 program, env=environment, check=True, capture_output=True, text=True
             )
             found.append([float(word) for word in done.stdout.split()])
-        took, played = found[0]
+        took, played, races = found[0]
+        assert not races, f"{case}: {races:.0f} races"
         other = f"  {found[1][0]:8.0f}" if options.other else ""
+        other += f"  ({found[1][2]:.0f} races)" if options.other and found[1][2] else ""
         print(f"{case:<26}  {took:7.0f}  {played:9.0f}  {took / played:5.3f}{other}", flush=True)
 
 
