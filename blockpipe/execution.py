@@ -300,10 +300,11 @@ class Execution:
             del output
             phase = "backward"
             set_microbatch(outer)  # its forward is over: what is computed again is not another one
-            with self.ambient.no_autocast() if autocasts else _NOTHING:
-                # As loss.backward(root) does, when it has looked at its arguments.
-                roots = (loss,), (self._root(m, loss),)
-                run_engine(*roots, False, False, (), True, True)
+            if self.weights[m]:  # as in _result
+                with self.ambient.no_autocast() if autocasts else _NOTHING:
+                    # As loss.backward(root) does, when it has looked at its arguments.
+                    roots = (loss,), (self._root(m, loss),)
+                    run_engine(*roots, False, False, (), True, True)
             if seen is not None:
                 seen.finish()
         except BaseException as error:
@@ -590,7 +591,8 @@ class Execution:
             loss = journey.newest(loss)
             check_differentiable(loss)
             result.loss = loss.detach()
-            journey.add_root(journey.hop_of(loss), edge_of(loss), self._root(m, result.loss))
+            if self.weights[m]:  # else it contributes nothing: 0 times what is no number is none
+                journey.add_root(journey.hop_of(loss), edge_of(loss), self._root(m, result.loss))
         if "outputs" in self.want:
             for leaf in leaves(output):
                 if self.cut and "loss" not in self.want:

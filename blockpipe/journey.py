@@ -610,7 +610,7 @@ class Journey:
         for sent in graph.arriving:
             self.receive(hop, sent)
         rest = None
-        if split and hop not in self.hooked:
+        if split and graph.roots and hop not in self.hooked:
             self._keep_recomputed(hop, True)
             rest = run_input_part(graph)
         if rest is not None:

@@ -1,6 +1,7 @@
 """A micro-batch's loss: the user's function of the output, or the model's own."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +95,19 @@ def check_differentiable(loss: Tensor) -> None:
             "forward_backward needs a loss with a gradient path, but this loss does not "
             "require grad: are all parameters frozen, or is this called under no_grad? "
             "For a forward alone call the pipeline itself"
+        )
+
+
+def warn_of_some_without_a_number(losses: Sequence[Tensor]) -> None:
+    """Warn where the losses of some micro-batches, and not of all, are not a number."""
+    without = [m for m, loss in enumerate(losses) if bool(loss.isnan().any())]
+    if 0 < len(without) < len(losses):
+        warnings.warn(
+            f"the loss of micro-batch {', '.join(map(str, without))} of {len(losses)} is not a "
+            f"number (NaN), and so is the batch's ({users_line()}); are all of its labels ignored "
+            "(-100), so that a mean was taken over nothing? Then give loss_reduction= a function, "
+            "(args, kwargs, target) -> how many labels count: where that is 0 nothing is added",
+            stacklevel=2,
         )
 
 

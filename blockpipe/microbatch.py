@@ -217,8 +217,9 @@ def join(
     """One result out of the micro-batches', on a device.
 
     A tensor with a micro-batch's size on ``dim`` is concatenated; a 0-d floating-point tensor is
-    summed by weight; anything else is kept if all agree, and becomes a list, one entry a
-    micro-batch, if not. What is marked as ``on_host``, leaf by leaf, is left where it is.
+    summed by weight; one that is the same tensor for all (a weight) is kept, and so are a mask or
+    positions, and what is no tensor, if all agree; anything else becomes a list, one entry a
+    micro-batch. What is marked as ``on_host``, leaf by leaf, is left where it is.
 
     Returns:
         The result, and for each of its leaves how it was joined.
@@ -268,9 +269,12 @@ class Joint:
             how = "cat"
         elif first.dim() == 0 and (first.is_floating_point() or first.is_complex()):
             how = "sum"
-        else:
-            alike = all(p.shape == first.shape and _same(p, first) for p in parts[1:])
-            how = "same" if alike else "list"
+        elif first.is_floating_point() or first.is_complex() or first.dim() == 0:
+            # Not by their values, which may be alike in one step and differ in the next: then only
+            # one of them had its gradient.
+            how = "same" if all(_is_same_memory(p, first) for p in parts[1:]) else "list"
+        else:  # a mask, or positions
+            how = "same" if all(_same(p, first) for p in parts[1:]) else "list"
         return cls(how, parts, sizes, weights, dim)
 
     def value(self, device: torch.device | None) -> Any:
@@ -284,10 +288,13 @@ class Joint:
             return parts[0]
         if self.how == "cat":
             return torch.cat(parts, self.dim)
+        # What has no weight counts for nothing, also where it is no number.
+        counted = [(p, w) for p, w in zip(parts, self.weights, strict=True) if w]
+        parts, weights = [p for p, _ in counted], [w for _, w in counted]
         if is_asynchronous(parts[0].device):  # in few launches, and so in any order
-            weights = torch.tensor(self.weights, dtype=parts[0].dtype)
-            return torch.tensordot(carry(weights, parts[0].device), torch.stack(parts), 1)
-        weighted = torch._foreach_mul(parts, list(self.weights))  # each by its own, in one call
+            factors = torch.tensor(weights, dtype=parts[0].dtype)
+            return torch.tensordot(carry(factors, parts[0].device), torch.stack(parts), 1)
+        weighted = torch._foreach_mul(parts, weights)  # each by its own, in one call
         return sum(weighted[1:], weighted[0])
 
     def gradients(self, gradient: Tensor) -> list[Tensor | None]:
@@ -297,12 +304,23 @@ class Joint:
         if self.how == "cat":
             return list(gradient.split(list(self.sizes), self.dim))
         if self.how == "sum":
-            return [gradient * weight for weight in self.weights]
+            return [gradient * weight if weight else None for weight in self.weights]
         return [gradient, *[None] * (len(self.parts) - 1)]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b.to(a.device))
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a, b.to(a.device))
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether both are one tensor, a weight of the model's or an argument that goes whole."""
+    if a is b:
+        return True
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
+    return (a.data_ptr(), a.device, a.dtype, a.shape, a.stride()) == (
+        *(b.data_ptr(), b.device, b.dtype, b.shape, b.stride()),
+    ) and a.numel() > 0
 
 
 def _equal(a: Any, b: Any) -> bool:

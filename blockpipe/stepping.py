@@ -16,11 +16,13 @@ from .execution import Execution
 from .free import FreeJourney
 from .glue import Glue
 from .inspected import InspectedModel
+from .losses import warn_of_some_without_a_number
 from .microbatch import Joint, LossReduction, Microbatch, join, weights_of
 from .observer import Observer
 from .options import check_loss
 from .prepared import Prepared
 from .rerun import intercepting
+from .transfer import is_asynchronous
 from .tree import leaves, map_tensors
 from .where import remembers_caller, users_line
 
@@ -102,6 +104,9 @@ class SteppedModel(InspectedModel):
             losses = [r.loss for r in results if r.loss is not None]
             is_there = losses[0].device == device
             loss = Joint("sum", losses, sizes, weights, 0).value(None if is_there else device)
+            # To look is to wait for an accelerator: there in the first step only.
+            if (prepared.steps == 1 or not is_asynchronous(device)) and bool(loss.isnan()):
+                warn_of_some_without_a_number(losses)
             outputs = None
             if return_outputs:
                 values, on_host = [r.outputs for r in results], results[0].on_host
@@ -121,7 +126,7 @@ class SteppedModel(InspectedModel):
         ambient = Ambient()
         cut = self.schedule != "uncut"
         microbatches = self._split(args, kwargs, None)
-        weights = [m.size / sum(b.size for b in microbatches) for m in microbatches]
+        weights, problem = self._weights_without_target(microbatches)
         prepared = self._prepare(microbatches[0])
         execution = self._execution(prepared, microbatches, weights, ambient, {"outputs"})
         execution.run_forward()
@@ -131,6 +136,13 @@ class SteppedModel(InspectedModel):
         device = prepared.devices[prepared.route[-1]]
         dim = self._output_dim()
         output, joints = join(results, sizes, weights, device, dim, on_host)
+        if problem is not None and any(joint.how == "sum" for joint in joints):
+            raise UsageError(
+                "the model returns a loss, or another number for each micro-batch, and "
+                f"loss_reduction fails without a target ({type(problem).__name__}: {problem}); "
+                "let it count by the model's own arguments, or pass the target to "
+                f"forward_backward ({users_line()})"
+            ) from problem
         if not cut or not execution.step.differentiable:
             return output
         inputs, dim_of = self._inputs_that_need_grad(execution, args, kwargs)
@@ -184,6 +196,17 @@ class SteppedModel(InspectedModel):
             journey.abandon()
 
     # --- batches
+
+    def _weights_without_target(
+        self, microbatches: list[Microbatch]
+    ) -> tuple[list[float], Exception | None]:
+        """What each micro-batch counts where it gives one number; and why ``loss_reduction`` could
+        not say so, which matters only if there is such a number."""
+        try:
+            with theirs():
+                return weights_of(microbatches, self.loss_reduction), None
+        except Exception as error:
+            return weights_of(microbatches, "mean"), error
 
     def _execution(
         self,

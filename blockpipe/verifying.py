@@ -265,7 +265,7 @@ class Verifier:
                     streams.leave(m)
                     set_microbatch(outer)
                 outputs.append(map_tensors(lambda t: t.detach().clone(), output))
-                if self.trains:
+                if self.trains and weight:
                     root = torch.full_like(loss, weight)
                     with ambient.no_autocast():
                         run_engine((loss,), (root,), False, False, (), True, True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockpipe.errors import MicrobatchError
-from blockpipe.microbatch import join, split, weights_of
+from blockpipe.microbatch import Joint, join, split, weights_of
 from blockpipe.tree import leaves, map_tensors, tensors
 
 
@@ -81,12 +81,25 @@ def test_weights():
 
 def test_join_keeps_reduces_and_lists():
     """Scalars are weighted, equal things kept, different things listed."""
+    weight, mask = torch.ones(9), torch.ones(9).bool
     results = [
-        (torch.tensor(1.0), "same", 1, torch.ones(9)),
-        (torch.tensor(3.0), "same", 2, torch.ones(9)),
+        (torch.tensor(1.0), "same", 1, weight, mask(), torch.ones(9), torch.tensor(2)),
+        (torch.tensor(3.0), "same", 2, weight, mask(), torch.ones(9), torch.tensor(2)),
     ]
-    (loss, name, number, whole), _ = join(results, [3, 1], [0.75, 0.25], None)
-    assert (loss.item(), name, number, whole.shape) == (1.5, "same", [1, 2], (9,))
+    joined, joints = join(results, [3, 1], [0.75, 0.25], None)
+    assert joined[0] == 1.5
+    assert joined[1:3] == ("same", [1, 2])
+    assert joined[3] is weight
+    assert joined[4].shape == (9,)
+    kinds = ["sum", "same", "list", "same", "same", "list", "list"]
+    assert [joint.how for joint in joints] == kinds
+
+
+def test_what_has_no_weight_counts_for_nothing():
+    """Neither its value, which may be no number, nor its gradient."""
+    joint = Joint.of([torch.tensor(2.0), torch.tensor(torch.nan)], [1, 1], [1.0, 0.0], 0)
+    assert joint.value(None) == 2
+    assert joint.gradients(torch.tensor(3.0)) == [3, None]
 
 
 def test_join_of_different_structures_is_an_error():

@@ -578,6 +578,7 @@ def test_the_table_is_the_differences():
     assert len(found.to_dict()["differences"]) == len(kinds)
 
 
+@pytest.mark.filterwarnings("ignore:the loss of micro-batch")
 def test_values_that_are_not_finite_are_told():
     """NaN equals NaN, but a note says that there is one."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
