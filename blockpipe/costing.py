@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .cuts import Chain
 from .errors import ScheduleError
-from .prepared import ScheduleOption, is_small
+from .prepared import ScheduleOption, goes_one_by_one, is_small
 from .rates import Line
 from .schedule import HOP_MASK, HOP_SHIFT, B, F, Schedule, W
 from .scheduler import choose, make_schedule
@@ -60,7 +60,7 @@ class Conditions:
     @property
     def is_asynchronous(self) -> bool:
         """Whether stages are on accelerators."""
-        return is_asynchronous(self.devices[0])
+        return any(is_asynchronous(device) for device in self.devices)
 
     @property
     def lane_of_stage(self) -> list[int]:
@@ -105,7 +105,7 @@ class Costing:
         conditions: what the stages run under.
 
     Attributes:
-        one_thread: whether each micro-batch goes out and comes back before the next.
+        one_thread: whether nothing can overlap, and no lane idles.
         in_flight: for each stage, the most micro-batches whose activations it holds.
     """
 
@@ -114,12 +114,11 @@ class Costing:
         self.conditions = conditions
         to = conditions
         small = not to.is_asynchronous and is_small(chain.recording, to.stages)
-        # As in Prepared.goes_one_by_one.
-        self.one_thread = to.chunks == 1 or (
-            isinstance(to.schedule, str) and (len(set(to.lanes)) == 1 or small)
-        )
+        has_one_lane = len(set(to.lanes)) == 1 or small
+        one_by_one = goes_one_by_one(to.schedule, to.chunks, has_one_lane=has_one_lane)
+        self.one_thread = one_by_one and has_one_lane
         held = held_at_once(to.made(Costs()))
-        self.in_flight = [1] * to.stages if self.one_thread else held
+        self.in_flight = [1] * to.stages if one_by_one else held
 
     def cost(self, stage: int) -> Tensor:
         """What is balanced, of one stage."""

@@ -1,7 +1,7 @@
 """A micro-batch's loss: the user's function of the output, or the model's own."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,14 +55,7 @@ def own_loss(output: Any) -> Any:
     Raises:
         UsageError: it has none.
     """
-    if isinstance(output, Tensor):
-        return output  # its caller says what is wrong if it has more than one element
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, dict):
-        loss = output.get("loss")
-    if loss is None and isinstance(output, tuple | list) and output:
-        first = output[0]
-        loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
+    loss = own_loss_or_none(output)
     if loss is None:
         raise UsageError(
             f"the model returned {type(output).__name__} without a loss ({users_line()}); pass "
@@ -71,12 +64,22 @@ def own_loss(output: Any) -> Any:
     return loss
 
 
+def own_loss_or_none(output: Any) -> Any:
+    """As :func:`own_loss`; ``None`` where it has none."""
+    if isinstance(output, Tensor):
+        return output  # its caller says what is wrong if it has more than one element
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, tuple | list) and output:
+        first = output[0]
+        loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
+    return loss
+
+
 def own_or_mean_square(output: Any, target: Any = None) -> Tensor:
     """The model's own loss; the mean square of what it returns if it has none."""
-    try:
-        loss = own_loss(output)
-    except UsageError:
-        loss = None
+    loss = own_loss_or_none(output)
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     found = [t for t in tensors(output) if t.is_floating_point() and t.requires_grad]

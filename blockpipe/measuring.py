@@ -29,6 +29,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from .ambient import Ambient, intra_operation_threads
 from .errors import UsageError
+from .losses import computed_loss, own_loss_or_none
 from .progress import Progress
 from .randomness import every_source, kept, torchs_of
 from .recorder import named_slots
@@ -355,15 +356,12 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _roots(output: Any, target: Any, loss_fn: Callable[..., Any] | None) -> list[Tensor]:
-    """Where the backward begins."""
+    """Where the backward begins: at the loss, as a step's; a model without one, at its outputs."""
     if loss_fn is not None:
-        output = loss_fn(output) if target is None else loss_fn(output, target)
-    else:
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        output = output if loss is None else loss
-    found = [t for t in tensors(output) if t.requires_grad]
-    scalars = [t for t in found[:1] if t.dim() == 0]  # (loss, what else it returns)
-    return scalars or found
+        output = computed_loss(output, target, loss_fn)
+    elif (loss := own_loss_or_none(output)) is not None:
+        output = loss
+    return [t for t in tensors(output) if t.requires_grad]
 
 
 @contextmanager

@@ -70,6 +70,19 @@ def is_small(recording: Recording, hops: int | None = None) -> bool:
     return seconds < max(SMALL_OPERATION * operations, SMALL_HOP * (hops or len(recording.hops)))
 
 
+def goes_one_by_one(schedule: ScheduleOption, microbatches: int, *, has_one_lane: bool) -> bool:
+    """Whether each micro-batch goes out and comes back before the next, in one thread.
+
+    Args:
+        schedule: as asked for; one of the user's own is played as it is.
+        microbatches: of a step.
+        has_one_lane: whether nothing can overlap, or threads would cost more than that gains.
+    """
+    return microbatches == 1 or (
+        isinstance(schedule, str) and (schedule in ("sequential", "uncut") or has_one_lane)
+    )
+
+
 def roofline(hop: Hop) -> float:
     """What a hop's forward would take one core of round numbers: to tell small ones by, alone."""
     return sum(
@@ -100,6 +113,7 @@ class Prepared:
     choices: dict[int, Choice] = field(default_factory=dict)  # of "auto", by micro-batches
     loss_draws: dict[Any, bool] = field(default_factory=dict)  # by loss function, once known
     _schedules: dict[Any, Schedule] = field(default_factory=dict)
+    _own_schedule: Any = None  # the last of the user's, which _schedules has as "own"
 
     @cached_property
     def lane_of_hop(self) -> tuple[int, ...]:
@@ -242,9 +256,7 @@ class Prepared:
 
     def goes_one_by_one(self, schedule: ScheduleOption, microbatches: int) -> bool:
         """Whether each micro-batch goes out and comes back before the next, in one thread."""
-        return microbatches == 1 or (
-            isinstance(schedule, str) and (schedule in ("sequential", "uncut") or self.has_one_lane)
-        )
+        return goes_one_by_one(schedule, microbatches, has_one_lane=self.has_one_lane)
 
     @property
     def rates(self) -> list[Rates]:
@@ -306,7 +318,10 @@ class Prepared:
             ScheduleError: a user's own schedule does not fit; names the first action that cannot
                 be.
         """
-        key = option if isinstance(option, str) else id(option), microbatches
+        key = option if isinstance(option, str) else "own", microbatches
+        if not isinstance(option, str) and option is not self._own_schedule:
+            self._own_schedule = option
+            self._schedules = {k: s for k, s in self._schedules.items() if k[0] != "own"}
         known = self._schedules.get(key)
         if known is None:
             known = self._make(option, microbatches)

@@ -239,13 +239,12 @@ class SteppedModel(InspectedModel):
     def _inputs_that_need_grad(
         self, execution: Execution, args: Any, kwargs: Any
     ) -> tuple[list[tuple[int, Tensor]], Callable[[int], int | None]]:
-        seen: set[int] = set()
+        # A tensor that comes twice is there twice: each argument has micro-batches of its own.
         inputs: list[tuple[int, Tensor]] = []
         named = [*enumerate(args), *kwargs.items()]
         names = [name for name, value in named for _ in leaves(value)]
         for index, leaf in enumerate(leaves((args, kwargs))):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in seen:
-                seen.add(id(leaf))
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
                 inputs.append((index, leaf))
         tensors_at = dict(inputs)
         size = sum(m.size for m in execution.microbatches)

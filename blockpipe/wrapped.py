@@ -19,6 +19,7 @@ from .materialize import Init, check_weights, load_in_place, materialize
 from .recording import Recording
 from .saving import save_weights
 from .transfer import is_on_meta
+from .tree import map_tensors
 from .weights import Weights, open_weights
 from .where import users_line
 
@@ -92,7 +93,13 @@ class WrappedModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain model's, with its keys; tensors are on their stages' devices."""
-        return self.module.state_dict(*args, **kwargs)
+        found = self.module.state_dict(*args, **kwargs)
+        prefix, versions = kwargs.get("prefix", ""), getattr(found, "_metadata", {})
+        if prefix:  # a module around the pipeline asks for them by the names of its own children
+            for name in [name for name in versions if f"{name}.".startswith(prefix)]:
+                inner = f"{prefix}module{name[len(prefix) - 1 :]}"
+                versions.setdefault(inner, versions[name])
+        return found
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -133,6 +140,21 @@ class WrappedModel(nn.Module):
         keys = load_checked(self.module, state_dict, strict=strict, recording=self.recording)
         self._weights = None  # of before
         return keys
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # A module around the pipeline loads: torch goes through its children and asks for the keys
+        # of "module", which `state_dict` leaves out.
+        own = [name for name in state_dict if name.startswith(prefix)]
+        values = {name.removeprefix(prefix): state_dict.pop(name) for name in own}
+        if not is_on_meta(self.module):
+            self._weights = None  # of before
+        elif values:  # the children have no place for them, and say only what is missing
+            self._load_later(to_be_loaded(self.module, values, strict=False)[0])
+            values = map_tensors(lambda tensor: tensor.to("meta"), values)
+        state_dict.update((f"{prefix}module.{name}", value) for name, value in values.items())
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def load_weights(self, weights: Weights) -> None:
         """Load a checkpoint, checked first, tensor by tensor, to where the model's tensors are.

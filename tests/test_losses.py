@@ -177,6 +177,35 @@ def test_a_weight_that_is_returned_gets_its_gradient_once():
     assert equal(net.head.bias.grad, torch.ones(5))
 
 
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "sequential", "uncut"])
+def test_an_input_that_comes_twice_gets_both_gradients(schedule, chunks):
+    """As two arguments, in a list, and whole for each micro-batch."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, a, b, more, scale, again):
+            with bp.Block(0):
+                h = self.first(a) * scale
+            with bp.Block(1):
+                return self.last(h + b + more[0] * more[1]) * again
+
+    net, x, scale = Sum(), torch.randn(8, 6), torch.tensor(2.0)
+    plain, given = copy.deepcopy(net), [t.clone().requires_grad_() for t in (x, scale)]
+    for model in (plain, bp.Pipeline(net, devices=stages(2), chunks=chunks, schedule=schedule)):
+        a, s = given
+        model(a, a, [a, a], s, s).square().sum().backward()
+        if model is plain:
+            expected = [t.grad.clone() for t in given]
+            for t in given:
+                t.grad = None
+    assert_close([t.grad for t in given], expected)
+    assert_same_gradients(net, plain)
+
+
 class First(Own):
     """Returns its loss as the first of several."""
 

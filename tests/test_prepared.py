@@ -308,3 +308,15 @@ def test_inference_streams_in_order():
                 pipe(x),
                 torch.cat([plain(part) for part in (x[:3], *x[3:].split(2))]),
             )
+
+
+def test_a_schedule_of_ones_own_is_never_anothers():
+    """A new function each step: each step plays what its own gives, and no more than one is kept."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    pipe = bp.Pipeline(bp.begin_blocks(net, {"1": 1}), devices=stages(2), chunks=4)
+    for name in ["gpipe", "zb-h1", "1f1b", "gpipe"] * 3:
+        pipe.schedule = lambda lanes, chunks, name=name: make_schedule(name, lanes, chunks)
+        pipe.forward_backward(torch.randn(8, 8), loss_fn=lambda y: y.square().mean())
+        (prepared,) = pipe._prepared.values()
+        assert prepared.schedule(pipe.schedule, 4) == make_schedule(name, prepared.lane_of_hop, 4)
+        assert len(prepared._schedules) == 1

@@ -336,6 +336,61 @@ def test_state_dicts_go_every_way():
     assert_close(late.eval()(X), plain.eval()(X))
 
 
+class Holds(nn.Module):
+    """A module around a pipeline, with a parameter of its own."""
+
+    def __init__(self, pipe):
+        super().__init__()
+        self.pipe, self.scale = pipe, nn.Parameter(torch.ones(1))
+
+
+class Versioned(nn.Linear):
+    """Notes the version of the state that it gets."""
+
+    _version = 7
+    seen = 0
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        Versioned.seen = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def nested(place):
+    net = nn.Sequential(Versioned(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    pipe = bp.Pipeline(bp.begin_blocks(net, {"2": 1}), devices=stages(2), chunks=2)
+    if place:
+        pipe(torch.randn(4, 4))
+    return pipe
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("around", [Holds, torch.optim.swa_utils.AveragedModel])
+def test_a_module_around_a_pipeline_loads_what_it_saved(around, placed):
+    """By the plain model's names, as a pipeline; the versions of modules come too."""
+    one, other = around(nested(placed)), around(nested(placed))
+    state = one.state_dict()
+    assert not any("module.module" in name for name in state)
+    Versioned.seen = 0
+    assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
+    assert Versioned.seen == 7
+    assert same_state(other.state_dict(), state)
+    del state[next(name for name in state if name.endswith("0.weight"))]
+    assert len(other.load_state_dict(state, strict=False).missing_keys) == 1
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict(state)
+
+
+def test_a_module_around_a_pipeline_on_meta_loads_what_it_saved():
+    """The values are there once it is placed."""
+    one = Holds(nested(True))
+    with torch.device("meta"):
+        other = Holds(nested(False))
+    other.scale = nn.Parameter(torch.ones(1))
+    other.load_state_dict(one.state_dict())
+    other.pipe.eval()(torch.randn(4, 4))
+    assert same_state(other.state_dict(), one.state_dict())
+
+
 @pytest.mark.parametrize("placed", [False, True])
 def test_a_state_dict_that_does_not_fit_changes_nothing(placed):
     """Every misfit is named, with its stage where the model is recorded, and both shapes."""
