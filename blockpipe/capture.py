@@ -21,7 +21,7 @@ from .plan import StagePlan
 from .planned import Planned, planned_by
 from .randomness import every_source, kept
 from .recording import Recording
-from .snapshot import ModelState
+from .snapshot import ModelState, WritesUndone
 from .transfer import carry, is_on_meta
 from .tree import map_tensors
 from .watching import HooksRefusedError, counting_writes, hooked, run_watched, signature
@@ -197,7 +197,7 @@ def _record_real(
 ) -> Recording:
     state = ModelState(model, values=True)
     try:
-        with kept(every_source()):
+        with kept(every_source()), WritesUndone(model):
             # Copies: the forward may write to its inputs, and it will run again.
             args, kwargs = map_tensors(_copy_of, (args, kwargs))
             return run_watched(

@@ -1,65 +1,289 @@
-"""What a recording changes, put back: modules' attributes, buffers, their generators.
+"""What a recording changes, put back: all state that can be reached from the model's modules.
 
-A forward counts, caches and draws; a recording must leave no trace of that, nor fake tensors on
-``self`` which the next real call would return.
+A forward counts, caches and draws; a recording must leave no trace of that, nor fake tensors which
+the next real call would read. What is kept is found by walking: attributes and slots of the user's
+objects, containers in containers, what functions hold in their closures, generators, arrays. Only
+what has changed is put back, and by the methods of the built-in classes, for a subclass may refuse
+its own (a frozen dictionary) or do more in them.
 """
 
+import functools
+import random
+import sys
+import types
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MOST_OBJECTS = 200_000  # a trainer may be in reach, and with it a data set
+_NO_STATE = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
+# Objects of these packages are no state of a forward's: locks, handlers, our own marks.
+_FOREIGN = ("torch.", "threading", "logging", "multiprocessing", "concurrent.", "asyncio", "_io")
+_OURS = __name__.partition(".")[0] + "."
+_UNSET = object()
+# What puts one object back, and what to look at next.
+Kept = tuple[Callable[[], object] | None, Iterable[Any]]
 
 
 class ModelState:
-    """What a model's modules hold, to be put back: attributes, containers one level down, and the
-    states of generators."""
+    """What a model's modules hold, however deep, to be put back.
+
+    Args:
+        model: whose modules.
+        values: the values of tensors too, but for those of parameters (:class:`WritesUndone`).
+    """
 
     def __init__(self, model: nn.Module, *, values: bool) -> None:
-        self._dicts = [(m.__dict__, dict(m.__dict__)) for m in model.modules()]
-        self._containers = [
-            (value, _copied(value))
-            for names, _ in self._dicts
-            for value in names.values()
-            if isinstance(value, dict | list | set | deque)
-        ]
-        self._generators = [
-            (value, value.get_state())
-            for names, _ in self._dicts
-            for value in names.values()
-            if isinstance(value, torch.Generator)
-        ]
-        self._values: list[tuple[Tensor, Tensor]] = []
-        if values:
-            kept = {
-                id(t): t
-                for names, _ in self._dicts
-                for value in (*names.get("_buffers", {}).values(), *names.values())
-                if isinstance(t := value, Tensor)
-            }
-            self._values = [(t, t.detach().clone()) for t in kept.values()]
+        self._values = values
+        self._restores: list[Callable[[], object]] = []
+        self._seen: dict[int, Any] = {}  # alive, so that no other object gets its id
+        level: list[Any] = list(model.modules())
+        while level:  # what is near comes first
+            level = [found for value in level for found in self._look_at(value)]
 
     def restore(self) -> None:
         """Put everything back, in place."""
-        for names, before in self._dicts:
-            if names.keys() != before.keys() or any(names[k] is not v for k, v in before.items()):
-                names.clear()
-                names.update(before)
-        for container, before in self._containers:
-            if isinstance(container, dict | set):
-                container.clear()
-                container.update(before)
-            else:
-                container.clear()
-                container.extend(before)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        for restore in self._restores:
+            restore()
+
+    def _look_at(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, _NO_STATE) or id(value) in self._seen:
+            return ()
+        if len(self._seen) >= MOST_OBJECTS:
+            return ()
+        self._seen[id(value)] = value
+        restore, found = self._kept(value)
+        if restore is not None:
+            self._restores.append(restore)
+        return found
+
+    def _kept(self, value: Any) -> Kept:
+        if isinstance(value, Tensor):
+            return self._kept_tensor(value), ()
+        if isinstance(value, dict):
+            return _kept_dict(value)
+        if isinstance(value, list | deque):
+            return _kept_sequence(value)
+        if isinstance(value, set):
+            return _kept_set(value)
+        if isinstance(value, tuple | frozenset):
+            return None, value
+        if isinstance(value, torch.Generator):
+            return functools.partial(value.set_state, value.get_state()), ()
+        if isinstance(value, random.Random):
+            return functools.partial(value.setstate, value.getstate()), ()
+        if type(value).__module__.partition(".")[0] == "numpy":
+            return _kept_of_numpy(value), ()
+        if isinstance(value, types.FunctionType):
+            return _kept_function(value)
+        if isinstance(value, types.MethodType):
+            return None, (value.__self__, value.__func__)
+        if isinstance(value, functools.partial):
+            return None, (value.func, value.args, value.keywords)
+        return _kept_object(value)
+
+    def _kept_tensor(self, tensor: Tensor) -> Callable[[], None] | None:
+        if not self._values or isinstance(tensor, nn.Parameter) or tensor.is_meta:
+            return None
+        before = tensor.detach().clone()
+
+        def restore() -> None:
+            with torch.no_grad():
+                tensor.detach().copy_(before)
+
+        return restore
+
+
+def _kept_dict(value: dict[Any, Any]) -> Kept:
+    base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+
+    def items() -> list[tuple[Any, Any]]:
+        return [(key, dict.__getitem__(value, key)) for key in base.__iter__(value)]
+
+    before = items()
+
+    def restore() -> None:
+        if not _are_same(before, items()):
+            base.clear(value)
+            for key, member in before:
+                base.__setitem__(value, key, member)
+
+    return restore, (member for _, member in before)
+
+
+def _are_same(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
+    return len(one) == len(other) and all(
+        a[0] is b[0] and a[1] is b[1] for a, b in zip(one, other, strict=True)
+    )
+
+
+def _kept_sequence(value: Any) -> Kept:
+    base: Any = list if isinstance(value, list) else deque
+    before = list(base.__iter__(value))
+
+    def restore() -> None:
+        now = list(base.__iter__(value))
+        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+            base.clear(value)
+            base.extend(value, before)
+
+    return restore, before
+
+
+def _kept_set(value: set[Any]) -> Kept:
+    before = list(set.__iter__(value))
+
+    def restore() -> None:
+        if {id(member) for member in set.__iter__(value)} != {id(member) for member in before}:
+            set.clear(value)
+            set.update(value, before)
+
+    return restore, before
+
+
+def _kept_of_numpy(value: Any) -> Callable[[], object] | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.ndarray):
+        before = value.copy()
+
+        def restore() -> None:
+            if value.flags.writeable:
+                numpy.copyto(value, before)
+
+        return restore
+    if isinstance(value, numpy.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, numpy.random.BitGenerator):
+        drawn = value.state
+        return functools.partial(setattr, value, "state", drawn)
+    if isinstance(value, numpy.random.RandomState):
+        return functools.partial(value.set_state, value.get_state(legacy=False))
+    return None
+
+
+def _kept_function(function: types.FunctionType) -> Kept:
+    cells = [(cell, _content(cell)) for cell in function.__closure__ or ()]
+
+    def restore() -> None:
+        for cell, content in cells:
+            if content is not _UNSET and _content(cell) is not content:
+                cell.cell_contents = content
+
+    held = [content for _, content in cells if content is not _UNSET]
+    more = (function.__dict__, function.__defaults__, function.__kwdefaults__)
+    return restore, [*held, *more]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _UNSET
+
+
+def _kept_object(value: Any) -> Kept:
+    """Of the user's own class, or a module."""
+    made_in = type(value).__module__ + "."
+    if made_in.startswith(_OURS) or (
+        made_in.startswith(_FOREIGN) and not isinstance(value, nn.Module)
+    ):
+        return None, ()
+    slots = [(slot, _slot(slot, value)) for slot in _slots_of(type(value))]
+
+    def restore() -> None:
+        for slot, before in slots:
+            if _slot(slot, value) is not before:
+                if before is _UNSET:
+                    slot.__delete__(value)
+                else:
+                    slot.__set__(value, before)
+
+    held = [content for _, content in slots if content is not _UNSET]
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        attributes = None
+    found = [attributes, *held] if isinstance(attributes, dict) else held
+    return (restore if slots else None), found
+
+
+def _slots_of(kind: type) -> tuple[Any, ...]:
+    """What sets each slot, whatever the class makes of ``__setattr__``."""
+    members = (member for base in kind.__mro__ for member in vars(base).values())
+    return tuple(m for m in members if isinstance(m, types.MemberDescriptorType))
+
+
+def _slot(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return _UNSET
+
+
+class WritesUndone(TorchDispatchMode):
+    """While entered, parameters and their gradients may be written to; then they are as before.
+
+    A copy is made of what is written, before it is: a forward that writes to no parameter needs
+    no memory for it.
+
+    Args:
+        model: whose parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters = [(p, p.data, p.grad) for p in model.parameters()]
+        self._watched = {
+            _storage(tensor): tensor
+            for tensor in self._tensors()
+            if tensor.layout is torch.strided and not tensor.is_meta
+        }
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for parameter, data, gradient in self._parameters:
+            if not parameter.is_inference():
+                yield data
+            if gradient is not None:
+                yield gradient
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                self._keep(argument, value)
+            for argument in func._schema.arguments[len(args) :]:
+                self._keep(argument, kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _keep(self, argument: Any, value: Any) -> None:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            return
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+                continue
+            watched = self._watched.pop(_storage(tensor), None)
+            if watched is not None:
+                self._copies.append((watched, watched.detach().clone()))
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            for tensor, value in self._values:
+            for tensor, value in self._copies:
                 tensor.detach().copy_(value)
+            for parameter, data, gradient in self._parameters:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
+                parameter.grad = gradient
 
 
-def _copied(container: Any) -> Any:
-    if isinstance(container, dict):
-        return OrderedDict(container)
-    return list(container) if not isinstance(container, set) else set(container)
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
