@@ -10,6 +10,7 @@ entry too: its stage is that of its own code before the first call inside.
 
 import json
 import os
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -308,8 +309,20 @@ class StagePlan:
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a JSON file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Write it to a JSON file: an earlier one stays whole until this one is."""
+        text, target = self.to_json() + "\n", Path(path).resolve()
+        if target.exists() and not target.is_file():  # a pipe
+            target.write_text(text, encoding="utf-8")
+            return
+        part = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
+        try:
+            with part.open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "StagePlan":

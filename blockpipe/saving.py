@@ -8,6 +8,8 @@ was there.
 import json
 import os
 import re
+import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +20,9 @@ from .tensorfile import check_savable, write_tensors
 from .weights import is_extra
 
 _OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
+
+_PART = re.compile(rf"\.({_OURS.pattern})\.[0-9a-f]+\.part")
+ABANDONED = 3600.0  # seconds without a write
 
 
 def save_weights(
@@ -41,17 +46,21 @@ def save_weights(
     count = len(shards)
     names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     names = names if count > 1 else ["model.safetensors"]
+    if not os.fspath(directory):
+        raise UsageError(
+            "a directory is a path, but an empty one came, which is a mistake more often than ."
+        )
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    # Of this process: two that save into one directory by mistake do not write into one file.
-    written = {name: target / f".{name}.{os.getpid()}.part" for name in names}
+    _remove_abandoned(target)
+    written = {name: _part(target, name) for name in names}
     try:
         for name, shard in zip(names, shards, strict=True):
             write_tensors(written[name], shard)
         if count > 1:
             index = "model.safetensors.index.json"
-            written[index] = target / f".{index}.{os.getpid()}.part"
-            with written[index].open("w", encoding="utf-8") as file:
+            written[index] = _part(target, index)
+            with written[index].open("x", encoding="utf-8") as file:
                 file.write(_index(names, shards))
                 file.flush()
                 os.fsync(file.fileno())
@@ -59,6 +68,20 @@ def save_weights(
     finally:
         for part in written.values():
             part.unlink(missing_ok=True)
+
+
+def _part(target: Path, name: str) -> Path:
+    """Where a file is written before it gets its name: two that save into one directory by mistake
+    do not write into one file, be they in containers where each is process 1."""
+    return target / f".{name}.{secrets.token_hex(8)}.part"
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what a process that was killed has left: nobody writes to it any more."""
+    for path in target.glob(".model*.part"):
+        is_ours = _PART.fullmatch(path.name) is not None
+        if is_ours and path.stat().st_mtime < time.time() - ABANDONED:
+            path.unlink(missing_ok=True)
 
 
 def _put(target: Path, written: Mapping[str, Path]) -> None:

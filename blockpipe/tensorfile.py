@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -57,19 +57,24 @@ class Entry:
     end: int
 
 
-def read_entries(path: Path) -> dict[str, Entry]:
+def read_entries(file: BinaryIO, path: Path) -> dict[str, Entry]:
     """The tensors of a file, by its header alone.
+
+    Args:
+        file: open for reading, at its beginning.
+        path: for messages.
 
     Raises:
         WeightsError: it is no safetensors file, or a part of one.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        start = 8 + length
-        if size < 8 or length > _LARGEST_HEADER or start > size:
-            raise _corrupt(path, f"its header would be {length} bytes long, of {size} in all")
-        text = file.read(length)
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    start = 8 + length
+    if size < 8 or length > _LARGEST_HEADER or start > size:
+        raise _corrupt(path, f"its header would be {length} bytes long, of {size} in all")
+    text = b""
+    while len(text) < length and (more := file.read(length - len(text))):
+        text += more
     try:
         header = json.loads(text.decode("utf-8"))  # bytes may be UTF-16 to json
         metadata = header.pop(_METADATA, None) or {}
@@ -115,24 +120,29 @@ def _entry(found: Mapping[str, Any], start: int) -> Entry:
     return Entry(shape, dtype, start + begin, start + end)
 
 
-def read_tensor(path: Path, entry: Entry, into: Tensor) -> None:
+def read_tensor(file: BinaryIO, path: Path, entry: Entry, into: Tensor) -> None:
     """Read one tensor into another of its shape, on any device and of any dtype.
 
     Nothing else is allocated where dtype and memory are alike, and one tensor of host memory
     elsewhere.
+
+    Args:
+        file: whose header gave the entry, and not a later one of its name; unbuffered.
+        path: for messages.
+        entry: where the tensor is.
+        into: what to fill.
     """
     alike = into.device.type == "cpu" and into.dtype == entry.dtype and into.is_contiguous()
     # What a view turns around on reading, and what a subclass keeps elsewhere, a copy knows.
     alike = alike and not into.is_conj() and not into.is_neg() and _has_memory(into)
     buffer = into.detach() if alike else torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-    with path.open("rb", buffering=0) as file:
-        file.seek(entry.begin)
-        bytes_ = _bytes_of(buffer)
-        while bytes_:  # a read gives 2 GiB at the most
-            count = file.readinto(bytes_)
-            if not count:
-                raise _corrupt(path, "it has become shorter")
-            bytes_ = bytes_[count:]
+    file.seek(entry.begin)
+    bytes_ = _bytes_of(buffer)
+    while bytes_:  # a read gives 2 GiB at the most
+        count = file.readinto(bytes_)  # type: ignore[attr-defined]
+        if not count:
+            raise _corrupt(path, "it has become shorter")
+        bytes_ = bytes_[count:]
     if alike:
         torch.autograd.graph.increment_version(into)
     else:
@@ -140,7 +150,7 @@ def read_tensor(path: Path, entry: Entry, into: Tensor) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of savable tensors; at most one is copied at a time."""
+    """Write a new file of savable tensors; at most one is copied at a time."""
     # The largest items first: so each is aligned in the file, as readers that map it need.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -154,7 +164,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:
         _write_all(file, memoryview(len(text).to_bytes(8, "little") + text))
         for tensor in ordered.values():
             with torch.no_grad():

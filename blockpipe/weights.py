@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -117,18 +117,25 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.what = str(path)
         self._path = path
-        self._entries = read_entries(path)
+        # Kept open: another file may be put under this name meanwhile, and this one stays whole.
+        self._file: BinaryIO = path.open("rb", buffering=0)
+        self._entries = read_entries(self._file, path)
         self.headers = {
             n: Header(e.shape, e.dtype) for n, e in self._entries.items() if not is_extra(n)
         }
         self.extra = {n: self._new(e) for n, e in self._entries.items() if is_extra(n)}
 
     def read(self, name: str, into: Tensor) -> None:
-        read_tensor(self._path, self._entries[name], into)
+        read_tensor(self._file, self._path, self._entries[name], into)
+
+    def __del__(self) -> None:
+        file = getattr(self, "_file", None)
+        if file is not None:
+            file.close()
 
     def _new(self, entry: Entry) -> Tensor:
         made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        read_tensor(self._path, entry, made)
+        read_tensor(self._file, self._path, entry, made)
         return made
 
 
@@ -141,6 +148,7 @@ class TorchFile:
         self._path = path
         self._tensors: dict[str, Tensor] | None = None
         self._read = 0
+        self._version = _version(path)
         loaded = self._load()
         self.headers, self.extra = _headers(loaded, self.what), _extra(loaded)
 
@@ -154,6 +162,11 @@ class TorchFile:
             self._tensors, self._read = None, 0
 
     def _load(self) -> dict[str, Tensor]:
+        if _version(self._path) != self._version:
+            raise WeightsError(
+                f"{self.what!r} was replaced while it was being read: the model may have a part of "
+                "each; load again when nobody saves there"
+            )
         try:
             loaded = torch.load(self._path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:
@@ -170,19 +183,36 @@ class TorchFile:
         return dict(loaded)
 
 
+def _version(path: Path) -> tuple[int, ...]:
+    """What differs once a file is written to, or another one is put in its place."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class Shards:
     """A checkpoint of several files, with the index that says what is where."""
 
     def __init__(self, index: Path) -> None:
         self.what = str(index)
+        before = _version(index)
         where = _weight_map(index)
-        missing = sorted({f for f in where.values() if not (index.parent / f).is_file()})
+        try:
+            files = {file: _open_file(index.parent / file) for file in sorted(set(where.values()))}
+        except FileNotFoundError:
+            files = {}
+        # Who saves over a checkpoint takes its index away before any of its files.
+        if not index.is_file() or _version(index) != before:
+            raise WeightsError(
+                f"{self.what!r} was replaced while its files were opened, so that they may be of "
+                "two checkpoints; load again when nobody saves there"
+            )
+        missing = sorted({f for f in where.values() if f not in files})
         if missing:
+            missing = [f for f in missing if not (index.parent / f).is_file()]
             raise WeightsError(
                 f"the index {self.what!r} names {missing}, but {str(index.parent)!r} does not "
                 "hold them; fetch the missing shards"
             )
-        files = {file: _open_file(index.parent / file) for file in sorted(set(where.values()))}
         self._files = {name: files[file] for name, file in where.items()}
         absent = sorted(
             n

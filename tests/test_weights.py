@@ -18,7 +18,7 @@ import blockpipe as bp
 from blockpipe import saving
 from blockpipe.errors import UsageError, WeightsError
 from blockpipe.tensorfile import DTYPES, read_entries, write_tensors
-from blockpipe.weights import open_weights
+from blockpipe.weights import _open_file, open_weights
 
 from .devices import assert_close, equal, stages
 
@@ -164,7 +164,8 @@ def test_shards_round_trip(limit, sizes, tied, dtype):
         saving.save_weights(net, directory, {}, limit)
         written = 0
         for path in Path(directory).glob("*.safetensors"):
-            entries = read_entries(path)
+            with path.open("rb") as file:
+                entries = read_entries(file, path)
             taken = sum(e.end - e.begin for e in entries.values())
             assert taken <= limit or len(entries) == 1
             written += len(entries)
@@ -201,6 +202,7 @@ def test_conjugated_and_negated_views(tmp_path):
     found = library.load_file(tmp_path / "model.safetensors")
     assert same_state({n: found[n] for n in net.state_dict()}, net.state_dict())
     state = {n: t.resolve_conj().resolve_neg() * 3 for n, t in net.state_dict().items()}
+    (tmp_path / "model.safetensors").unlink()
     write_tensors(tmp_path / "model.safetensors", state)
     bp.Pipeline(other).load_weights(tmp_path)
     assert same_state(other.state_dict(), state)
@@ -791,6 +793,83 @@ def test_a_failure_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         pipe.save_weights(tmp_path, max_shard_bytes=200)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("limit", [10**9, 100])
+def test_a_checkpoint_is_read_as_it_was_opened(tmp_path, limit):
+    """Another one is saved in its place before a tensor is read: what was opened stays whole."""
+    first, second = pipeline(), pipeline()
+    first.save_weights(tmp_path, max_shard_bytes=limit)
+    source = open_weights(tmp_path)
+    second.save_weights(tmp_path, max_shard_bytes=limit)
+    for name, value in first.state_dict().items():
+        if name in source.headers:  # tied tensors are there once
+            read = torch.zeros(value.shape)
+            source.read(name, read)
+            assert equal(read, value)
+
+
+def test_shards_that_are_replaced_while_they_are_opened_are_an_error(tmp_path, monkeypatch):
+    """The index is of one checkpoint, and a file may be of the next."""
+    first, second = pipeline(), pipeline()
+    first.save_weights(tmp_path, max_shard_bytes=100)
+    opened, original = [], _open_file
+
+    def opening(path):
+        if len(opened) == 1:
+            second.save_weights(tmp_path, max_shard_bytes=100)
+        opened.append(path)
+        return original(path)
+
+    monkeypatch.setattr("blockpipe.weights._open_file", opening)
+    with pytest.raises(WeightsError, match="replaced while its files were opened"):
+        open_weights(tmp_path)
+    assert len(opened) > 2
+
+
+def test_a_torch_file_that_is_replaced_is_an_error(tmp_path):
+    """It is mapped anew from time to time: never another one."""
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.ones(4, 4)}, path)
+    source = open_weights(path)
+    torch.save({"a": torch.zeros(1)}, path)
+    with pytest.raises(WeightsError, match="replaced while it was being read"):
+        source.read("a", torch.empty(4, 4))
+
+
+def test_two_that_save_at_once_write_to_files_of_their_own(tmp_path, monkeypatch):
+    """Also where both are process 1, in containers; what a killed one left is removed in time."""
+    parts = {saving._part(tmp_path, "model.safetensors") for _ in range(100)}
+    assert len(parts) == 100
+    left, fresh, other = parts.pop(), parts.pop(), tmp_path / ".model.safetensors.mine.part"
+    for path in (left, fresh, other):
+        path.touch()
+    for path in (left, other):
+        os.utime(path, (1, 1))
+    pipeline().save_weights(tmp_path)
+    assert [path.exists() for path in (left, fresh, other)] == [False, True, True]
+
+
+def test_no_directory_is_no_working_directory():
+    """An empty path is refused."""
+    with pytest.raises(UsageError, match="empty one came"):
+        pipeline().save_weights("")
+
+
+def test_a_plan_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
+    """A full disk loses nothing, and leaves nothing."""
+    path = tmp_path / "plan.json"
+    first, second = bp.StagePlan([]), bp.StagePlan([bp.plan.Assignment("a", 0, 0)])
+    first.save(path)
+
+    def full(file):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        second.save(path)
+    assert bp.StagePlan.load(path) == first
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("limits", [(10**9, 200), (100, 200), (200, 10**9), (10**9, 10**9)])
