@@ -208,10 +208,19 @@ def _record_real(
     except Exception as error:
         raise RecordingError(
             f"{type(model).__name__}'s forward fails on the sample ({signature(args, kwargs)}): "
-            f"{type(error).__name__}: {error}; pass what the forward takes"
+            f"{type(error).__name__}: {error}; {_remedy(error)}"
         ) from error
     finally:
         state.restore()
+
+
+def _remedy(error: Exception) -> str:
+    if "on the same device" in str(error):
+        return (
+            "a device that the forward names itself (x.to('cuda:0')) is none of Blockpipe's "
+            "business: leave the move out, for tensors follow the stages, or write x.device"
+        )
+    return "pass what the forward takes"
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

@@ -33,9 +33,15 @@ def checked_devices(devices: Sequence[Any] | None) -> list[torch.device] | None:
     if devices is None:
         return None
     if isinstance(devices, str | torch.device | int):
+        name = str(devices) if isinstance(devices, torch.device) else devices
         raise PlanError(
-            f"devices is a list with one device for each stage, but {devices!r} came; "
-            f"write devices=[{devices!r}, …]"
+            f"devices is a list with one device for each stage, but {name!r} came; "
+            f"write devices=[{name!r}, …]"
+        )
+    if not isinstance(devices, Sequence):
+        raise PlanError(
+            f"devices is a list with one device for each stage, but {type(devices).__name__} came; "
+            "write devices=[…], in the order of the stages"
         )
     checked = [check_device(device) for device in devices]
     if not checked:

@@ -5,6 +5,7 @@ Reads as the flow does: record → plan → place.
 
 import itertools
 import logging
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from .table import bytes_text
 from .transfer import Owner, default_devices, is_on_meta, set_owner
 from .tree import leaves
 from .weights import Weights, open_weights
+from .where import users_line
 from .wrapped import WrappedModel
 
 _numbers = itertools.count()
@@ -143,9 +145,10 @@ class PlacedModel(WrappedModel):
         return self.devices[-1 if recording is None else recording.route[-1]]
 
     def _placed(self) -> list[torch.device] | None:
-        if self._placement is None or self._is_replanned():
+        placement = self._placement
+        if placement is None or self._is_replanned() or placement.is_disturbed():
             return None
-        return self._placement.devices
+        return placement.devices
 
     def _is_replanned(self) -> bool:
         """Whether a plan was set or taken off since the model was placed."""
@@ -162,6 +165,7 @@ class PlacedModel(WrappedModel):
         if self._fingerprint is None or not self._fingerprint.fits():
             if self._fingerprint is not None:
                 _log.info("recording anew: modules or parameters were changed, or moved")
+            self._forget_if_moved()
             self._prepared.clear()  # the model was changed: record anew
             self._fingerprint = Fingerprint(self.module)
         key = self._key(batch, self._fingerprint)
@@ -178,6 +182,16 @@ class PlacedModel(WrappedModel):
             self._prepared[key] = prepared
             self._fingerprint = Fingerprint(self.module)
         return prepared
+
+    def _forget_if_moved(self) -> None:
+        if self._placement is not None and self._placement.is_disturbed():
+            self._placement = None
+            warnings.warn(
+                "the model was moved since this pipeline had placed it, and is placed anew "
+                f"({users_line()}); call unplace() before it is used elsewhere: of two pipelines "
+                "over one model on different devices each moves it at each call",
+                stacklevel=2,
+            )
 
     def _record(self, batch: Microbatch) -> Recording:
         return record(

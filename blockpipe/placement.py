@@ -28,6 +28,7 @@ class Placement:
         self.model = model
         self.devices = devices
         self._origins: dict[int, tuple[Tensor, torch.device]] = {}
+        self._there: dict[int, tuple[Tensor, torch.device]] = {}  # where it was moved to
 
     def place(self, recording: Recording, *, keep: bool) -> dict[int, tuple[Tensor, int, int, str]]:
         """Move what is not where the recording wants it.
@@ -69,13 +70,19 @@ class Placement:
                 homes[id(tensor)] = tensor, held.hop, stage, held.name
         return homes
 
+    def is_disturbed(self) -> bool:
+        """Whether somebody has moved since what was placed."""
+        return any(tensor.device != there for tensor, there in self._there.values())
+
     def unplace(self) -> None:
         """Move everything back to where it came from."""
         for tensor, device in list(self._origins.values()):
             _to(tensor, device)
         self._origins.clear()
+        self._there.clear()
 
     def _move(self, tensor: Tensor, device: torch.device) -> None:
+        self._there[id(tensor)] = tensor, device
         self._origins.setdefault(id(tensor), (tensor, tensor.device))
         if tensor.device != device:
             follow_with_optimizer_state()

@@ -35,7 +35,7 @@ def is_asynchronous(device: torch.device) -> bool:
 
 @as_ours
 def check_device(device: Any) -> torch.device:
-    """A device with its index, checked to be there.
+    """A device with its index, checked to be there; without one it is the current device.
 
     Raises:
         DeviceError: no such device on this machine.
@@ -55,7 +55,10 @@ def check_device(device: Any) -> torch.device:
         return torch.device(found.type)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator is not None else 0
-    if accelerator is None or accelerator.type != found.type or (found.index or 0) >= count:
+    is_kind = accelerator is not None and accelerator.type == found.type
+    if found.index is None and is_kind and count:  # as torch has it
+        return torch.device(found.type, torch.accelerator.current_device_index())
+    if not is_kind or (found.index or 0) >= count:
         have = f"{accelerator.type}:0..{count - 1}" if accelerator is not None else "only the CPU"
         raise DeviceError(
             f"device {str(found)!r} is not there: this machine has {have}; "

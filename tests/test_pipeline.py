@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import blockpipe as bp
+from blockpipe.errors import PlanError
 from blockpipe.lanes import close_idle_threads, idle_threads
 
-from .devices import assert_close, device_type, equal, stages
+from .devices import assert_close, device_type, equal, is_simulated, stages
 from .parity import difference, plain_step
 
 
@@ -454,3 +455,62 @@ def test_a_forked_child_can_use_a_pipeline():
     os.waitpid(child, 0)
     assert os.read(read, 9) == b"fine"
     os.close(read)
+
+
+@pytest.mark.parametrize("look", ["forward_backward", "call", "summary", "memory"])
+@pytest.mark.parametrize("how", ["back", "one", "another pipeline"])
+def test_a_model_that_was_moved_is_placed_anew(how, look):
+    """To export it, by hand, or by another pipeline: said, and mended."""
+    model = net()
+    plain, x = copy.deepcopy(model), torch.randn(6, 4)
+    pipe = pipeline(model)
+    pipe.forward_backward(x, loss_fn=mean_square)
+    model.zero_grad()
+    if how == "back":
+        model.cpu()
+    elif how == "one":
+        model[2].cpu()
+    else:
+        pipeline(model, devices=stages(3)[::-1]).forward_backward(x, loss_fn=mean_square)
+        model.zero_grad()
+    expected = plain_step(plain, (x,), {}, None, mean_square, 3)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if look == "call":
+            pipe(x)
+        elif look != "forward_backward":
+            getattr(pipe, look)(x)
+        loss = pipe.forward_backward(x, loss_fn=mean_square).loss
+    assert any("placed anew" in str(w.message) for w in seen) == is_simulated()
+    assert difference(model, plain, loss, expected).same
+    assert [p.device for p in model.parameters()][::2] == pipe.devices
+
+
+@pytest.mark.parametrize("devices", [{0: "cpu"}, {"cpu"}, map(str, ["cpu"]), (d for d in ["cpu"])])
+def test_devices_have_an_order(devices):
+    """A dictionary, a set or a generator is no list of them."""
+    with pytest.raises(PlanError, match="devices is a list"):
+        bp.Pipeline(net(), devices=devices)
+
+
+@pytest.mark.skipif(not is_simulated(), reason="needs accelerators: --simulated")
+def test_a_device_without_a_number_is_the_current_one():
+    """As torch has it."""
+    torch.accelerator.set_device_index(2)
+    try:
+        assert (
+            pipeline(net(), devices=[device_type()] * 3).devices == [torch.device(stages(3)[2])] * 3
+        )
+    finally:
+        torch.accelerator.set_device_index(0)
+
+
+def test_a_device_that_the_forward_names_is_told():
+    """Where its own fakes, or its own tensors, are elsewhere."""
+
+    class Names(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(stages(4)[3] if is_simulated() else "meta"))
+
+    with pytest.raises(bp.BlockpipeError, match=r"leave the move out|forward fails"):
+        bp.record(nn.Sequential(nn.Linear(4, 4), Names(4, 4)), torch.randn(2, 4))

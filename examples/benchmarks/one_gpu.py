@@ -185,10 +185,14 @@ def main() -> None:
     parser.add_argument(
         "--cut", action="store_true", help="cut every step at the stages: schedule='sequential'"
     )
-    parser.add_argument("--device", type=torch.device, default=best_device())
+    parser.add_argument("--device", type=torch.device, help="cpu: to try the script, with --tiny")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
     options = parser.parse_args()
+    if options.device is None:
+        options.device = best_device()
+        if options.device.type == "cpu":
+            parser.error("there is no accelerator here; --device cpu --tiny tries the script")
     schedule = "sequential" if options.cut else options.schedule
     # Blocks of one class and many shapes share the code whose compiled versions are counted.
     torch._dynamo.config.recompile_limit = 256

@@ -21,8 +21,9 @@ NAME = "simulated"
 
 
 def _load() -> Any:
+    built = extension()  # may be impossible: then there is no such device
     torch.utils.rename_privateuse1_backend(NAME)
-    spec = importlib.util.spec_from_file_location("_accelerator", extension())
+    spec = importlib.util.spec_from_file_location("_accelerator", built)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
