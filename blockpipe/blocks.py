@@ -370,7 +370,8 @@ def BeginBlock(  # noqa: N802 - PopTorch's name
         The same module, or a callable that begins the block and then calls the given one.
 
     Raises:
-        MarkError: a wrong stage; neither module nor callable; marked already.
+        MarkError: a wrong stage; neither module nor callable; a container that nobody calls
+            (``nn.ModuleList``); marked already.
 
     Source: ``poptorch.BeginBlock``.
 
@@ -398,12 +399,24 @@ def BeginBlock(  # noqa: N802 - PopTorch's name
             "BeginBlock marks modules that take hooks, but a scripted one came "
             f"({mark.where}); write with Block(stage={mark.stage}) around its call"
         )
+    if not _is_called(module) and "forward" not in module.__dict__:
+        inside = next((name for name, child in module.named_modules() if _is_called(child)), None)
+        remedy = "" if inside is None else f", its {inside!r} for example"
+        raise MarkError(
+            f"BeginBlock marks modules that are called, but a {type(module).__name__} has no "
+            f"forward of its own ({mark.where}); mark the module in it that the stage begins "
+            f"with{remedy}"
+        )
     module.__dict__[_MARK] = mark
     # First of the pre-hooks: those of the user (weight norm, say) compute on the new stage.
     handle = module.register_forward_pre_hook(_begin_marked_module, prepend=True)
     module.__dict__["_blockpipe_hook"] = handle.id
     module.__dict__["extra_repr"] = _MarkedRepr(module)
     return module
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def _marked_callable(function: Marked, mark: Mark) -> Marked:

@@ -382,3 +382,13 @@ def test_a_scripted_module_is_not_marked_but_runs():
         pipe.forward_backward(x, loss_fn=torch.sum, target=None)
     for parameter, expected in zip(net.parameters(), plain, strict=True):
         torch.testing.assert_close(parameter.grad * 2, expected * 1.0)
+
+
+@pytest.mark.parametrize("how", ["BeginBlock", "begin_blocks"])
+def test_a_container_that_nobody_calls_is_no_block(how):
+    """A mark on it would do nothing, without a word."""
+    net = nn.Module()
+    net.h = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with pytest.raises(MarkError, match=r"a ModuleList has no forward .*its '0' for example"):
+        bp.BeginBlock(net.h, 1) if how == "BeginBlock" else bp.begin_blocks(net, {"h": 1})
+    assert bp.BeginBlock(net.h[1], 1) is net.h[1]
