@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,7 +200,8 @@ def _record_real(
     try:
         with kept(every_source()), WritesUndone(model):
             # Copies: the forward may write to its inputs, and it will run again.
-            args, kwargs = map_tensors(_copy_of, (args, kwargs))
+            where = _one_device_of(model) if devices is None else None
+            args, kwargs = map_tensors(partial(_copy_of, where=where), (args, kwargs))
             return run_watched(
                 model, args, kwargs, planned, devices, fake=False, cut=cut, unhookable=unhookable
             )
@@ -223,5 +225,11 @@ def _remedy(error: Exception) -> str:
     return "pass what the forward takes"
 
 
-def _copy_of(tensor: Tensor) -> Tensor:
-    return carry(tensor, None, copy=True).requires_grad_(tensor.requires_grad)
+def _one_device_of(model: nn.Module) -> torch.device | None:
+    """Where a model is that is not spread out yet: a batch may be elsewhere, and goes there."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _copy_of(tensor: Tensor, where: torch.device | None) -> Tensor:
+    return carry(tensor, where, copy=True).requires_grad_(tensor.requires_grad)

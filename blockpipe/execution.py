@@ -205,8 +205,11 @@ class Execution:
         if self._is_plain():
             needs_doors = self.prepared.compiled is not None or self.prepared.batch_norm is not None
             with self._doors() if needs_doors else self._current_device_kept(), self._drawing():
-                for m in range(len(self.microbatches)):
-                    self._run_plain(m)
+                try:
+                    for m in range(len(self.microbatches)):
+                        self._run_plain(m)
+                finally:
+                    self.step.settle()
             self.prepared.steps += 1
             return
         with self._doors(), self._cleaned_up(), self._drawing():

@@ -112,6 +112,7 @@ class FreeJourney(Journey):
             tag: Tag | None = getattr(tensor, TAG, None)
             from_hop = self.hop if tag is None else tag.hop
             value = self._copied_to(device, tensor, self._watch(tensor, from_hop, self.hop))
+            setattr(value, TAG, self._make_tag())  # on the CPU it is not from outside
             found = mirrors[device] = Mirror(tensor, value)
             self._has_aliases = self._has_aliases or any(
                 other is not tensor and device in there and _same_memory(other, tensor)

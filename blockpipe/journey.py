@@ -679,9 +679,20 @@ class Journey:
         self.on_border = None
         self.on_arrival.clear()
         if not self.step.differentiable:
+            late = [hop for hop in self._taken.hops() if self._is_read_later(hop)]
+            self._lent.settle_all()
             for hop in self._taken.hops():
-                self._return(hop, self._left.get(hop))
+                self._return(hop, None if hop in late else self._left.get(hop))
             self.settle()
+
+    def _is_read_later(self, hop: int) -> bool:
+        """Whether what was sent to a hop may be read after the journey has left it: by a later hop
+        on the device, which has it as its own, or by a copy to another device."""
+        device = self.step.device_of(self.step.route[hop])
+        later = self.step.route[hop + 1 : self.hop + 1]
+        return any(self.step.device_of(s) == device for s in later) or self._lent.reads(
+            self._taken.of(hop)
+        )
 
     def settle(self) -> None:
         """No hop's tensors are written or freed from here on before the copies of them are over."""

@@ -9,7 +9,7 @@ to it.
 """
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor
@@ -49,6 +49,15 @@ class Lent:
         for owner in list(self._by_owner):
             self.settle(owner)
 
+    def reads(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of these tensors' memory is being copied."""
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return any(
+            source.untyped_storage()._cdata in storages
+            for lent in self._by_owner.values()
+            for source, _ in lent
+        )
+
     def __bool__(self) -> bool:
         return bool(self._by_owner)
 
@@ -72,6 +81,10 @@ class Taken:
     def pop(self, hop: int) -> list[tuple[Tensor, torch.Stream]]:
         """What a hop has read, with its owners."""
         return self._by_hop.pop(hop, [])
+
+    def of(self, hop: int) -> list[Tensor]:
+        """The values that a hop reads."""
+        return [value for value, _ in self._by_hop.get(hop, ())]
 
     def hops(self) -> list[int]:
         """The hops that have read any."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .ambient import ours
-from .crossing import version_of
+from .crossing import TAG, Tag, version_of
 from .errors import StateError
 from .stores import Links, Store
 from .transfer import copying, is_asynchronous
@@ -141,6 +141,12 @@ class Offload:
         self._stores.pop(hop, None)
 
     def _pack(self, tensor: Tensor) -> Any:
+        # What was written on another hop is there, and torch.utils.checkpoint, which saves what it
+        # was given past the glue, is to run again with that: what comes back has no tag.
+        tag: Tag | None = getattr(tensor, TAG, None)
+        while tag is not None and tag.newest is not None:
+            tensor = tag.newest
+            tag = getattr(tensor, TAG)
         away = self.away(tensor)
         if away is not None:
             return away

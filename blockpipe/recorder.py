@@ -503,6 +503,20 @@ class Recorder(Journey):
             if held is not None and held.is_buffer:
                 for call, _, _ in self.stack:
                     call.buffers.add(held.name)
+            elif held is not None:
+                self._note_tied(held)
+
+    def _note_tied(self, held: Held) -> None:
+        """Another stage's parameter in a checkpoint that runs again where no copy of it could be
+        handed over, and that adds up its gradient there."""
+        name, call = self.custom_in[-1] if self.custom_in else ("", None)
+        if name == "CheckpointFunction" and held.hop is not None and held.stage != self.stage:
+            error = CrossingError(
+                f"torch.utils.checkpoint on stage {self.stage} reads parameter {held.name!r} "
+                f"of stage {held.stage} ({users_line()}): its backward would run there and "
+                "here at once; pass use_reentrant=False"
+            )
+            self.untracked.append((error, call))
 
     def _note_closure(self, tensor: Tensor) -> None:
         """Another stage's tensor that a custom function was not given: nobody could hand it a copy,

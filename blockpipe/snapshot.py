@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MOST_OBJECTS = 200_000  # a trainer may be in reach, and with it a data set
 _NO_STATE = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
 # Objects of these packages are no state of a forward's: locks, handlers, our own marks.
-_FOREIGN = ("torch.", "threading", "logging", "multiprocessing", "concurrent.", "asyncio", "_io")
-_OURS = __name__.partition(".")[0] + "."
+_FOREIGN = (
+    *(f"{name}." for name in ("torch", "threading", "logging", "multiprocessing", "concurrent")),
+    *(f"{name}." for name in ("asyncio", "_io", __name__.partition(".")[0])),
+)
 _UNSET = object()
 # What puts one object back, and what to look at next.
 Kept = tuple[Callable[[], object] | None, Iterable[Any]]
@@ -190,9 +192,7 @@ def _content(cell: types.CellType) -> Any:
 def _kept_object(value: Any) -> Kept:
     """Of the user's own class, or a module."""
     made_in = type(value).__module__ + "."
-    if made_in.startswith(_OURS) or (
-        made_in.startswith(_FOREIGN) and not isinstance(value, nn.Module)
-    ):
+    if made_in.startswith(_FOREIGN) and not isinstance(value, nn.Module):
         return None, ()
     slots = [(slot, _slot(slot, value)) for slot in _slots_of(type(value))]
 

@@ -104,8 +104,10 @@ class SteppedModel(InspectedModel):
             losses = [r.loss for r in results if r.loss is not None]
             is_there = losses[0].device == device
             loss = Joint("sum", losses, sizes, weights, 0).value(None if is_there else device)
-            # To look is to wait for an accelerator: there in the first step only.
-            if (prepared.steps == 1 or not is_asynchronous(device)) and bool(loss.isnan()):
+            # To look is to wait for an accelerator: there in the first step only, and never where
+            # somebody counts what waits.
+            may_look = prepared.steps == 1 or not is_asynchronous(device)
+            if may_look and not torch._C._len_torch_dispatch_stack() and bool(loss.isnan()):
                 warn_of_some_without_a_number(losses)
             outputs = None
             if return_outputs:

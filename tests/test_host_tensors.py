@@ -278,6 +278,24 @@ class TestMixed:
     """Some stages on the CPU: what they compute follows the forward; what it asks for on the host
     in so many words stays there."""
 
+    @pytest.mark.parametrize("schedule", ["1f1b", "uncut"])
+    def test_glue_on_a_stage_on_the_cpu_follows(self, schedule):
+        """Arithmetic and views on the way, and a layer of the accelerator behind them."""
+
+        def forward(s, x):
+            with B(0):
+                h = s.a(x)
+            with B(1):
+                p = (h * 2).view_as(h)[:]
+            with B(0):
+                return s.b(p) + h
+
+        net = Scripted(forward)
+        plain = copy.deepcopy(net)
+        expected = plain_step(plain, (X,), {}, None, square, 3)
+        piped, loss = ran(net, X, devices=[stages(1)[0], "cpu"], schedule=schedule)
+        same(piped, plain, (loss, expected))
+
     def test_what_a_stage_on_the_cpu_computes_follows(self):
         """Also where its own device was asked for."""
 

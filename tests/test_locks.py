@@ -4,7 +4,7 @@ import copy
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -124,9 +124,8 @@ def traced(trace: Callable[..., Any], function: Callable[[], Any]) -> None:
         threading.settrace(None)  # type: ignore[arg-type]
 
 
-def raising_at(place: tuple[str, str]) -> Callable[..., Any]:
+def raising_at(place: tuple[str, str], once: Iterator[bool]) -> Callable[..., Any]:
     """A trace function that raises where this function is called for the first time."""
-    once = iter([True])
 
     def trace(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
@@ -175,10 +174,12 @@ def test_after_a_failure_anywhere_the_next_step_runs():
                 continue
             tried.add(place)
             lanes.close_idle_threads()
+            once = iter([True])
             try:
-                traced(raising_at(place), step)
+                traced(raising_at(place, once), step)
             except InjectedError:
                 raised += 1
+            next(once, None)  # threads that wait for work go on being traced
             try:
                 assert_nothing_stays()
                 in_time(step)

@@ -20,7 +20,7 @@ from blockpipe.errors import CrossingError
 
 from .alike import DEVICE, SCHEDULES, Scripted, check_alike, ran, same, square
 from .devices import stages
-from .parity import plain_step
+from .parity import difference, plain_step
 
 B = bp.Block
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
@@ -312,7 +312,7 @@ def test_it_is_known_that_it_runs_again():
 
     pipe = bp.Pipeline(Scripted(forward), devices=stages(3), chunks=2, schedule="sequential")
     pipe.forward_backward(X, loss_fn=square)
-    assert seen[1:] == [(False, 0, 1), (True, 0, 1), (False, 1, 1), (True, 1, 1)]
+    assert seen == [(False, 0, 1), (True, 0, 1), (False, 1, 1), (True, 1, 1)]
 
 
 def test_the_models_batch_norm_counts_once_where_it_is_deferred():
@@ -439,3 +439,46 @@ def test_reentrant_around_stages_is_refused():
 
     with pytest.raises(CrossingError, match="use_reentrant=False"):
         bp.record(Scripted(forward), X)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "1f1b", "gpipe"])
+def test_an_offloaded_checkpoint_runs_again_with_what_was_written(schedule, monkeypatch):
+    """torch saves what a checkpoint is given by hooks; a write on another stage is in it."""
+    monkeypatch.setattr("blockpipe.offload.SMALLEST", 0)
+    monkeypatch.setattr("blockpipe.offload.on_cpu_too", True)
+
+    def forward(s, x):
+        with B(0):
+            y = s.a(x)
+        with B(1):
+            y[:, :3] = 0.5
+            y = again(lambda t: s.b(t).tanh(), y)
+        with B(2):
+            return s.c(y.cumsum(1))
+
+    net = Scripted(forward)
+    plain = copy.deepcopy(net)
+    expected = plain_step(plain, (X,), {}, None, square, 2)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=2, schedule=schedule, offload=True)
+    for _ in range(2):
+        net.zero_grad()
+        loss = pipe.forward_backward(X, loss_fn=square).loss
+    assert difference(net, plain, loss, expected).same
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "uncut"])
+@pytest.mark.parametrize("through", ["a module", "its weight"])
+def test_a_reentrant_checkpoint_of_another_stages_parameter_is_refused(schedule, through):
+    """It runs again where nobody could hand it a copy: said when it is recorded."""
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            body = s.a if through == "a module" else (lambda t: t @ s.a.weight)
+            h = checkpoint(lambda t: body(t).tanh(), h, use_reentrant=True)
+            return s.c(s.b(h))
+
+    pipe = bp.Pipeline(Scripted(forward), devices=stages(2), chunks=2, schedule=schedule)
+    with pytest.raises(CrossingError, match=r"'a\.weight' of stage 0 .*use_reentrant=False"):
+        pipe.forward_backward(X, loss_fn=square)

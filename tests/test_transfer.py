@@ -329,3 +329,88 @@ def test_what_is_lent_is_settled_once():
     lent.settle("a")
     assert not lent
     source.mul_(2)  # a race, unless it was waited for
+
+
+class Revisits(nn.Module):
+    """Reads on a later hop what an earlier hop of the same device was sent."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.a, self.b, self.way = nn.Linear(8, 8), nn.Linear(8, 8), way
+
+    def forward(self, x, extra):
+        first, second, third = self.way
+        with bp.Block(stage=first):
+            h = self.a(x)
+        with bp.Block(stage=second):
+            y = self.b(h) + extra
+        with bp.Block(stage=third):
+            y = y * extra
+        with bp.Block(stage=first):
+            return y + extra + h
+
+
+@pytest.mark.parametrize("way", [(0, 1, 0), (0, 1, 2), (0, 1, 1)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential", "interleaved", "uncut"])
+@pytest.mark.parametrize("at", [0, 3])
+def test_what_was_sent_is_there_until_it_was_read_for_the_last_time(way, schedule, at):
+    """Without gradients nobody but the forward keeps it; inputs may come from anywhere."""
+    net = Revisits(way)
+    x, extra = torch.randn(8, 8), torch.randn(8, 8)
+    with torch.no_grad():
+        expected = net(x, extra)
+    count = max(way) + 1
+    for devices in (stages(count), stages(count)[::-1]):
+        pipe = bp.Pipeline(copy.deepcopy(net), devices=devices, chunks=4, schedule=schedule)
+        there = stages(4)[at]
+        for _ in range(3):
+            with torch.no_grad():
+                assert_close(pipe(x.to(there), extra), expected)
+            with torch.inference_mode():
+                assert_close(pipe(x, extra.to(there)), expected)
+
+
+@pytest.mark.parametrize("what", ["input", "target"])
+@pytest.mark.parametrize("drops", [False, True])
+def test_one_device_and_a_batch_on_another(what, drops):
+    """A step in one thread lets the caller have its tensors when they were copied, too."""
+    net = chain(2)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(1) * 2, chunks=2)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    for _ in range(3):
+        given = (x if what == "input" else y).to(stages(4)[3], copy=True)
+        args, target = ((given,), y) if what == "input" else ((x,), given)
+        pipe.forward_backward(*args, target=target, loss_fn=F.mse_loss)
+        if not drops:
+            given.fill_(torch.nan)
+        del given, args, target
+        plain_step(plain, (x,), {}, y, F.mse_loss, 2)
+    assert_equal_gradients(net, plain)
+
+
+@pytest.mark.parametrize("model_at", [None, 0, 3])
+@pytest.mark.parametrize("batch_at", [None, 0, 1])
+def test_a_recording_that_runs_for_real_takes_its_batch_from_anywhere(model_at, batch_at):
+    """As one on fake tensors does."""
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            with bp.Block(stage=0):
+                h = self.a(x)
+            with bp.Block(stage=1):
+                return self.b(h) * (1 + h.detach().mean().item())
+
+    net, x = Reads(), torch.randn(8, 8)
+    plain = copy.deepcopy(net)
+    where = [None if at is None else stages(4)[at] for at in (model_at, batch_at)]
+    pipe = bp.Pipeline(net.to(where[0] or "cpu"), devices=stages(2), chunks=2)
+    for _ in range(2):
+        pipe.forward_backward(x.to(where[1] or "cpu"), loss_fn=lambda out: out.square().mean())
+        plain_step(plain, (x,), {}, None, lambda out: out.square().mean(), 2)
+    assert pipe.recording.why_real
+    assert_equal_gradients(net, plain)
