@@ -28,9 +28,9 @@ pytestmark = [
     pytest.mark.skipif(not COUNT, reason="needs a CUDA device, or --simulated"),
 ]
 two = pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices, or --simulated")
-SIZE = 64 if is_simulated() else 256  # tokens and features where activations are most of the memory
 graphs = pytest.mark.cpu("CUDA's graphs")
 sleep = pytest.mark.cpu("CUDA's sleep")
+peaks = pytest.mark.cpu("how far the host is ahead, and so a peak, is a matter of timing there")
 
 
 def on(*places: int | str) -> list[str]:
@@ -250,13 +250,14 @@ def test_offload_keeps_the_numbers(schedule, checkpoint, steps, monkeypatch):
         torch.testing.assert_close(p.grad, q.grad)
 
 
+@peaks
 def test_offload_frees_device_memory():
     """Activations of the micro-batches that are away are not on the device."""
-    x = torch.randn(64, SIZE, SIZE)
+    x = torch.randn(64, 256, 256)
     peaks = []
     for offload in (False, True):
         pipe, _ = stepped(
-            noisy(SIZE), x, on(0, "cpu", "cpu", "cpu"), schedule="gpipe", offload=offload
+            noisy(256), x, on(0, "cpu", "cpu", "cpu"), schedule="gpipe", offload=offload
         )
         with pipe.measured_memory() as report:
             pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
@@ -265,12 +266,13 @@ def test_offload_frees_device_memory():
     assert peaks[1] < 0.6 * peaks[0]
 
 
+@peaks
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_predicted_memory_beside_the_allocators(mode):
     """Within 15 %, where activations are most of it."""
-    x = torch.randn(64, SIZE, SIZE)
+    x = torch.randn(64, 256, 256)
     devices = on(0, "cpu", "cpu", "cpu")
-    pipe, _ = stepped(noisy(SIZE), x, devices, schedule="1f1b", checkpoint=mode)
+    pipe, _ = stepped(noisy(256), x, devices, schedule="1f1b", checkpoint=mode)
     with pipe.measured_memory() as report:
         pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
     stage = report.stages[0]
