@@ -683,7 +683,6 @@ class Journey:
             self._lent.settle_all()
             for hop in self._taken.hops():
                 self._return(hop, None if hop in late else self._left.get(hop))
-            self.settle()
 
     def _is_read_later(self, hop: int) -> bool:
         """Whether what was sent to a hop may be read after the journey has left it: by a later hop
