@@ -13,7 +13,7 @@ import blockpipe as bp
 from blockpipe.microbatch import split, weights_of
 from blockpipe.tree import map_tensors, tensors
 
-from .devices import host, is_simulated, stages
+from .devices import assert_close, host, is_simulated, stages
 
 LossFn = Callable[..., Tensor]
 
@@ -98,6 +98,12 @@ def difference(a: nn.Module, b: nn.Module, loss_a: Tensor, loss_b: Tensor) -> Di
             buffers = max(buffers, float((p.double() - q.double()).abs().max()))
     apart = abs(float(loss_a - loss_b)) / max(1.0, abs(float(loss_b)))
     return Difference(apart, worst, buffers, exact)
+
+
+def assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
+    """Of two copies of a model, wherever each of them is; to rounding."""
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert_close(p.grad, q.grad)
 
 
 def without_randomness(model: nn.Module) -> nn.Module:

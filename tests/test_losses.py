@@ -14,6 +14,7 @@ from blockpipe.losses import own_or_mean_square
 from blockpipe.scheduler import SCHEDULES
 
 from .devices import assert_close, equal, stages
+from .parity import assert_same_gradients
 
 IGNORED = -100
 # Micro-batches of two rows: five labels count, none in the first.
@@ -49,11 +50,6 @@ def masked_mean(output, target):
     counts = (target != IGNORED).float()
     each = F.cross_entropy(logits, target.clamp(min=0), reduction="none")
     return (each * counts).sum() / counts.sum()
-
-
-def assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        assert_close(p.grad, q.grad)
 
 
 def piped(net, reduction, **options):
