@@ -3,6 +3,7 @@
 import statistics
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,29 @@ from blockpipe import measuring
 from blockpipe.cuts import why_closed
 from blockpipe.errors import UsageError
 from blockpipe.measuring import PieceTimes, _corrected, _in_a_crowd, measured
+from blockpipe.stopwatch import Stopwatch
+
+
+class Clock:
+    """Seconds that pass where a test says so; of real ones only a thousandth, so that the
+    machine's other work is no matter."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds + time.perf_counter() / 1000
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def _on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "Stopwatch", partial(Stopwatch, clock=CLOCK))
 
 
 class _Slow(torch.autograd.Function):
@@ -21,12 +45,12 @@ class _Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, forward, backward):
         ctx.backward_seconds = backward
-        time.sleep(forward)
+        CLOCK.sleep(forward)
         return x + 0
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(ctx.backward_seconds)
+        CLOCK.sleep(ctx.backward_seconds)
         return gradient, None, None
 
 
@@ -61,17 +85,11 @@ class Crossed(nn.Module):
 
 
 def test_each_piece_has_its_own_time() -> None:
-    """At the least: sleeping takes no less than was asked for; and the sum is a step's time."""
+    """And the sum is a step's time."""
     times = _measured(Crossed(), torch.ones(2, 4))
-    slept = ([0.01, 0.03, 0.0, 0.01], [0.03, 0.01, 0.05, 0.03])
-    for found, least in zip((times.forward, times.backward), slept, strict=True):
-        for seconds, asked in zip(found, least, strict=True):
-            assert (
-                seconds >= 0.6 * asked
-            )  # scaled to a step without stamps, which has its own noise
-    order = sorted(range(4), key=times.backward.__getitem__)
-    assert (order[0], order[-1]) == (1, 2)
-    assert sum(times.forward) + sum(times.backward) == pytest.approx(times.step)
+    assert times.forward == pytest.approx([0.01, 0.03, 0.0, 0.01], abs=1e-3)
+    assert times.backward == pytest.approx([0.03, 0.01, 0.05, 0.03], abs=1e-3)
+    assert times.step == pytest.approx(0.17, abs=1e-3)
 
 
 def test_a_disturbed_piece_takes_nothing_from_the_others() -> None:
@@ -97,7 +115,7 @@ def test_looking_at_the_graph_is_no_stamps_cost(monkeypatch: pytest.MonkeyPatch)
     """It is between forward and backward, and small pieces were left with nothing for it."""
 
     def slowly(roots: list[Tensor]) -> list[object]:
-        time.sleep(0.05)
+        CLOCK.sleep(0.05)
         return list(nodes(roots))
 
     nodes = measuring._nodes

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -201,9 +202,12 @@ class _Shared:
 
 
 class _Writes(nn.Linear):
+    """Long after the stage before has read for the next micro-batch: a race that is always lost."""
+
     shared: _Shared
 
     def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05)
         self.shared.value = float(x.detach().abs().max())
         return super().forward(x)
 
