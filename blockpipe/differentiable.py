@@ -11,7 +11,6 @@ them is a CPU tensor, so the engine runs ``_Launch`` in the thread that called `
 on a device's autograd thread it would wait for work that this very thread has to do.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from torch import Tensor
 from .ambient import ours
 from .errors import UsageError
 from .execution import Execution
-from .microbatch import Joint
+from .joining import Joint
+from .microbatch import InputPlace
 from .transfer import edge_of
 from .tree import leaves, map_leaves
 
@@ -32,13 +32,11 @@ class _Backward:
         self,
         execution: Execution,
         joints: list[Joint],
-        inputs: list[tuple[int, Tensor]],
-        batch_dim: Callable[[int], int | None],
+        inputs: list[tuple[Tensor, InputPlace]],
     ) -> None:
         self.execution: Execution | None = execution
         self.joints = joints
         self.inputs = inputs
-        self.batch_dim = batch_dim
         self.gradients: dict[tuple[int, int | None], Tensor] = {}
 
     def run(self) -> list[Tensor | None]:
@@ -50,23 +48,26 @@ class _Backward:
             )
         for (leaf, part), gradient in self.gradients.items():
             joint = self.joints[leaf]
-            pieces = joint.gradients(gradient) if part is None else None
-            for m, journey in execution.journeys.items():
-                piece = gradient if part == m else pieces[m] if pieces is not None else None
+            pieces = (
+                joint.gradients(gradient)
+                if part is None
+                else [gradient if i == part else None for i in range(len(joint.places))]
+            )
+            for (m, at), piece in zip(joint.places, pieces, strict=True):
                 result = execution.results[m]
                 assert result is not None
-                place = result.edges[leaf]
+                place = result.edges[at]
                 if piece is not None and place is not None:
                     hop, edge = place
                     stage = execution.prepared.route[hop]
-                    on_host = result.on_host[leaf]
+                    on_host = result.on_host[at]
                     sent = execution.step.send(piece, stage, back=True, on_host=on_host)
                     execution.step.lent.add(None, sent)
-                    journey.add_sent_root(hop, edge, sent)
+                    execution.journeys[m].add_sent_root(hop, edge, sent)
         self.gradients.clear()
         self.joints = []
         execution.run_backward()
-        return input_gradients(execution, self.inputs, self.batch_dim)
+        return input_gradients(execution, self.inputs)
 
 
 class _Launch(torch.autograd.Function):
@@ -118,8 +119,7 @@ def attach(
     output: Any,
     joints: list[Joint],
     execution: Execution,
-    inputs: list[tuple[int, Tensor]],
-    batch_dim: Callable[[int], int | None],
+    inputs: list[tuple[Tensor, InputPlace]],
 ) -> Any:
     """The joined output, with a gradient path back through the pipeline.
 
@@ -127,21 +127,21 @@ def attach(
         output: as joined, cut off.
         joints: how each leaf was joined.
         execution: the step whose forwards have run.
-        inputs: (position among the leaves, tensor) of the inputs that need grad.
-        batch_dim: from a position to the dim it was split on, or ``None`` if it went whole.
+        inputs: those that need grad, and where they went.
     """
-    way_back = _Backward(execution, joints, inputs, batch_dim)
+    way_back = _Backward(execution, joints, inputs)
     places: list[tuple[int, int | None]] = []
     for leaf, joint in enumerate(joints):
-        edges = [r.edges[leaf] for r in execution.results if r is not None]
+        found = [(execution.results[m], at) for m, at in joint.places]
+        edges = [result.edges[at] for result, at in found if result is not None]
         if joint.how == "list":
-            places += [(leaf, m) for m, edge in enumerate(edges) if edge is not None]
+            places += [(leaf, i) for i, edge in enumerate(edges) if edge is not None]
         elif any(edge is not None for edge in edges):
             places.append((leaf, None))
     if not places:
         return output
     token = torch.zeros((), device="cpu", requires_grad=True)
-    phony = _Launch.apply(way_back, token, *(t for _, t in inputs))
+    phony = _Launch.apply(way_back, token, *(t for t, _ in inputs))
     flat: dict[int, Any] = dict(enumerate(_leaves_by_joint(output, joints)))
     values = [flat[leaf] if part is None else flat[leaf][part] for leaf, part in places]
     attached = _Gather.apply(way_back, places, phony, *values)
@@ -177,30 +177,29 @@ def _with_joints(output: Any, joints: list[Joint], new: Any) -> Any:
 
 
 def input_gradients(
-    execution: Execution,
-    inputs: list[tuple[int, Tensor]],
-    batch_dim: Callable[[int], int | None],
+    execution: Execution, inputs: list[tuple[Tensor, InputPlace]]
 ) -> list[Tensor | None]:
     """The gradients of the inputs: micro-batches' put together, or summed where they went whole."""
     result: list[Tensor | None] = []
-    for position, tensor in inputs:
-        parts = [j.input_gradients.get(position) for _, j in sorted(execution.journeys.items())]
+    for tensor, place in inputs:
+        parts = [
+            execution.journeys[m].input_gradients.get(leaf) for m, leaf in place.leaves.items()
+        ]
         parts = [p if p is None else p.to(tensor.device) for p in parts]
-        dim = batch_dim(position)
         if all(part is None for part in parts):
             result.append(None)
-        elif dim is None or len(parts) == 1:
+        elif place.dim is None:
             given = [part for part in parts if part is not None]
             result.append(sum(given[1:], given[0]))
         else:
-            pieces = tensor.detach().split([b.size for b in execution.microbatches], dim)
+            pieces = tensor.detach().split([b.size for b in execution.microbatches], place.dim)
             result.append(
                 torch.cat(
                     [
                         torch.zeros_like(piece) if part is None else part
                         for part, piece in zip(parts, pieces, strict=True)
                     ],
-                    dim,
+                    place.dim,
                 )
             )
     return result

@@ -134,9 +134,8 @@ class Execution:
         self._split: set[tuple[int, int]] = set()
         self._turns: Turns | None = None
         self._roots: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
-        first = microbatches[0]
         self.inputs_need_grad = differentiable and any(
-            t.requires_grad for t in tensors((first.args, first.kwargs))
+            t.requires_grad for m in microbatches for t in tensors((m.args, m.kwargs))
         )
 
     def _why_so(self, *, is_cold: bool) -> str:

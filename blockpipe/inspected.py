@@ -3,7 +3,8 @@
 Nothing here runs a step: what is asked before the first call records, and places nothing.
 """
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from .errors import ScheduleError, UsageError
 from .explain import explain
 from .memory import MemoryReport, measured, predict
-from .microbatch import BatchDims, Microbatch, split
+from .microbatch import BatchDims, Microbatch, dims_of_call, split
 from .placed import PlacedModel
 from .prepared import Prepared
 from .recording import Recording
@@ -45,7 +46,14 @@ class InspectedModel(PlacedModel):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> list[Microbatch]:
         cut = self.schedule != "uncut"
-        return split(args, kwargs, target, self.chunks, self.batch_dims, cut=cut)
+        return split(args, kwargs, target, self.chunks, self._dims(args, kwargs), cut=cut)
+
+    def _dims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchDims:
+        """``batch_dims`` as these arguments are passed."""
+        if not isinstance(self.batch_dims, Mapping):
+            return self.batch_dims
+        parameters = inspect.signature(self.module.forward).parameters
+        return dims_of_call(self.batch_dims, parameters, args, kwargs)
 
     @contextmanager
     def _as_if(self, **options: Any) -> Iterator[None]:

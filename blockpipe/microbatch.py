@@ -1,13 +1,15 @@
-"""A batch into micro-batches, and their results into one.
+"""A batch into micro-batches.
 
 ``torch.chunk`` on everything would drop or misalign rows where sizes differ (torchgpipe zips its
 chunk lists and loses some). Here one size is *the batch's*, and a tensor either has it or is no
-part of the batch.
+part of the batch. What could be meant in two ways is refused: a list of samples looks like a list
+of tensors that each have the batch's size.
 """
 
+import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,10 +17,10 @@ import torch
 from torch import Tensor
 
 from .errors import MicrobatchError
-from .transfer import carry, is_asynchronous
-from .tree import leaves, map_leaves, map_tensors, tensors
+from .tree import leaves, map_tensors, tensors
 
-BatchDims = int | Mapping[int | str, int | None] | None
+BatchDim = int | Literal["list"] | None
+BatchDims = int | Mapping[int | str, BatchDim] | None
 LossReduction = str | Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
@@ -50,12 +52,14 @@ def split(
         chunks: how many micro-batches are wanted. A batch of fewer samples gives fewer.
         dims: ``None``: every tensor whose dim 0 has the batch's size (that of the first tensor)
             is split there. A number: the same on that dim. A mapping from an argument's position
-            or name (and ``"target"``) to its dim, or to ``None`` for "goes whole"; what it does
-            not name is treated as by ``None``.
+            or name (and ``"target"``) to its dim, to ``"list"`` for a list or tuple that has one
+            element a sample, or to ``None`` for "goes whole"; what it does not name is treated as
+            by ``None``.
         cut: the pieces are leaves of their own; otherwise autograd sees the split.
 
     Raises:
-        MicrobatchError: an empty batch, or tensors that do not fit together.
+        MicrobatchError: an empty batch, tensors that do not fit together, or a list that may hold
+            samples and is not named in ``dims``.
 
     Example:
         >>> [m.size for m in split((torch.zeros(5, 2),), {}, None, 3)]
@@ -75,6 +79,9 @@ def split(
         return [Microbatch(args, kwargs, target, 1)]
     if size == 0:
         raise MicrobatchError("a batch has at least one sample, but the first tensor has 0 rows")
+    for name, value in [*named, ("target", target)]:
+        if not (isinstance(dims, Mapping) and name in dims):
+            _check_for_samples(name, value, size, _dim_of(name, dims))
     _check_target(target, size, _dim_of("target", dims))
     count = min(chunks, size)
     bounds = [size // count + (i < size % count) for i in range(count)]
@@ -83,6 +90,11 @@ def split(
         dim = _dim_of(name, dims)
         if dim is _WHOLE:
             return [value] * count
+        if dim == "list":
+            _check_list(name, value, size)
+            ends = itertools.accumulate(bounds)
+            own = map_tensors(_own_leaf, value) if cut else value
+            return [own[end - n : end] for end, n in zip(ends, bounds, strict=True)]
         if isinstance(dims, int) or (isinstance(dims, Mapping) and name in dims):
             _check_named(name, value, dim, size)
         if isinstance(value, Tensor):  # the common case, and this is on every step's way
@@ -115,6 +127,33 @@ def split(
     return list(itertools.starmap(Microbatch, rows))
 
 
+def dims_of_call(
+    dims: BatchDims, parameters: Mapping[str, inspect.Parameter], args: Sequence[Any], given: Any
+) -> BatchDims:
+    """``batch_dims`` for one call: an argument has its dim by position or by name, however it is
+    passed, and a parameter that this call leaves out is no mistake.
+
+    Args:
+        dims: as the user gave it.
+        parameters: of the model's forward, in order.
+        args: positional arguments of the call.
+        given: names of the keyword arguments.
+    """
+    if not isinstance(dims, Mapping):
+        return dims
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, p in parameters.items() if p.kind in by_position]
+    found: dict[int | str, BatchDim] = {}
+    for name, dim in dims.items():
+        position = names.index(name) if name in names else name
+        passed_as = position if isinstance(position, int) and position < len(args) else name
+        if isinstance(name, int) and len(args) <= name < len(names):
+            passed_as = names[name]
+        if passed_as in given or passed_as not in parameters:
+            found[passed_as] = dim
+    return found
+
+
 def _check_named(name: int | str, value: Any, dim: int, size: int) -> None:
     """A dim that was asked for is there, and has the batch's size."""
     for tensor in tensors(value):
@@ -132,10 +171,13 @@ def _pieces(tensor: Tensor, bounds: list[int], dim: int, cut: bool) -> list[Tens
     if not cut:
         starts = [0, *itertools.accumulate(bounds)]
         return [tensor.narrow(dim, at, n) for at, n in zip(starts, bounds, strict=False)]
-    pieces = [piece.detach() for piece in tensor.detach().split(bounds, dim)]
-    if tensor.requires_grad and torch.is_grad_enabled():
-        pieces = [piece.requires_grad_() for piece in pieces]
-    return pieces
+    return [_own_leaf(piece, tensor.requires_grad) for piece in tensor.detach().split(bounds, dim)]
+
+
+def _own_leaf(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
+    needs = tensor.requires_grad if requires_grad is None else requires_grad
+    leaf = tensor.detach()
+    return leaf.requires_grad_() if needs and torch.is_grad_enabled() else leaf
 
 
 _WHOLE: Any = object()
@@ -155,6 +197,11 @@ def _batch_size(named: list[tuple[Any, Any]], dims: BatchDims) -> int | None:
         dim = _dim_of(name, dims)
         if dim is _WHOLE:
             continue
+        if dim == "list":
+            _check_list(name, value)
+            return len(value)
+        if not (isinstance(dims, Mapping) and name in dims):
+            _check_for_samples(name, value, None, dim)
         for tensor in tensors(value):
             if tensor.dim() > dim:
                 return int(tensor.shape[dim])
@@ -163,8 +210,80 @@ def _batch_size(named: list[tuple[Any, Any]], dims: BatchDims) -> int | None:
     return None
 
 
+def _check_list(name: int | str, value: Any, size: int | None = None) -> None:
+    """A list of samples that was asked for is there, and has the batch's size."""
+    if not isinstance(value, list | tuple):
+        raise MicrobatchError(
+            f"batch_dims splits argument {name!r} by elements, but {type(value).__name__} came; "
+            "pass a list or tuple with one element a sample, or name a dim instead"
+        )
+    if size is not None and len(value) != size:
+        raise MicrobatchError(
+            f"batch_dims splits argument {name!r} by elements, but it has {len(value)} of them "
+            f"where the batch has {size} samples; pass one element a sample"
+        )
+
+
+def _check_for_samples(name: int | str, value: Any, size: int | None, dim: Any) -> None:
+    """Refuse a list of samples that nobody said is one: each of them would be split, or all go to
+    every micro-batch. ``size`` is ``None`` where the batch's would be taken from this argument."""
+    if isinstance(value, Tensor):
+        return
+    for found in _sequences(value):
+        of_tensors = _alike(found)
+        fit = all(t.dim() > dim and t.shape[dim] == size for t in tensors(found))
+        if size is None:
+            is_doubtful = of_tensors
+        else:
+            is_doubtful = len(found) == size and (_of_texts(found) or (of_tensors and not fit))
+        if is_doubtful:
+            where = f"argument {name!r}" if name != "target" else "the target"
+            if found is not value:
+                where += f" has a {type(found).__name__} inside that"
+            raise MicrobatchError(
+                f"{where} may be a list of {len(found)} samples, or hold tensors that have all "
+                f"samples each; say which by batch_dims={{{name!r}: 'list'}} (one element a "
+                f"sample), {{{name!r}: 0}} (each tensor is split on dim 0) or {{{name!r}: None}} "
+                "(every micro-batch gets the whole)"
+            )
+    for leaf in leaves(value):
+        shape = getattr(leaf, "shape", None)
+        is_array = hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)
+        if size is not None and is_array and isinstance(shape, tuple) and shape[:1] == (size,):
+            raise MicrobatchError(
+                f"argument {name!r} has a {type(leaf).__name__} with the batch's {size} rows, but "
+                "only tensors are split; pass torch.as_tensor(…) of it, or "
+                f"batch_dims={{{name!r}: None}} to give every micro-batch the whole"
+            )
+
+
+def _sequences(value: Any) -> Iterator[list[Any] | tuple[Any, ...]]:
+    """Lists and plain tuples in a nested value, from outside in; a named tuple is a record."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _sequences(item)
+    elif type(value) in (list, tuple):
+        yield value
+        for item in value:
+            yield from _sequences(item)
+
+
+def _alike(sequence: Sequence[Any]) -> bool:
+    """Whether these look like one sample each, not like the parts of one record."""
+    if len(sequence) < 2 or len({type(item) for item in sequence}) > 1:
+        return False
+    if isinstance(sequence[0], Tensor):
+        kinds = {(item.dtype, item.dim()) for item in sequence}
+        return len(kinds) == 1 and sequence[0].dim() > 0
+    return all(any(True for _ in tensors(item)) for item in sequence)
+
+
+def _of_texts(sequence: Sequence[Any]) -> bool:
+    return len(sequence) > 1 and all(isinstance(item, str | bytes) for item in sequence)
+
+
 def _check_target(target: Any, size: int, dim: Any) -> None:
-    if dim is _WHOLE:
+    if dim is _WHOLE or dim == "list":
         return
     for tensor in tensors(target):
         if tensor.dim() > dim and tensor.shape[dim] != size:
@@ -206,127 +325,53 @@ def weights_of(microbatches: Sequence[Microbatch], reduction: LossReduction) -> 
     return [count / total for count in counts]
 
 
-def join(
-    results: Sequence[Any],
-    sizes: Sequence[int],
-    weights: Sequence[float],
-    device: torch.device | None,
-    dim: int = 0,
-    on_host: Sequence[bool] = (),
-) -> tuple[Any, list["Joint"]]:
-    """One result out of the micro-batches', on a device.
-
-    A tensor with a micro-batch's size on ``dim`` is concatenated; a 0-d floating-point tensor is
-    summed by weight; one that is the same tensor for all (a weight) is kept, and so are a mask or
-    positions, and what is no tensor, if all agree; anything else becomes a list, one entry a
-    micro-batch. What is marked as ``on_host``, leaf by leaf, is left where it is.
-
-    Returns:
-        The result, and for each of its leaves how it was joined.
-
-    Raises:
-        MicrobatchError: the results have different structures.
-
-    Example:
-        >>> join([torch.zeros(2, 3), torch.zeros(1, 3)], [2, 1], [2 / 3, 1 / 3], None)[0].shape
-        torch.Size([3, 3])
-    """
-    columns = [list(leaves(result)) for result in results]
-    if len({len(column) for column in columns}) > 1:
-        raise MicrobatchError(
-            f"micro-batches give results of one structure, but they have "
-            f"{[len(c) for c in columns]} members; return the same members each time"
-        )
-    joints = [
-        Joint.of([column[i] for column in columns], sizes, weights, dim)
-        for i in range(len(columns[0]))
-    ]
-    devices = [None if stays else device for stays in on_host or [False] * len(joints)]
-    values = iter([joint.value(to) for joint, to in zip(joints, devices, strict=True)])
-    return map_leaves(lambda _: next(values), results[0]), joints
-
-
 @dataclass
-class Joint:
-    """How one leaf of the micro-batches' results becomes one: values forward, gradients back."""
+class InputPlace:
+    """Where one of the batch's tensors is in the micro-batches' arguments.
 
-    how: Literal["cat", "sum", "same", "list"]
-    parts: list[Any]
-    sizes: Sequence[int]
-    weights: Sequence[float]
-    dim: int
+    Attributes:
+        dim: on which it was split; ``None``: it went whole.
+        leaves: by micro-batch, which leaf of the arguments it is, or has its piece.
+    """
 
-    @classmethod
-    def of(
-        cls, parts: list[Any], sizes: Sequence[int], weights: Sequence[float], dim: int
-    ) -> "Joint":
-        """Choose how."""
-        first = parts[0]
-        how: Literal["cat", "sum", "same", "list"]
-        if not all(isinstance(part, Tensor) for part in parts):
-            how = "same" if all(_equal(part, first) for part in parts[1:]) else "list"
-        elif all(p.dim() > dim and p.shape[dim] == n for p, n in zip(parts, sizes, strict=True)):
-            how = "cat"
-        elif first.dim() == 0 and (first.is_floating_point() or first.is_complex()):
-            how = "sum"
-        elif first.is_floating_point() or first.is_complex() or first.dim() == 0:
-            # Not by their values, which may be alike in one step and differ in the next: then only
-            # one of them had its gradient.
-            how = "same" if all(_is_same_memory(p, first) for p in parts[1:]) else "list"
-        else:  # a mask, or positions
-            how = "same" if all(_same(p, first) for p in parts[1:]) else "list"
-        return cls(how, parts, sizes, weights, dim)
-
-    def value(self, device: torch.device | None) -> Any:
-        """The joined leaf."""
-        parts = self.parts
-        if device is not None:
-            parts = [p.to(device) if isinstance(p, Tensor) else p for p in parts]
-        if self.how == "list":
-            return list(parts)
-        if len(parts) == 1 or self.how == "same":
-            return parts[0]
-        if self.how == "cat":
-            return torch.cat(parts, self.dim)
-        # What has no weight counts for nothing, also where it is no number.
-        counted = [(p, w) for p, w in zip(parts, self.weights, strict=True) if w]
-        parts, weights = [p for p, _ in counted], [w for _, w in counted]
-        if is_asynchronous(parts[0].device):  # in few launches, and so in any order
-            factors = torch.tensor(weights, dtype=parts[0].dtype)
-            return torch.tensordot(carry(factors, parts[0].device), torch.stack(parts), 1)
-        weighted = torch._foreach_mul(parts, weights)  # each by its own, in one call
-        return sum(weighted[1:], weighted[0])
-
-    def gradients(self, gradient: Tensor) -> list[Tensor | None]:
-        """What each micro-batch's part gets of the joined leaf's gradient."""
-        if len(self.parts) == 1:
-            return [gradient]
-        if self.how == "cat":
-            return list(gradient.split(list(self.sizes), self.dim))
-        if self.how == "sum":
-            return [gradient * weight if weight else None for weight in self.weights]
-        return [gradient, *[None] * (len(self.parts) - 1)]
+    dim: int | None
+    leaves: dict[int, int]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a, b.to(a.device))
+def input_places(
+    args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int], dims: BatchDims
+) -> list[InputPlace]:
+    """For each leaf of a batch's arguments, in order: where it went.
 
-
-def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both are one tensor, a weight of the model's or an argument that goes whole."""
-    if a is b:
-        return True
-    if a.layout is not torch.strided or b.layout is not torch.strided:
-        return False
-    return (a.data_ptr(), a.device, a.dtype, a.shape, a.stride()) == (
-        *(b.data_ptr(), b.device, b.dtype, b.shape, b.stride()),
-    ) and a.numel() > 0
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except (RuntimeError, ValueError, TypeError):
-        return False
+    Args:
+        args: as given to :func:`split`.
+        kwargs: as given to :func:`split`.
+        sizes: of the micro-batches that it made.
+        dims: as given to :func:`split`.
+    """
+    size, count = sum(sizes), len(sizes)
+    reached = [0] * count  # leaves of each micro-batch's arguments so far
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    places = []
+    for name, value in named:
+        dim = _dim_of(name, dims)
+        if dim == "list":
+            owners = [m for m, n in enumerate(sizes) for _ in range(n)]
+            parts = [([m], item) for m, item in zip(owners, value, strict=True)]
+        else:
+            parts = [(list(range(count)), value)]
+        for members, part in parts:
+            for leaf in leaves(part):
+                is_split = (
+                    isinstance(leaf, Tensor)
+                    and len(members) > 1
+                    and dim is not _WHOLE
+                    and leaf.dim() > dim
+                    and leaf.shape[dim] == size
+                )
+                places.append(
+                    InputPlace(dim if is_split else None, {m: reached[m] for m in members})
+                )
+                for m in members:
+                    reached[m] += 1
+    return places

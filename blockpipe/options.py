@@ -80,10 +80,12 @@ def check_batch_dims(dims: object) -> None:
     """Raise :class:`MicrobatchError` for what names no dims."""
     values = list(dims.values()) if isinstance(dims, Mapping) else [dims]
     for value in values:
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        is_list = value == "list" and isinstance(dims, Mapping)
+        is_dim = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not is_list and not is_dim:
             raise MicrobatchError(
                 "batch_dims is None, a number, or a mapping from an argument's position or name "
-                f"to a number or None, but {dims!r} came"
+                f"to a number, 'list' or None, but {dims!r} came"
             )
 
 

@@ -32,8 +32,9 @@ from .profiling import Profile, collected
 from .schedule import Schedule
 from .stepping import SteppedModel
 from .timeline import Timeline
+from .verdict import check_tolerances, verify
 from .verification import Verification
-from .verifying import Verifier, check_tolerances, verify
+from .verifying import Verifier
 from .weights import Weights
 from .where import remembers_caller, users_line
 
@@ -227,6 +228,7 @@ class Pipeline(SteppedModel):
         rtol: float | None = None,
         atol: float = 0.0,
         device: Any = None,
+        whole: bool = True,
         **kwargs: Any,
     ) -> Verification:
         """Run a small batch pipelined and as a plain loop, and compare all that comes out.
@@ -234,7 +236,9 @@ class Pipeline(SteppedModel):
         Outputs, loss, gradients of parameters and inputs, buffers. Where they differ, both are run
         again with every module call watched, and the first module and stage where they part is
         named. The model, its gradients and buffers and the random generators are left as they
-        were; nothing is trained. Under ``no_grad`` the forward alone is compared.
+        were; nothing is trained. Under ``no_grad`` the forward alone is compared. Then outputs,
+        loss and gradients are compared with those of the whole batch in one forward, to rounding:
+        only that shows a wrong split or a wrong weighting.
 
         The schedule runs on its lanes even where operations are so small that a step would take one
         thread. With ``deferred_batch_norm`` the plain loop defers as well. Random numbers are drawn
@@ -253,6 +257,9 @@ class Pipeline(SteppedModel):
             device: where the plain run is: it needs room for the whole model. ``None``: the first
                 stage's. ``"stages"``: one uncut graph over the stages, for a model that fits no
                 device.
+            whole: also compare with the whole batch in one forward; where it does not fit, or
+                draws random numbers in evaluation mode too, a note says so. A model that draws, or
+                has batch norm, is put into evaluation mode for this.
             **kwargs: the model's keyword arguments.
 
         Returns:
@@ -275,7 +282,7 @@ class Pipeline(SteppedModel):
         check_loss(loss_fn, target)
         check_tolerances(rtol, atol)
         verifier = Verifier(self, args, kwargs, target, loss_fn, device)
-        return verify(verifier, rtol=rtol, atol=atol)
+        return verify(verifier, rtol=rtol, atol=atol, whole=whole)
 
     @remembers_caller
     def find_chunks(

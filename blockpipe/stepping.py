@@ -1,6 +1,6 @@
 """A placed model that runs steps: forwards and backwards over a batch, pipelined."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ from .execution import Execution
 from .free import FreeJourney
 from .glue import Glue
 from .inspected import InspectedModel
+from .joining import join, output_dim, weighted_sum
 from .losses import warn_of_some_without_a_number
-from .microbatch import Joint, LossReduction, Microbatch, join, weights_of
+from .microbatch import InputPlace, LossReduction, Microbatch, input_places, weights_of
 from .observer import Observer
 from .options import check_loss
 from .prepared import Prepared
@@ -103,7 +104,7 @@ class SteppedModel(InspectedModel):
             sizes = [m.size for m in microbatches]
             losses = [r.loss for r in results if r.loss is not None]
             is_there = losses[0].device == device
-            loss = Joint("sum", losses, sizes, weights, 0).value(None if is_there else device)
+            loss = weighted_sum(losses if is_there else [t.to(device) for t in losses], weights)
             # To look is to wait for an accelerator: there in the first step only, and never where
             # somebody counts what waits.
             may_look = prepared.steps == 1 or not is_asynchronous(device)
@@ -111,8 +112,9 @@ class SteppedModel(InspectedModel):
                 warn_of_some_without_a_number(losses)
             outputs = None
             if return_outputs:
-                values, on_host = [r.outputs for r in results], results[0].on_host
-                outputs, _ = join(values, sizes, weights, device, self._output_dim(), on_host)
+                values, on_host = [r.outputs for r in results], [r.on_host for r in results]
+                dim = output_dim(self.batch_dims, values, sizes)
+                outputs, _ = join(values, sizes, weights, device, dim, on_host)
         return StepResult(loss.reshape(()), outputs)
 
     @remembers_caller
@@ -133,10 +135,10 @@ class SteppedModel(InspectedModel):
         execution = self._execution(prepared, microbatches, weights, ambient, {"outputs"})
         execution.run_forward()
         found = [r for r in execution.results if r is not None]
-        results, on_host = [r.outputs for r in found], found[0].on_host
+        results, on_host = [r.outputs for r in found], [r.on_host for r in found]
         sizes = [m.size for m in microbatches]
         device = prepared.devices[prepared.route[-1]]
-        dim = self._output_dim()
+        dim = output_dim(self.batch_dims, results, sizes)
         output, joints = join(results, sizes, weights, device, dim, on_host)
         if problem is not None and any(joint.how == "sum" for joint in joints):
             raise UsageError(
@@ -147,8 +149,8 @@ class SteppedModel(InspectedModel):
             ) from problem
         if not cut or not execution.step.differentiable:
             return output
-        inputs, dim_of = self._inputs_that_need_grad(execution, args, kwargs)
-        return attach(output, joints, execution, inputs, dim_of)
+        inputs = self._inputs_that_need_grad(execution, args, kwargs)
+        return attach(output, joints, execution, inputs)
 
     @remembers_caller
     @as_ours
@@ -231,44 +233,27 @@ class SteppedModel(InspectedModel):
             observer=self._observer(prepared, microbatches),
         )
 
-    def _output_dim(self) -> int:
-        if isinstance(self.batch_dims, int):
-            return self.batch_dims
-        if isinstance(self.batch_dims, Mapping):
-            return self.batch_dims.get("output") or 0
-        return 0
-
     def _inputs_that_need_grad(
         self, execution: Execution, args: Any, kwargs: Any
-    ) -> tuple[list[tuple[int, Tensor]], Callable[[int], int | None]]:
+    ) -> list[tuple[Tensor, InputPlace]]:
         # A tensor that comes twice is there twice: each argument has micro-batches of its own.
-        inputs: list[tuple[int, Tensor]] = []
-        named = [*enumerate(args), *kwargs.items()]
-        names = [name for name, value in named for _ in leaves(value)]
-        for index, leaf in enumerate(leaves((args, kwargs))):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                inputs.append((index, leaf))
-        tensors_at = dict(inputs)
-        size = sum(m.size for m in execution.microbatches)
-        is_one = len(execution.microbatches) == 1
-        dims = self.batch_dims
-
-        def dim_of(index: int) -> int | None:
-            if is_one:
-                return None
-            dim = dims.get(names[index], 0) if isinstance(dims, Mapping) else dims or 0
-            tensor = tensors_at[index]
-            whole = dim is None or tensor.dim() <= dim or tensor.shape[dim] != size
-            return None if whole else dim
-
-        return inputs, dim_of
+        given = list(leaves((args, kwargs)))
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
+            return []
+        sizes = [m.size for m in execution.microbatches]
+        places = input_places(args, kwargs, sizes, self._dims(args, kwargs))
+        return [
+            (leaf, place)
+            for leaf, place in zip(given, places, strict=True)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
 
     def _give_input_gradients(self, execution: Execution, args: Any, kwargs: Any) -> None:
-        inputs, dim_of = self._inputs_that_need_grad(execution, args, kwargs)
+        inputs = self._inputs_that_need_grad(execution, args, kwargs)
         if not inputs:
             return
-        found = zip(inputs, input_gradients(execution, inputs, dim_of), strict=True)
-        given = [(tensor, gradient) for (_, tensor), gradient in found if gradient is not None]
+        found = zip(inputs, input_gradients(execution, inputs), strict=True)
+        given = [(tensor, gradient) for (tensor, _), gradient in found if gradient is not None]
         if given:
             torch.autograd.backward([t for t, _ in given], [g for _, g in given])
 

@@ -29,7 +29,7 @@ class Untouched:
     def __init__(self, modules: Sequence[nn.Module], sources: Sequence[Source]) -> None:
         self._states = [ModelState(module, values=True) for module in modules]
         host = ["random", *(["numpy"] if "numpy" in sys.modules else [])]
-        self._sources: list[Source] = [*dict.fromkeys([*sources, *host])]
+        self.sources: list[Source] = [*dict.fromkeys([*sources, *host])]
         parameters = {id(p): p for module in modules for p in module.parameters()}.values()
         self._gradients = [(p, p.grad) for p in parameters]
         # On the host: beside a model that nearly fills its devices there is no room for another.
@@ -46,7 +46,7 @@ class Untouched:
     def run(self) -> Iterator[None]:
         """A run that begins without gradients; all is as it was at its end, failed or not."""
         steppers = [dict(hooks) for hooks in self._steppers]
-        with kept(self._sources):
+        with kept(self.sources):
             try:
                 for hooks in self._steppers:
                     hooks.clear()  # an optimizer's step in the backward

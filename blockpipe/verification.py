@@ -36,6 +36,42 @@ class Difference:
     relative: float
 
 
+@dataclass
+class WholeBatch:
+    """How a pipelined step compares with the whole batch in one forward.
+
+    Attributes:
+        differences: of outputs, loss and gradients.
+        rtol: the tolerance, relative; a sum over micro-batches rounds in another order.
+        cause: what to look at first, where they are further apart.
+        notes: what else there is to know.
+    """
+
+    differences: list[Difference]
+    rtol: float
+    cause: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is within the tolerance."""
+        return all(found.verdict != "different" for found in self.differences)
+
+    def __str__(self) -> str:
+        worst = max(self.differences, key=_badness, default=None)
+        if worst is None:
+            return "nothing to compare"
+        if self.ok:
+            return f"agrees (worst: {worst.kind}, {worst.relative:.1e}; rtol={self.rtol:.0e})"
+        bad: dict[str, Difference] = {}
+        for found in self.differences:
+            known = bad.get(found.kind)
+            if found.verdict == "different" and (known is None or known.relative < found.relative):
+                bad[found.kind] = found
+        apart = ", ".join(f"{kind} {found.relative:.1e}" for kind, found in bad.items())
+        return f"{apart} apart (rtol={self.rtol:.0e}): check {self.cause}"
+
+
 @dataclass(repr=False)
 class Verification:
     """What :meth:`Pipeline.verify` found; true if all is as it must be, and printed a table.
@@ -50,6 +86,8 @@ class Verification:
         schedule: what the pipeline ran.
         reference: what it was compared with.
         notes: what else there is to know.
+        whole: how it compares with the whole batch in one forward; ``None`` where that was not
+            asked for or cannot be (a note says why), or there is one micro-batch only.
     """
 
     differences: list[Difference]
@@ -60,6 +98,7 @@ class Verification:
     reference: str
     first_difference: Parting | None = None
     notes: list[str] = field(default_factory=list)
+    whole: WholeBatch | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -71,8 +110,13 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the pipelined step is the plain one: to the bit where that is promised, else
-        within the tolerance."""
+        """Whether the pipelined step is the plain one, to the bit where that is promised, else
+        within the tolerance; and, where that was compared, the whole batch's, within its own."""
+        return self.is_plain and (self.whole is None or self.whole.ok)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is that of the plain loop over the same micro-batches."""
         return self.verdict == "exact" or (self.verdict != "different" and not self.exact)
 
     def __bool__(self) -> bool:
@@ -107,6 +151,18 @@ class Verification:
             "differences": [_data(d) for d in self.differences],
             "first_difference": None if parting is None else _data(parting),
             "notes": list(self.notes),
+            "whole": self._whole_data(),
+        }
+
+    def _whole_data(self) -> dict[str, Any] | None:
+        if self.whole is None:
+            return None
+        return {
+            "ok": self.whole.ok,
+            "rtol": self.whole.rtol,
+            "cause": self.whole.cause,
+            "differences": [_data(d) for d in self.whole.differences],
+            "notes": list(self.whole.notes),
         }
 
     def __repr__(self) -> str:
@@ -124,14 +180,18 @@ class Verification:
         lines = [
             text_table(head, rows, left=1),
             "",
-            f"{'ok' if self.ok else 'NOT ok'}: {self.verdict} ({promise}; rtol={self.rtol:g}, "
-            f"atol={self.atol:g})",
+            f"{'ok' if self.is_plain else 'NOT ok'}: {self.verdict} ({promise}; "
+            f"rtol={self.rtol:g}, atol={self.atol:g})",
             f"pipelined: {self.schedule}",
             f"reference: {self.reference}",
         ]
         if self.first_difference is not None:
             lines.append(f"they part: {self.first_difference}")
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+        notes = list(self.notes)
+        if self.whole is not None:
+            lines.append(f"whole batch in one forward: {self.whole}")
+            notes += self.whole.notes
+        return "\n".join(lines + [f"note: {note}" for note in notes])
 
 
 def _data(found: object) -> dict[str, Any]:

@@ -1,9 +1,4 @@
-"""Is the pipelined step what the plain loop is? Run both, compare, and say where they part.
-
-The verdict is on a step that nobody watches; only if it differs, both runs are made again with
-every module call watched (:mod:`blockpipe.parting`). So watching cannot hide a race from the
-verdict, and a good model pays for two steps.
-"""
+"""Three runs from one state: the pipeline's step, the plain loop's, and the whole batch's."""
 
 from __future__ import annotations
 
@@ -21,19 +16,18 @@ from .batchnorm import DeferredBatchNorm
 from .blocks import set_microbatch
 from .doors import is_compiled
 from .errors import UsageError
+from .joining import join, output_dim
 from .losses import own_or_mean_square
-from .microbatch import join, split, weights_of
-from .parting import Parting, Watch, first_parting
-from .prepared import Prepared
+from .microbatch import split, weights_of
+from .parting import Watch
 from .randomness import Source, Streams, torchs_of
 from .stepping import SteppedModel
 from .transfer import check_device
 from .tree import leaves, map_tensors, tensors
 from .untouched import Untouched, moved_copy
-from .verification import Outcome, Verification, compared, not_finite
+from .verification import Outcome
 from .where import users_line
 
-_TOLERANCE = 1e-5
 _IDENTITY: Any = object.__eq__
 
 
@@ -73,6 +67,7 @@ class Verifier:
         )
         self.loss_fn = loss_fn if loss_fn is not None else own_or_mean_square
         self.notes: list[str] = []
+        self._numbers: set[str] = set()
         self.count = len(microbatches)
         self.wanted = device
         self.device: torch.device | None = None  # ``None``: on the stages
@@ -84,8 +79,17 @@ class Verifier:
     # --- what is compared with what
 
     @property
-    def _draws(self) -> bool:
+    def draws(self) -> bool:
+        """Whether the forward draws random numbers."""
         return any(self.prepared.sources)
+
+    def all_modules(self) -> list[nn.Module]:
+        """Of the model and the loss, with what they contain."""
+        return [inner for module in self.modules for inner in module.modules()]
+
+    def numbers_of_outputs(self) -> set[str]:
+        """The names of the outputs that are one number for each micro-batch."""
+        return self._numbers
 
     def choose_reference(self) -> None:
         """Say where the plain run is. A step may have drawn that the recording did not see draw."""
@@ -103,7 +107,7 @@ class Verifier:
         else:
             chosen = check_device(self.wanted)
         # Each device draws numbers of its own: only the stages themselves draw these again.
-        if self._draws and stages != {chosen}:
+        if self.draws and stages != {chosen}:
             if self.wanted is not None:
                 raise UsageError(
                     f"the forward draws random numbers on {sorted(map(str, stages))}, which "
@@ -183,14 +187,7 @@ class Verifier:
 
     def _plain(self, watch: Callable[[nn.Module], Watch] | None) -> tuple[Outcome, Any]:
         if self.device is None:
-            with self.pipe._as_if(
-                schedule="uncut",
-                checkpoint="never",
-                offload=frozenset(),
-                isolate=False,
-                in_flight=None,
-                _compile=None,
-            ):
+            with self._uncut():
                 watching = None if watch is None else watch(self.pipe.module)
                 return self.pipelined(watching), watching
         with self.untouched.run():
@@ -237,11 +234,51 @@ class Verifier:
         self._put_state(outcome, self.modules, inputs)
         return outcome
 
-    def _run_plain(self, model: nn.Module, *losses: nn.Module) -> Outcome:
+    def whole(self) -> Outcome:
+        """The step of the whole batch in one forward."""
+        if self.device is None:
+            with self._uncut(chunks=1):
+                return self.pipelined()
+        with self.untouched.run():
+            moved = [moved_copy(module, self.device) for module in self.modules]
+            return self._run_plain(*moved, chunks=1)
+
+    @contextmanager
+    def anew(self) -> Iterator[None]:
+        """While entered, the step is recorded for the model as it is now."""
+        before = self.prepared, self.untouched
+        with self.pipe._as_if():
+            try:
+                sources = self.untouched.sources
+                self.prepared = self.pipe._prepare(
+                    self.pipe._split(self.args, self.kwargs, self.target)[0]
+                )
+                self.untouched = Untouched(self.modules, sources)
+                yield
+            finally:
+                self.prepared, self.untouched = before
+
+    @contextmanager
+    def _uncut(self, **options: Any) -> Iterator[None]:
+        with self.pipe._as_if(
+            schedule="uncut",
+            checkpoint="never",
+            offload=frozenset(),
+            isolate=False,
+            in_flight=None,
+            _compile=None,
+            **options,
+        ):
+            yield
+
+    def _run_plain(
+        self, model: nn.Module, *losses: nn.Module, chunks: int | None = None
+    ) -> Outcome:
         args, kwargs, target, inputs = self._given(self.device)
         loss_fn: Callable[..., Any] = losses[0] if losses else self.loss_fn
         pipe, ambient = self.pipe, Ambient()
-        microbatches = split(args, kwargs, target, pipe.chunks, pipe.batch_dims, cut=False)
+        dims = pipe._dims(args, kwargs)
+        microbatches = split(args, kwargs, target, chunks or pipe.chunks, dims, cut=False)
         with theirs():
             weights = weights_of(microbatches, pipe.loss_reduction)
         sources = [*dict.fromkeys(s for hop in self.prepared.sources for s in hop)]
@@ -273,9 +310,8 @@ class Verifier:
                     total = part if total is None else total + part
         outcome = Outcome()
         sizes = [m.size for m in microbatches]
-        self._put_outputs(
-            outcome, join(outputs, sizes, weights, self.device, pipe._output_dim())[0]
-        )
+        dim = output_dim(pipe.batch_dims, outputs, sizes)
+        self._put_outputs(outcome, join(outputs, sizes, weights, self.device, dim)[0])
         if total is not None:
             outcome.put("loss", [("loss", total)])
         self._put_state(outcome, [model, *losses], inputs)
@@ -296,6 +332,7 @@ class Verifier:
         one = len(found) == 1
         named = [("output" if one else f"output {i}", value) for i, value in enumerate(found)]
         outcome.put("outputs", [(n, v.detach() if isinstance(v, Tensor) else v) for n, v in named])
+        self._numbers = {n for n, v in named if isinstance(v, Tensor) and v.dim() == 0}
 
     def _put_state(
         self, outcome: Outcome, modules: list[nn.Module], inputs: dict[str, Tensor]
@@ -329,90 +366,3 @@ def _deferred(model: nn.Module) -> Iterator[None]:
                 now["forward"] = before["forward"]
             else:
                 now.pop("forward", None)
-
-
-def check_tolerances(rtol: object, atol: object) -> None:
-    """Raise :class:`UsageError` for what is no tolerance."""
-    for name, value in (("rtol", 0.0 if rtol is None else rtol), ("atol", atol)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise UsageError(f"{name} is a number from 0 on, but {value!r} came ({users_line()})")
-
-
-def verify(verifier: Verifier, *, rtol: float | None, atol: float) -> Verification:
-    """Run both, compare, and find where they part."""
-    with verifier.stricter():
-        return _verify(verifier, _TOLERANCE if rtol is None else rtol, atol)
-
-
-def _verify(verifier: Verifier, rtol: float, atol: float) -> Verification:
-    prepared = verifier.prepared
-    if prepared.compiled is not None and prepared.steps == 0:
-        verifier.pipelined()  # it compiles, in one thread
-    known: Any = None
-    while known != (known := (prepared.sources, dict(prepared.loss_draws))):
-        # A step that drew without being known to, or with a new loss, is another the next time.
-        piped = verifier.pipelined()
-    verifier.choose_reference()
-    plain, _ = _on_one_device(verifier, None)
-    result = Verification(
-        compared(plain, piped, rtol, atol),
-        verifier.exact,
-        rtol,
-        atol,
-        verifier.described(),
-        verifier.reference(),
-        notes=list(verifier.notes),
-    )
-    result.notes += not_finite(plain)
-    if not result.ok:
-        result.first_difference = _located(verifier, result)
-        if result.first_difference is None:
-            result.notes.append(
-                "watched, no module call differs: a race, or code after the last call"
-            )
-    return result
-
-
-def _on_one_device(
-    verifier: Verifier, watch: Callable[[nn.Module], Watch] | None
-) -> tuple[Outcome, Any]:
-    try:
-        return verifier.plain(watch)
-    except torch.OutOfMemoryError as error:
-        error.add_note(
-            f"blockpipe: the plain run of verify does not fit {verifier.device}; pass "
-            "device='cpu', or device='stages' to compare with one uncut graph over the stages"
-        )
-        raise
-    except Exception as error:
-        error.add_note("blockpipe: in the plain run of verify, outside of the pipeline")
-        raise
-
-
-def _located(verifier: Verifier, result: Verification) -> Parting | None:
-    compiled = verifier.prepared.compiled
-    opaque = [] if compiled is None else compiled.paths
-    _, plain = _on_one_device(verifier, lambda model: Watch(model, opaque))
-    piped = Watch(verifier.pipe.module, opaque)
-    verifier.pipelined(piped)
-    least = 0.0 if result.exact else result.rtol
-    return first_parting(plain, piped, lambda apart: apart > least) or _of_state(
-        verifier.prepared, result
-    )
-
-
-def _of_state(prepared: Prepared, result: Verification) -> Parting | None:
-    """Every call agrees: a parameter's gradient, or a buffer, that does not."""
-    recording = prepared.recording
-    stage_of = {n: h.stage for h in (*recording.parameters, *recording.buffers) for n in h.names}
-    for kind in ("gradients", "buffers"):
-        for found in result.differences:
-            bad = found.verdict == "different" or (result.exact and found.verdict != "exact")
-            if found.kind == kind and bad:
-                path, _, name = found.name.rpartition(".")
-                what = "the gradient of its" if kind == "gradients" else "its buffer"
-                why = f"{what} {name!r} differs ({found.relative:.1e}), all calls agree"
-                phase = "backward" if kind == "gradients" else "forward"
-                stage = stage_of.get(found.name)
-                return Parting(phase, path, None, stage, None, found.relative, why)
-    return None

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockpipe.errors import MicrobatchError
-from blockpipe.microbatch import Joint, join, split, weights_of
+from blockpipe.joining import Joint, join
+from blockpipe.microbatch import split, weights_of
 from blockpipe.tree import leaves, map_tensors, tensors
 
 
