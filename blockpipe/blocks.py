@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
-_MARK = "_blockpipe_mark"
+MARK = "_blockpipe_mark"
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def _begin_marked_module(module: nn.Module, args: Any) -> None:
 
 def mark_of(module: nn.Module) -> Mark | None:
     """The mark that BeginBlock put on a module, or None."""
-    return cast("Mark | None", module.__dict__.get(_MARK))
+    return cast("Mark | None", module.__dict__.get(MARK))
 
 
 def BeginBlock(  # noqa: N802 - PopTorch's name
@@ -407,7 +407,7 @@ def BeginBlock(  # noqa: N802 - PopTorch's name
             f"forward of its own ({mark.where}); mark the module in it that the stage begins "
             f"with{remedy}"
         )
-    module.__dict__[_MARK] = mark
+    module.__dict__[MARK] = mark
     # First of the pre-hooks: those of the user (weight norm, say) compute on the new stage.
     handle = module.register_forward_pre_hook(_begin_marked_module, prepend=True)
     module.__dict__["_blockpipe_hook"] = handle.id
@@ -426,7 +426,7 @@ def _marked_callable(function: Marked, mark: Mark) -> Marked:
             f"pass the module itself, not its output or its name ({mark.where})"
         )
 
-    before: Mark | None = getattr(function, _MARK, None)
+    before: Mark | None = getattr(function, MARK, None)
     if before is not None:
         raise MarkError(
             f"{getattr(function, '__name__', 'this callable')} is marked as stage {before.stage} "
@@ -443,7 +443,7 @@ def _marked_callable(function: Marked, mark: Mark) -> Marked:
             cursor.begin(mark)
         return _call(key, function, args, kwargs)
 
-    setattr(begin_and_call, _MARK, mark)
+    setattr(begin_and_call, MARK, mark)
     return cast(Marked, begin_and_call)
 
 
@@ -459,7 +459,7 @@ def remove_blocks(model: nn.Module) -> nn.Module:
     """
     for module in model.modules():
         if mark_of(module) is not None:
-            del module.__dict__[_MARK]
+            del module.__dict__[MARK]
             hook = module.__dict__.pop("_blockpipe_hook")
             module._forward_pre_hooks.pop(hook, None)
             module.__dict__.pop("extra_repr", None)

@@ -40,6 +40,7 @@ from .schedule import Action, Schedule
 from .stores import Links
 from .transfer import Sent, edge_of, is_asynchronous
 from .tree import leaves, map_leaves, map_tensors, tensors
+from .unwritten import Unwritten
 from .where import failing_line, users_line
 
 _NOTHING = nullcontext()
@@ -362,10 +363,12 @@ class Execution:
         self._turns = turns
         if self.observer is not None:
             self.observer.plays(schedule)
+        unwritten = Unwritten([] if only == "B" else self.prepared.read_on_several)
         try:
             turns.run()
         finally:
             self._turns = None
+        unwritten.check()
 
     def _queued_lanes(self, schedule: Schedule) -> list[bool]:
         """For each lane, whether its device is asynchronous."""

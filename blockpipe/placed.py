@@ -220,11 +220,21 @@ class PlacedModel(WrappedModel):
             if self.schedule == "uncut" or (self.schedule == "sequential" and len(on) == 1):
                 continue
             remedy = "'sequential'" if len(on) == 1 else "'uncut'"
+            what = "buffer" if held.is_buffer else "parameter"
             raise StateError(
-                f"buffer {held.name!r} is written by the forward and read on hops {held.hops} "
+                f"{what} {held.name!r} is written by the forward and read on hops {held.hops} "
                 f"(stages {on}; {held.where}): micro-batches under way at once would mix in it; "
                 f"read and write it on one hop, or use schedule={remedy}"
             )
+        for shared in recording.shared_attributes:
+            if self.schedule not in ("uncut", "sequential"):
+                raise StateError(
+                    f"the forward changes {shared.path}.{shared.name}, and calls {shared.path!r} "
+                    f"on hops {shared.hops} ({shared.where}): micro-batches under way at once "
+                    "would change it for each other; keep it in a local variable, give each stage a "
+                    "module of its own (the parameters may be shared), or use "
+                    "schedule='sequential'"
+                )
 
     def _choose_devices(self, recording: Recording) -> list[torch.device]:
         devices = self._given_devices or default_devices()

@@ -5,11 +5,16 @@ working. ``Module.to`` on submodules was no alternative: a stage is no submodule
 tied across stages has one home.
 """
 
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .blocks import MARK
+from .doors import Door
 from .errors import PlanError, UsageError
 from .planned import kept_plan
 from .recorder import named_slots
@@ -121,8 +126,15 @@ def _move_optimizer_state(optimizer: Optimizer, args: object, kwargs: object) ->
                 state[key] = value.to(parameter.device)
 
 
+_COMPILED = "_compiled_call_impl"
+
+
 class Fingerprint:
-    """What a recording knows of a model's structure, cheap to compare before each step."""
+    """What a recording knows of a model, cheap to compare before each step.
+
+    Its modules with their code, marks and parameters are compared; the *modes* are part of what a
+    recording is known by: switches, which a forward may ask for where it turns.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         # What is in a scripted module is TorchScript's, and is asked for anew each time.
@@ -138,9 +150,30 @@ class Fingerprint:
         ]
         self._counts = [(m._parameters, len(m._parameters)) for m in modules]
         self._plans = [kept_plan(module) for module in modules]
+        self._code = [_code_of(module) for module in modules]
+        self._classes = [(kind, kind.forward) for kind in {type(module) for module in modules}]
+        self._switches = [
+            (vars(module), name)
+            for module in modules
+            for name, value in vars(module).items()
+            if isinstance(value, bool | str) or _is_rate(name, value)
+        ]
+        self._values: list[Any] = []
+        self._modes: tuple[Any, ...] = ()
 
     def fits(self) -> bool:
-        """Whether the model's modules and parameters are what and where they were."""
+        """Whether the model's modules, with their code and marks, are what they were, and its
+        parameters are what and where they were."""
+        if any(kind.forward is not forward for kind, forward in self._classes):
+            return False
+        for module, own, kind, forward, compiled, mark in self._code:
+            if type(module) is not kind or own.get(MARK) is not mark:
+                return False
+            found = own.get("forward")
+            if found is not forward and not isinstance(found, Door):  # of a step under way
+                return False
+            if own.get(_COMPILED) is not compiled and not isinstance(own.get(_COMPILED), Door):
+                return False
         for now, then in self._children:
             if list(now.values()) != then:
                 return False
@@ -153,6 +186,27 @@ class Fingerprint:
         """Whether a plan was set or taken off since, on any of the modules."""
         return any(kept_plan(m) is not k for m, k in zip(self._modules, self._plans, strict=True))
 
-    def modes(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
-        return tuple([module.training for module in self._modules])
+    def modes(self) -> tuple[Any, ...]:
+        """Attributes of modules that are switches (``training`` among them), and whether a rate of
+        dropout is above zero."""
+        values = [own.get(name) for own, name in self._switches]
+        if not self._modes or not all(map(operator.is_, values, self._values)):
+            self._values, self._modes = values, tuple(map(_switch, values))
+        return self._modes
+
+
+def _code_of(module: nn.Module) -> tuple[nn.Module, dict[str, Any], type, Any, Any, Any]:
+    """A module, its attributes, and what decides which code runs where it is called."""
+    own = vars(module)
+    return module, own, type(module), own.get("forward"), own.get(_COMPILED), own.get(MARK)
+
+
+def _is_rate(name: str, value: object) -> bool:
+    """Whether a module's attribute is a rate of dropout: at 0 nothing is drawn."""
+    return isinstance(value, float) and (name == "p" or "drop" in name)
+
+
+def _switch(value: object) -> object:
+    if isinstance(value, bool | str):
+        return value
+    return value > 0 if isinstance(value, float) else type(value)

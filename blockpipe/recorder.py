@@ -587,6 +587,9 @@ class FreeRecorder(Recorder, FreeJourney):
         pass  # it has no copies: what is an argument cannot be told from what is none
 
 
+_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class RecordingGlue(Glue):
     journey: Recorder
 
@@ -607,6 +610,8 @@ class RecordingGlue(Glue):
             self.journey.looked_at_graph()
         result = super().__torch_function__(func, types, args, kwargs, modes)
         self.journey.check_outsiders(func, args[0] if args else None)
+        if func == _SETS_DATA:  # each look at it makes another object
+            self.journey.wrote(args[0])
         return result
 
     def saw_checkpoint(self) -> None:

@@ -215,6 +215,16 @@ class Drawn:
 
 
 @dataclass
+class SharedAttribute:
+    """An attribute that the forward changes on a module which several hops call."""
+
+    path: str
+    name: str
+    hops: list[int]
+    where: str
+
+
+@dataclass
 class Recording:
     """What a forward does, stage by stage. Plain data: it holds no tensor and no module.
 
@@ -245,6 +255,7 @@ class Recording:
     custom_functions: list[str] = field(default_factory=list)
     recomputes: bool = False
     shared_generators: list[Drawn] = field(default_factory=list)  # on several hops
+    shared_attributes: list[SharedAttribute] = field(default_factory=list)
     writes_across: bool = False  # whether it writes in place to a tensor of another hop
     host_syncs: list[HostSync] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)  # names of torch functions that wait, in glue
@@ -306,9 +317,9 @@ class Recording:
 
     @property
     def shared_state(self) -> list[Held]:
-        """Buffers that the forward writes and that several hops read: micro-batches under way at
-        once would mix in them."""
-        return [b for b in self.buffers if b.written and len(b.hops) > 1]
+        """Buffers and parameters that the forward writes and that several hops read: micro-batches
+        under way at once would mix in them."""
+        return [h for h in (*self.buffers, *self.parameters) if h.written and len(h.hops) > 1]
 
     @property
     def unused(self) -> list[Held]:

@@ -229,7 +229,11 @@ def _notes(recording: Recording) -> list[str]:
         where = f", read on {held.also_read_on} too" if held.also_read_on else ""
         notes.append(f"tied: {' = '.join(held.names)} lives on stage {held.stage}{where}")
     for held in recording.shared_state:
-        notes.append(f"buffer {held.name} is written, and read on several hops: {held.hops}")
+        what = "buffer" if held.is_buffer else "parameter"
+        notes.append(f"{what} {held.name} is written, and read on several hops: {held.hops}")
+    for shared in recording.shared_attributes:
+        what = f"{shared.path}.{shared.name}"
+        notes.append(f"{what} is changed by calls on several hops: {shared.hops}")
     unused = [p.name for p in recording.unused]
     if unused:
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""

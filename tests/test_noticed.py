@@ -1,0 +1,297 @@
+"""What a recording has not seen is noticed by the steps after it: recorded anew, or an error."""
+
+from types import MethodType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from .devices import assert_close, stages
+from .parity import plain_step
+
+LANES = ["1f1b", "gpipe"]
+
+
+def _net(*middle: nn.Module) -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(8, 8), *middle, nn.Linear(8, 4))
+    bp.begin_blocks(net, {str(len(net) - 1): 1})
+    return net
+
+
+def _pipe(net: nn.Module, **options: object) -> bp.Pipeline:
+    return bp.Pipeline(net, devices=stages(2), chunks=4, **options)
+
+
+def _output(pipe: bp.Pipeline, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return pipe(x)
+
+
+# --- code
+
+
+def _patched_instance(net: nn.Sequential) -> None:
+    old = net[1].forward
+    net[1].forward = lambda h: old(h) * 3
+
+
+def _other_class(net: nn.Sequential) -> None:
+    class Tripled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 3
+
+    net[1].__class__ = Tripled
+
+
+def _patched_method(net: nn.Sequential) -> None:
+    net[1].forward = MethodType(lambda self, h: nn.Linear.forward(self, h) * 3, net[1])
+
+
+@pytest.mark.parametrize("schedule", [*LANES, "sequential"])
+@pytest.mark.parametrize("change", [_patched_instance, _other_class, _patched_method])
+def test_a_forward_that_is_replaced_after_a_step_runs(change, schedule):
+    """The old one went on running: the doors had captured it."""
+    net, x = _net(), torch.randn(8, 8)
+    pipe = _pipe(net, schedule=schedule)
+    before = _output(pipe, x)
+    change(net)
+    assert_close(_output(pipe, x), 3 * before)
+
+
+def test_a_patch_of_a_class_runs(monkeypatch):
+    class Own(nn.Linear):
+        pass
+
+    net, x = _net(Own(8, 8)), torch.randn(8, 8)
+    pipe = _pipe(net)
+    before = _output(pipe, x)
+    forward = nn.Linear.forward
+    monkeypatch.setattr(Own, "forward", lambda self, h: 0 * forward(self, h))
+    assert not torch.equal(_output(pipe, x), before)
+
+
+def test_marks_that_are_changed_after_a_step_count():
+    net, x = _net(nn.ReLU(), nn.Linear(8, 8)), torch.randn(8, 8)
+    pipe = _pipe(net)
+    _output(pipe, x)
+    assert pipe.recording.parameters[2].stage == 0
+    bp.remove_blocks(net)
+    bp.begin_blocks(net, {"2": 1})
+    _output(pipe, x)
+    assert pipe.recording.parameters[2].stage == 1
+
+
+def test_a_patch_that_comes_back_needs_no_third_way():
+    net, x = _net(), torch.randn(8, 8)
+    pipe = _pipe(net)
+    before = _output(pipe, x)
+    _patched_instance(net)
+    _output(pipe, x)
+    del net[1].forward
+    assert_close(_output(pipe, x), before)
+
+
+# --- switches
+
+
+class Switched(nn.Module):
+    """A detached side input of the last stage, which a switch turns on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), Reads(8, 4)
+        self.b.parent = [self]
+        self.skip: Tensor | None = None
+        self.with_skip = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.skip = h.detach()
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+class Reads(nn.Linear):
+    def forward(self, h: Tensor) -> Tensor:
+        (parent,) = self.parent
+        return super().forward(h + parent.skip if parent.with_skip else h)
+
+
+@pytest.mark.parametrize("schedule", LANES)
+def test_a_switch_that_is_turned_is_recorded_anew(schedule):
+    """A sealed module began to read what the stage before leaves for each micro-batch: a race."""
+    model, x, y = Switched(), torch.randn(8, 8), torch.randn(8, 4)
+    pipe = _pipe(model, schedule=schedule)
+    loss_fn = nn.functional.mse_loss
+    pipe.forward_backward(x, target=y, loss_fn=loss_fn)
+    model.with_skip = True
+    plain = Switched()
+    plain.load_state_dict(model.state_dict())
+    plain.with_skip = True
+    loss = plain_step(plain, (x,), {}, y, loss_fn, 4)
+    for _ in range(3):
+        model.zero_grad()
+        assert_close(pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss, loss)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(one.grad, other.grad)
+
+
+def test_dropout_that_is_turned_up_while_another_stage_draws_takes_turns_at_once():
+    """From run to run the numbers differed."""
+
+    def run() -> Tensor:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 4)
+        )
+        bp.begin_blocks(net, {"2": 1})
+        pipe = _pipe(net, schedule="gpipe")
+        pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+        net[3].p = 0.5
+        for _ in range(3):
+            result = pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+        assert pipe.recording.hops[1].draws
+        return result.loss
+
+    losses = {float(run()) for _ in range(3)}
+    assert len(losses) == 1
+
+
+# --- writes
+
+
+class Averages(nn.Module):
+    """``k`` follows ``q`` on stage 0, every so many forwards, and is read on both stages."""
+
+    def __init__(self, how: str, every: int) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.how, self.every, self.calls = how, every, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            if self.calls[0] % self.every == self.every - 1:
+                with torch.no_grad():
+                    if self.how == "in place":
+                        self.k.weight.lerp_(self.q.weight, 0.1)
+                    else:
+                        self.k.weight.data = 0.9 * self.k.weight + 0.1 * self.q.weight
+            self.calls[0] += 1
+            h = self.q(x) * self.k(x)
+        with bp.Block(stage=1):
+            return self.k(h)
+
+
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_a_parameter_that_is_written_and_read_on_several_stages_is_refused(how):
+    pipe = _pipe(Averages(how, 1))
+    with pytest.raises(StateError, match=r"parameter 'k.weight' is written .* hops \[0, 1\]"):
+        pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+
+
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_a_parameter_that_is_written_later_is_found_by_that_step(how):
+    """Silently each micro-batch had what the others had made of it."""
+    pipe = _pipe(Averages(how, 6))
+    pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    with pytest.raises(StateError, match="was written by the forward, which it was not when"):
+        pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+
+
+class Codebook(nn.Module):
+    """Is revived every sixth forward, on stage 0, and read on both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("book", torch.ones(8))
+        self.calls = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x) + self.book
+            self.calls[0] += 1
+            if self.calls[0] % 6 == 0:
+                self.book.mul_(0.5)
+        with bp.Block(stage=1):
+            return self.b(h + self.book)
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_buffer_that_is_written_later_is_found_by_that_step(isolate):
+    pipe = _pipe(Codebook(), isolate=isolate)
+    pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    with pytest.raises(StateError, match="buffer 'book'"):
+        pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+
+
+def test_a_parameter_that_an_optimizer_steps_in_the_backward_is_no_forwards_write():
+    model = _Tied()
+    pipe = _pipe(model)
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.mul_(0.9)
+
+    model.a.weight.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = self.a(x)
+        with bp.Block(stage=1):
+            return self.a(x)
+
+
+# --- what two lanes share
+
+
+class Masks(nn.Module):
+    """Keeps state within its own call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = (x.detach() > 0).float()
+        return self.f(x) * self.mask
+
+
+class _CallsTwice(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.s, self.out = shared, nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = self.s(x)
+        with bp.Block(stage=1):
+            return self.out(self.s(x))
+
+
+def test_state_within_a_call_of_a_module_that_two_stages_call_is_refused():
+    """20 of 36 steps were wrong: each stage wrote its mask over the other's."""
+    with pytest.raises(StateError, match=r"changes s\.mask, and calls 's' on hops \[0, 1\]"):
+        _pipe(_CallsTwice(Masks())).forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    model, x, y = _CallsTwice(Masks()), torch.randn(8, 8), torch.randn(8, 4)
+    result = _pipe(model, schedule="sequential").forward_backward(
+        x, target=y, loss_fn=nn.functional.mse_loss
+    )
+    assert_close(result.loss, plain_step(model, (x,), {}, y, nn.functional.mse_loss, 4))
+
+
+def test_a_module_that_two_stages_call_and_that_keeps_nothing_is_fine():
+    _pipe(_CallsTwice(nn.Linear(8, 8))).forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
