@@ -367,9 +367,9 @@ def matches(pattern: str, path: str) -> bool:
 
 def wrong_stage(stage: object) -> str | None:
     """What is wrong with a stage; ``None``: nothing."""
-    if isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage < MOST_STAGES:
-        return None
-    return f"a stage is a whole number from 0 on, below {MOST_STAGES:,}, not {repr(stage)[:100]}"
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
+        return f"a stage is a whole number from 0 on, not {repr(stage)[:100]}"
+    return None if stage < MOST_STAGES else f"a stage is below {MOST_STAGES:,}, but a larger came"
 
 
 def gaps(used: Iterable[int]) -> list[str]:
