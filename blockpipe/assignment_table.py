@@ -16,6 +16,7 @@ from .assignment import recording_of
 from .errors import UsageError
 from .plan import Assignment
 from .recording import Recording
+from .table import one_line
 from .where import remembers_caller, users_line
 
 _HEAD = ("Layer (type) (node index)", "Input Layers", "Pipeline Stage")
@@ -106,6 +107,7 @@ def _write_row(cells: list[list[str]], length: int, write: Callable[[str], objec
 def _parts(text: str, width: int) -> list[str]:
     """A text in lines, broken after a dot or at a space where there is one."""
     parts = []
+    text = one_line(text)
     while len(text) > width:
         at = max(text.rfind(" ", 0, width + 1), text.rfind(".", 0, width) + 1)
         at = at if at > 0 else width

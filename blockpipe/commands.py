@@ -18,7 +18,16 @@ from .blocks import begin_blocks
 from .capture import record
 from .columns import COLUMNS
 from .errors import MarkError, PlanError, ScheduleError, UsageError
-from .given import Given, WordsError, begins, build_model, literals, make_inputs
+from .given import (
+    MOST_DIGITS,
+    Given,
+    WordsError,
+    begins,
+    build_model,
+    literals,
+    make_inputs,
+    whole_number,
+)
 from .losses import own_or_mean_square
 from .pipeline import Pipeline
 from .plan import StagePlan
@@ -27,6 +36,9 @@ from .recording import Recording
 from .scheduler import SCHEDULES, make_schedule
 from .simulate import Costs, Simulation, simulate
 from .timeline import Timeline
+
+MOST_ACTIONS = 100_000
+"""Stages times micro-batches of a schedule that is played out: seconds of work."""
 
 
 class Answer(NamedTuple):
@@ -189,6 +201,7 @@ def _plan(options: argparse.Namespace) -> Answer:
 
 def _balance(options: argparse.Namespace) -> Answer:
     measured = options.by == "time" and not options.estimate
+    _check_actions(options.stages, options.chunks)
     model, given = _model_and_inputs(options, meta=not measured)
     plan = balance(
         model,
@@ -207,7 +220,8 @@ def _balance(options: argparse.Namespace) -> Answer:
 
 def _simulate(options: argparse.Namespace) -> Answer:
     costs = Costs(options.forward, options.backward, options.weight, options.transfer)
-    lanes = options.lanes or list(range(options.stages))
+    lanes = options.lanes or range(options.stages)
+    _check_actions(len(lanes), options.chunks)
     names = SCHEDULES if options.schedule == "all" else (options.schedule,)
     played: list[Simulation] = []
     why_not: ScheduleError | None = None
@@ -277,6 +291,14 @@ def _trace(options: argparse.Namespace) -> Answer:
 # --- what they share
 
 
+def _check_actions(stages: int, chunks: int) -> None:
+    if stages * chunks > MOST_ACTIONS:
+        raise WordsError(
+            f"stages times chunks is {MOST_ACTIONS:,} at the most, but {stages:,} and {chunks:,} "
+            "came; play a larger schedule out from Python, by blockpipe.simulate"
+        )
+
+
 def _recorded(options: argparse.Namespace) -> Recording:
     model, given = _model_and_inputs(options, meta=True)
     plan = _marked(model, options)
@@ -330,9 +352,12 @@ def _picture(text: str) -> Path:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number from 1 on, not {text!r}")
-    return int(text)
+    number = whole_number(text)
+    if not number:
+        raise argparse.ArgumentTypeError(
+            f"a whole number from 1 on, of {MOST_DIGITS} digits at the most, not {text[:100]!r}"
+        )
+    return number
 
 
 def _words(text: str) -> list[str]:
@@ -355,10 +380,10 @@ def _layout(text: str) -> StagePlan:
 
 
 def _numbers(text: str) -> list[int]:
-    words = _words(text)
-    if not words or not all(word.isdecimal() for word in words):
-        raise argparse.ArgumentTypeError(f"whole numbers such as 0,1,1,0, not {text!r}")
-    return [int(word) for word in words]
+    numbers = [whole_number(word) for word in _words(text)]
+    if not numbers or None in numbers:
+        raise argparse.ArgumentTypeError(f"whole numbers such as 0,1,1,0, not {text[:100]!r}")
+    return [number for number in numbers if number is not None]
 
 
 def _times(text: str) -> float | Sequence[float]:

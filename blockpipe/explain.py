@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from .errors import UsageError
-from .table import bytes_text, short, stages_text
+from .table import bytes_text, one_line, short, stages_text
 from .where import users_line
 
 if TYPE_CHECKING:  # a recording can explain itself; that needs only its fields
@@ -49,7 +49,7 @@ def explain(
             return _about_module(recording, calls, inside, devices, checkpoint)
         if inside:
             lines = [f"{path} is not called itself", *_about_inside(path, inside)]
-            return "\n  ".join(lines)
+            return _text(lines)
     known = list(dict.fromkeys(c.path for c in recording.calls))
     names = [*known, *(name for h in _held(recording) for name in h.names)]
     near = get_close_matches(str(path), names, n=3, cutoff=0.4)
@@ -59,6 +59,10 @@ def explain(
         + (f"did you mean {', '.join(map(repr, near))}?" if near else f"there are {known[1:9]}")
         + f" ({users_line()})"
     )
+
+
+def _text(lines: Sequence[str]) -> str:
+    return "\n  ".join(map(one_line, lines))
 
 
 def _held(recording: Recording) -> list[Held]:
@@ -101,7 +105,7 @@ def _about_module(
             which = f"call {first}" if first == last else f"calls {first} to {last}"
             head, *rest = alike[0][1]
             lines += [f"{which} {head}", *(f"  {line}" for line in rest)]
-    return "\n  ".join([*lines, *_about_inside(path, inside)])
+    return _text([*lines, *_about_inside(path, inside)])
 
 
 def _about_call(
@@ -242,7 +246,7 @@ def _about_held(recording: Recording, held: Held, devices: Sequence[object] | No
             lines.append("a plan put the forward there")
         elif hop.where != "the start":
             lines.append(f"the mark at {short(hop.where)} put the forward there")
-    return "\n  ".join(lines)
+    return _text(lines)
 
 
 def _reasons(held: Held) -> list[str]:

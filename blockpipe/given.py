@@ -20,6 +20,15 @@ from .errors import UsageError
 _TENSOR = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<sizes>[^:=]*)(?::(?P<rest>.*))?")
 
 
+MOST_DIGITS = 12
+"""Of a whole number in words. Python itself refuses to read one of thousands."""
+
+MOST_VALUES = 1 << 28
+"""Of an input with values; a larger one has a shape only, which is what a recording asks for."""
+
+_WHOLE = re.compile(rf"\s*[0-9]{{1,{MOST_DIGITS}}}\s*")
+
+
 class WordsError(UsageError):
     """Words of a command line that cannot be meant."""
 
@@ -113,6 +122,16 @@ def literals(words: Iterable[str], option: str) -> dict[str, Any]:
     return found
 
 
+def whole_number(word: str) -> int | None:
+    """The number that a word of up to :data:`MOST_DIGITS` digits is; ``None``: it is no such word.
+
+    Example:
+        >>> whole_number(" 12"), whole_number("-1"), whole_number("9" * 5000)
+        (12, None, None)
+    """
+    return int(word) if _WHOLE.fullmatch(word) else None
+
+
 def begins(words: Iterable[str]) -> dict[str, int]:
     """``PATH=STAGE`` pairs.
 
@@ -122,12 +141,13 @@ def begins(words: Iterable[str]) -> dict[str, int]:
     """
     found = {}
     for word in words:
-        path, equals, stage = word.rpartition("=")
-        if not equals or not path or not stage.isdecimal():
+        path, equals, text = word.rpartition("=")
+        stage = whole_number(text)
+        if not equals or not path or stage is None:
             raise WordsError(f"--begin takes PATH=STAGE (layer3=1), but {word!r} came")
         if path in found:
             raise WordsError(f"--begin {path} is given twice")
-        found[path] = int(stage)
+        found[path] = stage
     return found
 
 
@@ -161,12 +181,12 @@ def make_inputs(words: Iterable[str], others: Mapping[str, Any]) -> Given:
 def _tensor(word: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
     match = _TENSOR.fullmatch(word)
     sizes = match["sizes"].split(",") if match and match["sizes"] else []
-    if match is None or not all(size.strip().isdecimal() for size in sizes):
+    shape = [size for size in map(whole_number, sizes) if size is not None]
+    if match is None or len(shape) < len(sizes):
         raise WordsError(
-            f"an input is [NAME=]SIZES[:DTYPE[:HIGH]], but {word!r} came; write 8,3,224,224, or "
-            "input_ids=4,128:int64:1000"
+            f"an input is [NAME=]SIZES[:DTYPE[:HIGH]], but {word[:100]!r} came; write 8,3,224,224, "
+            f"or input_ids=4,128:int64:1000; numbers have {MOST_DIGITS} digits at the most"
         )
-    shape = [int(size) for size in sizes]
     kind, _, high = (match["rest"] or "float32").partition(":")
     dtype = getattr(torch, kind, None)
     if not isinstance(dtype, torch.dtype):
@@ -176,13 +196,17 @@ def _tensor(word: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
             f"{kind!r} in input {word!r} is no dtype of torch"
             + (f"; did you mean {', '.join(hint)}?" if hint else "")
         )
-    if high and (not high.isdecimal() or int(high) < 1):
-        raise WordsError(f"the limit in input {word!r} is a whole number from 1 on, not {high!r}")
-    if dtype.is_floating_point or dtype.is_complex:
-        if high:
-            raise WordsError(f"input {word!r} is not of whole numbers, and takes no limit")
-        if math.prod(shape) > 1 << 28:  # 1 GiB of values that only a recording asks for
-            return match["name"], torch.empty(shape, dtype=dtype, device="meta")
+    limit = whole_number(high) if high else 2
+    if not limit:
+        raise WordsError(
+            f"the limit in input {word[:100]!r} is a whole number from 1 on, of {MOST_DIGITS} "
+            f"digits at the most, not {high[:100]!r}"
+        )
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    if high and not is_whole:
+        raise WordsError(f"input {word!r} is not of whole numbers, and takes no limit")
+    if math.prod(shape) > MOST_VALUES:
+        return match["name"], torch.empty(shape, dtype=dtype, device="meta")
+    if not is_whole:
         return match["name"], torch.randn(shape, dtype=torch.float32, generator=generator).to(dtype)
-    limit = int(high) if high else 2
     return match["name"], torch.randint(0, limit, shape, generator=generator).to(dtype)

@@ -20,7 +20,7 @@ from .prepared import Prepared
 from .recording import Recording
 from .simulate import simulate
 from .summary import Prediction, Summary, summarize
-from .table import bytes_text
+from .table import bytes_text, one_line
 from .transfer import is_asynchronous
 from .where import remembers_caller, users_line
 
@@ -318,4 +318,4 @@ def described(pipe: InspectedModel) -> str:
         )
     if recording.route != list(range(recording.num_stages)):
         lines.append(f"  route {recording.route}")
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))

@@ -2,7 +2,8 @@
 
 Each item is a module call at which the stage changes, in execution order: from that call on the
 forward is there, until the next. JSON has every call and is read by programs; this is typed, and
-pasted into a message.
+pasted: into a message, a line of Python, or a shell. So a path that might end a literal there, and
+go on as code, is written with none of the signs that could.
 """
 
 import json
@@ -20,7 +21,8 @@ _ITEM = re.compile(
     =\s*(?P<stage>\d{1,9})\s*(?P<end>,|$)""",
     re.VERBOSE | re.ASCII,
 )
-_PLAIN = re.compile(r'[^\s,=#"]+')
+_PLAIN = re.compile(r"[\w.*?!\[\]<>:/+@-]+")
+_NOT_TO_PASTE = re.compile(r"[^\w .,=#:/-]")
 
 
 def write_layout(items: Iterable[Item]) -> str:
@@ -32,12 +34,18 @@ def write_layout(items: Iterable[Item]) -> str:
     """
 
     def shown(path: str) -> str:
-        return path if _PLAIN.fullmatch(path) else json.dumps(path)
+        return path if _PLAIN.fullmatch(path) else f'"{_NOT_TO_PASTE.sub(_escaped, path)}"'
 
     return ", ".join(
         f"{shown(path)}={stage}" if call is None else f"{shown(path)}#{call}={stage}"
         for path, call, stage in items
     )
+
+
+def _escaped(sign: re.Match[str]) -> str:
+    """As JSON escapes what ASCII does not have."""
+    units = sign[0].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
 
 
 def read_layout(text: str) -> list[Item]:

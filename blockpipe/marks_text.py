@@ -15,6 +15,7 @@ from torch import nn
 from .blocks import mark_of
 from .planned import kept_plans
 from .recording import Call
+from .table import one_line
 
 
 def expression(model: nn.Module, path: str, name: str = "model") -> str:
@@ -31,16 +32,23 @@ def expression(model: nn.Module, path: str, name: str = "model") -> str:
     """
     module = model
     for part in filter(None, path.split(".")):
-        if isinstance(module, nn.Sequential | nn.ModuleList) and part.isdecimal():
+        children = list(module._modules)
+        if isinstance(module, nn.Sequential | nn.ModuleList) and _is_index(part, children):
             name += f"[{part}]"
         elif isinstance(module, nn.ModuleDict):
             name += f"[{part!r}]"
-        elif part.isidentifier() and not iskeyword(part):
+        elif part.isidentifier() and part.isascii() and not iskeyword(part):
+            # Python reads some other identifiers as ones that look alike.
             name += f".{part}"
         else:
             name = f"{name}.get_submodule({part!r})"
         module = module.get_submodule(part)
     return name
+
+
+def _is_index(part: str, children: Sequence[str]) -> bool:
+    """Whether a child is at the position that its name says: a Sequential may have others."""
+    return part in map(str, range(len(children))) and children[int(part)] == part
 
 
 def marks_text(
@@ -65,8 +73,8 @@ def marks_text(
         if found is None:
             call = candidates[0]
             impossible.append(
-                f"# stage {stage} begins with call {call.call} of {call.path}, which has others on "
-                "other stages: a mark would count at each of them"
+                f"# stage {stage} begins with call {call.call} of {one_line(call.path)}, which has "
+                "others on other stages: a mark would count at each of them"
             )
             continue
         written = expression(model, found.path)
@@ -82,7 +90,7 @@ def marks_text(
         f"bp.reset_pipeline_stage_assignment({expression(model, path)})"
         for path, _ in kept_plans(model)
     ]
-    notes = [f"# take out the mark at {where}: it would count too" for where in in_code]
+    notes = [f"# take out the mark at {one_line(where)}: it would count too" for where in in_code]
     return "\n".join([*notes, *lines])
 
 

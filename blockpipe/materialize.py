@@ -180,18 +180,19 @@ def check_weights(
         "no checkpoint holds"
     )
     found = misfits([slot for slot, _ in slots], source.headers)
+    known = _extra_state_of(model)
     found.unexpected += [
         f"{name!r}, for which no module has a set_extra_state"
         for name in source.extra
-        if name not in _extra_state_of(model)
+        if name not in known
     ]
     found.check(source.what, model, remedy)
 
 
 def _set_extra_state(model: nn.Module, source: Source) -> None:
     modules = _extra_state_of(model)
-    for name, value in source.extra.items():
-        modules[name].set_extra_state(value)
+    for name in source.extra:
+        modules[name].set_extra_state(source.read_extra(name))
 
 
 def _extra_state_of(model: nn.Module) -> dict[str, nn.Module]:

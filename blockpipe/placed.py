@@ -231,8 +231,8 @@ class PlacedModel(WrappedModel):
                 raise StateError(
                     f"the forward changes {shared.path}.{shared.name}, and calls {shared.path!r} "
                     f"on hops {shared.hops} ({shared.where}): micro-batches under way at once "
-                    "would change it for each other; keep it in a local variable, give each stage a "
-                    "module of its own (the parameters may be shared), or use "
+                    "would change it for each other; keep it in a local variable, give each stage "
+                    "a module of its own (the parameters may be shared), or use "
                     "schedule='sequential'"
                 )
 

@@ -10,7 +10,7 @@ entry too: its stage is that of its own code before the first call inside.
 
 import json
 import os
-import secrets
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,8 +20,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from .bounded import parse_json, read_text
 from .errors import PlanError
 from .layout import read_layout, write_layout
+from .replacing import part_of, remove_abandoned
+from .table import one_line
+
+MOST_STAGES = 1 << 20  # as many as a schedule has numbers for
 
 
 @dataclass
@@ -293,14 +298,14 @@ class StagePlan:
             PlanError: the text is no plan; the message says which entry is off.
         """
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             if data.get("version", 1) not in (1, 2):
                 raise ValueError(
                     f"version {data['version']!r} is not known; this library reads 1 and 2"
                 )
             entries = [_entry(e, i) for i, e in enumerate(data["assignments"])]
             plan = cls(entries, partial=bool(data.get("partial", False)))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(
                 'a plan is {"version": 2, "assignments": [{"path", "call", "stage", …}, …]}, but '
                 f"this came: {str(text)[:80]!r} ({error})"
@@ -314,7 +319,8 @@ class StagePlan:
         if target.exists() and not target.is_file():  # a pipe
             target.write_text(text, encoding="utf-8")
             return
-        part = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
+        remove_abandoned(target.parent, re.escape(target.name))
+        part = part_of(target)
         try:
             with part.open("x", encoding="utf-8") as file:
                 file.write(text)
@@ -340,15 +346,16 @@ class StagePlan:
             True
         """
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(read_text(path))
         except (OSError, ValueError, TypeError) as error:
             raise PlanError(f"{str(path)!r} is no JSON file of a plan: {error}") from error
 
     def __str__(self) -> str:
-        width = max((len(a.path) for a in self.assignments), default=0)
+        paths = [one_line(a.path) for a in self.assignments]
+        width = max(map(len, paths), default=0)
         return "\n".join(
-            f"{a.path:<{width}}  call {'any' if a.call is None else a.call}  stage {a.stage}"
-            for a in self.assignments
+            f"{path:<{width}}  call {'any' if a.call is None else a.call}  stage {a.stage}"
+            for path, a in zip(paths, self.assignments, strict=True)
         )
 
 
@@ -360,20 +367,20 @@ def matches(pattern: str, path: str) -> bool:
 
 def wrong_stage(stage: object) -> str | None:
     """What is wrong with a stage; ``None``: nothing."""
-    if isinstance(stage, int) and not isinstance(stage, bool) and stage >= 0:
-        return None
-    return f"a stage is a whole number from 0 on, not {stage!r}"
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
+        return f"a stage is a whole number from 0 on, not {repr(stage)[:100]}"
+    return None if stage < MOST_STAGES else f"a stage is below {MOST_STAGES:,}, but a larger came"
 
 
 def gaps(used: Iterable[int]) -> list[str]:
     """What to say of stage numbers that leave gaps."""
-    have = sorted(set(used))
-    if have == list(range(len(have))):
+    have = set(used)
+    missing = list(islice((s for s in range(max(have, default=0)) if s not in have), 8))
+    if not missing:
         return []
-    missing = list(islice((s for s in range(have[-1]) if s not in have), 8))
     return [
-        f"stages are numbered 0, 1, … without gaps, but {have} are used and {missing} are not; "
-        "renumber the marks, or mark something with the missing number"
+        f"stages are numbered 0, 1, … without gaps, but {sorted(have)} are used and {missing} are "
+        "not; renumber the marks, or mark something with the missing number"
     ]
 
 

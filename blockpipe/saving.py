@@ -8,21 +8,17 @@ was there.
 import json
 import os
 import re
-import secrets
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from .errors import UsageError, WeightsError
+from .replacing import part_of, remove_abandoned
 from .tensorfile import check_savable, write_tensors
 from .weights import is_extra
 
 _OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
-
-_PART = re.compile(rf"\.({_OURS.pattern})\.[0-9a-f]+\.part")
-ABANDONED = 3600.0  # seconds without a write
 
 
 def save_weights(
@@ -52,14 +48,14 @@ def save_weights(
         )
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(target)
-    written = {name: _part(target, name) for name in names}
+    remove_abandoned(target, _OURS.pattern)
+    written = {name: part_of(target / name) for name in names}
     try:
         for name, shard in zip(names, shards, strict=True):
             write_tensors(written[name], shard)
         if count > 1:
             index = "model.safetensors.index.json"
-            written[index] = _part(target, index)
+            written[index] = part_of(target / index)
             with written[index].open("x", encoding="utf-8") as file:
                 file.write(_index(names, shards))
                 file.flush()
@@ -68,20 +64,6 @@ def save_weights(
     finally:
         for part in written.values():
             part.unlink(missing_ok=True)
-
-
-def _part(target: Path, name: str) -> Path:
-    """Where a file is written before it gets its name: two that save into one directory by mistake
-    do not write into one file, be they in containers where each is process 1."""
-    return target / f".{name}.{secrets.token_hex(8)}.part"
-
-
-def _remove_abandoned(target: Path) -> None:
-    """Remove what a process that was killed has left: nobody writes to it any more."""
-    for path in target.glob(".model*.part"):
-        is_ours = _PART.fullmatch(path.name) is not None
-        if is_ours and path.stat().st_mtime < time.time() - ABANDONED:
-            path.unlink(missing_ok=True)
 
 
 def _put(target: Path, written: Mapping[str, Path]) -> None:

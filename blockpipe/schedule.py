@@ -7,9 +7,11 @@ numbers: as tuples, those of 1000 stages and 10 000 micro-batches would not fit 
 What makes schedules is in ``scheduler.py``, what plays them out in ``simulate.py``.
 """
 
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, NamedTuple, cast, overload
 
 from .errors import ScheduleError
@@ -20,7 +22,10 @@ F, B, W, R = range(4)
 
 # A packed action: kind in the lowest 2 bits, then 20 bits of hop, then the micro-batch.
 HOP_SHIFT, MICROBATCH_SHIFT, HOP_MASK = 2, 22, (1 << 20) - 1
-_MICROBATCHES = 1 << 40
+MOST_HOPS = 1 << 20
+MOST_MICROBATCHES = 1 << 40
+
+_CELL = re.compile(r"([0-9]{1,7})([FBIWR])([0-9]{1,13})")  # no longer than the largest numbers
 
 
 class Action(NamedTuple):
@@ -100,13 +105,13 @@ class Actions(Sequence[Action]):
 def _packed(action: Any) -> int:
     try:
         kind, hop, microbatch = action
-        if not (0 <= hop <= HOP_MASK and 0 <= microbatch < _MICROBATCHES):
+        if not (0 <= hop <= HOP_MASK and 0 <= microbatch < MOST_MICROBATCHES):
             raise ValueError
         return pack(KINDS.index(kind), hop, microbatch)
     except (TypeError, ValueError) as error:
         raise ScheduleError(
-            "an action is Action('F', 'B', 'W' or 'R', hop, microbatch), with numbers from 0 on, "
-            f"but {action!r} came"
+            "an action is Action('F', 'B', 'W' or 'R', hop, microbatch), with a hop below "
+            f"{MOST_HOPS:,} and a micro-batch below {MOST_MICROBATCHES:,}, but {action!r} came"
         ) from error
 
 
@@ -215,8 +220,8 @@ class Schedule:
         """A schedule from CSV, see :meth:`to_csv`. Empty cells are bubbles, and mean nothing.
 
         Raises:
-            ScheduleError: a cell that is no action (with its row and column), or a hop on two
-                rows.
+            ScheduleError: a cell that is no action (with its row and column), a hop on two rows,
+                or a hop or micro-batch without any action.
         """
         if not isinstance(text, str) or not text.strip(", \t\r\n"):
             raise ScheduleError(
@@ -238,23 +243,27 @@ class Schedule:
                         f"row {lane + 1}, column {column + 1}: hop {action.hop} is on row "
                         f"{lane_of[action.hop] + 1} too; a hop has one lane"
                     )
-        missing = sorted(set(range(max(lane_of, default=0) + 1)) - lane_of.keys())
-        if missing:
-            raise ScheduleError(
-                f"hops are numbered 0, 1, … without gaps, but {missing} have no action in the CSV"
-            )
-        count = 1 + max(action.microbatch for actions in lanes for action in actions)
-        return cls(name, tuple(lane_of[h] for h in sorted(lane_of)), count, tuple(lanes))
+        microbatches = {action.microbatch for actions in lanes for action in actions}
+        for noun, numbers in (("hops", lane_of.keys()), ("micro-batches", microbatches)):
+            # Not all of them: a short text may name a large number.
+            missing = list(islice((n for n in range(max(numbers)) if n not in numbers), 8))
+            if missing:
+                raise ScheduleError(
+                    f"{noun} are numbered 0, 1, … without gaps, but {missing} have no action in "
+                    "the CSV"
+                )
+        lane_of_hop = tuple(lane_of[hop] for hop in sorted(lane_of))
+        return cls(name, lane_of_hop, len(microbatches), tuple(lanes))
 
 
 def _from_cell(cell: str, row: int, column: int) -> Action:
-    kind = next((k for k in "FBIWR" if k in cell), "")
-    hop, _, microbatch = cell.partition(kind) if kind else ("", "", "")
-    known = hop.isdecimal() and microbatch.isdecimal()
-    if not (known and int(hop) <= HOP_MASK and int(microbatch) < _MICROBATCHES):
-        raise ScheduleError(
-            f"row {row + 1}, column {column + 1}: a cell is a hop, one of F, B (whole), "
-            "I (inputs), W (weights) or R (recompute), and a micro-batch, such as 0F3, but "
-            f"{cell!r} came"
-        )
-    return Action(cast(Kind, "B" if kind == "I" else kind), int(hop), int(microbatch))
+    found = _CELL.fullmatch(cell)
+    if found is not None:
+        kind, hop, microbatch = found[2], int(found[1]), int(found[3])
+        if hop < MOST_HOPS and microbatch < MOST_MICROBATCHES:
+            return Action(cast(Kind, "B" if kind == "I" else kind), hop, microbatch)
+    raise ScheduleError(
+        f"row {row + 1}, column {column + 1}: a cell is a hop, one of F, B (whole), "
+        "I (inputs), W (weights) or R (recompute), and a micro-batch, such as 0F3, the hop below "
+        f"{MOST_HOPS:,} and the micro-batch below {MOST_MICROBATCHES:,}, but {cell[:100]!r} came"
+    )

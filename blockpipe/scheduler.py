@@ -17,7 +17,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .errors import ScheduleError
-from .schedule import MICROBATCH_SHIFT, Actions, B, F, Schedule, W, pack
+from .schedule import (
+    MICROBATCH_SHIFT,
+    MOST_HOPS,
+    MOST_MICROBATCHES,
+    Actions,
+    B,
+    F,
+    Schedule,
+    W,
+    pack,
+)
 from .simulate import Costs, Simulation, simulate
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
@@ -52,7 +62,8 @@ def make_schedule(
         costs: what the scheduler plays out with; ``None``: F, B and W one unit each.
 
     Raises:
-        ScheduleError: an unknown name, no hop, no micro-batch, or a limit below 1.
+        ScheduleError: an unknown name, no hop, no micro-batch, more than :data:`MOST_HOPS` or
+            :data:`MOST_MICROBATCHES` of them, or a limit below 1.
 
     Source: GPipe (Huang et al., 2019); 1F1B: PipeDream-Flush, interleaved: Megatron-LM (Narayanan
     et al., 2021); zero bubble: Qi et al., 2023 (ZB-H1) and 2024 (ZB-V).
@@ -62,13 +73,18 @@ def make_schedule(
         lane 0: F0.0 F0.1 B0.0 F0.2 B0.1 B0.2
         lane 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
     """
-    lane_of_hop = tuple(lane_of_hop)
     hops = len(lane_of_hop)
     if not hops or not isinstance(microbatches, int) or microbatches < 1:
         raise ScheduleError(
             f"a schedule needs a hop and a micro-batch, but {hops} hops and "
             f"{microbatches} micro-batches came"
         )
+    if hops > MOST_HOPS or microbatches > MOST_MICROBATCHES:
+        raise ScheduleError(
+            f"a schedule has {MOST_HOPS:,} hops and {MOST_MICROBATCHES:,} micro-batches at the "
+            f"most, but {hops:,} and {microbatches:,} came"
+        )
+    lane_of_hop = tuple(lane_of_hop)
     if set(lane_of_hop) != set(range(len(set(lane_of_hop)))):
         raise ScheduleError(f"lanes are numbered 0, 1, … without gaps, but {lane_of_hop} came")
     if separable is not None and len(separable) != hops:

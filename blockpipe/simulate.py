@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .errors import ScheduleError
-from .schedule import HOP_MASK, HOP_SHIFT, MICROBATCH_SHIFT, B, F, R, Schedule, W, unpack
+from .schedule import HOP_MASK, HOP_SHIFT, MICROBATCH_SHIFT, B, F, R, Schedule, W, pack, unpack
 
 PerHop = float | Sequence[float]
 
@@ -227,6 +227,7 @@ def _check_each_once(schedule: Schedule) -> tuple[bytearray, bytearray]:
     """
     hops, count = len(schedule.lane_of_hop), schedule.microbatches
     total = hops * count
+    _check_enough(schedule)
     seen = bytearray(4 * total)
     for lane, codes in enumerate(schedule.codes):
         for code in codes:
@@ -258,6 +259,17 @@ def _check_each_once(schedule: Schedule) -> tuple[bytearray, bytearray]:
         )
     weights, restored = seen[2 * total : 3 * total], seen[3 * total :]
     return weights if any(weights) else bytearray(), restored if any(restored) else bytearray()
+
+
+def _check_enough(schedule: Schedule) -> None:
+    """Raise for fewer actions than an F and a B of each: memory is for what is there, and not for
+    what the numbers say."""
+    hops, count = len(schedule.lane_of_hop), schedule.microbatches
+    if sum(map(len, schedule.codes)) < 2 * hops * count:
+        there = {code for lane in schedule.codes for code in lane}
+        every = ((k, hop, m) for k in (F, B) for hop in range(hops) for m in range(count))
+        missing = next(action for action in every if pack(*action) not in there)
+        raise ScheduleError(f"{unpack(pack(*missing))} is missing in {schedule.name}")
 
 
 def _check_all_ran(schedule: Schedule, position: list[int], finish: "array[float]") -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .columns import COLUMNS
 from .rows import StageRow
 from .summary_text import crossing_table, label, memory_head, predicted, stage_table
-from .table import bytes_text, milliseconds_text
+from .table import bytes_text, milliseconds_text, one_line
 
 if TYPE_CHECKING:  # a summary can show itself
     from .summary import Summary
@@ -31,7 +31,7 @@ _STYLE = """
 
 def as_html(summary: Summary) -> str:
     """The tables in one ``div``."""
-    notes = "".join(f"<li>{escape(note)}</li>" for note in summary.notes)
+    notes = "".join(f"<li>{_text(note)}</li>" for note in summary.notes)
     parts = [
         f"<style>{_STYLE}</style>",
         _modules(summary),
@@ -47,10 +47,10 @@ def _modules(summary: Summary) -> str:
     lines = []
     for row in summary.modules:
         colour = _colour(row.stages[0]) if len(row.stages) == 1 else "transparent"
-        title = escape(", ".join(path or summary.model for path in row.paths))
+        title = _text(", ".join(path or summary.model for path in row.paths))
         name = (
             f'<td class="left stage" style="border-color: {colour}" title="{title}">'
-            f'<span style="padding-left: {1.5 * row.depth:g}em">{escape(label(row, summary))}'
+            f'<span style="padding-left: {1.5 * row.depth:g}em">{_text(label(row, summary))}'
             "</span></td>"
         )
         cells = "".join(_cell(COLUMNS[column].cell(row)) for column in summary.columns)
@@ -89,7 +89,11 @@ def _table(head: Iterable[str], lines: Iterable[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    return f"<td>{escape(text)}</td>"
+    return f"<td>{_text(text)}</td>"
+
+
+def _text(text: str) -> str:
+    return escape(one_line(text))
 
 
 def _bar(stage: StageRow, share: float, text: str) -> str:

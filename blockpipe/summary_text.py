@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .columns import COLUMNS
 from .rows import ModuleRow
-from .table import bar, bytes_text, flops_text, milliseconds_text, short, text_table
+from .table import bar, bytes_text, flops_text, milliseconds_text, one_line, short, text_table
 
 if TYPE_CHECKING:  # a summary can print itself
     from .summary import Summary
@@ -23,7 +23,7 @@ def as_text(summary: Summary) -> str:
         _bars(summary),
         "\n".join(predicted(summary)),
         _crossings(summary),
-        "\n".join(f"note: {note}" for note in summary.notes),
+        "\n".join(f"note: {one_line(note)}" for note in summary.notes),
     ]
     return "\n\n".join(part for part in parts if part)
 

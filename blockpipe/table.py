@@ -46,6 +46,21 @@ def stages_text(stages: list[int]) -> str:
     return ", ".join(map(str, stages))
 
 
+def one_line(text: str) -> str:
+    """A name from elsewhere on one line: what cannot be printed is written as Python escapes it.
+
+    A module's name may be any text. A line break in it would begin a line of a table, or of code
+    that is printed to be pasted; an escape character would speak to the terminal.
+
+    Example:
+        >>> one_line("layer\\n3 ü")
+        'layer\\\\n3 ü'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def short(where: str) -> str:
     """A file and line without the directories."""
     return where.rpartition("/")[2]
@@ -64,6 +79,7 @@ def bar(share: float) -> str:
 
 def text_table(head: list[str], rows: list[list[str]], left: int) -> str:
     """Columns as wide as they need; the first ``left`` to the left, the rest to the right."""
+    head, *rows = [list(map(one_line, row)) for row in (head, *rows)]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
     def line(cells: list[str]) -> str:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from .bounded import LARGEST_TEXT, parse_json
 from .errors import WeightsError
 
 DTYPES = {
@@ -44,7 +45,8 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
-_LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
+MOST_DIMENSIONS = 64  # as many as torch's reductions take
+_LONGEST_REASON = 300  # characters of a message that quotes a file
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Entry:
     dtype: torch.dtype
     begin: int
     end: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.end - self.begin
 
 
 def read_entries(file: BinaryIO, path: Path) -> dict[str, Entry]:
@@ -70,29 +77,35 @@ def read_entries(file: BinaryIO, path: Path) -> dict[str, Entry]:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     start = 8 + length
-    if size < 8 or length > _LARGEST_HEADER or start > size:
-        raise _corrupt(path, f"its header would be {length} bytes long, of {size} in all")
+    if size < 8 or length > LARGEST_TEXT or start > size:
+        raise _corrupt(
+            path,
+            f"its header would be {length:,} bytes long, of {size:,} in all; {LARGEST_TEXT:,} is "
+            "the limit",
+        )
     text = b""
     while len(text) < length and (more := file.read(length - len(text))):
         text += more
     try:
-        header = json.loads(text.decode("utf-8"))  # bytes may be UTF-16 to json
-        metadata = header.pop(_METADATA, None) or {}
-        if not all(isinstance(value, str) for value in metadata.values()):
+        header = parse_json(text.decode("utf-8"))  # bytes may be UTF-16 to json
+        metadata = header.pop(_METADATA, None)
+        if not (metadata is None or _is_of_strings(metadata)):
             raise TypeError(f"{_METADATA} is from names to strings")
         entries = {name: _entry(found, start) for name, found in header.items()}
         _check_whole(entries, start, size)
-    except (
-        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
-    ) as error:  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _corrupt(path, f"{type(error).__name__}: {error}") from error
     return entries
+
+
+def _is_of_strings(found: object) -> bool:
+    return isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
 
 
 def _corrupt(path: Path, why: str) -> WeightsError:
     return WeightsError(
         f"a safetensors file was expected, but {str(path)!r} is none, or not the whole of one "
-        f"({why}); fetch or save it again"
+        f"({why[:_LONGEST_REASON]}); fetch or save it again"
     )
 
 
@@ -111,7 +124,11 @@ def _entry(found: Mapping[str, Any], start: int) -> Entry:
     dtype = DTYPES.get(found["dtype"])
     if dtype is None:
         raise ValueError(f"dtype {found['dtype']!r} is not known here")
+    if not isinstance(found["shape"], list) or not isinstance(found["data_offsets"], list):
+        raise TypeError(f"shape and data_offsets are lists, not {found!r}")
     shape, (begin, end) = tuple(found["shape"]), found["data_offsets"]
+    if len(shape) > MOST_DIMENSIONS:  # the product of more takes long
+        raise ValueError(f"{len(shape)} dimensions, of {MOST_DIMENSIONS} at the most")
     if any(type(n) is not int or not 0 <= n < 2**63 for n in (*shape, begin, end)):
         raise ValueError(f"sizes and offsets are {shape}, {begin!r} and {end!r}")
     expected = math.prod(shape) * dtype.itemsize

@@ -13,6 +13,7 @@ from typing import Any, Self
 from .errors import ScheduleError, UsageError
 from .schedule import Action, Schedule
 from .simulate import Costs, PerHop, Simulation, simulate
+from .table import one_line
 from .timeline_chrome import chrome_trace
 from .timeline_html import frame, page
 from .timeline_plot import plot
@@ -111,7 +112,7 @@ class Timeline(Trace):
             return "nothing ran: an empty timeline"
         last = len(self.steps) - 1
         title = f"{self.title}, step {last + 1} of {last + 1}" if last else self.title
-        return f"{title}\n\n{self.gantt()}\n\n{table(self, self._predictions())}"
+        return f"{one_line(title)}\n\n{self.gantt()}\n\n{table(self, self._predictions())}"
 
     def __repr__(self) -> str:
         return (

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+from .table import one_line
 from .trace import Trace, journeys
 
 
@@ -20,7 +21,7 @@ def page(views: Sequence[Trace]) -> str:
         views: the first is shown first.
     """
     data = json.dumps([_view(view) for view in views], separators=(",", ":"))
-    title = html.escape(views[0].title or "timeline")
+    title = html.escape(one_line(views[0].title or "timeline"))
     template = files("blockpipe").joinpath("timeline.html").read_text(encoding="utf-8")
     # In a script only "</script" and "<!--" would end it.
     head, _, rest = template.partition("__TITLE__")

@@ -29,7 +29,7 @@ class Unwritten:
             if _state_of(tensor) != then:
                 what = "buffer" if held.is_buffer else "parameter"
                 raise StateError(
-                    f"{what} {held.name!r} was written by the forward, which it was not when it "
+                    f"{what} {held.name!r} was written during the step, which it was not when it "
                     f"was recorded, and is read on hops {held.hops} ({held.where}): micro-batches "
                     "under way at once have mixed in it, and this step's gradients are not the "
                     "plain loop's; write it between steps, read and write it on one hop, or use "
@@ -37,9 +37,6 @@ class Unwritten:
                 )
 
 
-def _state_of(tensor: Tensor) -> tuple[int, int] | None:
-    """How often a tensor was written to, and where its values are; ``None`` where a hook of the
-    user's steps in the backward: what it writes is no forward's."""
-    if getattr(tensor, "_post_accumulate_grad_hooks", None):
-        return None
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    """How often a tensor was written to, and where its values are."""
     return version_of(tensor), tensor.data_ptr()

@@ -5,9 +5,8 @@ checked before anything changes; and it reads one tensor at a time. ``torch.load
 checkpoint, the obvious way, needs the model's size in host memory once more.
 """
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -15,12 +14,19 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
+from .bounded import parse_json, read_text
 from .errors import UsageError, WeightsError
-from .tensorfile import Entry, read_entries, read_tensor
+from .tensorfile import read_entries, read_tensor
 
 Weights = str | os.PathLike[str] | Mapping[str, Tensor]
 
 _MAPPED = 64 * 2**20  # bytes read of a mapped file before its pages are let go; a guess
+LARGEST_EXTRA_STATE = 2**30
+"""Bytes of one extra state in a safetensors file. Weights have to fit the model before they get any
+memory; extra state may be of any shape, and its bytes may be a hole in the file."""
+
+LONGEST_NAME = 255
+"""Characters of a shard's name: what file systems take."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,13 @@ class Source(Protocol):
 
     what: str  # for messages
     headers: dict[str, Header]
-    extra: dict[str, Any]  # what modules' get_extra_state gave, by name
+    extra: Collection[str]  # the names of what modules' get_extra_state gave
 
     def read(self, name: str, into: Tensor) -> None:
         """Fill a tensor of the same shape."""
+
+    def read_extra(self, name: str) -> Any:
+        """What a module's ``get_extra_state`` gave."""
 
 
 def open_weights(weights: Weights) -> Source:
@@ -69,9 +78,9 @@ def open_weights(weights: Weights) -> Source:
             "weights is a path, but an empty one came, which is a mistake more often than ."
         )
     path = Path(weights)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = _checkpoint_in(path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # False for a name too long, too, where Path's raises
         raise WeightsError(f"a checkpoint was expected, but {str(path)!r} is not there")
     return Shards(path) if path.name.endswith(".index.json") else _open_file(path)
 
@@ -103,12 +112,15 @@ class InMemory:
 
     def __init__(self, tensors: Mapping[str, Any], what: str = "the given mapping") -> None:
         self.what = what
-        self.extra = _extra(tensors)
+        self.extra: Collection[str] = dict.fromkeys(filter(is_extra, tensors))
         self.headers = _headers(tensors, what)
         self._tensors = tensors
 
     def read(self, name: str, into: Tensor) -> None:
         into.detach().copy_(self._tensors[name])
+
+    def read_extra(self, name: str) -> Any:
+        return self._tensors[name]
 
 
 class TensorFile:
@@ -123,20 +135,29 @@ class TensorFile:
         self.headers = {
             n: Header(e.shape, e.dtype) for n, e in self._entries.items() if not is_extra(n)
         }
-        self.extra = {n: self._new(e) for n, e in self._entries.items() if is_extra(n)}
+        self.extra: Collection[str] = dict.fromkeys(filter(is_extra, self._entries))
+        for name in self.extra:
+            size = self._entries[name].size
+            if size > LARGEST_EXTRA_STATE:
+                raise WeightsError(
+                    f"extra state is {LARGEST_EXTRA_STATE:,} bytes at the most, but in "
+                    f"{self.what!r} {name[:LONGEST_NAME]!r} has {size:,}; if it is meant so, pass "
+                    "a mapping that has it"
+                )
 
     def read(self, name: str, into: Tensor) -> None:
         read_tensor(self._file, self._path, self._entries[name], into)
+
+    def read_extra(self, name: str) -> Any:
+        entry = self._entries[name]
+        made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        self.read(name, made)
+        return made
 
     def __del__(self) -> None:
         file = getattr(self, "_file", None)
         if file is not None:
             file.close()
-
-    def _new(self, entry: Entry) -> Tensor:
-        made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        read_tensor(self._file, self._path, entry, made)
-        return made
 
 
 class TorchFile:
@@ -150,7 +171,9 @@ class TorchFile:
         self._read = 0
         self._version = _version(path)
         loaded = self._load()
-        self.headers, self.extra = _headers(loaded, self.what), _extra(loaded)
+        self.headers = _headers(loaded, self.what)
+        self._extra = {name: value for name, value in loaded.items() if is_extra(name)}
+        self.extra: Collection[str] = self._extra
 
     def read(self, name: str, into: Tensor) -> None:
         if self._tensors is None:
@@ -160,6 +183,9 @@ class TorchFile:
         self._read += tensor.numel() * tensor.element_size()
         if self._read >= _MAPPED:
             self._tensors, self._read = None, 0
+
+    def read_extra(self, name: str) -> Any:
+        return self._extra[name]
 
     def _load(self) -> dict[str, Tensor]:
         if _version(self._path) != self._version:
@@ -196,9 +222,12 @@ class Shards:
         self.what = str(index)
         before = _version(index)
         where = _weight_map(index)
+        names = sorted(set(where.values()))
+        _check_beside(names, index)
+        missing = [name for name in names if not os.path.isfile(index.parent / name)]
         try:
-            files = {file: _open_file(index.parent / file) for file in sorted(set(where.values()))}
-        except FileNotFoundError:
+            files = {name: _open_file(index.parent / name) for name in names if not missing}
+        except FileNotFoundError:  # it has gone since
             files = {}
         # Who saves over a checkpoint takes its index away before any of its files.
         if not index.is_file() or _version(index) != before:
@@ -206,11 +235,9 @@ class Shards:
                 f"{self.what!r} was replaced while its files were opened, so that they may be of "
                 "two checkpoints; load again when nobody saves there"
             )
-        missing = sorted({f for f in where.values() if f not in files})
-        if missing:
-            missing = [f for f in missing if not (index.parent / f).is_file()]
+        if len(files) < len(names):
             raise WeightsError(
-                f"the index {self.what!r} names {missing}, but {str(index.parent)!r} does not "
+                f"the index {self.what!r} names {missing[:5]}, but {str(index.parent)!r} does not "
                 "hold them; fetch the missing shards"
             )
         self._files = {name: files[file] for name, file in where.items()}
@@ -226,15 +253,31 @@ class Shards:
                 "of one checkpoint"
             )
         self.headers = {n: file.headers[n] for n, file in self._files.items() if not is_extra(n)}
-        self.extra = {n: file.extra[n] for n, file in self._files.items() if is_extra(n)}
+        self.extra: Collection[str] = dict.fromkeys(filter(is_extra, self._files))
 
     def read(self, name: str, into: Tensor) -> None:
         self._files[name].read(name, into)
 
+    def read_extra(self, name: str) -> Any:
+        return self._files[name].read_extra(name)
+
+
+def _check_beside(names: Collection[str], index: Path) -> None:
+    """Raise for shards anywhere but in the index's own directory: an index from elsewhere must not
+    say which files are opened. What is a link there was put there by whom the directory belongs
+    to, as Hugging Face's cache has it."""
+    wrong = [n for n in names if n in ("", "..") or len(n) > LONGEST_NAME or Path(n).name != n]
+    if wrong:
+        raise WeightsError(
+            f"shards are files beside their index, with names of {LONGEST_NAME} characters at the "
+            f"most, but {str(index)!r} names {[name[:LONGEST_NAME] for name in wrong[:5]]}; move "
+            "them there, and name them so"
+        )
+
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        where = parse_json(read_text(index))["weight_map"]
         if all(isinstance(file, str) for file in where.values()):
             return dict(where)
         raise TypeError("weight_map is from names to names")
@@ -248,10 +291,6 @@ def _weight_map(index: Path) -> dict[str, str]:
 def is_extra(name: object) -> bool:
     """Whether it is what a module's ``get_extra_state`` gave: of any type and shape."""
     return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
-
-
-def _extra(loaded: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in loaded.items() if is_extra(name)}
 
 
 def _headers(loaded: Mapping[str, Any], what: str) -> dict[str, Header]:

@@ -1,6 +1,8 @@
 """The shape of the package: imports without circles, and what is public."""
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,10 +42,11 @@ def test_no_import_circle():
 
 
 def test_data_does_not_need_torch():
-    """Schedules and plans import errors alone, and nothing imports the pipeline but the doors."""
+    """Schedules and plans import what needs none either, and nothing imports the pipeline but the doors."""
     graph = _imports()
     assert graph["schedule"] == graph["layout"] == {"errors"}
-    assert graph["plan"] == {"errors", "layout"}
+    assert graph["plan"] == {"bounded", "errors", "layout", "replacing", "table"}
+    assert graph["bounded"] == graph["replacing"] == graph["table"] == set()
     assert graph["simulate"] == {"errors", "schedule"}
     assert graph["scheduler"] == {"errors", "schedule", "simulate"}
     assert {name for name, needs in graph.items() if "pipeline" in needs} == {
@@ -63,6 +66,33 @@ def test_the_engine_knows_no_observer():
         "pipeline",
         "profiling",
     }
+
+
+def test_nothing_runs_what_it_reads():
+    """SECURITY.md says so: no pickle, no evaluated text, no other program, no network."""
+    modules, names = set(), set()
+    for path in PACKAGE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                modules.add(node.module.partition(".")[0])
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                names.add(node.func.id)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                assert "weights_only=True" in ast.unparse(node)
+    assert not modules & {"http", "pickle", "marshal", "requests", "shelve", "socket", "subprocess"}
+    assert not names & {"eval", "exec", "compile", "__import__"}
+
+
+def test_the_bounds_are_those_of_the_security_page():
+    """By name, number and file."""
+    page = (PACKAGE.parent / "SECURITY.md").read_text()
+    rows = re.findall(r"`([A-Z_]+)`, ([\d,]+) \| .* `blockpipe/(\w+)\.py`", page)
+    assert len(rows) >= 7
+    for name, number, module in rows:
+        found = getattr(importlib.import_module(f"blockpipe.{module}"), name)
+        assert found == int(number.replace(",", "")), name
 
 
 def test_every_public_name_has_a_docstring():

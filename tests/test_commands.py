@@ -170,6 +170,9 @@ WRONG_WORDS = [
     ([*RESNET[:1], "--input", "4,3,64,64:flaot32"], "did you mean float32"),
     ([*RESNET[:1], "--input", "4:int64:0"], "a whole number from 1 on"),
     ([*RESNET[:1], "--input", "4:float32:9"], "takes no limit"),
+    ([*RESNET[:1], "--input", "9" * 5000], "8,3,224,224"),
+    ([*RESNET[:1], "--input", "4:int64:" + "9" * 5000], "a whole number from 1 on"),
+    ([*RESNET, "--begin", "layer3=" + "9" * 5000], "PATH=STAGE"),
     ([*RESNET, "--begin", "layer3"], "PATH=STAGE"),
     ([*RESNET, "--begin", "layer3=1", "--begin", "layer3=2"], "given twice"),
     ([*RESNET, "--begin", "layr3=1"], "did you mean 'layer3'"),
@@ -221,6 +224,8 @@ def test_errors_are_one_line(
         ["plan", *RESNET, "--layout", "layer3=2"],
         ["simulate", "--lanes", "0,b"],
         ["simulate", "--forward", "fast"],
+        ["simulate", "--chunks", "9" * 5000],
+        ["simulate", "--lanes", "0," + "9" * 5000],
         ["trace", *MARKED, "--save", "trace.png"],
         ["trace", *MARKED, "--save", "no/such/folder/trace.html"],
     ],
@@ -238,6 +243,8 @@ def test_wrong_usage_is_status_2(words: list[str], capsys: pytest.CaptureFixture
         (["--lanes", "0,5", "--schedule", "all"], "without gaps"),
         (["--forward=-1"], "from 0 on"),
         (["--transfer", "1,2,3"], "one for each of 4 hops"),
+        (["--stages", "1000000000"], "100,000 at the most, but 1,000,000,000 and 8 came"),
+        (["--chunks", "100000000"], "100,000 at the most, but 4 and 100,000,000 came"),
     ],
 )
 def test_schedules_that_cannot_be(

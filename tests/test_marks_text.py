@@ -1,6 +1,7 @@
 """A plan as marks: Python that runs, and gives the same stages."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -125,3 +126,49 @@ def test_marks_in_the_forward_are_named() -> None:
     marks = bp.balance(Net(), torch.zeros(4, 8), 2, "flops").marks()
     assert marks.startswith("# take out the mark at ")
     assert "test_marks_text.py:" in marks
+
+
+NAMES = ["a\nraise SystemExit", "a'] + [b", 'a"b', "a\\", "\ud800", "ﬁ", "٣", "a;b", "#"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_no_code(name: str) -> None:
+    """Whatever a module is called, the lines name it, and nothing else."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("first", nn.Linear(4, 4))
+            self.add_module(name, nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self._modules[name](self.first(x))
+
+    net, x = Named(), torch.zeros(2, 4)
+    plan = bp.balance(net, x, 2, "flops")
+    assert plan.marks().isprintable()
+    assert bp.record(_marked(net, plan.marks()), x).plan == bp.record(net, x, plan=plan).plan
+
+
+def test_a_name_in_a_comment_ends_no_line() -> None:
+    """Of a call that no mark can be put on."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("a\nraise SystemExit", nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            layer = self._modules["a\nraise SystemExit"]
+            return layer(layer(x))
+
+    text = bp.balance(Twice(), torch.zeros(2, 4), 2, "flops").marks()
+    assert text.startswith("# stage 1 begins with call 1 of a\\nraise SystemExit, which")
+    assert all(line.startswith("#") for line in text.splitlines())
+
+
+def test_positions_in_a_sequential_that_is_named_otherwise() -> None:
+    """Its first module may be called ``"1"``; in brackets it is 0."""
+    net = nn.Sequential(OrderedDict([("1", nn.Linear(4, 4)), ("0", nn.ReLU())]))
+    for path in ("1", "0"):
+        assert eval(expression(net, path), {"model": net}) is net.get_submodule(path)

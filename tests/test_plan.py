@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import blockpipe as bp
+from blockpipe import Assignment, StagePlan
 from blockpipe.errors import PlanError
 
 from .parity import plain_step
@@ -71,3 +72,49 @@ def test_a_plan_of_another_model_is_refused():
     plan = bp.StagePlan([bp.Assignment("stem", 0, 0)])
     with pytest.raises(PlanError, match=r"assigns \['stem'\], which Linear does not have"):
         bp.record(nn.Linear(1, 1), torch.zeros(1, 1), plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[" * 10**5, "nested more than 200 deep"),
+        ('{"version": 2, "version": 1, "assignments": []}', "'version' is there twice"),
+        ('{"assignments": [{"path": "a", "call": 0, "stage": %s}]}' % ("9" * 5000), "100 digits"),
+        ('{"assignments": [{"path": "a", "call": 0, "stage": 1048576}]}', "below 1,048,576"),
+    ],
+)
+def test_a_plan_beyond_a_bound(text, why):
+    """The error says the bound."""
+    with pytest.raises(PlanError, match=why):
+        StagePlan.from_json(text)
+
+
+def test_the_deepest_plan():
+    """Modules may be inside of each other as deep as the bound of JSON lets them."""
+    entry = Assignment("a", 0, 0)
+    for _ in range(98):
+        entry = Assignment("a", 0, 0, inside=[entry])
+    entries = list(entry.with_inside())
+    for number, inner in enumerate(entries):
+        inner.path = ".".join("a" * (number + 1))
+    plan = StagePlan([entry])
+    assert StagePlan.from_json(plan.to_json()) == plan
+
+
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=4, unique=True))
+@settings(max_examples=50, deadline=None)
+def test_a_layout_is_text_to_paste(paths):
+    """Whatever modules are called: it is read back, and ends no literal and no line."""
+    plan = StagePlan([Assignment(path, 0, stage) for stage, path in enumerate(paths)])
+    text = plan.layout
+    back = StagePlan.from_layout(text) if len(paths) > 1 else StagePlan([], partial=True)
+    assert [(a.path, a.stage) for a in back.assignments] == [
+        (a.path, a.stage) for a in plan.assignments[1:]
+    ]
+    assert text.isprintable()
+    assert not set(text) & set("'`$()")
+
+
+def test_a_printed_plan_has_a_line_for_each_call():
+    """A module's name may hold line breaks and escape characters."""
+    assert str(StagePlan([Assignment("a\n\x1b[2Jb", 0, 0)])) == r"a\n\x1b[2Jb  call 0  stage 0"

@@ -165,6 +165,9 @@ def test_csv_of_torch_distributed():
         ("0F99999999999999999999,0B0", "row 1, column 1: a cell is a hop"),
         ("9999999F0", "row 1, column 1: a cell is a hop"),
         ("F", r"row 1, column 1.*'F' came"),
+        ("0F1099511627775,0B0", r"micro-batches are numbered .*\[1, 2, 3, 4, 5, 6, 7, 8\] have"),
+        ("1048575F0,1048575B0", r"hops are numbered .*\[0, 1, 2, 3, 4, 5, 6, 7\] have"),
+        (f"0F{'9' * 5000}", r"the micro-batch below 1,099,511,627,776, but '0F9{98}' came"),
     ],
 )
 def test_bad_csv_is_refused(text, message):
@@ -195,6 +198,13 @@ def test_an_impossible_schedule_names_its_first_impossible_action():
         validate(with_first_lane(forward, Action("W", 0, 0), backward))
 
 
+def test_memory_is_for_the_actions_that_are_there():
+    """A schedule that claims more micro-batches than any memory holds lacks an action."""
+    actions = [Action("F", 0, 0), Action("B", 0, 0)]
+    with pytest.raises(ScheduleError, match="F0.1 is missing in mine"):
+        validate(Schedule("mine", (0,), 2**40, (actions,)))
+
+
 def test_micro_batches_out_of_order_are_refused():
     """A hop's gradients would add up in another order than the plain loop's."""
     f, b, w = (lambda m, k=k: Action(k, 0, m) for k in "FBW")
@@ -214,6 +224,8 @@ def test_wrong_arguments_are_refused():
         make_schedule("gpipe", [0], 1, in_flight=0)
     with pytest.raises(ScheduleError, match=r"numbered 0, 1, … without gaps, but \(0, 2\) came"):
         make_schedule("gpipe", [0, 2], 1)
+    with pytest.raises(ScheduleError, match="has 1,048,576 hops and 1,099,.* 1,000,000,000 and 1"):
+        make_schedule("gpipe", range(10**9), 1)
     with pytest.raises(ScheduleError, match="one entry for each of 2 hops"):
         make_schedule("zb-h1", [0, 1], 1, separable=[True])
     with pytest.raises(ScheduleError, match="whole numbers from 0 on, but .* and '2' came"):

@@ -410,6 +410,22 @@ class Checked(HTMLParser):
         self.text += data
 
 
+def test_a_name_is_on_one_line() -> None:
+    """Line breaks and escape characters in a module's name change no table and no terminal."""
+    net = nn.Module()
+    net.add_module("a\n\x1b[2J\ud800", nn.Linear(4, 4))
+    net.forward = lambda x: next(net.children())(x)  # type: ignore[assignment]
+    recording = bp.record(net, torch.zeros(2, 4))
+    name = r"a\n\x1b[2J\ud800"
+    printed: list[str] = []
+    bp.print_pipeline_stage_assignment_summary(recording, print_fn=printed.append)
+    summary = recording.summary(depth=2)
+    explained = recording.explain(next(call.path for call in recording.calls if call.path))
+    for text in (str(summary), summary._repr_html_(), "".join(printed), explained):
+        assert name in text
+        assert text.replace("\n", "").isprintable()
+
+
 def test_html_is_one_escaped_piece() -> None:
     """Tags close, nothing is loaded, no script; what comes from the user is text."""
 

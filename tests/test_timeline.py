@@ -268,6 +268,16 @@ def test_a_name_from_outside_stays_text():
     assert "srcdoc=" in Timeline.of(named)._repr_html_()
 
 
+def test_a_name_that_no_file_can_hold(tmp_path):
+    """Half of a surrogate pair is written as it is escaped."""
+    schedule = make_schedule("1f1b", [0], 1)
+    named = bp.Schedule("half \ud800", schedule.lane_of_hop, 1, schedule.lanes)
+    timeline = Timeline.of(named)
+    timeline.to_html(tmp_path / "t.html")
+    assert "<title>half \\ud800" in (tmp_path / "t.html").read_text(encoding="utf-8")
+    assert str(timeline).startswith("half \\ud800\n")
+
+
 def test_a_figure():
     """A bar for each action, on its lane; on axes of one's own, too."""
     pyplot = _pyplot()

@@ -17,6 +17,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe import saving
 from blockpipe.errors import UsageError, WeightsError
+from blockpipe.replacing import part_of
 from blockpipe.tensorfile import DTYPES, read_entries, write_tensors
 from blockpipe.weights import _open_file, open_weights
 
@@ -229,7 +230,15 @@ def test_conjugated_and_negated_views(tmp_path):
             "'b' is at",
         ),
         ('{"__metadata__":{"a":1}}', 0, "from names to strings"),
-        ('{"__metadata__":[1]}', 0, "AttributeError"),
+        ('{"__metadata__":[1]}', 0, "from names to strings"),
+        ('{"__metadata__":""}', 0, "from names to strings"),
+        ('{"a":{"dtype":"F32","shape":"","data_offsets":[0,4]}}', 4, "are lists"),
+        ('{"a":{"dtype":"F32","shape":{},"data_offsets":[0,4]}}', 4, "are lists"),
+        ('{"a":{"dtype":"F32","shape":[1],"data_offsets":{"0":0,"4":4}}}', 4, "are lists"),
+        ('{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', 4, "there twice"),
+        ('{"\\ud800":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', 4, "surrogates"),
+        (f'{{"__metadata__":{"[" * 999}{"]" * 999}}}', 0, "nested more than 200 deep"),
+        (f'{{"a":{{"dtype":"F32","shape":[{"9" * 5000}],"data_offsets":[0,4]}}}}', 4, "100 digits"),
     ],
 )
 def test_a_hostile_header(tmp_path, header, count, why):
@@ -240,6 +249,30 @@ def test_a_hostile_header(tmp_path, header, count, why):
     with pytest.raises(library.SafetensorError), library.safe_open(path, "pt") as file:
         file.keys()
     with pytest.raises(WeightsError, match=why):
+        open_weights(path)
+
+
+def test_a_shape_of_many_dimensions(tmp_path):
+    """It is refused before its sizes are multiplied; numbers of such length take long."""
+    header = json.dumps(
+        {"a": {"dtype": "F32", "shape": [2**62] * 200_000 + [0], "data_offsets": [0, 0]}}
+    ).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(WeightsError, match="200001 dimensions, of 64 at the most"):
+        open_weights(path)
+
+
+def test_extra_state_gets_no_memory_before_it_is_checked(tmp_path):
+    """A hole in a file may be of any size, and so may the tensor that it pretends to be."""
+    size = 2**40
+    header = json.dumps(
+        {"0._extra_state": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    ).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + size)
+    with pytest.raises(WeightsError, match=r"1,073,741,824 bytes at the most, but .* has 1,099"):
         open_weights(path)
 
 
@@ -284,7 +317,7 @@ def test_wrong_types():
 def test_bad_index(tmp_path):
     """No JSON, no weight_map, a missing shard, a tensor that its shard does not hold."""
     path = tmp_path / "model.safetensors.index.json"
-    for text in ("{", "[]", "{}", '{"weight_map": {"a": 1}}'):
+    for text in ("{", "[]", "{}", '{"weight_map": {"a": 1}}', "[" * 10**5, "9" * 5000):
         path.write_text(text)
         with pytest.raises(WeightsError, match="index with a weight_map was expected"):
             open_weights(tmp_path)
@@ -297,6 +330,39 @@ def test_bad_index(tmp_path):
     write_tensors(tmp_path / "two.safetensors", {"c": torch.zeros(1)})
     with pytest.raises(WeightsError, match=r"says that \['b'\] are in \['two.safetensors'\]"):
         open_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "sub/x.safetensors", "..", "", ".", "a" * 300, "{}/x.safetensors"]
+)
+def test_an_index_names_files_beside_it_alone(tmp_path, name):
+    """No other file is opened because an index from elsewhere says so."""
+    (tmp_path / "here" / "sub").mkdir(parents=True)
+    for place in (".", "here/sub"):
+        write_tensors(tmp_path / place / "x.safetensors", {"a": torch.zeros(1)})
+    index_of(tmp_path / "here", {"a": name.format(tmp_path)})
+    with pytest.raises(WeightsError, match="shards are files beside their index, .* 255"):
+        open_weights(tmp_path / "here")
+
+
+def test_a_shard_may_be_a_link(tmp_path):
+    """As in Hugging Face's cache. A pipe, which would be waited for, is no shard."""
+    (tmp_path / "here").mkdir()
+    write_tensors(tmp_path / "blob", {"a": torch.ones(1)})
+    (tmp_path / "here" / "x.safetensors").symlink_to("../blob")
+    index_of(tmp_path / "here", {"a": "x.safetensors"})
+    assert read(open_weights(tmp_path / "here")) == {"a": torch.ones(1)}
+    (tmp_path / "here" / "x.safetensors").unlink()
+    os.mkfifo(tmp_path / "here" / "x.safetensors")
+    with pytest.raises(WeightsError, match="fetch the missing"):
+        open_weights(tmp_path / "here")
+
+
+def test_a_name_that_no_file_has():
+    """A name too long, or with a zero byte, is not there, as any other."""
+    for name in ("a" * 5000, "a\0b"):
+        with pytest.raises(WeightsError, match="is not there"):
+            open_weights(name)
 
 
 def test_bad_torch_files(tmp_path):
@@ -839,7 +905,7 @@ def test_a_torch_file_that_is_replaced_is_an_error(tmp_path):
 
 def test_two_that_save_at_once_write_to_files_of_their_own(tmp_path, monkeypatch):
     """Also where both are process 1, in containers; what a killed one left is removed in time."""
-    parts = {saving._part(tmp_path, "model.safetensors") for _ in range(100)}
+    parts = {part_of(tmp_path / "model.safetensors") for _ in range(100)}
     assert len(parts) == 100
     left, fresh, other = parts.pop(), parts.pop(), tmp_path / ".model.safetensors.mine.part"
     for path in (left, fresh, other):
@@ -870,6 +936,18 @@ def test_a_plan_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
         second.save(path)
     assert bp.StagePlan.load(path) == first
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_saving_a_plan_removes_what_a_killed_one_left(tmp_path):
+    """Only of this plan, and only what has not been written to for an hour."""
+    path = tmp_path / "plan.json"
+    left, fresh, other = part_of(path), part_of(path), part_of(tmp_path / "plan2.json")
+    for part in (left, fresh, other):
+        part.touch()
+    for part in (left, other):
+        os.utime(part, (1, 1))
+    bp.StagePlan([]).save(path)
+    assert sorted(tmp_path.iterdir()) == sorted([path, fresh, other])
 
 
 @pytest.mark.parametrize("limits", [(10**9, 200), (100, 200), (200, 10**9), (10**9, 10**9)])
