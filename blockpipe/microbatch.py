@@ -22,6 +22,23 @@ BatchDims = int | Mapping[int | str, int | None] | None
 LossReduction = str | Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
+@dataclass(frozen=True)
+class Share:
+    """What the first micro-batch is of its batch, for messages.
+
+    Attributes:
+        count: of micro-batches.
+        size: its samples.
+        batch: the batch's.
+        dims: what was split on which dim, by position or name of the argument.
+    """
+
+    count: int
+    size: int
+    batch: int
+    dims: Mapping[int | str, int]
+
+
 @dataclass
 class Microbatch:
     """One micro-batch's arguments, its target, and how many samples it has."""
@@ -30,6 +47,7 @@ class Microbatch:
     kwargs: dict[str, Any]
     target: Any
     size: int
+    share: Share | None = None  # of the first one
 
 
 def split(
@@ -78,6 +96,7 @@ def split(
     _check_target(target, size, _dim_of("target", dims))
     count = min(chunks, size)
     bounds = [size // count + (i < size % count) for i in range(count)]
+    split_on: dict[int | str, int] = {}
 
     def parts(name: int | str, value: Any) -> list[Any]:
         dim = _dim_of(name, dims)
@@ -87,12 +106,16 @@ def split(
             _check_named(name, value, dim, size)
         if isinstance(value, Tensor):  # the common case, and this is on every step's way
             is_split = value.dim() > dim and value.shape[dim] == size
+            if is_split:
+                split_on[name] = dim
             return _pieces(value, bounds, dim, cut) if is_split else [value] * count
         pieces: dict[int, Sequence[Tensor]] = {
             id(t): _pieces(t, bounds, dim, cut)
             for t in tensors(value)
             if t.dim() > dim and t.shape[dim] == size
         }
+        if pieces:
+            split_on[name] = dim
 
         def part(i: int) -> Any:
             return map_tensors(lambda t: pieces[id(t)][i] if id(t) in pieces else t, value)
@@ -112,7 +135,10 @@ def split(
         else [kwargs] * count
     )
     rows = zip(every_args, every_kwargs, parts("target", target), bounds, strict=True)
-    return list(itertools.starmap(Microbatch, rows))
+    microbatches = list(itertools.starmap(Microbatch, rows))
+    split_on.pop("target", None)
+    microbatches[0].share = Share(count, bounds[0], size, split_on)
+    return microbatches
 
 
 def _check_named(name: int | str, value: Any, dim: int, size: int) -> None:
