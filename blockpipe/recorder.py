@@ -46,6 +46,8 @@ from .tree import tensors
 from .where import users_line
 from .work import Work, addition
 
+_SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimized itself"
+
 
 class _RecordedTag(Tag):
     """A tag that knows inside which calls its tensor was made, and which of them returned it."""
@@ -419,6 +421,8 @@ class Recorder(Journey):
         is_function = function is what
         with ours():
             call = self.begin_call(path, kind, what, (args, kwargs), is_function=is_function)
+            if isinstance(what, torch.jit.ScriptModule):
+                self.refuse_again(_SCRIPTED)
         result, kernels = None, self._kernels
         try:
             result = function(*args, **kwargs)
@@ -484,7 +488,7 @@ class Recorder(Journey):
             hop = max(self.hop, 0)
             drawn.hops += [] if hop in drawn.hops else [hop]
             return
-        self.result.hops[max(self.hop, 0)].draws.add("torch")
+        self.result.hops[self.arrive()].draws.add("torch")  # perhaps the first of its hop
         for call, _, _ in self.stack:
             call.draws = True
 
@@ -613,9 +617,11 @@ class RecordingGlue(Glue):
         stack = self.journey.stack
         self.journey.checkpointed_in.append(stack[-1][0] if stack else None)
 
-    def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
+    def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
         self.journey.operation()
-        self.journey.custom_function(cls.__qualname__)
+        self.journey.custom_function(name)
+        if is_scripted:
+            self.journey.refuse_again(_SCRIPTED)
 
     def call_function(
         self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

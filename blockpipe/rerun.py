@@ -29,7 +29,7 @@ from .free import FreeJourney
 from .glue import Glue, active_glue
 from .journey import Journey
 from .randomness import current, kept, restore
-from .replaced import Backwards, CustomFunctions, Replacement
+from .replaced import Backwards, CustomFunctions, Replacement, ScriptFunctions
 from .sanitizer import Sanitizer
 from .transfer import current_stream, is_asynchronous
 
@@ -177,7 +177,7 @@ def _put_back(arrivals: list[_Arrival]) -> Iterator[None]:
 @contextmanager
 def intercepting() -> Iterator[None]:
     """All is replaced that the glue may need, for a forward of which nothing is known."""
-    with Backwards(), CustomFunctions(), Checkpoints():
+    with Backwards(), CustomFunctions(), ScriptFunctions(), Checkpoints():
         yield
 
 
