@@ -34,6 +34,13 @@ from .sanitizer import Sanitizer
 from .transfer import current_stream, is_asynchronous
 
 
+def is_in_checkpoint() -> bool:
+    """Whether what runs here is the function of a ``torch.utils.checkpoint`` (the kind that is not
+    reentrant), which keeps nothing of it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torchs.__name__
+
+
 class Rerun(Journey):
     """What a checkpoint runs again: reads what the forward read, where the forward read it."""
 

@@ -9,6 +9,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
 from blockpipe.errors import (
@@ -781,6 +782,17 @@ def test_distributed_data_parallel() -> None:
             nn.parallel.DistributedDataParallel(pipeline())
     finally:
         dist.destroy_process_group()
+
+
+def test_torchs_checkpoint_around_a_pipeline() -> None:
+    """Is refused before and after the first call; the pipeline has one of its own."""
+    pipe, inputs = pipeline(), x().requires_grad_()
+    for _ in range(2):
+        with pytest.raises(UsageError, match=rf"{HERE}\); leave it out, and pass checkpoint='alw"):
+            checkpoint(pipe, inputs, use_reentrant=False).sum().backward()
+        pipe(inputs)
+    with torch.no_grad():
+        assert checkpoint(pipe, inputs, use_reentrant=False).shape == (8, 4)
 
 
 def test_asking_a_pipeline_for_its_attributes() -> None:
