@@ -22,6 +22,7 @@ from .blocks import Cursor, Mark
 from .crossing import (
     RECORDING,
     TAG,
+    UNCUT,
     Home,
     HopGraph,
     Import,
@@ -508,19 +509,26 @@ class Recorder(Journey):
                 for call, _, _ in self.stack:
                     call.buffers.add(held.name)
             elif held is not None:
-                self._note_tied(held)
+                self._note_tied(tensor, held)
 
-    def _note_tied(self, held: Held) -> None:
-        """Another stage's parameter in a checkpoint that runs again where no copy of it could be
-        handed over, and that adds up its gradient there."""
+    def _note_tied(self, tensor: Tensor, held: Held) -> None:
+        """A parameter in a custom function that it is no argument of: the backward runs code of the
+        user's with it, where no copy of it could be handed over, and adds up its gradient there."""
         name, call = self.custom_in[-1] if self.custom_in else ("", None)
-        if name == "CheckpointFunction" and held.hop is not None and held.stage != self.stage:
-            error = CrossingError(
-                f"torch.utils.checkpoint on stage {self.stage} reads parameter {held.name!r} "
-                f"of stage {held.stage} ({users_line()}): its backward would run there and "
-                "here at once; pass use_reentrant=False"
-            )
-            self.untracked.append((error, call))
+        if held.hop is None:
+            self._note_read(tensor, held)
+        if held.stage == self.stage or not held.trainable:
+            return
+        what, remedy = f"autograd.Function {name!r}", f"pass it as an argument, or {UNCUT}"
+        if name == "CheckpointFunction":
+            what, remedy = "torch.utils.checkpoint", "pass use_reentrant=False"
+        elif not self.step.cut:
+            return
+        error = CrossingError(
+            f"{what} on stage {self.stage} reads parameter {held.name!r} of stage {held.stage} "
+            f"({users_line()}): its backward would run there and here at once; {remedy}"
+        )
+        self.untracked.append((error, call))
 
     def _note_closure(self, tensor: Tensor) -> None:
         """Another stage's tensor that a custom function was not given: nobody could hand it a copy,

@@ -484,6 +484,41 @@ def test_a_scripted_module_that_begins_a_forward_and_draws():
     assert "TorchScript" in recording.recomputable["b"].refuses
 
 
+class Coupled(torch.autograd.Function):
+    """One half of a reversible block: it runs its layer again in its backward."""
+
+    @staticmethod
+    def forward(ctx, layer, x):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return x + layer(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            (x + ctx.layer(x)).backward(g)
+        return None, x.grad
+
+
+def test_a_layer_inside_of_custom_functions_on_two_stages():
+    """Their backwards would both add to its gradients; on one stage they may."""
+
+    def forward(s, x, other=1):
+        with B(0):
+            h = Coupled.apply(s.a, s.b(x))
+        with B(1):
+            return s.c(Coupled.apply(s.a, h) if other else h)
+
+    found(forward, CrossingError, "'Coupled' on stage 1 reads parameter 'a.weight' of stage 0")
+    net = Net(forward)
+    check_alike(net, torch.randn(6, 4), schedule="uncut")
+    net = Net(lambda s, x: forward(s, x, other=0))
+    recording = bp.record(net, torch.randn(6, 4))
+    assert {held.name: held.hop for held in recording.parameters}["a.weight"] == 0
+    check_alike(net, torch.randn(6, 4))
+
+
 def test_parameter_written_on_another_stage():
     """One stage owns it."""
 
