@@ -1,7 +1,7 @@
 """A placed model that runs steps: forwards and backwards over a batch, pipelined."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +22,10 @@ from .observer import Observer
 from .options import check_loss
 from .prepared import Prepared
 from .rerun import intercepting, is_in_checkpoint
+from .stepresult import StepLoss, StepResult
 from .transfer import is_asynchronous
 from .tree import leaves, map_tensors
 from .where import remembers_caller, users_line
-
-
-class StepResult(NamedTuple):
-    """What :meth:`Pipeline.forward_backward` returns: values without graphs.
-
-    ``loss`` is 0-d, on the device of the last stage; ``outputs`` is ``None`` unless asked for.
-    """
-
-    loss: Tensor
-    outputs: Any
 
 
 class SteppedModel(InspectedModel):
@@ -118,7 +109,7 @@ class SteppedModel(InspectedModel):
             if return_outputs:
                 values, on_host = [r.outputs for r in results], results[0].on_host
                 outputs, _ = join(values, sizes, weights, device, self._output_dim(), on_host)
-        return StepResult(loss.reshape(()), outputs)
+        return StepResult(loss.reshape(()).as_subclass(StepLoss), outputs)
 
     @remembers_caller
     @as_ours
@@ -284,6 +275,12 @@ class SteppedModel(InspectedModel):
     # --- what is refused, and what is the model's
 
     def _check_call(self) -> None:
+        exporting = "torch.export" if torch.compiler.is_exporting() else None
+        if exporting or torch._C._get_tracing_state() is not None:
+            raise UsageError(
+                f"{exporting or 'torch.jit.trace'} cannot see the stages of a pipeline "
+                f"({users_line()}); call unplace(), and give it pipe.module"
+            )
         if _cursor.get() is not None:
             raise UsageError(
                 "a pipeline was called inside a forward that Blockpipe runs; mark the inner "
