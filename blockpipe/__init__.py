@@ -1,5 +1,8 @@
 """Declarative pipeline parallelism for any PyTorch model, from marks in its own forward."""
 
+from typing import TYPE_CHECKING, NoReturn
+
+from . import errors
 from .assignment import (
     get_pipeline_stage_assignment,
     reset_pipeline_stage_assignment,
@@ -30,7 +33,7 @@ from .recording import Recording
 from .schedule import Action, Schedule
 from .sequential import mark_sequential
 from .simulate import Costs, simulate
-from .stepping import StepResult
+from .stepresult import StepResult
 from .timeline import Timeline
 
 __version__ = "0.1.0"
@@ -77,3 +80,14 @@ __all__ = [
     # Errors
     "BlockpipeError",
 ]
+
+if not TYPE_CHECKING:  # for type checkers, what is not here is an error as it is
+
+    def __getattr__(name: str) -> NoReturn:
+        """Say where the errors, and what else is not at hand here, are."""
+        elsewhere = {"dry_run": "testing", "make_schedule": "scheduler", "testing": ""}
+        elsewhere |= {error: "errors" for error in vars(errors) if error.endswith("Error")}
+        module = elsewhere.get(name)
+        hint = f"; from blockpipe.{module} import {name}" if module else ""
+        hint = f"; import blockpipe.{name}" if module == "" else hint
+        raise AttributeError(f"module 'blockpipe' has no attribute {name!r}{hint}")

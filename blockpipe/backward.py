@@ -140,7 +140,9 @@ def kept_for_weights(roots: list[Root], entries: list[Node]) -> int:
         return 0
     _, rest = split
     metadata = [m for step in rest.steps for m in step.node._input_metadata]
-    return sum(math.prod(map(int, m.shape)) * m.dtype.itemsize for m in metadata)
+    # A size that is no number is a nested tensor's ragged one.
+    shapes = [[n for n in m.shape if isinstance(n, int)] for m in metadata]
+    return sum(math.prod(s) * m.dtype.itemsize for s, m in zip(shapes, metadata, strict=True))
 
 
 def _split(roots: list[Root], entries: list[Node]) -> tuple[list[Root], WeightPart] | str:

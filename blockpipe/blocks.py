@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from .errors import MarkError
+from .hints import knows_other_names
 from .where import users_line
 
 P = ParamSpec("P")
@@ -191,6 +192,10 @@ def _checked_checkpoint(checkpoint: bool | None) -> bool | None:
     )
 
 
+_IPU_ID = "pass stage=; on which device a stage is, devices= of Pipeline says"
+_knows_poptorchs_names = knows_other_names(ipu_id=_IPU_ID, user_id="pass name=")
+
+
 class Block:
     """A region of a forward as a stage: a context manager, and a decorator.
 
@@ -225,6 +230,7 @@ class Block:
         [0, 1]
     """
 
+    @_knows_poptorchs_names
     def __init__(
         self,
         stage: int | None = None,
@@ -286,6 +292,7 @@ def _call(key: str, function: Callable[..., R], args: tuple[Any, ...], kwargs: d
     return cast(R, cursor.on_call(key, function, args, kwargs))
 
 
+@_knows_poptorchs_names
 def BlockFunction(  # noqa: N802 - PopTorch's name
     stage: int | None = None, *, name: str | None = None, checkpoint: bool | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -347,6 +354,7 @@ def mark_of(module: nn.Module) -> Mark | None:
     return cast("Mark | None", module.__dict__.get(MARK))
 
 
+@_knows_poptorchs_names
 def BeginBlock(  # noqa: N802 - PopTorch's name
     module: Marked,
     stage: int | None = None,

@@ -18,14 +18,16 @@ from torch import Tensor, nn
 from .ambient import as_ours
 from .errors import BlockpipeError, RecordingError
 from .faking import record_there
+from .microbatch import Share
 from .plan import StagePlan
 from .planned import Planned, planned_by
 from .randomness import every_source, kept
 from .recording import Recording
+from .sample import check_initialized, remedy, signature, what_failed
 from .snapshot import ModelState, WritesUndone
 from .transfer import carry, is_on_meta
 from .tree import map_tensors
-from .watching import HooksRefusedError, counting_writes, hooked, run_watched, signature
+from .watching import counting_writes, hooked, run_watched
 from .where import users_line
 
 _log = logging.getLogger(__name__)
@@ -99,13 +101,22 @@ def record_planned(
     devices: list[torch.device] | None = None,
     intended: Sequence[torch.device] | None = None,
     cut: bool = True,
+    share: Share | None = None,
 ) -> Recording:
-    """As :func:`record`, by a plan that is resolved, and checked against what it gives."""
+    """As :func:`record`, by a plan that is resolved, and checked against what it gives.
+
+    Args:
+        share: which part of a batch the arguments are, where a batch was split.
+    """
+    check_initialized(model)
     if isinstance(args, Tensor) or not isinstance(args, tuple | list):
         args = (args,)
     kwargs = dict(kwargs or {})
     recording = _record(
-        *(model, tuple(args), kwargs, planned, devices), fake=fake, intended=intended, cut=cut
+        *(model, tuple(args), kwargs, planned, devices, share),
+        fake=fake,
+        intended=intended,
+        cut=cut,
     )
     if planned is not None:
         planned.check(recording)
@@ -120,6 +131,7 @@ def _record(
     kwargs: dict[str, Any],
     planned: Planned | None,
     devices: list[torch.device] | None,
+    share: Share | None,
     *,
     fake: bool,
     intended: Sequence[torch.device] | None,
@@ -140,16 +152,24 @@ def _record(
         except Exception as error:
             if is_on_meta(model):
                 raise RecordingError(
-                    f"{type(model).__name__}'s forward does not run on fake tensors made from the "
-                    f"sample ({signature(args, kwargs)}), and on the meta device it cannot run "
-                    f"for real: {type(error).__name__}: {error}"
+                    f"{what_failed(model, args, kwargs, share)} as fake tensors, and on the meta "
+                    f"device it cannot run for real: {type(error).__name__}: {error}; "
+                    f"{remedy(error, model, args, kwargs, share)}"
                 ) from error
             why_real = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    recording = hooked(
-        lambda unhookable: _record_real(
-            model, args, kwargs, planned, devices, cut=cut, unhookable=unhookable
+    try:
+        recording = hooked(
+            lambda unhookable: _record_real(
+                model, args, kwargs, planned, devices, cut=cut, unhookable=unhookable
+            )
         )
-    )
+    except BlockpipeError:
+        raise
+    except Exception as error:
+        raise RecordingError(
+            f"{what_failed(model, args, kwargs, share)}: {type(error).__name__}: {error}; "
+            f"{remedy(error, model, args, kwargs, share)}"
+        ) from error
     recording.why_real = why_real
     _tell(recording, args, kwargs, began)
     return recording
@@ -205,24 +225,8 @@ def _record_real(
             return run_watched(
                 model, args, kwargs, planned, devices, fake=False, cut=cut, unhookable=unhookable
             )
-    except (BlockpipeError, HooksRefusedError):
-        raise
-    except Exception as error:
-        raise RecordingError(
-            f"{type(model).__name__}'s forward fails on the sample ({signature(args, kwargs)}): "
-            f"{type(error).__name__}: {error}; {_remedy(error)}"
-        ) from error
     finally:
         state.restore()
-
-
-def _remedy(error: Exception) -> str:
-    if "on the same device" in str(error):
-        return (
-            "a device that the forward names itself (x.to('cuda:0')) is none of Blockpipe's "
-            "business: leave the move out, for tensors follow the stages, or write x.device"
-        )
-    return "pass what the forward takes"
 
 
 def _one_device_of(model: nn.Module) -> torch.device | None:

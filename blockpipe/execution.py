@@ -33,7 +33,7 @@ from .observer import Observer, Watch
 from .offload import Offload
 from .prepared import Prepared, ScheduleOption
 from .randomness import Source, Streams, current, moved, own_turn, sources_of
-from .replaced import Backwards, CustomFunctions, TensorHooks
+from .replaced import Backwards, CustomFunctions, ScriptFunctions, TensorHooks
 from .rerun import Checkpoints
 from .sanitizer import Sanitizer
 from .schedule import Action, Schedule
@@ -393,6 +393,7 @@ class Execution:
             stack.enter_context(Backwards())
             if self.prepared.recording.custom_functions:
                 stack.enter_context(CustomFunctions())
+                stack.enter_context(ScriptFunctions())
             if self.prepared.recording.recomputes:
                 stack.enter_context(Checkpoints())
             stack.enter_context(self._current_device_kept())

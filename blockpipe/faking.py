@@ -6,7 +6,10 @@ kernels differ by device, and so does what autograd saves for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,14 +23,13 @@ from .errors import BlockpipeError, IsolationError, RecordingError
 from .plan import StagePlan
 from .planned import Planned, planned_by
 from .randomness import every_source, kept
-from .recorder import (
-    named_slots,
-)
+from .recorder import named_slots
 from .recording import Recording
+from .sample import signature
 from .snapshot import ModelState
 from .transfer import is_on_meta
 from .tree import map_tensors
-from .watching import counting_writes, hooked, run_watched, signature
+from .watching import counting_writes, hooked, run_watched
 from .where import failing_line
 
 
@@ -215,7 +217,7 @@ def _record_fake(
             if sample_device is None and in_one_place:
                 sample_device = torch.device("cpu")
             fake_args, fake_kwargs = map_tensors(lambda t: faked(t, sample_device), (args, kwargs))
-            with mode:
+            with mode, _quiet():
                 return run_watched(
                     model,
                     fake_args,
@@ -228,3 +230,26 @@ def _record_fake(
                 )
     finally:
         state.restore()
+
+
+class _NotOfThread(logging.Filter):
+    """Lets through what other threads log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return threading.get_ident() != self._thread
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """While entered, torch does not log what this thread's fake tensors cannot do: either it is
+    raised, and then said once, or the forward runs for real."""
+    logger, filter_ = logging.getLogger("torch._subclasses.fake_tensor"), _NotOfThread()
+    logger.addFilter(filter_)
+    try:
+        yield
+    finally:
+        logger.removeFilter(filter_)

@@ -254,8 +254,9 @@ class Glue(TorchFunctionMode):
         journey.take_foreign()
         return found
 
-    def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
-        """Called for each custom function in the glue; the recording writes it down."""
+    def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
+        """Called for each custom autograd function, or scripted one, in the glue; the recording
+        writes it down."""
 
     def saw_checkpoint(self) -> None:
         """Called for each ``torch.utils.checkpoint`` in the glue; the same."""

@@ -11,7 +11,8 @@ from torch import Tensor
 from .errors import MicrobatchError
 from .microbatch import BatchDims
 from .transfer import carry, is_asynchronous
-from .tree import leaves, map_leaves
+from .tree import leaf_names, leaves, map_leaves
+from .where import users_line
 
 
 def join(
@@ -35,7 +36,8 @@ def join(
         The result, and for each of its leaves how it was joined.
 
     Raises:
-        MicrobatchError: the results have different structures, or are no lists of samples.
+        MicrobatchError: the results have different structures, or sizes on other dims, or are no
+            lists of samples.
 
     Example:
         >>> join([torch.zeros(2, 3), torch.zeros(1, 3)], [2, 1], [2 / 3, 1 / 3], None)[0].shape
@@ -55,8 +57,26 @@ def join(
         for i in range(len(columns[0]))
     ]
     devices = [None if stays else device for stays in hosts[0]]
-    values = iter([joint.value(to) for joint, to in zip(joints, devices, strict=True)])
+    values = iter([_joined(results[0], at, joint, devices[at]) for at, joint in enumerate(joints)])
     return map_leaves(lambda _: next(values), results[0]), joints
+
+
+def _joined(result: Any, at: int, joint: "Joint", device: torch.device | None) -> Any:
+    """The joined leaf number ``at`` of results such as this one."""
+    try:
+        return joint.value(device)
+    except RuntimeError as error:
+        shapes = [list(p.shape) for p in joint.parts] if joint.how == "cat" else []
+        rest = [shape[: joint.dim] + shape[joint.dim + 1 :] for shape in shapes]
+        other = next((m for m, sizes in enumerate(rest) if sizes != rest[0]), None)
+        if other is None:
+            raise
+        raise MicrobatchError(
+            f"micro-batches give outputs that differ on dim {joint.dim} alone, where they are put "
+            f"together, but {leaf_names(result)[at]} has the shape {shapes[0]} in micro-batch 0 "
+            f"and {shapes[other]} in micro-batch {other} ({users_line()}); pad it to one size in "
+            "the forward, or name the dim that has the samples: batch_dims={'output': …}"
+        ) from error
 
 
 def _joined_lists(

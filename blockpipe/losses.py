@@ -43,14 +43,15 @@ def checked_loss(loss: Any) -> Tensor:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(
             f"a loss is a tensor with one element, but {what} came; pass loss_fn=…, "
-            "with a reduction to one number, or let the model return its loss "
-            "(a 0-d tensor, a `loss` field or key, or a 0-d first element)"
+            "with a reduction to one number, or let the model return its loss (a 0-d tensor, a "
+            "`loss` field or key, a 0-d first element, or the only 0-d floating-point one)"
         )
     return loss
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that a model's output has: itself, a field or key, or a first element.
+    """The loss that a model's output has: itself, a field or key, a first element that is 0-d, or
+    the only one that is a 0-d floating-point tensor (PopTorch's ``return out, loss``).
 
     Raises:
         UsageError: it has none.
@@ -71,9 +72,13 @@ def own_loss_or_none(output: Any) -> Any:
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
-    if loss is None and isinstance(output, tuple | list) and output:
-        first = output[0]
-        loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
+    if loss is None and isinstance(output, tuple | list):
+        numbers = [t for t in output if isinstance(t, Tensor) and t.dim() == 0]
+        losses = [t for t in numbers if t.is_floating_point()]
+        if numbers and numbers[0] is output[0]:
+            loss = output[0]
+        elif len(losses) == 1:
+            loss = losses[0]
     return loss
 
 

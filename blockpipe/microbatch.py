@@ -24,6 +24,23 @@ BatchDims = int | Mapping[int | str, BatchDim] | None
 LossReduction = str | Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
+@dataclass(frozen=True)
+class Share:
+    """What the first micro-batch is of its batch, for messages.
+
+    Attributes:
+        count: of micro-batches.
+        size: its samples.
+        batch: the batch's.
+        dims: what was split on which dim, by position or name of the argument.
+    """
+
+    count: int
+    size: int
+    batch: int
+    dims: Mapping[int | str, int | Literal["list"]]
+
+
 @dataclass
 class Microbatch:
     """One micro-batch's arguments, its target, and how many samples it has."""
@@ -32,6 +49,7 @@ class Microbatch:
     kwargs: dict[str, Any]
     target: Any
     size: int
+    share: Share | None = None  # of the first one
 
 
 def split(
@@ -85,6 +103,7 @@ def split(
     _check_target(target, size, _dim_of("target", dims))
     count = min(chunks, size)
     bounds = [size // count + (i < size % count) for i in range(count)]
+    split_on: dict[int | str, int | Literal["list"]] = {}
 
     def parts(name: int | str, value: Any) -> list[Any]:
         dim = _dim_of(name, dims)
@@ -94,17 +113,22 @@ def split(
             _check_list(name, value, size)
             ends = itertools.accumulate(bounds)
             own = map_tensors(_own_leaf, value) if cut else value
+            split_on[name] = "list"
             return [own[end - n : end] for end, n in zip(ends, bounds, strict=True)]
         if isinstance(dims, int) or (isinstance(dims, Mapping) and name in dims):
             _check_named(name, value, dim, size)
         if isinstance(value, Tensor):  # the common case, and this is on every step's way
             is_split = value.dim() > dim and value.shape[dim] == size
+            if is_split:
+                split_on[name] = dim
             return _pieces(value, bounds, dim, cut) if is_split else [value] * count
         pieces: dict[int, Sequence[Tensor]] = {
             id(t): _pieces(t, bounds, dim, cut)
             for t in tensors(value)
             if t.dim() > dim and t.shape[dim] == size
         }
+        if pieces:
+            split_on[name] = dim
 
         def part(i: int) -> Any:
             return map_tensors(lambda t: pieces[id(t)][i] if id(t) in pieces else t, value)
@@ -124,7 +148,10 @@ def split(
         else [kwargs] * count
     )
     rows = zip(every_args, every_kwargs, parts("target", target), bounds, strict=True)
-    return list(itertools.starmap(Microbatch, rows))
+    microbatches = list(itertools.starmap(Microbatch, rows))
+    split_on.pop("target", None)
+    microbatches[0].share = Share(count, bounds[0], size, split_on)
+    return microbatches
 
 
 def dims_of_call(

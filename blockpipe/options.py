@@ -33,6 +33,12 @@ def checked_devices(devices: Sequence[Any] | None) -> list[torch.device] | None:
     if devices is None:
         return None
     if isinstance(devices, str | torch.device | int):
+        if isinstance(devices, int) and not isinstance(devices, bool):
+            raise PlanError(
+                "devices is a list with one device for each stage, but a number came; write "
+                f"devices={[*range(devices)]} for the first {devices} accelerators, or "
+                f"devices=['cpu'] * {devices}"
+            )
         name = str(devices) if isinstance(devices, torch.device) else devices
         raise PlanError(
             f"devices is a list with one device for each stage, but {name!r} came; "
@@ -127,10 +133,16 @@ def check_loss(loss_fn: object, target: object) -> None:
         raise UsageError(
             f"loss_fn is a callable (output, target) -> loss, but {loss_fn!r} came ({users_line()})"
         )
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise UsageError(
+            f"loss_fn is a callable (output, target) -> loss, but the class {loss_fn.__name__} "
+            f"came ({users_line()}); pass an instance of it: loss_fn={loss_fn.__name__}()"
+        )
     if target is not None and loss_fn is None:
         raise UsageError(
             "a target needs a loss_fn to be compared by, but none came; pass loss_fn=…, or "
-            f"give the model its labels as an argument ({users_line()})"
+            "give the model its labels as an argument, by position if its name is target "
+            f"({users_line()})"
         )
 
 

@@ -15,6 +15,7 @@ from .ambient import as_ours
 from .batchnorm import synchronized
 from .chunks import Batch, ChunksReport, Options, find_chunks
 from .errors import UsageError
+from .hints import knows_other_names
 from .inspected import described
 from .lanes import close_idle_threads
 from .materialize import Init
@@ -103,6 +104,16 @@ class Pipeline(SteppedModel):
         torch.Size([8, 4])
     """
 
+    @knows_other_names(
+        balance="mark the model, with mark_sequential(net, sizes) for example, or pass "
+        "plan=balance(model, args, stages)",
+        ipu_id="pass devices=, one for each stage",
+        device_ids="pass devices=, one for each stage",
+        microbatches="pass chunks=",
+        num_microbatches="pass chunks=",
+        n_microbatches="pass chunks=",
+        loss_fn="pass it to forward_backward(…, target=…, loss_fn=…)",
+    )
     def __init__(
         self,
         model: nn.Module,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .batchnorm import DeferredBatchNorm
-from .capture import record
+from .capture import record_planned
 from .crossing import Home
 from .doors import Doors
 from .errors import PlanError, StateError, UsageError
@@ -194,14 +194,15 @@ class PlacedModel(WrappedModel):
             )
 
     def _record(self, batch: Microbatch) -> Recording:
-        return record(
+        return record_planned(
             self.module,
             batch.args,
             batch.kwargs,
-            plan=self._plan,
+            planned_by(self.module, self._plan),
             devices=self._placed(),
             intended=self._given_devices or default_devices(),
             cut=self.schedule != "uncut",
+            share=batch.share,
         )
 
     def _check_state(self, recording: Recording) -> None:

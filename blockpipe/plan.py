@@ -29,7 +29,7 @@ from .table import one_line
 MOST_STAGES = 1 << 20  # as many as a schedule has numbers for
 
 
-@dataclass
+@dataclass(slots=True)  # so that a field that is none is no silent attribute
 class Assignment:
     """One module call and its stage.
 
@@ -67,6 +67,15 @@ class Assignment:
             raise PlanError(f"{self.name}: {wrong}")
         for entry in self.with_inside():
             entry.stage = stage
+
+    @property
+    def pipeline_stage(self) -> int:
+        """IPU Keras' name for ``stage``; setting it is :meth:`assign`."""
+        return self.stage
+
+    @pipeline_stage.setter
+    def pipeline_stage(self, stage: int) -> None:
+        self.assign(stage)
 
     def with_inside(self) -> Iterator["Assignment"]:
         """This entry and all inside, in execution order."""

@@ -22,6 +22,7 @@ from .blocks import Cursor, Mark
 from .crossing import (
     RECORDING,
     TAG,
+    UNCUT,
     Home,
     HopGraph,
     Import,
@@ -45,6 +46,8 @@ from .transfer import edge_of
 from .tree import tensors
 from .where import users_line
 from .work import Work, addition
+
+_SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimized itself"
 
 
 class _RecordedTag(Tag):
@@ -419,6 +422,8 @@ class Recorder(Journey):
         is_function = function is what
         with ours():
             call = self.begin_call(path, kind, what, (args, kwargs), is_function=is_function)
+            if isinstance(what, torch.jit.ScriptModule):
+                self.refuse_again(_SCRIPTED)
         result, kernels = None, self._kernels
         try:
             result = function(*args, **kwargs)
@@ -484,7 +489,7 @@ class Recorder(Journey):
             hop = max(self.hop, 0)
             drawn.hops += [] if hop in drawn.hops else [hop]
             return
-        self.result.hops[max(self.hop, 0)].draws.add("torch")
+        self.result.hops[self.arrive()].draws.add("torch")  # perhaps the first of its hop
         for call, _, _ in self.stack:
             call.draws = True
 
@@ -504,19 +509,26 @@ class Recorder(Journey):
                 for call, _, _ in self.stack:
                     call.buffers.add(held.name)
             elif held is not None:
-                self._note_tied(held)
+                self._note_tied(tensor, held)
 
-    def _note_tied(self, held: Held) -> None:
-        """Another stage's parameter in a checkpoint that runs again where no copy of it could be
-        handed over, and that adds up its gradient there."""
+    def _note_tied(self, tensor: Tensor, held: Held) -> None:
+        """A parameter in a custom function that it is no argument of: the backward runs code of the
+        user's with it, where no copy of it could be handed over, and adds up its gradient there."""
         name, call = self.custom_in[-1] if self.custom_in else ("", None)
-        if name == "CheckpointFunction" and held.hop is not None and held.stage != self.stage:
-            error = CrossingError(
-                f"torch.utils.checkpoint on stage {self.stage} reads parameter {held.name!r} "
-                f"of stage {held.stage} ({users_line()}): its backward would run there and "
-                "here at once; pass use_reentrant=False"
-            )
-            self.untracked.append((error, call))
+        if held.hop is None:
+            self._note_read(tensor, held)
+        if held.stage == self.stage or not held.trainable:
+            return
+        what, remedy = f"autograd.Function {name!r}", f"pass it as an argument, or {UNCUT}"
+        if name == "CheckpointFunction":
+            what, remedy = "torch.utils.checkpoint", "pass use_reentrant=False"
+        elif not self.step.cut:
+            return
+        error = CrossingError(
+            f"{what} on stage {self.stage} reads parameter {held.name!r} of stage {held.stage} "
+            f"({users_line()}): its backward would run there and here at once; {remedy}"
+        )
+        self.untracked.append((error, call))
 
     def _note_closure(self, tensor: Tensor) -> None:
         """Another stage's tensor that a custom function was not given: nobody could hand it a copy,
@@ -618,9 +630,11 @@ class RecordingGlue(Glue):
         stack = self.journey.stack
         self.journey.checkpointed_in.append(stack[-1][0] if stack else None)
 
-    def saw_custom_function(self, cls: type[torch.autograd.Function]) -> None:
+    def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
         self.journey.operation()
-        self.journey.custom_function(cls.__qualname__)
+        self.journey.custom_function(name)
+        if is_scripted:
+            self.journey.refuse_again(_SCRIPTED)
 
     def call_function(
         self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -101,5 +101,27 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
     glue = active_glue()
     if glue is None or glue.inside or cls is Entry:
         return original(*args, **kwargs)
-    glue.saw_custom_function(cls)
+    glue.saw_custom_function(cls.__qualname__)
+    return glue.call_sealed(original, args, kwargs)
+
+
+class ScriptFunctions(Replacement):
+    """Functions under ``torch.jit.script`` in the glue, treated as sealed calls while this is
+    entered: no function mode sees what TorchScript's interpreter runs."""
+
+    owner, name = torch.jit.ScriptFunction, "__call__"
+
+    def replacement(self) -> Any:
+        return _call_scripted
+
+
+_original_script_call: Any = torch.jit.ScriptFunction.__call__
+
+
+def _call_scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
+    original = functools.partial(_original_script_call, function)
+    glue = active_glue()
+    if glue is None or glue.inside:
+        return original(*args, **kwargs)
+    glue.saw_custom_function(function.name, is_scripted=True)
     return glue.call_sealed(original, args, kwargs)

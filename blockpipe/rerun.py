@@ -29,9 +29,16 @@ from .free import FreeJourney
 from .glue import Glue, active_glue
 from .journey import Journey
 from .randomness import current, kept, restore
-from .replaced import Backwards, CustomFunctions, Replacement
+from .replaced import Backwards, CustomFunctions, Replacement, ScriptFunctions
 from .sanitizer import Sanitizer
 from .transfer import current_stream, is_asynchronous
+
+
+def is_in_checkpoint() -> bool:
+    """Whether what runs here is the function of a ``torch.utils.checkpoint`` (the kind that is not
+    reentrant), which keeps nothing of it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torchs.__name__
 
 
 class Rerun(Journey):
@@ -177,7 +184,7 @@ def _put_back(arrivals: list[_Arrival]) -> Iterator[None]:
 @contextmanager
 def intercepting() -> Iterator[None]:
     """All is replaced that the glue may need, for a forward of which nothing is known."""
-    with Backwards(), CustomFunctions(), Checkpoints():
+    with Backwards(), CustomFunctions(), ScriptFunctions(), Checkpoints():
         yield
 
 

@@ -17,6 +17,7 @@ from .errors import UsageError, WeightsError
 from .replacing import part_of, remove_abandoned
 from .tensorfile import check_savable, write_tensors
 from .weights import is_extra
+from .where import users_line
 
 _OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
 
@@ -47,6 +48,12 @@ def save_weights(
             "a directory is a path, but an empty one came, which is a mistake more often than ."
         )
     target = Path(directory)
+    if target.is_file() or (target.suffix == ".safetensors" and not target.exists()):
+        raise UsageError(
+            f"a directory was expected, for one file or several, but {str(target)!r} is "
+            f"{'a file' if target.is_file() else 'the name of one'} ({users_line()}); pass "
+            f"{str(target.parent)!r}: the file there is model.safetensors"
+        )
     target.mkdir(parents=True, exist_ok=True)
     remove_abandoned(target, _OURS.pattern)
     written = {name: part_of(target / name) for name in names}

@@ -79,7 +79,7 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
             raise CrossingError(
                 f"compiled module {path or '(the model)'!r} spans stages "
                 f"{sorted({result.hops[h].stage for h in bad[path]})}, but a compiled call runs as "
-                "a whole; compile its parts (one stage each) instead"
+                "a whole; leave torch.compile out and call pipe.compile(), which compiles its parts"
             )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from .blocks import begin_blocks
 from .errors import PlanError
+from .plan import StagePlan
 from .where import users_line
 
 
@@ -49,6 +50,11 @@ def mark_sequential(net: nn.Sequential, sizes: Sequence[int]) -> nn.Sequential:
     if not isinstance(sizes, Sequence) or any(
         not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes
     ):
+        if isinstance(sizes, StagePlan):
+            raise PlanError(
+                f"sizes are whole numbers from 1 on, but a {type(sizes).__name__} came "
+                f"({users_line()}); it needs no marks: Pipeline(net, plan=plan)"
+            )
         raise PlanError(f"sizes are whole numbers from 1 on, but {sizes!r} came ({users_line()})")
     if sum(sizes) != len(net):
         raise PlanError(

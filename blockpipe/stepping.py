@@ -1,7 +1,7 @@
 """A placed model that runs steps: forwards and backwards over a batch, pipelined."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,11 @@ from .microbatch import InputPlace, LossReduction, Microbatch, input_places, wei
 from .observer import Observer
 from .options import check_loss
 from .prepared import Prepared
-from .rerun import intercepting
+from .rerun import intercepting, is_in_checkpoint
+from .stepresult import StepLoss, StepResult
 from .transfer import is_asynchronous
 from .tree import leaves, map_tensors
 from .where import remembers_caller, users_line
-
-
-class StepResult(NamedTuple):
-    """What :meth:`Pipeline.forward_backward` returns: values without graphs.
-
-    ``loss`` is 0-d, on the device of the last stage; ``outputs`` is ``None`` unless asked for.
-    """
-
-    loss: Tensor
-    outputs: Any
 
 
 class SteppedModel(InspectedModel):
@@ -87,6 +78,9 @@ class SteppedModel(InspectedModel):
         self._check_call()
         check_loss(loss_fn, target)
         ambient = Ambient()
+        cut_off: list[tuple[Tensor, Tensor]] = []  # inputs, and what stands for them
+        if self.schedule == "uncut":
+            (args, kwargs), cut_off = _cut_off((args, kwargs))
         microbatches = self._split(args, kwargs, target)
         with theirs():
             weights = weights_of(microbatches, self.loss_reduction)
@@ -96,7 +90,9 @@ class SteppedModel(InspectedModel):
         want = {"loss", "outputs"} if return_outputs else {"loss"}
         execution = self._execution(prepared, microbatches, weights, ambient, want, loss_fn)
         execution.run()
-        if execution.inputs_need_grad and self.schedule != "uncut":
+        if cut_off:
+            _give((tensor, leaf.grad) for tensor, leaf in cut_off)
+        elif execution.inputs_need_grad:
             self._give_input_gradients(execution, args, kwargs)
         results = [r for r in execution.results if r is not None]
         device = prepared.devices[prepared.route[-1]]
@@ -115,7 +111,7 @@ class SteppedModel(InspectedModel):
                 values, on_host = [r.outputs for r in results], [r.on_host for r in results]
                 dim = output_dim(self.batch_dims, values, sizes)
                 outputs, _ = join(values, sizes, weights, device, dim, on_host)
-        return StepResult(loss.reshape(()), outputs)
+        return StepResult(loss.reshape(()).as_subclass(StepLoss), outputs)
 
     @remembers_caller
     @as_ours
@@ -129,6 +125,12 @@ class SteppedModel(InspectedModel):
         self._check_call()
         ambient = Ambient()
         cut = self.schedule != "uncut"
+        if cut and torch.is_grad_enabled() and is_in_checkpoint():
+            raise UsageError(
+                "torch.utils.checkpoint around a pipeline would run all stages again in the "
+                f"backward of each ({users_line()}); leave it out, and pass checkpoint='always' to "
+                "Pipeline, so that each stage runs its own part again"
+            )
         microbatches = self._split(args, kwargs, None)
         weights, problem = self._weights_without_target(microbatches)
         prepared = self._prepare(microbatches[0])
@@ -252,14 +254,18 @@ class SteppedModel(InspectedModel):
         inputs = self._inputs_that_need_grad(execution, args, kwargs)
         if not inputs:
             return
-        found = zip(inputs, input_gradients(execution, inputs), strict=True)
-        given = [(tensor, gradient) for (tensor, _), gradient in found if gradient is not None]
-        if given:
-            torch.autograd.backward([t for t, _ in given], [g for _, g in given])
+        found = input_gradients(execution, inputs)
+        _give([(tensor, gradient) for (tensor, _), gradient in zip(inputs, found, strict=True)])
 
     # --- what is refused, and what is the model's
 
     def _check_call(self) -> None:
+        exporting = "torch.export" if torch.compiler.is_exporting() else None
+        if exporting or torch._C._get_tracing_state() is not None:
+            raise UsageError(
+                f"{exporting or 'torch.jit.trace'} cannot see the stages of a pipeline "
+                f"({users_line()}); call unplace(), and give it pipe.module"
+            )
         if _cursor.get() is not None:
             raise UsageError(
                 "a pipeline was called inside a forward that Blockpipe runs; mark the inner "
@@ -275,6 +281,29 @@ class SteppedModel(InspectedModel):
                 "forward-mode AD cannot go through a pipeline: its graph is cut between the "
                 f"stages; use the plain model ({users_line()})"
             )
+
+
+def _cut_off(arguments: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+    """Arguments with a leaf in the place of each tensor that needs grad, and the pairs of both.
+
+    Each micro-batch has a backward of its own, and the caller's graph behind an input bears one.
+    """
+    leaf_of: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def cut(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        pair = leaf_of.setdefault(id(tensor), (tensor, tensor.detach().requires_grad_()))
+        return pair[1]
+
+    return map_tensors(cut, arguments), list(leaf_of.values())
+
+
+def _give(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Take gradients of inputs into the caller's graph, at once."""
+    given = [(tensor, gradient) for tensor, gradient in gradients if gradient is not None]
+    if given:
+        torch.autograd.backward([t for t, _ in given], [g for _, g in given])
 
 
 class _start_over:  # noqa: N801 - a context manager that reads as a verb

@@ -37,6 +37,26 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def leaf_names(value: Any, name: str = "output") -> list[str]:
+    """What everything that :func:`leaves` yields is called in the nested value.
+
+    Example:
+        >>> leaf_names({"logits": 1, "states": (2, 3)})
+        ["output['logits']", "output['states'][0]", "output['states'][1]"]
+    """
+    members: list[tuple[str, Any]]
+    if isinstance(value, tuple | list):
+        members = [(f"[{at}]", item) for at, item in enumerate(value)]
+    elif isinstance(value, Mapping):
+        members = [(f"[{key!r}]", item) for key, item in value.items()]
+    elif _is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        members = [(f".{field}", getattr(value, field, None)) for field in names]
+    else:
+        return [name]
+    return [found for at, item in members for found in leaf_names(item, name + at)]
+
+
 def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a nested value, in order."""
     if isinstance(value, Tensor):  # the common case, and on every step's way

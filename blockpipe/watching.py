@@ -199,13 +199,3 @@ def _as_inputs(recorder: Recorder, value: Any) -> Any:
     inputs = map_tensors(taken, value)
     recorder.activations.inputs(memo.values())
     return inputs
-
-
-def signature(args: Any, kwargs: Any) -> str:
-    def shown(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-        return repr(value)[:40]
-
-    parts = [shown(a) for a in args] + [f"{k}={shown(v)}" for k, v in kwargs.items()]
-    return ", ".join(parts)

@@ -8,13 +8,14 @@ treat the stages as one module on one device (``.to(device)``, ``torch.compile``
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
 from .errors import UsageError
 from .fitting import load_checked, stages_of, to_be_loaded
+from .hints import where_model_has
 from .materialize import Init, check_weights, load_in_place, materialize
 from .recording import Recording
 from .saving import save_weights
@@ -54,6 +55,28 @@ class WrappedModel(nn.Module):
         raise UsageError(
             "DistributedDataParallel around a pipeline would reduce gradients once for each "
             "micro-batch; all-reduce the gradients after forward_backward instead"
+        )
+
+    def __prepare_scriptable__(self) -> None:
+        # What torch.jit.script asks a module for first.
+        raise UsageError(
+            f"torch.jit.script cannot see the stages of a pipeline ({users_line()}); call "
+            "unplace(), and give it pipe.module"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            hint = where_model_has(self.__dict__.get("_modules", {}).get("module"), name)
+            if hint is None:
+                raise
+            raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise UsageError(
+            f"a pipeline has no items, as its model may ({users_line()}); write "
+            f"pipe.module[{key!r}]"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -1,6 +1,8 @@
 """The crossing table: each row is handled, found at recording, or found at replay; never silent."""
 
 import copy
+import functools
+import warnings
 
 import pytest
 import torch
@@ -28,6 +30,17 @@ class Double(torch.autograd.Function):
     def backward(ctx, g):
         x, weight = ctx.saved_tensors
         return g * weight * 2, (g * x * 2).sum(0)
+
+
+def _scale(a, b):
+    return torch.relu(a) + b
+
+
+@functools.cache
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(_scale)
 
 
 class Net(nn.Module):
@@ -134,6 +147,13 @@ class Handled:
             h = self.a(x)
         with B(1):
             return self.b(Double.apply(h, self.b.weight[0]))
+
+    @row
+    def scripted_function_in_glue(self, x):
+        with B(0):
+            h = scripted()(self.a(x), x)
+        with B(1):
+            return scripted()(self.b(h), h) + self.a.bias
 
     @row
     def out_argument(self, x):
@@ -444,6 +464,59 @@ def test_a_module_whose_operations_no_function_mode_sees(grad):
         expected = copy.deepcopy(net).to(DEVICE)(x.to(DEVICE))
         pipe = bp.Pipeline(net, devices=stages(3), chunks=3, isolate=True)
         torch.testing.assert_close(pipe(x).cpu(), expected.cpu())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_a_scripted_module_that_begins_a_forward_and_draws():
+    """Its random numbers are those of its stage; nothing in it is recomputed."""
+
+    def forward(s, x):
+        h = s.a(s.b(x))
+        with B(1):
+            return s.c(h)
+
+    net = Net(forward)
+    net.b = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3, checkpoint="always")
+    assert pipe.verify(torch.randn(6, 4)).ok
+    recording = bp.record(net, torch.randn(6, 4))
+    assert [hop.draws for hop in recording.hops] == [{"torch"}, set()]
+    assert "TorchScript" in recording.recomputable["b"].refuses
+
+
+class Coupled(torch.autograd.Function):
+    """One half of a reversible block: it runs its layer again in its backward."""
+
+    @staticmethod
+    def forward(ctx, layer, x):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return x + layer(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            (x + ctx.layer(x)).backward(g)
+        return None, x.grad
+
+
+def test_a_layer_inside_of_custom_functions_on_two_stages():
+    """Their backwards would both add to its gradients; on one stage they may."""
+
+    def forward(s, x, other=1):
+        with B(0):
+            h = Coupled.apply(s.a, s.b(x))
+        with B(1):
+            return s.c(Coupled.apply(s.a, h) if other else h)
+
+    found(forward, CrossingError, "'Coupled' on stage 1 reads parameter 'a.weight' of stage 0")
+    net = Net(forward)
+    check_alike(net, torch.randn(6, 4), schedule="uncut")
+    net = Net(lambda s, x: forward(s, x, other=0))
+    recording = bp.record(net, torch.randn(6, 4))
+    assert {held.name: held.hop for held in recording.parameters}["a.weight"] == 0
+    check_alike(net, torch.randn(6, 4))
 
 
 def test_parameter_written_on_another_stage():

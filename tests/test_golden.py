@@ -70,9 +70,11 @@ def test_summary_is_as_accepted(name: str, golden: Any) -> None:
 
 def test_a_pipelines_summary_is_as_accepted(golden: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With devices, peaks and a predicted step."""
-    record = placed.record
+    record = placed.record_planned
     monkeypatch.setattr(
-        placed, "record", lambda *args, **named: without_library_lines(record(*args, **named))
+        placed,
+        "record_planned",
+        lambda *args, **named: without_library_lines(record(*args, **named)),
     )
     model, args, _ = make("resnet50")
     pipe = bp.Pipeline(model, devices=["cpu"] * 3, chunks=3, checkpoint="except_last")

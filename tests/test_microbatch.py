@@ -109,6 +109,17 @@ def test_join_of_different_structures_is_an_error():
         join([(1,), (1, 2)], [1, 1], [0.5, 0.5], None)
 
 
+def test_outputs_of_different_widths_are_named():
+    """With the micro-batches, and what to do."""
+    widths = [{"h": torch.zeros(2, 4), "w": [torch.zeros(2, n)]} for n in (3, 3, 5)]
+    match = (
+        r"output\['w'\]\[0\] has the shape \[2, 3\] in micro-batch 0 and \[2, 5\] in micro-batch 2 "
+        r"\(.*test_microbatch.py:\d+\); pad .* batch_dims=\{'output': …\}"
+    )
+    with pytest.raises(MicrobatchError, match=match):
+        join(widths, [2, 2, 2], [1 / 3] * 3, None)
+
+
 def test_map_tensors_keeps_what_does_not_change():
     """A container none of whose tensors changes comes back itself."""
     value = {"a": [torch.zeros(1)], "b": (1, None)}

@@ -189,3 +189,31 @@ def test_summary_adds_up():
     assert f"{total:,}" in text
     assert "tied: embed.weight = head.weight lives on stage 0" in text
     assert "no call reads unused" in text
+
+
+class Ragged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x, lengths):
+        with bp.Block(0):
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            h = torch.nested.nested_tensor_from_jagged(self.a(x.flatten(0, 1)), offsets)
+        with bp.Block(1):
+            return self.b(h).values().square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of nested tensors
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_jagged_tensor_that_crosses(schedule):
+    """It is recorded by a real run, and trains on the CPU."""
+    net, lengths = Ragged(), torch.full((4,), 3)
+    x = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1))
+    net(x, lengths).backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, schedule=schedule)
+    pipe.forward_backward(x, lengths)
+    assert not pipe.recording.fake
+    torch.testing.assert_close([p.grad for p in net.parameters()], expected)

@@ -206,6 +206,23 @@ def test_a_gradient_path_from_outside():
             torch.testing.assert_close(p.grad.cpu(), q.grad.cpu())
 
 
+def test_an_input_with_a_graph_of_its_own():
+    """Each micro-batch has a backward of its own; the graph behind the input has one."""
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            return s.b(h)
+
+    net, source = Scripted(forward), X.clone().requires_grad_()
+    net(source.square()).mean().backward()
+    expected, source.grad = source.grad, None
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3, schedule="uncut")
+    pipe.forward_backward(source.square(), loss_fn=torch.mean)
+    torch.testing.assert_close(source.grad, expected)
+
+
 class Counting(Scripted):
     """It counts its calls in a buffer."""
 
