@@ -294,9 +294,7 @@ class Prepared:
         if self.batch_norm is not None:
             notes += self.batch_norm.notes()
         if self.compiled is not None:
-            failures = [g.failure for g in self.compiled.graphs if g.failure]
-            notes.append(f"compiled: {', '.join(self.compiled.paths) or 'nothing'}")
-            notes += [f"not captured as a CUDA graph: {why}" for why in dict.fromkeys(failures)]
+            notes += self.compiled.notes()
         return notes
 
     def _recomputation(self) -> Iterator[str]:
