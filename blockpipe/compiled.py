@@ -8,10 +8,10 @@ model) never meets a compiled module.
 share memory in the order in which they were recorded, and a pipeline interleaves several forwards
 before the first backward. Here each micro-batch in flight has captures of its own.
 
-torch keeps what it has compiled by code object, no more than ``recompile_limit`` (8) versions of each,
-and runs what is beyond uncompiled. ``torch.compile(module.forward)`` of ten modules of one class, or of
-torch's own, is ten versions of one code object, so each *kind* of module has a code object of its own
-here, and modules of one kind share what is compiled for it.
+torch keeps what it has compiled by code object, no more than ``recompile_limit`` (8) versions of
+each, and runs what is beyond uncompiled. ``torch.compile(module.forward)`` of ten modules of one
+class, or of torch's own, is ten versions of one code object, so each *kind* of module has a code
+object of its own here, and modules of one kind share what is compiled for it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Compiled:
 
     def notes(self) -> Iterator[str]:
         """What came of it, for the summary."""
-        yield f"compiled: {', '.join(p for p in self.paths if p not in self.uncompiled) or 'nothing'}"
+        compiled = [path for path in self.paths if path not in self.uncompiled]
+        yield f"compiled: {', '.join(compiled) or 'nothing'}"
         if self.uncompiled:
             yield (
                 f"run uncompiled: {', '.join(sorted(self.uncompiled))}, some calls or all (torch "

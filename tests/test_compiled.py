@@ -1,6 +1,7 @@
 """``pipe.compile()``: the same results, by compiled modules that only the steps see."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_small_models_are_compiled_too(monkeypatch):
 
 def widening(widths):
     """A stage boundary in the middle of modules that are each of another kind."""
-    pairs = list(zip(widths, widths[1:], strict=False))
+    pairs = list(itertools.pairwise(widths))
     net = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairs))
     return bp.begin_blocks(net, {str(len(pairs) // 2): 1})
 
