@@ -78,8 +78,8 @@ def goes_one_by_one(schedule: ScheduleOption, microbatches: int, *, has_one_lane
         microbatches: of a step.
         has_one_lane: whether nothing can overlap, or threads would cost more than that gains.
     """
-    return microbatches == 1 or (
-        isinstance(schedule, str) and (schedule in ("sequential", "uncut") or has_one_lane)
+    return isinstance(schedule, str) and (
+        microbatches == 1 or schedule in ("sequential", "uncut") or has_one_lane
     )
 
 
