@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.errors import PlanError
+from blockpipe.errors import BlockpipeError, PlanError
 from blockpipe.lanes import close_idle_threads, idle_threads
 
 from .devices import assert_close, device_type, equal, is_simulated, stages
@@ -514,3 +514,104 @@ def test_a_device_that_the_forward_names_is_told():
 
     with pytest.raises(bp.BlockpipeError, match=r"leave the move out|forward fails"):
         bp.record(nn.Sequential(nn.Linear(4, 4), Names(4, 4)), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("chunks", 4),
+        ("schedule", "gpipe"),
+        ("in_flight", 1),
+        ("checkpoint", "always"),
+        ("offload", [0]),
+        ("deferred_batch_norm", True),
+        ("batch_dims", 1),
+        ("loss_reduction", "sum"),
+        ("isolate", True),
+    ],
+)
+def test_an_option_that_is_assigned_is_that_of_the_constructor(option, value):
+    """From the next step on: the same schedule, memory and loss as of a pipeline made with it."""
+    found = []
+    for later in (False, True):
+        torch.manual_seed(0)
+        pipe = pipeline(net(), **({} if later else {option: value}))
+        x = torch.randn(8, 8, 4)
+        if later:
+            pipe.forward_backward(x, loss_fn=mean_square)
+            pipe.zero_grad()
+            setattr(pipe, option, value)
+        result = pipe.forward_backward(x, loss_fn=mean_square)
+        gradients = [p.grad for p in pipe.parameters()]
+        (prepared,) = pipe._prepared.values()
+        schedule = prepared.schedule(pipe.schedule, prepared.microbatches)
+        about = getattr(pipe, option), prepared.batch_norm is None, prepared.offloaded
+        found.append((about, schedule, str(pipe.memory(x)), result.loss, gradients))
+    (*alike, loss, gradients), (*also, other_loss, others) = found
+    assert alike == also
+    assert_close(loss, other_loss)
+    for one, other in zip(gradients, others, strict=True):
+        assert_close(one, other)
+
+
+def test_what_is_assigned_is_checked():
+    """As by the constructor, with the other options; the old value stays."""
+    pipe = pipeline(net(), isolate=True)
+    for option, value, message in [
+        ("chunks", 0, "chunks is a whole number from 1 on"),
+        ("in_flight", 0, "in_flight is a number of micro-batches from 1 on"),
+        ("checkpoint", "sometimes", "checkpoint is one of"),
+        ("offload", 3, "offload is True, False, or a list"),
+        ("batch_dims", "x", "batch_dims is None, a number"),
+        ("schedule", "uncut", "isolate=True proves that stages are cut apart"),
+        ("devices", stages(3), r"devices cannot be assigned .* call unplace\(\).*test_pipeline.py"),
+        ("plan", None, "plan cannot be assigned .* set_pipeline_stage_assignment"),
+        ("module", nn.Linear(1, 1), "module cannot be assigned .* make another Pipeline"),
+    ]:
+        before = getattr(pipe, option)
+        with pytest.raises(BlockpipeError, match=message):
+            setattr(pipe, option, value)
+        assert getattr(pipe, option) == before
+
+
+class Steered(nn.Module):
+    """A number leads the forward to another module on the same route, which reads what stage 0
+    has left."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.reads = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, step):
+        with bp.Block(0):
+            self.left = h = self.a(x)
+        with bp.Block(1):
+            h = self.reads(self.left) if step > 4 else self.b(h)
+        self.left = None
+        return h * step
+
+
+def test_a_number_that_changes_at_each_call(monkeypatch):
+    """It steers the forward rightly, and its recordings are bounded; a warning says why it is slow."""
+    monkeypatch.setattr("blockpipe.placed.MOST_RECORDINGS", 3)
+    model = Steered()
+    plain, x = copy.deepcopy(model), torch.randn(4, 4)
+    pipe = pipeline(model, devices=stages(2), chunks=2)
+
+    def train(steps):
+        for step in steps:
+            loss = pipe.forward_backward(x, step, loss_fn=mean_square).loss
+            expected = plain_step(plain, (x, step), {}, None, mean_square, 2)
+            assert difference(model, plain, loss, expected).same
+
+    train(range(3))
+    with pytest.warns(UserWarning, match=r"here \[3\]\) .* as a tensor .*test_pipeline.py"):
+        train([3])
+    train(range(4, 8))  # a warning would be an error
+    assert len(pipe._prepared) == 3
+    latest = pipe.recording
+    pipe.forward_backward(x, 6, loss_fn=mean_square)
+    assert pipe.recording is not latest
+    pipe.forward_backward(x, 9, loss_fn=mean_square)
+    pipe.forward_backward(x, 10, loss_fn=mean_square)
+    assert [key[-1][-1][-1] for key in pipe._prepared] == [6, 9, 10], "the latest used are kept"
