@@ -615,3 +615,34 @@ def test_a_number_that_changes_at_each_call(monkeypatch):
     pipe.forward_backward(x, 9, loss_fn=mean_square)
     pipe.forward_backward(x, 10, loss_fn=mean_square)
     assert [key[-1][-1][-1] for key in pipe._prepared] == [6, 9, 10], "the latest used are kept"
+
+
+class Joins(nn.Module):
+    """Returns a weight, the same for all micro-batches, and what each has one of."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with bp.Block(0):
+            h = self.a(x)
+        with bp.Block(1):
+            return self.b(h), self.b.weight, h.square().mean(0)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_gradients_through_each_way_of_joining(part):
+    """Concatenated; the same tensor for all, whose gradient counts once; a list."""
+    model = Joins()
+    plain, x = copy.deepcopy(model), torch.randn(6, 4)
+    outs = [plain(rows) for rows in x.split(2)]
+    expected = [torch.cat([out[0] for out in outs]), outs[0][1], [out[2] for out in outs]][part]
+    found = pipeline(model, devices=stages(2))(x)[part]
+    for value in (found, expected):
+        weighed = value if isinstance(value, list) else [value]
+        sum((i + 1) * v.square().sum() for i, v in enumerate(weighed)).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if other.grad is not None:
+            assert_close(one.grad.to(x.device), other.grad)
