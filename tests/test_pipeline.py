@@ -535,7 +535,9 @@ def test_an_option_that_is_assigned_is_that_of_the_constructor(option, value):
     found = []
     for later in (False, True):
         torch.manual_seed(0)
-        pipe = pipeline(net(), **({} if later else {option: value}))
+        parts = (nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(3))
+        model = bp.begin_blocks(nn.Sequential(*parts), {"1": 1, "2": 2})
+        pipe = pipeline(model, **({} if later else {option: value}))
         x = torch.randn(8, 8, 4)
         if later:
             pipe.forward_backward(x, loss_fn=mean_square)
