@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -147,7 +148,7 @@ class _Runner:
 
     trial: Trial
     schedule: ScheduleOption
-    prepared: dict[Any, Prepared] = field(default_factory=dict)
+    prepared: OrderedDict[Any, Prepared] = field(default_factory=OrderedDict)
     times: list[float] = field(default_factory=list)
     error: Exception | None = None
 

@@ -7,12 +7,18 @@ model) never meets a compiled module.
 ``torch.compile(mode="reduce-overhead")`` has CUDA graphs too, but of one micro-batch: its graphs
 share memory in the order in which they were recorded, and a pipeline interleaves several forwards
 before the first backward. Here each micro-batch in flight has captures of its own.
+
+torch keeps what it has compiled by code object, no more than ``recompile_limit`` (8) versions of
+each, and runs what is beyond uncompiled. ``torch.compile(module.forward)`` of ten modules of one
+class, or of torch's own, is ten versions of one code object, so each *kind* of module has a code
+object of its own here, and modules of one kind share what is compiled for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -62,20 +68,53 @@ class Compiled:
         self._cuda_graphs = cuda_graphs
         self.phase: Literal["off", "capture", "replay"] = "off"
         self.graphs: list[Graphs] = []
+        self.uncompiled: set[str] = (
+            set()
+        )  # paths of modules with calls that ran as they are written
         self._options = options
+        self._codes: dict[Any, CodeType] = {}  # by kind of module
         self._is_first = True
         # A capture has its activations in memory of its own.
         self.paths = doors.stand_in(self._wrap, recomputes=not cuda_graphs)
 
-    def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    def _wrap(
+        self, path: str, module: nn.Module, forward: Callable[..., Any]
+    ) -> Callable[..., Any] | None:
         if not any(True for _ in module.parameters()):
             return None  # an activation, a dropout: checking a compiled call would cost as much
         if self._options is not None:
-            forward = torch.compile(forward, **self._options)
+            forward = self._compiled(path, module, forward)
         if self._cuda_graphs:
             forward = Graphs(module, forward, self)
             self.graphs.append(forward)
         return forward
+
+    def _compiled(
+        self, path: str, module: nn.Module, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():  # traced, this is gone: torch gave up on the call
+                self.uncompiled.add(path)
+            return forward(*args, **kwargs)
+
+        # The name is for torch's logs.
+        own = call.__code__.replace(co_name=f"{type(module).__name__} {path}")
+        call.__code__ = self._codes.setdefault(_kind(module, forward), own)
+        return torch.compile(call, **self._options or {})
+
+    def notes(self) -> Iterator[str]:
+        """What came of it, for the summary."""
+        compiled = [path for path in self.paths if path not in self.uncompiled]
+        yield f"compiled: {', '.join(compiled) or 'nothing'}"
+        if self.uncompiled:
+            yield (
+                f"run uncompiled: {', '.join(sorted(self.uncompiled))}, some calls or all (torch "
+                'compiles a module a limited number of times; TORCH_LOGS="recompiles" says why it '
+                "did so anew)"
+            )
+        failures = [graphs.failure for graphs in self.graphs if graphs.failure]
+        for why in dict.fromkeys(failures):
+            yield f"not captured as a CUDA graph: {why}"
 
     @contextmanager
     def step(self, in_flight: int, *, keeps_graphs: bool) -> Iterator[None]:
@@ -181,6 +220,19 @@ class Graphs:
         return replay
 
 
+def _kind(module: nn.Module, forward: Callable[..., Any]) -> Any:
+    """What code compiled for a module is specialized to, as far as it can be seen from outside."""
+    parts: list[Any] = [getattr(forward, "__func__", forward)]
+    for name, inner in module.named_modules():
+        plain = [(key, value) for key, value in vars(inner).items() if isinstance(value, _PLAIN)]
+        # A mark does not make it another kind.
+        parts.append((name, type(inner), *(p for p in plain if not p[0].startswith("_blockpipe"))))
+    for held in (module.named_parameters(), module.named_buffers()):
+        parts += [(name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in held]
+    return tuple(parts)
+
+
+_PLAIN = (bool, int, float, str, type(None))
 _HERE = object()  # where an output has a tensor
 
 

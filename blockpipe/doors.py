@@ -135,14 +135,15 @@ class Doors:
 
     def stand_in(
         self,
-        wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any] | None],
+        wrap: Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any] | None],
         *,
         recomputes: bool,
     ) -> list[str]:
         """Have the doors call something else than the sealed modules' forwards.
 
         Args:
-            wrap: from a module and its forward to what is called instead; ``None``: as it is.
+            wrap: from a module's path, the module and its forward to what is called instead;
+                ``None``: as it is.
             recomputes: whether what stands in can be run again for its activations.
 
         Returns:
@@ -150,7 +151,7 @@ class Doors:
         """
         found = []
         for path, module, door, forward in self._sealed:
-            new = wrap(module, forward)
+            new = wrap(path, module, forward)
             if new is not None:
                 door.forward = new
                 door.again = door.again if recomputes else None

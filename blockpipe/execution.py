@@ -7,7 +7,7 @@ goes out and comes back before the next, which needs the least memory of all ord
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .ambient import Ambient, theirs
+from .ambient import Ambient, intra_operation_threads, theirs
 from .backward import run_engine
 from .blocks import Cursor, Mark, set_cursor, set_microbatch
 from .crossing import TAG, Step, Tag
@@ -216,9 +216,10 @@ class Execution:
             if not self.inline:
                 self._run_lanes(self.prepared.schedule(self.schedule, len(self.microbatches)), None)
             else:
-                for m in range(len(self.microbatches)):
-                    self._forward_inline(m)
-                    self._backward_inline(m)
+                with self._threads_of_lanes(self.schedule):
+                    for m in range(len(self.microbatches)):
+                        self._forward_inline(m)
+                        self._backward_inline(m)
             self._conclude()
         self.prepared.steps += 1
 
@@ -228,8 +229,9 @@ class Execution:
             if not self.inline:
                 self._run_lanes(self.prepared.schedule("gpipe", len(self.microbatches)), "F")
             else:
-                for m in range(len(self.microbatches)):
-                    self._forward_inline(m)
+                with self._threads_of_lanes("gpipe"):
+                    for m in range(len(self.microbatches)):
+                        self._forward_inline(m)
         self.prepared.steps += 1
 
     def run_backward(self) -> None:
@@ -238,7 +240,7 @@ class Execution:
             if not self.inline:
                 self._run_lanes(self.prepared.schedule("gpipe", len(self.microbatches)), "B")
             else:
-                with torch.enable_grad():
+                with self._threads_of_lanes("gpipe"), torch.enable_grad():
                     for m in range(len(self.microbatches)):
                         self._backward_inline(m)
             self._conclude()
@@ -344,10 +346,22 @@ class Execution:
                     self._backward(Action("R", hop, m))
                 self._backward(Action("B", hop, m))
 
-    def _run_lanes(self, schedule: Schedule, only: Literal["F", "B"] | None) -> None:
+    def _lane_threads(self, schedule: Schedule) -> int:
+        """How many threads an operation has on a lane."""
         threads = torch.get_num_threads()
-        if not self.prepared.is_asynchronous:
-            threads = max(1, threads // len(schedule.lanes))
+        if self.prepared.is_asynchronous:
+            return threads
+        return max(1, threads // len(schedule.lanes))
+
+    def _threads_of_lanes(self, option: ScheduleOption) -> AbstractContextManager[None]:
+        """In a step that is in one thread only because it compiles: what is compiled for one number
+        of threads is compiled anew for another."""
+        if self._one_by_one:
+            return _NOTHING
+        schedule = self.prepared.schedule(option, len(self.microbatches))
+        return intra_operation_threads(self._lane_threads(schedule))
+
+    def _run_lanes(self, schedule: Schedule, only: Literal["F", "B"] | None) -> None:
         # Hooks on what is saved would unpack it once for each part.
         packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         self._split = schedule.split() if only is None and not packs else set()
@@ -357,7 +371,7 @@ class Execution:
             self._backward,
             self.ambient,
             queued=self._queued_lanes(schedule),
-            threads=threads,
+            threads=self._lane_threads(schedule),
             only=only,
         )
         self._turns = turns

@@ -26,7 +26,7 @@ from .randomness import every_source, kept
 from .recorder import named_slots
 from .recording import Recording
 from .sample import signature
-from .snapshot import ModelState
+from .snapshot import ModelState, RealWritesUndone
 from .transfer import is_on_meta
 from .tree import map_tensors
 from .watching import counting_writes, hooked, run_watched
@@ -217,7 +217,7 @@ def _record_fake(
             if sample_device is None and in_one_place:
                 sample_device = torch.device("cpu")
             fake_args, fake_kwargs = map_tensors(lambda t: faked(t, sample_device), (args, kwargs))
-            with mode, _quiet():
+            with mode, _quiet(), RealWritesUndone():
                 return run_watched(
                     model,
                     fake_args,

@@ -4,6 +4,7 @@ Nothing here runs a step: what is asked before the first call records, and place
 """
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -59,15 +60,13 @@ class InspectedModel(PlacedModel):
     def _as_if(self, **options: Any) -> Iterator[None]:
         """While entered, other options hold (``chunks``, ``schedule`` …), and steps are prepared
         anew for them; then everything is as it was."""
-        before = {name: getattr(self, name) for name in (*options, "_prepared")}
+        changed = {**options, "_prepared": OrderedDict()}
+        before = {name: getattr(self, name) for name in changed}
         try:
-            self._prepared = {}
-            for name, value in options.items():
-                setattr(self, name, value)
+            vars(self).update(changed)  # one by one, some would not go with others
             yield
         finally:
-            for name, value in before.items():
-                setattr(self, name, value)
+            vars(self).update(before)
 
     # --- what is where
 

@@ -1,10 +1,10 @@
 """The options of a pipeline, checked before anything moves."""
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from .errors import MicrobatchError, PlanError, ScheduleError, UsageError
 from .plan import StagePlan
@@ -95,17 +95,36 @@ def check_batch_dims(dims: object) -> None:
             )
 
 
+# Why an option cannot be assigned, and what to do instead.
+FIXED = {
+    "module": "a pipeline is for one model; make another Pipeline",
+    "devices": "the model is placed on them; call unplace(), and make another Pipeline",
+    "plan": (
+        "the model is placed by it; call set_pipeline_stage_assignment(pipe, …), or unplace() and "
+        "make another Pipeline"
+    ),
+    "sample": "it is recorded at once; call the pipeline",
+    "weights": "they are read when the pipeline is made; call load_weights(…)",
+    "init": "it is called when the model is placed; make another Pipeline",
+}
+
+
 def check_options(
-    model: object,
+    *,
     chunks: object,
     schedule: object,
     in_flight: object,
     checkpoint: object,
+    offload: object,
     deferred_batch_norm: object,
+    batch_dims: object,
     loss_reduction: object,
+    isolate: object,
 ) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"Pipeline takes an nn.Module, but {type(model).__name__} came")
+    """Raise for what is no option, or does not go with another one.
+
+    Its arguments are all that can be assigned to a pipeline later.
+    """
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise PlanError(f"chunks is a whole number from 1 on, but {chunks!r} came")
     check_schedule(schedule, chunks)
@@ -124,6 +143,39 @@ def check_options(
         raise UsageError(
             "loss_reduction is 'mean', 'sum' or a callable (args, kwargs, target) -> number, but "
             f"{loss_reduction!r} came"
+        )
+    check_batch_dims(batch_dims)
+    if checked_offload(offload) and schedule == "uncut":
+        raise UsageError(
+            "offload brings activations back before a stage's backward, but schedule='uncut' "
+            "has one backward for all stages; use checkpoint=, or another schedule"
+        )
+    if isolate and schedule == "uncut":
+        raise UsageError(
+            "isolate=True proves that stages are cut apart, but schedule='uncut' does not cut "
+            "them; use 'sequential' to look at one micro-batch at a time"
+        )
+
+
+OPTIONS = tuple(inspect.signature(check_options).parameters)
+
+
+def prepared_for(options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a recording, and all that is worked out from it, depends on among the options."""
+    names = ("in_flight", "checkpoint", "offload", "deferred_batch_norm")
+    schedule = options["schedule"]
+    # What is shared between stages is an error under some schedules; others are made by the step.
+    kind = schedule if schedule in ("sequential", "uncut") else "cut"
+    return kind, *(options[name] for name in names)
+
+
+def check_graphs(*, cuda_graphs: bool, deferred_batch_norm: bool) -> None:
+    """Raise :class:`UsageError` for two options that do not go together."""
+    if cuda_graphs and deferred_batch_norm:
+        raise UsageError(
+            "cuda_graphs=True replays forwards without their Python, but "
+            "deferred_batch_norm=True has to look at every input of a batch norm; leave one "
+            f"of them out ({users_line()})"
         )
 
 

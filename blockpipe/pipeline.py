@@ -22,10 +22,14 @@ from .materialize import Init
 from .microbatch import BatchDims, LossReduction, Microbatch
 from .observer import Observer
 from .options import (
+    FIXED,
+    OPTIONS,
     as_sample,
-    check_batch_dims,
+    check_graphs,
     check_loss,
     check_options,
+    checked_offload,
+    prepared_for,
 )
 from .plan import StagePlan
 from .prepared import Prepared, ScheduleOption
@@ -85,6 +89,11 @@ class Pipeline(SteppedModel):
         isolate: the stage sanitizer: slow, and proves that no operation reads another stage's
             tensor.
 
+    ``chunks``, ``schedule``, ``in_flight``, ``checkpoint``, ``offload``, ``deferred_batch_norm``,
+    ``batch_dims``, ``loss_reduction`` and ``isolate`` may be assigned later (``pipe.chunks = 8``):
+    they are checked in the same way and hold from the next step on, which records the model anew
+    where it depends on them. The others cannot be assigned.
+
     Raises:
         PlanError, ScheduleError, DeviceError, UsageError: an option that cannot be, before
             anything moves.
@@ -135,36 +144,21 @@ class Pipeline(SteppedModel):
     ) -> None:
         if isinstance(model, Pipeline):
             raise UsageError("this model is a Pipeline already; pass its .module")
-        check_options(
-            model, chunks, schedule, in_flight, checkpoint, deferred_batch_norm, loss_reduction
-        )
-        if isolate and schedule == "uncut":
-            raise UsageError(
-                "isolate=True proves that stages are cut apart, but schedule='uncut' does not cut "
-                "them; use 'sequential' to look at one micro-batch at a time"
-            )
-        if offload is not False and schedule == "uncut":
-            raise UsageError(
-                "offload brings activations back before a stage's backward, but schedule='uncut' "
-                "has one backward for all stages; use checkpoint=, or another schedule"
-            )
-        check_batch_dims(batch_dims)
-        super().__init__(
-            model,
-            chunks=chunks,
-            batch_dims=batch_dims,
-            loss_reduction=loss_reduction,
-            devices=devices,
-            schedule=schedule,
-            in_flight=in_flight,
-            checkpoint=checkpoint,
-            offload=offload,
-            deferred_batch_norm=deferred_batch_norm,
-            plan=plan,
-            weights=weights,
-            init=init,
-            isolate=isolate,
-        )
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"Pipeline takes an nn.Module, but {type(model).__name__} came")
+        options: dict[str, Any] = {
+            "chunks": chunks,
+            "schedule": schedule,
+            "in_flight": in_flight,
+            "checkpoint": checkpoint,
+            "offload": offload,
+            "deferred_batch_norm": deferred_batch_norm,
+            "batch_dims": batch_dims,
+            "loss_reduction": loss_reduction,
+            "isolate": isolate,
+        }
+        check_options(**options)
+        super().__init__(model, devices=devices, plan=plan, weights=weights, init=init, **options)
         self._profile: Profile | None = None
         if chunks == 1 and len(set(self._given_devices or ())) > 1:
             warnings.warn(
@@ -181,6 +175,28 @@ class Pipeline(SteppedModel):
         if sample is not None:
             args, kwargs = as_sample(sample)
             self._prepare(self._split(args, kwargs, None)[0])
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Options may be assigned: they are checked as those of the constructor, and hold from the
+        next step on."""
+        if "_is_made" in self.__dict__:
+            if name in FIXED:
+                raise UsageError(
+                    f"{name} cannot be assigned to a pipeline: {FIXED[name]} ({users_line()})"
+                )
+            if name in OPTIONS:
+                value = checked_offload(value) if name == "offload" else value
+                before = {option: getattr(self, option) for option in OPTIONS}
+                options = before | {name: value}
+                check_options(**options)
+                check_graphs(
+                    cuda_graphs=self._compile is not None and self._compile[1],
+                    deferred_batch_norm=options["deferred_batch_norm"],
+                )
+                if prepared_for(options) != prepared_for(before):
+                    self._prepared.clear()
+        super().__setattr__(name, value)
 
     @remembers_caller
     def compile(self, *, cuda_graphs: bool = False, **options: Any) -> None:
@@ -212,12 +228,7 @@ class Pipeline(SteppedModel):
             >>> pipe.forward_backward(torch.ones(4, 4), loss_fn=torch.sum).loss.shape
             torch.Size([])
         """
-        if cuda_graphs and self.deferred_batch_norm:
-            raise UsageError(
-                "cuda_graphs=True replays forwards without their Python, but "
-                "deferred_batch_norm=True has to look at every input of a batch norm; leave one "
-                f"of them out ({users_line()})"
-            )
+        check_graphs(cuda_graphs=cuda_graphs, deferred_batch_norm=self.deferred_batch_norm)
         if cuda_graphs and not torch.cuda.is_available():
             raise UsageError(
                 "cuda_graphs=True needs a CUDA device, and this machine has none; compile() "

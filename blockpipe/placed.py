@@ -6,6 +6,7 @@ Reads as the flow does: record → plan → place.
 import itertools
 import logging
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ from .tree import leaves
 from .weights import Weights, open_weights
 from .where import users_line
 from .wrapped import WrappedModel
+
+MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
 
 _numbers = itertools.count()
 _log = logging.getLogger(__name__)
@@ -93,16 +96,17 @@ class PlacedModel(WrappedModel):
         self._given_devices = given = checked_devices(devices)
         self._given_lanes = None if given is None else lanes_of(given, devices or ())
         self._number = next(_numbers)
-        self._prepared: dict[Any, Prepared] = {}
+        self._prepared: OrderedDict[Any, Prepared] = OrderedDict()  # the latest used is the last
         self._compile: tuple[dict[str, Any] | None, bool] | None = None
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
+        self._has_warned_of_recordings = False
 
     # --- what it is
 
     @property
     def recording(self) -> Recording | None:
-        """The newest recording; ``None`` before the first call under its plan."""
+        """The latest call's recording; ``None`` before the first call under its plan."""
         last = None
         for prepared in () if self._is_replanned() else self._prepared.values():
             last = prepared.recording
@@ -179,9 +183,28 @@ class PlacedModel(WrappedModel):
             self._check_state(recording)
             prepared = self._place(recording, devices)
             self._compile_modules(prepared)
+            self._forget_oldest(batch)
             self._prepared[key] = prepared
             self._fingerprint = Fingerprint(self.module)
+        self._prepared.move_to_end(key)
         return prepared
+
+    def _forget_oldest(self, batch: Microbatch) -> None:
+        """Before another one comes: no more than so many are kept, the latest used."""
+        while len(self._prepared) >= MOST_RECORDINGS:
+            self._prepared.popitem(last=False)
+            if self._has_warned_of_recordings:
+                continue
+            self._has_warned_of_recordings = True
+            plain = [leaf for leaf in leaves((batch.args, batch.kwargs)) if _is_plain(leaf)]
+            warnings.warn(
+                f"the model has been recorded for {MOST_RECORDINGS} different kinds of calls, and "
+                "once more now, which makes this step slow; each value of the arguments that are "
+                f"no tensors (here {plain}) has a recording of its own, for it may lead the "
+                "forward another way: pass what changes from call to call as a tensor "
+                f"({users_line()})",
+                stacklevel=2,
+            )
 
     def _forget_if_moved(self) -> None:
         if self._placement is not None and self._placement.is_disturbed():
@@ -308,12 +331,13 @@ class PlacedModel(WrappedModel):
         return stages
 
     def _key(self, batch: Microbatch, fingerprint: Fingerprint) -> Any:
-        """What a recording depends on: modes, grad mode, structure. Sizes are not in it: a micro-
-        batch whose size leads elsewhere is noticed by its route."""
+        """What a recording depends on: modes, grad mode, structure, and the values of what is no
+        tensor: they may lead to another module on the same route, which nothing would notice.
+        Sizes are not in it: a micro-batch whose size leads elsewhere is noticed by its route."""
         shape = tuple(
             (leaf.dtype, leaf.dim(), leaf.requires_grad)
             if isinstance(leaf, Tensor)
-            else _hashable(leaf)
+            else (type(leaf), leaf if _is_plain(leaf) else None)
             for leaf in leaves((batch.args, batch.kwargs))
         )
         names = tuple(batch.kwargs)
@@ -352,13 +376,9 @@ class PlacedModel(WrappedModel):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles take the model and the options along, and record anew."""
         state = dict(self.__dict__)
-        state.update(_prepared={}, _placement=None, _fingerprint=None)
+        state.update(_prepared=OrderedDict(), _placement=None, _fingerprint=None)
         return state
 
 
-def _hashable(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return type(value)
-    return value if isinstance(value, bool | int | float | str | None) else type(value)
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | None)

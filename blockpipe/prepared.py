@@ -78,8 +78,8 @@ def goes_one_by_one(schedule: ScheduleOption, microbatches: int, *, has_one_lane
         microbatches: of a step.
         has_one_lane: whether nothing can overlap, or threads would cost more than that gains.
     """
-    return microbatches == 1 or (
-        isinstance(schedule, str) and (schedule in ("sequential", "uncut") or has_one_lane)
+    return isinstance(schedule, str) and (
+        microbatches == 1 or schedule in ("sequential", "uncut") or has_one_lane
     )
 
 
@@ -305,9 +305,7 @@ class Prepared:
         if self.batch_norm is not None:
             notes += self.batch_norm.notes()
         if self.compiled is not None:
-            failures = [g.failure for g in self.compiled.graphs if g.failure]
-            notes.append(f"compiled: {', '.join(self.compiled.paths) or 'nothing'}")
-            notes += [f"not captured as a CUDA graph: {why}" for why in dict.fromkeys(failures)]
+            notes += self.compiled.notes()
         return notes
 
     def _recomputation(self) -> Iterator[str]:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MOST_OBJECTS = 200_000  # a trainer may be in reach, and with it a data set
@@ -226,38 +228,28 @@ def _slot(slot: Any, value: Any) -> Any:
         return _UNSET
 
 
-class WritesUndone(TorchDispatchMode):
-    """While entered, parameters and their gradients may be written to; then they are as before.
+class _Undone(TorchDispatchMode):
+    """While entered, the watched tensors may be written to; then they are as before.
 
-    A copy is made of what is written, before it is: a forward that writes to no parameter needs
-    no memory for it.
-
-    Args:
-        model: whose parameters.
+    A copy is made of what is written, before it is: a forward that writes to none of them needs no
+    memory for it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._parameters = [(p, p.data, p.grad) for p in model.parameters()]
-        self._watched = {
-            _storage(tensor): tensor
-            for tensor in self._tensors()
-            if tensor.layout is torch.strided and not tensor.is_meta
-        }
         self._copies: list[tuple[Tensor, Tensor]] = []
 
-    def _tensors(self) -> Iterator[Tensor]:
-        for parameter, data, gradient in self._parameters:
-            if not parameter.is_inference():
-                yield data
-            if gradient is not None:
-                yield gradient
+    def watched(self, tensor: Tensor) -> Tensor | None:
+        """What to make a copy of before a tensor is written to."""
+        raise NotImplementedError
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if isinstance(func, OpOverload) and func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 self._keep(argument, value)
             for argument in func._schema.arguments[len(args) :]:
@@ -270,19 +262,70 @@ class WritesUndone(TorchDispatchMode):
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue
-            watched = self._watched.pop(_storage(tensor), None)
+            watched = self.watched(tensor)
             if watched is not None:
-                self._copies.append((watched, watched.detach().clone()))
+                with unset_fake_temporarily():
+                    self._copies.append((watched, watched.detach().clone()))
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for tensor, value in self._copies:
+        with unset_fake_temporarily(), torch.no_grad():
+            for tensor, value in reversed(self._copies):
                 tensor.detach().copy_(value)
-            for parameter, data, gradient in self._parameters:
-                if parameter.data_ptr() != data.data_ptr():
-                    parameter.data = data
-                parameter.grad = gradient
+
+
+class RealWritesUndone(_Undone):
+    """Undoes the writes to real tensors of a forward on fake ones: torch computes some operations
+    on them in place even then (``self.count += 1``, where ``count`` is a plain attribute)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def watched(self, tensor: Tensor) -> Tensor | None:
+        """A tensor that is not fake, once."""
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            return None
+        key = _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+        if key in self._seen:
+            return None
+        self._seen.add(key)
+        return tensor
+
+
+class WritesUndone(_Undone):
+    """Undoes the writes to parameters and to their gradients.
+
+    Args:
+        model: whose parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters = [(p, p.data, p.grad) for p in model.parameters()]
+        self._watched = {
+            _storage(tensor): tensor
+            for tensor in self._tensors()
+            if tensor.layout is torch.strided and not tensor.is_meta
+        }
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for parameter, data, gradient in self._parameters:
+            if not parameter.is_inference():
+                yield data
+            if gradient is not None:
+                yield gradient
+
+    def watched(self, tensor: Tensor) -> Tensor | None:
+        """The parameter, or the gradient, that a tensor is a view of; once."""
+        return self._watched.pop(_storage(tensor), None)
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        for parameter, data, gradient in self._parameters:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+            parameter.grad = gradient
 
 
 def _storage(tensor: Tensor) -> int:

@@ -54,17 +54,18 @@ class Verifier:
     ) -> None:
         self.pipe = pipe
         self.args, self.kwargs, self.target = args, kwargs, target
-        microbatches = pipe._split(args, kwargs, target)
-        self.prepared = pipe._prepare(microbatches[0])
-        self.last = self.prepared.devices[self.prepared.route[-1]]
         self.loss = loss_fn if isinstance(loss_fn, nn.Module) else None
-        if self.loss is not None:
-            self.loss.to(self.last)  # as a step does
         self.modules = [pipe.module, *([self.loss] if self.loss is not None else [])]
         self.trains = torch.is_grad_enabled() and (
             any(p.requires_grad for module in self.modules for p in module.parameters())
             or any(t.requires_grad for t in tensors((args, kwargs)))
         )
+        microbatches = pipe._split(args, kwargs, target)
+        with torch.set_grad_enabled(self.trains):  # as it will run: each mode has a recording
+            self.prepared = pipe._prepare(microbatches[0])
+        self.last = self.prepared.devices[self.prepared.route[-1]]
+        if self.loss is not None:
+            self.loss.to(self.last)  # as a step does
         self.loss_fn = loss_fn if loss_fn is not None else own_or_mean_square
         self.notes: list[str] = []
         self._numbers: set[str] = set()

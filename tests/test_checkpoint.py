@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import weakref
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -1191,3 +1192,61 @@ def test_a_failure_in_a_recomputation_locks_nobody_out(place, monkeypatch):
     assert not thread.is_alive()
     y.sum().backward()
     assert equal(net.weight.grad.isfinite(), torch.ones(8, dtype=torch.bool))
+
+
+class Takes(nn.Linear):
+    """Changes the set and the deque that it is given."""
+
+    def forward(self, x, seen, left):
+        factor = left.pop() if "here" not in seen else 7.0
+        seen.add("here")
+        return (super().forward(x) * factor).tanh()
+
+
+class Gives(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Takes(4, 4), Takes(4, 4)
+
+    def forward(self, x):
+        with bp.Block(0):
+            x = self.a(x, set(), deque([2.0]))
+        with bp.Block(1):
+            return self.b(x, set(), deque([3.0]))
+
+
+def mean_square(output):
+    return output.square().mean()
+
+
+def test_a_set_and_a_deque_are_given_again_as_they_were():
+    """The recomputed call sees what the first one was given, not what that left."""
+    net = Gives()
+    plain, x = copy.deepcopy(net), torch.randn(6, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3, checkpoint="always")
+    for _ in range(2):
+        loss = pipe.forward_backward(x, loss_fn=mean_square).loss
+        expected = plain_step(plain, (x,), {}, None, mean_square, 3)
+        assert difference(net, plain, loss, expected).same
+
+
+class CleansUp(nn.Linear):
+    """Saves a tensor more where it does not come to its end."""
+
+    def forward(self, x):
+        try:
+            return super().forward(x).tanh()
+        except BaseException:
+            self.weight.exp()
+            raise
+
+
+def test_what_is_saved_after_the_last_tensor_that_is_needed():
+    """Running again ends there; what cleans up behind it does no harm."""
+    net = bp.begin_blocks(nn.Sequential(CleansUp(4, 4), CleansUp(4, 4)), {"1": 1})
+    plain, x = copy.deepcopy(net), torch.randn(6, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3, checkpoint="always")
+    for _ in range(2):
+        loss = pipe.forward_backward(x, loss_fn=mean_square).loss
+        expected = plain_step(plain, (x,), {}, None, mean_square, 3)
+        assert difference(net, plain, loss, expected).same

@@ -86,7 +86,7 @@ def _find_by_clock(runner: Any) -> ChunksReport:
     report = ChunksReport([], 12, 3)
     pipe = _pipe(sample=(torch.randn(2, 8),))
     runners = [
-        runner(chunks_module.Trial("1f1b", m, m), "1f1b", dict(pipe._prepared)) for m in (2, 3)
+        runner(chunks_module.Trial("1f1b", m, m), "1f1b", pipe._prepared.copy()) for m in (2, 3)
     ]
     batch = chunks_module.Batch((torch.randn(12, 8),), {}, None, torch.sum)
     chunks_module._measure(pipe, lambda: None, batch, runners, 3)

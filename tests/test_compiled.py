@@ -1,12 +1,14 @@
 """``pipe.compile()``: the same results, by compiled modules that only the steps see."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
 import blockpipe as bp
+from blockpipe.ambient import intra_operation_threads
 from blockpipe.errors import UsageError
 from blockpipe.scheduler import make_schedule
 
@@ -86,6 +88,62 @@ def test_small_models_are_compiled_too(monkeypatch):
     for _ in range(3):
         pipe.forward_backward(torch.randn(4, 6), loss_fn=loss_fn)
     assert counting.calls == 3 * 2 * 2
+
+
+def widening(widths):
+    """A stage boundary in the middle of modules that are each of another kind."""
+    pairs = list(itertools.pairwise(widths))
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairs))
+    return bp.begin_blocks(net, {str(len(pairs) // 2): 1})
+
+
+def test_more_kinds_of_modules_than_torch_compiles_versions_of_one():
+    """Each stays compiled: in the first step, on lanes with their share of the threads, without
+    gradients."""
+    net, counting = widening([2, 3, 4, 5, 6]), Counting()
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    pipe.compile(backend=counting)
+    x = torch.randn(4, 2)
+    with torch._dynamo.config.patch(recompile_limit=2), intra_operation_threads(2):
+        for step in range(1, 4):
+            pipe.forward_backward(x, loss_fn=loss_fn)
+            assert (counting.graphs, counting.calls) == (4, step * 2 * 4)
+        with torch.no_grad():
+            pipe(x)
+    assert counting.calls == 4 * 2 * 4
+    assert str(pipe.summary()).endswith("note: compiled: 0, 1, 2, 3")
+
+
+def test_modules_of_one_kind_share_what_is_compiled():
+    """A deep model of like blocks is compiled once."""
+    net, counting = widening([4] * 7), Counting()
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    pipe.compile(backend=counting)
+    pipe.forward_backward(torch.randn(4, 4, requires_grad=True), loss_fn=loss_fn)
+    assert (counting.graphs, counting.calls) == (1, 2 * 6)
+
+
+class Counted(nn.Linear):
+    """Code that is compiled for one value of ``calls`` does not fit the next."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 if self.calls < 1000 else 2)
+
+
+def test_the_summary_names_what_runs_uncompiled():
+    """torch gives up on a module that would be compiled anew at each call."""
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(2, 2), Counted(2, 2)), {"1": 1})
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+    pipe.compile(backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(2):
+            pipe.forward_backward(torch.randn(4, 2), loss_fn=loss_fn)
+    summary = str(pipe.summary())
+    assert "note: compiled: 0\n" in summary
+    assert "run uncompiled: 1, some calls or all" in summary
 
 
 def test_compiling_a_pipeline_that_runs_already():

@@ -127,3 +127,15 @@ def test_map_tensors_keeps_what_does_not_change():
     changed = map_tensors(lambda t: t + 1, value)
     assert changed["b"] is value["b"]
     assert [t.item() for t in tensors(changed)] == [1.0]
+
+
+@pytest.mark.parametrize("container", [list, lambda t: dict(enumerate(t))])
+def test_what_has_no_batch_goes_whole_inside_of_containers_too(container):
+    """A 0-d tensor, and one of another size, beside one that is split."""
+    x, scalar, table = torch.arange(4), torch.tensor(2.0), torch.ones(3, 2)
+    parts = split((container([x, scalar, table]),), {}, None, 2)
+    for i, part in enumerate(parts):
+        piece, same_scalar, same_table = tensors(part.args)
+        assert piece.tolist() == [2 * i, 2 * i + 1]
+        assert same_scalar is scalar
+        assert same_table is table

@@ -277,3 +277,34 @@ def test_a_tensor_of_a_class_of_ones_own_keeps_it():
     pipe = bp.Pipeline(Scripted(forward), devices=stages(2), chunks=2, isolate=True)
     pipe.forward_backward(X.as_subclass(Own), loss_fn=square)
     assert kinds[-2:] == [(Own, Own)] * 2
+
+
+class _Doubles(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.linear else result
+
+
+class _EntersModes(nn.Module):
+    """Around sealed modules, and around nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with B(0), _Doubles():
+            h = self.a(x)
+        with B(1), _Doubles():
+            return self.b(h)
+
+
+def test_a_mode_that_the_forward_enters_itself_is_on_inside_of_sealed_modules():
+    """It sees their operations, as without a pipeline."""
+    net = _EntersModes()
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    with torch.no_grad():
+        expected = net(X)
+        for _ in range(2):
+            assert torch.allclose(pipe(X).to(X.device), expected)
+        assert set(pipe.recording.sealed) == {"a", "b"}

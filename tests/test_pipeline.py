@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.errors import PlanError
+from blockpipe.errors import BlockpipeError, PlanError
 from blockpipe.lanes import close_idle_threads, idle_threads
 
 from .devices import assert_close, device_type, equal, is_simulated, stages
@@ -514,3 +514,135 @@ def test_a_device_that_the_forward_names_is_told():
 
     with pytest.raises(bp.BlockpipeError, match=r"leave the move out|forward fails"):
         bp.record(nn.Sequential(nn.Linear(4, 4), Names(4, 4)), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("chunks", 4),
+        ("schedule", "gpipe"),
+        ("in_flight", 1),
+        ("checkpoint", "always"),
+        ("offload", [0]),
+        ("deferred_batch_norm", True),
+        ("batch_dims", 1),
+        ("loss_reduction", "sum"),
+        ("isolate", True),
+    ],
+)
+def test_an_option_that_is_assigned_is_that_of_the_constructor(option, value):
+    """From the next step on: the same schedule, memory and loss as of a pipeline made with it."""
+    found = []
+    for later in (False, True):
+        torch.manual_seed(0)
+        parts = (nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(3))
+        model = bp.begin_blocks(nn.Sequential(*parts), {"1": 1, "2": 2})
+        pipe = pipeline(model, **({} if later else {option: value}))
+        x = torch.randn(8, 8, 4)
+        if later:
+            pipe.forward_backward(x, loss_fn=mean_square)
+            pipe.zero_grad()
+            setattr(pipe, option, value)
+        result = pipe.forward_backward(x, loss_fn=mean_square)
+        gradients = [p.grad for p in pipe.parameters()]
+        (prepared,) = pipe._prepared.values()
+        schedule = prepared.schedule(pipe.schedule, prepared.microbatches)
+        about = getattr(pipe, option), prepared.batch_norm is None, prepared.offloaded
+        found.append((about, schedule, str(pipe.memory(x)), result.loss, gradients))
+    (*alike, loss, gradients), (*also, other_loss, others) = found
+    assert alike == also
+    assert_close(loss, other_loss)
+    for one, other in zip(gradients, others, strict=True):
+        assert_close(one, other)
+
+
+def test_what_is_assigned_is_checked():
+    """As by the constructor, with the other options; the old value stays."""
+    pipe = pipeline(net(), isolate=True)
+    for option, value, message in [
+        ("chunks", 0, "chunks is a whole number from 1 on"),
+        ("in_flight", 0, "in_flight is a number of micro-batches from 1 on"),
+        ("checkpoint", "sometimes", "checkpoint is one of"),
+        ("offload", 3, "offload is True, False, or a list"),
+        ("batch_dims", "x", "batch_dims is None, a number"),
+        ("schedule", "uncut", "isolate=True proves that stages are cut apart"),
+        ("devices", stages(3), r"devices cannot be assigned .* call unplace\(\).*test_pipeline.py"),
+        ("plan", None, "plan cannot be assigned .* set_pipeline_stage_assignment"),
+        ("module", nn.Linear(1, 1), "module cannot be assigned .* make another Pipeline"),
+    ]:
+        before = getattr(pipe, option)
+        with pytest.raises(BlockpipeError, match=message):
+            setattr(pipe, option, value)
+        assert getattr(pipe, option) == before
+
+
+class Steered(nn.Module):
+    """A number decides which of stage 0's tensors stage 1 reads: on the same route."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, step):
+        with bp.Block(0):
+            left = self.a(x)
+            h = left.tanh()
+        with bp.Block(1):
+            return self.b(left if step > 4 else h) * step
+
+
+def test_a_number_that_changes_at_each_call(monkeypatch):
+    """It steers the forward rightly, and its recordings are bounded; a warning says why it is slow."""
+    monkeypatch.setattr("blockpipe.placed.MOST_RECORDINGS", 3)
+    model = Steered()
+    plain, x = copy.deepcopy(model), torch.randn(4, 4)
+    pipe = pipeline(model, devices=stages(2), chunks=2)
+
+    def train(steps):
+        for step in steps:
+            loss = pipe.forward_backward(x, step, loss_fn=mean_square).loss
+            expected = plain_step(plain, (x, step), {}, None, mean_square, 2)
+            assert difference(model, plain, loss, expected).same
+
+    train(range(3))
+    with pytest.warns(UserWarning, match=r"here \[3\]\) .* as a tensor .*test_pipeline.py"):
+        train([3])
+    train(range(4, 8))  # a warning would be an error
+    assert len(pipe._prepared) == 3
+    latest = pipe.recording
+    pipe.forward_backward(x, 6, loss_fn=mean_square)
+    assert pipe.recording is not latest
+    pipe.forward_backward(x, 9, loss_fn=mean_square)
+    pipe.forward_backward(x, 10, loss_fn=mean_square)
+    assert [key[-1][-1][-1] for key in pipe._prepared] == [6, 9, 10], "the latest used are kept"
+
+
+class Joins(nn.Module):
+    """Returns a weight, the same for all micro-batches, and what each has one of."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with bp.Block(0):
+            h = self.a(x)
+        with bp.Block(1):
+            return self.b(h), self.b.weight, h.square().mean(0)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_gradients_through_each_way_of_joining(part):
+    """Concatenated; the same tensor for all, whose gradient counts once; a list."""
+    model = Joins()
+    plain, x = copy.deepcopy(model), torch.randn(6, 4)
+    outs = [plain(rows) for rows in x.split(2)]
+    expected = [torch.cat([out[0] for out in outs]), outs[0][1], [out[2] for out in outs]][part]
+    found = pipeline(model, devices=stages(2))(x)[part]
+    for value in (found, expected):
+        weighed = value if isinstance(value, list) else [value]
+        sum((i + 1) * v.square().sum() for i, v in enumerate(weighed)).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if other.grad is not None:
+            assert_close(one.grad.to(x.device), other.grad)

@@ -222,6 +222,8 @@ def test_a_schedule_that_does_not_fit_is_refused():
         ScheduleError, match=r"lane 0 of mine comes to B0.1 \(entry 0\) which needs"
     ):
         step(impossible)
+    with pytest.raises(ScheduleError, match="the function returned str"):
+        step(lambda lanes, n: "1f1b", chunks=1)
     with pytest.raises(ScheduleError, match="in_flight is a number"):
         step("1f1b", in_flight=0)
 

@@ -332,3 +332,25 @@ def test_auto_does_not_split_what_cannot_be():
     choice = choose([0, 1, 2], 8, Costs(), separable=[False] * 3)
     assert {c.schedule.name for c in choice.candidates} == {"1f1b", "gpipe"}
     assert choice.schedule.name == "1f1b"
+
+
+def test_auto_counts_what_is_made_again():
+    """Where something is recomputed, all that is tried has its R actions, and takes their time."""
+    kept = choose([0, 1], 4, Costs())
+    again = choose([0, 1], 4, Costs(), restores=lambda hop, microbatch: microbatch < 3)
+    assert {found.schedule.name for found in kept.candidates} == {
+        found.schedule.name for found in again.candidates
+    }
+    for found in again.candidates:
+        made = [str(action) for lane in found.schedule.lanes for action in lane]
+        assert sorted(a for a in made if a[0] == "R") == [
+            f"R{h}.{m}" for h in (0, 1) for m in range(3)
+        ]
+    assert again.candidates[0].makespan >= kept.candidates[0].makespan + 3
+
+
+@pytest.mark.parametrize("numbers", [(-1, 0), (1 << 20, 0), (0, -1), (0, 1 << 40)])
+def test_an_action_with_one_number_out_of_range(numbers):
+    """Packed, it would be another action."""
+    with pytest.raises(ScheduleError, match="with numbers from 0 on, but"):
+        Actions([Action("F", *numbers)])

@@ -97,6 +97,37 @@ def test_state_of_plain_objects_is_put_back(reads):
     assert type(net.state.ema) is torch.Tensor
 
 
+class InPlace(nn.Linear):
+    """Plain tensors, one of them nobody's attribute, that are written in place."""
+
+    count = torch.zeros(3)
+
+    def __init__(self, *, reads):
+        super().__init__(4, 4)
+        self.reads, self.total, self.nested = reads, torch.zeros(()), [torch.zeros(2)]
+
+    def forward(self, x):
+        self.total += 1
+        self.nested[0][0].mul_(2).add_(3)
+        if not self.reads:
+            InPlace.count += 1
+        return super().forward(x if not self.reads or x.sum() < 1e9 else -x)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_plain_tensors_that_are_written_in_place_are_put_back(reads):
+    """torch computes on real tensors in the midst of fake ones."""
+    net = InPlace(reads=reads)
+    pipe = bp.Pipeline(net, devices=stages(1), chunks=2)
+    x = torch.ones(4, 4)
+    bp.record(net, x)
+    pipe.summary(x)
+    pipe.memory(x)
+    assert not net.total
+    assert not net.nested[0].any()
+    assert not net.count.any()
+
+
 def test_what_hooks_hold_in_their_closures_is_put_back():
     """A list that is filled, and a name that is bound anew."""
     net, seen, count = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [], 0

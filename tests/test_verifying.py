@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe import journey
+from blockpipe import journey, prepared
 from blockpipe.errors import UsageError, VerificationError
 from blockpipe.parting import Sketch, sketch
 from blockpipe.verification import Outcome, Verification, compared
@@ -136,8 +136,13 @@ def test_several_threads_are_compared_with_as_many():
 
 @pytest.mark.cpu("accelerators compute with no threads of the host")
 @pytest.mark.parametrize("device", ["stages", "cpu"])
-def test_both_runs_have_the_threads_of_a_lane(device: str):
-    """Sums differ by their number: an uncut reference with the caller's threads was "different"."""
+@pytest.mark.parametrize("trains", [True, False])
+def test_both_runs_have_the_threads_of_a_lane(
+    device: str, trains: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Sums differ by their number: an uncut reference with the caller's threads was "different",
+    and so was a frozen model, whose small step ran without lanes."""
+    monkeypatch.setattr(prepared, "SMALL_OPERATION", 1.0)
     seen = set()
 
     class Net(nn.Linear):
@@ -148,7 +153,7 @@ def test_both_runs_have_the_threads_of_a_lane(device: str):
 
     torch.set_num_threads(6)
     net = bp.begin_blocks(nn.Sequential(Net(4, 4), Net(4, 4), Net(4, 4)), {"1": 1, "2": 2})
-    pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
+    pipe = bp.Pipeline(net.requires_grad_(trains), devices=stages(3), chunks=4)
     assert pipe.verify(torch.ones(8, 4), device=device, whole=False)
     assert seen == {2}
     assert torch.get_num_threads() == 6
