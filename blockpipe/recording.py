@@ -5,7 +5,7 @@ It holds no tensor and no module, so that it can be kept, compared, printed and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .errors import PlanError
@@ -316,8 +316,9 @@ class Recording:
         return [p for p in self.parameters if p.hop is None]
 
     def check(self, devices: int | None = None) -> None:
-        """Raise one :class:`PlanError` for gaps in the stages, or too few devices."""
-        problems = gaps(self.route)
+        """Raise one :class:`PlanError` for stages that leave gaps, or are not numbered in the order
+        in which the forward reaches them first, and for too few devices."""
+        problems = gaps(self.route) or list(self.begun_too_early())
         if devices is not None and self.num_stages > devices:
             problems.append(too_few_devices(self.num_stages, devices))
         if problems:
@@ -327,6 +328,19 @@ class Recording:
             problems[-1] += f" ({', '.join(begins)})"
         if problems:
             raise PlanError("; ".join(problems))
+
+    def begun_too_early(self) -> Iterator[str]:
+        """Stages that begin before the one below: how they are numbered, whatever numbers them."""
+        highest = -1
+        for hop in self.hops:
+            if hop.stage > highest + 1:
+                at = hop.where if hop.begun_by is None else f"{hop.begun_by}, {hop.where}"
+                yield (
+                    f"stage {hop.stage} begins ({at}) before stage {highest + 1} has run; "
+                    "number stages in the order in which they are reached first (returning to a "
+                    "lower one is fine)"
+                )
+            highest = max(highest, hop.stage)
 
     @remembers_caller
     def summary(
