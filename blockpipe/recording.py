@@ -76,7 +76,7 @@ class Call:
     draws: bool = False
     buffers: set[str] = field(default_factory=set, repr=False)  # that it reads or writes
     refuses: str | None = None  # why it cannot be run again
-    saved_bytes: int = 0  # by autograd, in it
+    saved_bytes: int = 0  # by autograd, in it, and by no earlier call of the hop
     flops: float = 0.0
     mark: str | None = None  # the line of the mark in effect; None: none, or a plan
     mark_name: str | None = None
