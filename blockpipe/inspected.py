@@ -3,7 +3,7 @@
 Nothing here runs a step: what is asked before the first call records, and places nothing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from .errors import ScheduleError, UsageError
 from .explain import explain
 from .memory import MemoryReport, measured, predict
-from .microbatch import BatchDims, Microbatch, split
+from .microbatch import BatchDims, Microbatch, has_batch, is_weighed, split
 from .placed import PlacedModel
 from .prepared import Prepared
 from .recording import Recording
@@ -46,6 +46,13 @@ class InspectedModel(PlacedModel):
     ) -> list[Microbatch]:
         cut = self.schedule != "uncut"
         return split(args, kwargs, target, self.chunks, self.batch_dims, cut=cut)
+
+    def _output_dim(self) -> int:
+        if isinstance(self.batch_dims, int):
+            return self.batch_dims
+        if isinstance(self.batch_dims, Mapping):
+            return self.batch_dims.get("output") or 0
+        return 0
 
     @contextmanager
     def _as_if(self, **options: Any) -> Iterator[None]:
@@ -113,7 +120,9 @@ class InspectedModel(PlacedModel):
             prediction = self._predict_step(prepared, microbatches)
         except ScheduleError as error:  # of the user's own schedule: a step will raise it
             why_not.append(f"no step is predicted: {error}")
-        notes = [*prepared.notes(), *why_not]
+        notes = [*prepared.cautions(self.schedule), *prepared.notes(), *why_not]
+        if microbatches > 1:
+            notes += self._joined(prepared.recording)
         return summarize(
             prepared.recording,
             depth=depth,
@@ -123,6 +132,23 @@ class InspectedModel(PlacedModel):
             prediction=prediction,
             notes=notes,
         )
+
+    def _joined(self, recording: Recording) -> Iterator[str]:
+        """What becomes of outputs that have no entry for each sample."""
+        averaged, listed = dict[str, None](), dict[str, None]()
+        for output in recording.outputs:
+            dtype, dim = getattr(torch, output.dtype), self._output_dim()
+            is_batch = has_batch(output.shape, recording.samples or 0, dim)
+            if is_batch or output.is_loss or output.is_given:
+                continue
+            if is_weighed(output.shape, dtype):
+                averaged[output.name] = None
+            elif not output.shape or dtype.is_floating_point or dtype.is_complex:
+                listed[output.name] = None
+        if averaged:
+            yield f"{', '.join(averaged)}: a number a micro-batch, averaged by loss_reduction"
+        if listed:
+            yield f"{', '.join(listed)}: no entry for each sample; a list, one entry a micro-batch"
 
     @remembers_caller
     def explain(self, path: str, *args: Any, **kwargs: Any) -> str:

@@ -97,6 +97,7 @@ class PlacedModel(WrappedModel):
         self._compile: tuple[dict[str, Any] | None, bool] | None = None
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
+        self._has_warned = False
 
     # --- what it is
 
@@ -181,7 +182,15 @@ class PlacedModel(WrappedModel):
             self._compile_modules(prepared)
             self._prepared[key] = prepared
             self._fingerprint = Fingerprint(self.module)
+            self._warn_once(prepared)
         return prepared
+
+    def _warn_once(self, prepared: Prepared) -> None:
+        """Say what was hardly meant so, at the first step of a pipeline."""
+        if not self._has_warned:
+            self._has_warned = True
+            for text in (*prepared.recording.unreached, *prepared.cautions(self.schedule)):
+                warnings.warn(f"{text} ({users_line()})", stacklevel=2)
 
     def _forget_if_moved(self) -> None:
         if self._placement is not None and self._placement.is_disturbed():
@@ -194,7 +203,7 @@ class PlacedModel(WrappedModel):
             )
 
     def _record(self, batch: Microbatch) -> Recording:
-        return record(
+        recording = record(
             self.module,
             batch.args,
             batch.kwargs,
@@ -203,6 +212,8 @@ class PlacedModel(WrappedModel):
             intended=self._given_devices or default_devices(),
             cut=self.schedule != "uncut",
         )
+        recording.samples = batch.size
+        return recording
 
     def _check_state(self, recording: Recording) -> None:
         """Buffers that the forward writes are read in the plain loop's order, and generators of the

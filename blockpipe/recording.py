@@ -197,6 +197,17 @@ class CrossingInfo:
 
 
 @dataclass
+class Output:
+    """A tensor that the forward returns."""
+
+    name: str  # of what it is in: "output 1", "output 'logits'"
+    shape: tuple[int, ...]
+    dtype: str
+    is_loss: bool = False  # the model's own
+    is_given: bool = False  # a parameter, a buffer, or an argument: no micro-batch makes another
+
+
+@dataclass
 class Unmarked:
     """Operations that belong to no mark: before the first, or after an outermost block's end."""
 
@@ -234,6 +245,8 @@ class Recording:
     parameters: list[Held] = field(default_factory=list)
     buffers: list[Held] = field(default_factory=list)
     crossings: list[CrossingInfo] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list, repr=False)
+    samples: int | None = None  # of the micro-batch that it is of; None: that is not known
     unmarked: list[Unmarked] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list, repr=False)
     flows: list[Flow] = field(default_factory=list, repr=False)
@@ -253,6 +266,8 @@ class Recording:
     planned_at: str | None = None  # the line that set it on the model; None: it was passed along
     marks: dict[str, Call | None] = field(default_factory=dict, repr=False)
     """The lines of those met, heeded or not, and the innermost call that each was first met in."""
+    unreached: list[str] = field(default_factory=list)
+    """Marks of ``BeginBlock`` on modules that the forward did not call, in words."""
     why_real: str | None = None
     why_elsewhere: str | None = None
     """Why it did not run on fake tensors of the devices that the stages will be on."""

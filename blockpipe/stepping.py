@@ -231,13 +231,6 @@ class SteppedModel(InspectedModel):
             observer=self._observer(prepared, microbatches),
         )
 
-    def _output_dim(self) -> int:
-        if isinstance(self.batch_dims, int):
-            return self.batch_dims
-        if isinstance(self.batch_dims, Mapping):
-            return self.batch_dims.get("output") or 0
-        return 0
-
     def _inputs_that_need_grad(
         self, execution: Execution, args: Any, kwargs: Any
     ) -> tuple[list[tuple[int, Tensor]], Callable[[int], int | None]]:

@@ -215,6 +215,14 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else value
 
 
+def _why_one_stage(recording: Recording) -> str:
+    if recording.planned:
+        return "the plan has one stage"
+    if recording.marks or recording.unreached:
+        return "no mark that is reached begins another stage"
+    return "nothing is marked"
+
+
 def _notes(recording: Recording) -> list[str]:
     several = recording.num_stages > 1
     notes = []
@@ -237,8 +245,9 @@ def _notes(recording: Recording) -> list[str]:
     if unused:
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         notes.append(f"no call reads {', '.join(unused[:3])}{more}")
+    notes += recording.unreached
     if not several:
-        notes.append("nothing is marked: everything is on stage 0")
+        notes.append(f"{_why_one_stage(recording)}: everything is on stage {recording.route[0]}")
     if len(recording.route) > recording.num_stages:
         notes.append(f"the route returns to a stage: {recording.route}")
     for hop in recording.hops[1:]:  # nobody waits for the first one's gradients: it gains nothing
