@@ -176,7 +176,7 @@ class PlacedModel(WrappedModel):
                 _log.info("recording once more: other modes, grad mode or arguments than before")
             recording = self._record(batch)
             devices = self._placed() or self._choose_devices(recording)
-            recording.check(len(devices))
+            recording.check(len(devices), in_order=self._placement is None)
             self._check_state(recording)
             prepared = self._place(recording, devices)
             self._compile_modules(prepared)

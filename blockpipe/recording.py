@@ -330,10 +330,15 @@ class Recording:
         """Parameters that no call reads."""
         return [p for p in self.parameters if p.hop is None]
 
-    def check(self, devices: int | None = None) -> None:
+    def check(self, devices: int | None = None, *, in_order: bool = True) -> None:
         """Raise one :class:`PlanError` for stages that leave gaps, or are not numbered in the order
-        in which the forward reaches them first, and for too few devices."""
-        problems = gaps(self.route) or list(self.begun_too_early())
+        in which the forward reaches them first, and for too few devices.
+
+        Args:
+            devices: how many there are, if known.
+            in_order: whether the order counts: where another mode has numbered them, it does not.
+        """
+        problems = gaps(self.route) or (list(self.begun_too_early()) if in_order else [])
         if devices is not None and self.num_stages > devices:
             problems.append(too_few_devices(self.num_stages, devices))
         if problems:
