@@ -117,14 +117,19 @@ class Activations:
         return about
 
     def by_call(self) -> None:
-        """Fill in what the calls save."""
-        inside: dict[int, tuple[Call, set[_Key]]] = {}
-        for _, call, key, _ in self._saved:
+        """Fill in what the calls save.
+
+        A storage that several calls of a hop save is there once, and counts in the first of them.
+        So what a call saves is the sum of what the calls in it do, and of its own.
+        """
+        first: dict[tuple[int, _Key], Call | None] = {}
+        for hop, call, key, _ in self._saved:
+            first.setdefault((hop, key), call)
+        for (_, key), saver in first.items():
+            call = saver
             while call is not None:
-                inside.setdefault(id(call), (call, set()))[1].add(key)
+                call.saved_bytes += self._storages[key][1]
                 call = call.parent
-        for call, keys in inside.values():
-            call.saved_bytes = self._bytes(keys)
 
     def by_pieces(self) -> list[Saved]:
         """What is saved in which pieces; what is saved in the same ones stands together."""

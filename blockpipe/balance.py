@@ -58,16 +58,17 @@ def balance(
     optimizer: object = None,
     first: float = 0.0,
     last: float = 0.0,
-    slack: float = 0.0,
+    slack: float = 0.05,
     bandwidth: float | None = None,
     measure: bool = True,
     repeats: int = 5,
     training: bool = True,
 ) -> BalancedPlan:
-    """Cut a model into stages so that the costliest one costs as little as can be.
+    """Cut a model into stages so that the costliest one costs as little as can be, to 5 %.
 
-    Marks in the model do not count, and stay. It is left as it was. Of equal choices it is the one
-    that moves the fewest bytes between stages. What is found is recorded once more with its stages,
+    Marks in the model do not count, and stay. It is left as it was. Of choices that are as good to
+    ``slack`` it is the one that moves the fewest bytes between stages, and of these the one at the
+    outermost modules: mostly at whole layers. What is found is recorded once more with its stages,
     so that a plan that is returned is one that a pipeline can carry out.
 
     Args:
@@ -93,7 +94,8 @@ def balance(
             point operations).
         last: what the last stage costs besides.
         slack: by what share the costliest stage may cost more than it must, where fewer bytes cross
-            then: 0.02 takes two per cent for nothing.
+            then, or a stage begins with a larger module; 0: not at all, and what is found is the
+            optimum, if that is in the middle of a layer.
         bandwidth: bytes a second between devices. ``None``: copies between the first two that
             differ are timed; where all are one, and on the CPU, a crossing costs nothing.
         measure: for ``by="time"``: run the micro-batch and time it; else, and on the meta device,

@@ -56,7 +56,8 @@ def record(
         fake: use fake tensors: no device memory, no arithmetic. A model that reads values is run
             for real instead, and :attr:`Recording.why_real` says what it asked for; with
             ``False`` it runs for real at once.
-        plan: stages that override the marks, and a plan that was set on the model, or inside of it.
+        plan: stages that override the marks, and a plan that was set on the model, or inside of it:
+            of each call that the forward makes, or only where stages begin.
         devices: where the stages of a placed model are.
         intended: where they will be, of a model that is not placed yet, by devices of this machine:
             the fake tensors are on such devices. Kernels differ by device (of attention, dropout,

@@ -26,6 +26,11 @@ def _size(number: int) -> str:
     return bytes_text(number) if number else "-"
 
 
+def _star(shared: int) -> str:
+    """Marks a cell whose number is in an earlier row too, and once above."""
+    return "*" if shared else ""
+
+
 def _output(row: ModuleRow) -> str:
     if not row.outputs:
         return "-"
@@ -36,9 +41,13 @@ def _output(row: ModuleRow) -> str:
 COLUMNS = {
     "stage": Column("Stage", lambda row: stages_text(row.stages)),
     "device": Column("Device", lambda row: row.device or "-"),
-    "parameters": Column("Parameters", lambda row: _count(row.parameters)),
-    "trainable": Column("Trainable", lambda row: _count(row.trainable)),
-    "bytes": Column("Size", lambda row: _size(row.bytes)),
+    "parameters": Column(
+        "Parameters", lambda row: _star(row.shared_parameters) + _count(row.parameters)
+    ),
+    "trainable": Column(
+        "Trainable", lambda row: _star(row.shared_parameters) + _count(row.trainable)
+    ),
+    "bytes": Column("Size", lambda row: _star(row.shared_bytes) + _size(row.bytes)),
     "activations": Column("Activations", lambda row: _size(row.activation_bytes)),
     "flops": Column("Flops", lambda row: flops_text(row.flops) if row.flops else "-"),
     "forward_ms": Column("Forward ms", lambda row: milliseconds_text(row.forward_seconds)),
@@ -46,6 +55,7 @@ COLUMNS = {
     "share": Column("Share", lambda row: "-" if row.share is None else f"{100 * row.share:.0f} %"),
     "output": Column("Output", _output),
 }
+STARRED = ("parameters", "trainable", "bytes")
 _USUAL = ("stage", "device", "parameters", "activations", "share")  # fit 100 characters
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from .errors import ScheduleError, UsageError
 from .explain import explain
+from .joining import has_batch, is_weighed, output_dim
 from .memory import MemoryReport, measured, predict
 from .microbatch import BatchDims, Microbatch, dims_of_call, split
 from .placed import PlacedModel
@@ -120,7 +121,9 @@ class InspectedModel(PlacedModel):
             prediction = self._predict_step(prepared, microbatches)
         except ScheduleError as error:  # of the user's own schedule: a step will raise it
             why_not.append(f"no step is predicted: {error}")
-        notes = [*prepared.notes(), *why_not]
+        notes = [*prepared.cautions(self.schedule), *prepared.notes(), *why_not]
+        if microbatches > 1:
+            notes += self._joined(prepared.recording)
         return summarize(
             prepared.recording,
             depth=depth,
@@ -130,6 +133,26 @@ class InspectedModel(PlacedModel):
             prediction=prediction,
             notes=notes,
         )
+
+    def _joined(self, recording: Recording) -> Iterator[str]:
+        """What becomes of outputs that have no entry for each sample."""
+        averaged, listed = dict[str, None](), dict[str, None]()
+        dim = output_dim(self.batch_dims)
+        if dim == "list":
+            return
+        for output in recording.outputs:
+            dtype = getattr(torch, output.dtype)
+            is_batch = has_batch(output.shape, recording.samples or 0, dim)
+            if is_batch or output.is_loss or output.is_given:
+                continue
+            if is_weighed(output.shape, dtype):
+                averaged[output.name] = None
+            elif not output.shape or dtype.is_floating_point or dtype.is_complex:
+                listed[output.name] = None
+        if averaged:
+            yield f"{', '.join(averaged)}: a number a micro-batch, averaged by loss_reduction"
+        if listed:
+            yield f"{', '.join(listed)}: no entry for each sample; a list, one entry a micro-batch"
 
     @remembers_caller
     def explain(self, path: str, *args: Any, **kwargs: Any) -> str:

@@ -105,7 +105,9 @@ def _joined_lists(
     return map_leaves(lambda _: next(values), joined), joints
 
 
-def output_dim(dims: BatchDims, results: Sequence[Any], sizes: Sequence[int]) -> Any:
+def output_dim(
+    dims: BatchDims, results: Sequence[Any] = (), sizes: Sequence[int] = ()
+) -> int | Literal["list"]:
     """The dim on which outputs are joined, or ``"list"``: as ``batch_dims`` says; else lists with
     one element a sample, where the arguments are such lists."""
     if not isinstance(dims, Mapping):
@@ -117,6 +119,16 @@ def output_dim(dims: BatchDims, results: Sequence[Any], sizes: Sequence[int]) ->
         for result, size in zip(results, sizes, strict=True)
     )
     return "list" if are_lists else 0
+
+
+def has_batch(shape: Sequence[int], size: int, dim: int) -> bool:
+    """Whether a result of a micro-batch has an entry for each of its samples."""
+    return len(shape) > dim and shape[dim] == size
+
+
+def is_weighed(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a result without them is summed by weight."""
+    return len(shape) == 0 and (dtype.is_floating_point or dtype.is_complex)
 
 
 def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -167,9 +179,9 @@ class Joint:
         how: Literal["cat", "sum", "same", "list"]
         if not all(isinstance(part, Tensor) for part in parts):
             how = "same" if all(_equal(part, first) for part in parts[1:]) else "list"
-        elif all(p.dim() > dim and p.shape[dim] == n for p, n in zip(parts, sizes, strict=True)):
+        elif all(has_batch(p.shape, n, dim) for p, n in zip(parts, sizes, strict=True)):
             how = "cat"
-        elif first.dim() == 0 and (first.is_floating_point() or first.is_complex()):
+        elif is_weighed(first.shape, first.dtype):
             how = "sum"
         elif first.is_floating_point() or first.is_complex() or first.dim() == 0:
             # Not by their values, which may be alike in one step and differ in the next: then only

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from .errors import MicrobatchError, PlanError, ScheduleError, UsageError
 from .plan import StagePlan

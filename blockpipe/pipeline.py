@@ -73,7 +73,8 @@ class Pipeline(SteppedModel):
         deferred_batch_norm: batch norm's running statistics are updated once a step, by those of
             the whole batch, instead of once for each micro-batch. Each micro-batch is still
             normalized by its own. ``SyncBatchNorm`` is left alone.
-        plan: stages that override the marks.
+        plan: stages that override the marks: of each call that this model's forward makes, or
+            only where stages begin (:meth:`StagePlan.from_layout`).
         sample: ``(args, kwargs)`` to record and place at once; else that is done at the first
             call.
         batch_dims: what is split where; see :func:`blockpipe.microbatch.split`. ``None`` splits

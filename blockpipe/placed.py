@@ -101,6 +101,7 @@ class PlacedModel(WrappedModel):
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
         self._has_warned_of_recordings = False
+        self._has_cautioned = False
 
     # --- what it is
 
@@ -179,15 +180,23 @@ class PlacedModel(WrappedModel):
                 _log.info("recording once more: other modes, grad mode or arguments than before")
             recording = self._record(batch)
             devices = self._placed() or self._choose_devices(recording)
-            recording.check(len(devices))
+            recording.check(len(devices), in_order=self._placement is None)
             self._check_state(recording)
             prepared = self._place(recording, devices)
             self._compile_modules(prepared)
             self._forget_oldest(batch)
             self._prepared[key] = prepared
             self._fingerprint = Fingerprint(self.module)
+            self._caution_once(prepared)
         self._prepared.move_to_end(key)
         return prepared
+
+    def _caution_once(self, prepared: Prepared) -> None:
+        """Say what was hardly meant so, at the first step of a pipeline."""
+        if not self._has_cautioned:
+            self._has_cautioned = True
+            for text in (*prepared.recording.unreached, *prepared.cautions(self.schedule)):
+                warnings.warn(f"{text} ({users_line()})", stacklevel=2)
 
     def _forget_oldest(self, batch: Microbatch) -> None:
         """Before another one comes: no more than so many are kept, the latest used."""
@@ -217,7 +226,7 @@ class PlacedModel(WrappedModel):
             )
 
     def _record(self, batch: Microbatch) -> Recording:
-        return record_planned(
+        recording = record_planned(
             self.module,
             batch.args,
             batch.kwargs,
@@ -227,6 +236,8 @@ class PlacedModel(WrappedModel):
             cut=self.schedule != "uncut",
             share=batch.share,
         )
+        recording.samples = batch.size
+        return recording
 
     def _check_state(self, recording: Recording) -> None:
         """Buffers that the forward writes are read in the plain loop's order, and generators of the

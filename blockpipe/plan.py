@@ -193,8 +193,9 @@ class StagePlan:
 
     @property
     def is_partial(self) -> bool:
-        """Whether calls that are not listed stay where the forward is, as with marks."""
-        return self.partial or any(a.call is None for a in self.assignments)
+        """Whether calls that are not listed stay where the forward is, as with marks; a plan that
+        lists none says that of all."""
+        return self.partial or not self.assignments or any(a.call is None for a in self.assignments)
 
     def differences(
         self, other: "StagePlan | HasPlan", *, here: str = "this plan", there: str = "the other"

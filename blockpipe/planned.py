@@ -150,8 +150,6 @@ class Planned:
             is_called = not called.isdisjoint(paths)
             if (a.call is not None and is_called) or (self.every_module and not is_called):
                 listed.append(Assignment(paths[0], a.call, a.stage, a.kind))
-        if self.where is None and all((a.path, a.call) in made for a in listed):
-            return []  # it may leave calls out: they stay where the forward is
         plan = StagePlan(listed, partial=self.plan.is_partial)
         made_here = StagePlan(
             [
@@ -164,16 +162,7 @@ class Planned:
 
     def _unreached(self, recording: Recording) -> Iterator[str]:
         """Stages that begin before the one below, or that nothing runs on."""
-        highest = -1
-        for hop in recording.hops:
-            if hop.stage > highest + 1:
-                at = hop.where if hop.begun_by is None else f"{hop.begun_by}, {hop.where}"
-                yield (
-                    f"stage {hop.stage} begins ({at}) before stage {highest + 1} has run; "
-                    "number stages in the order in which they are reached first (returning to a "
-                    "lower one is fine)"
-                )
-            highest = max(highest, hop.stage)
+        yield from recording.begun_too_early()
         reached = {hop.stage for hop in recording.hops}
         for entry in self.plan.assignments:
             if entry.stage not in reached:

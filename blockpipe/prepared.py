@@ -293,6 +293,37 @@ class Prepared:
                 whole = self.recording.hops[call.hop]
                 whole.whole = whole.whole or f"compiled module {call.path or '(the model)'}"
 
+    def cautions(self, option: ScheduleOption) -> Iterator[str]:
+        """What cannot be meant so, for a warning and the summary.
+
+        Args:
+            option: the schedule that is asked for.
+        """
+        used = {self.lane_of_stage[stage] for stage in self.route}
+        named = dict.fromkeys(n for n in self.lane_of_stage if not isinstance(n, int))
+        idle = [str(name) for name in named if name not in used]
+        if idle:
+            verb, count = "has" if len(idle) == 1 else "have", self.recording.num_stages
+            yield (
+                f"{', '.join(idle)} {verb} no stage: the forward has {count} "
+                f"stage{'s' if count > 1 else ''}; mark more, or pass fewer devices"
+            )
+        if option in ("interleaved", "zb-v") and self.is_chain_of_lanes and len(self.route) > 1:
+            beside, twice = (
+                ("1f1b", "devices=[…] * 2")
+                if option == "interleaved"
+                else ("zb-h1", "devices=[a, b, b, a]")
+            )
+            yield (
+                f"schedule={option!r} gains nothing over {beside!r} where each device has one "
+                f"stage, and keeps more; mark twice as many stages and pass {twice}"
+            )
+
+    @cached_property
+    def is_chain_of_lanes(self) -> bool:
+        """Whether each lane has one hop."""
+        return len(set(self.lane_of_hop)) == len(self.lane_of_hop)
+
     def notes(self) -> list[str]:
         """What was decided for it, for the summary."""
         notes = [f"auto ({m} micro-batches): {choice}" for m, choice in self.choices.items()]

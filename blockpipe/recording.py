@@ -5,7 +5,7 @@ It holds no tensor and no module, so that it can be kept, compared, printed and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .errors import PlanError
@@ -76,7 +76,7 @@ class Call:
     draws: bool = False
     buffers: set[str] = field(default_factory=set, repr=False)  # that it reads or writes
     refuses: str | None = None  # why it cannot be run again
-    saved_bytes: int = 0  # by autograd, in it
+    saved_bytes: int = 0  # by autograd, in it, and by no earlier call of the hop
     flops: float = 0.0
     mark: str | None = None  # the line of the mark in effect; None: none, or a plan
     mark_name: str | None = None
@@ -197,6 +197,17 @@ class CrossingInfo:
 
 
 @dataclass
+class Output:
+    """A tensor that the forward returns."""
+
+    name: str  # of what it is in: "output 1", "output 'logits'"
+    shape: tuple[int, ...]
+    dtype: str
+    is_loss: bool = False  # the model's own
+    is_given: bool = False  # a parameter, a buffer, or an argument: no micro-batch makes another
+
+
+@dataclass
 class Unmarked:
     """Operations that belong to no mark: before the first, or after an outermost block's end."""
 
@@ -244,6 +255,8 @@ class Recording:
     parameters: list[Held] = field(default_factory=list)
     buffers: list[Held] = field(default_factory=list)
     crossings: list[CrossingInfo] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list, repr=False)
+    samples: int | None = None  # of the micro-batch that it is of; None: that is not known
     unmarked: list[Unmarked] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list, repr=False)
     flows: list[Flow] = field(default_factory=list, repr=False)
@@ -264,6 +277,8 @@ class Recording:
     planned_at: str | None = None  # the line that set it on the model; None: it was passed along
     marks: dict[str, Call | None] = field(default_factory=dict, repr=False)
     """The lines of those met, heeded or not, and the innermost call that each was first met in."""
+    unreached: list[str] = field(default_factory=list)
+    """Marks of ``BeginBlock`` on modules that the forward did not call, in words."""
     why_real: str | None = None
     why_elsewhere: str | None = None
     """Why it did not run on fake tensors of the devices that the stages will be on."""
@@ -326,9 +341,15 @@ class Recording:
         """Parameters that no call reads."""
         return [p for p in self.parameters if p.hop is None]
 
-    def check(self, devices: int | None = None) -> None:
-        """Raise one :class:`PlanError` for gaps in the stages, or too few devices."""
-        problems = gaps(self.route)
+    def check(self, devices: int | None = None, *, in_order: bool = True) -> None:
+        """Raise one :class:`PlanError` for stages that leave gaps, or are not numbered in the order
+        in which the forward reaches them first, and for too few devices.
+
+        Args:
+            devices: how many there are, if known.
+            in_order: whether the order counts: where another mode has numbered them, it does not.
+        """
+        problems = gaps(self.route) or (list(self.begun_too_early()) if in_order else [])
         if devices is not None and self.num_stages > devices:
             problems.append(too_few_devices(self.num_stages, devices))
         if problems:
@@ -338,6 +359,19 @@ class Recording:
             problems[-1] += f" ({', '.join(begins)})"
         if problems:
             raise PlanError("; ".join(problems))
+
+    def begun_too_early(self) -> Iterator[str]:
+        """Stages that begin before the one below: how they are numbered, whatever numbers them."""
+        highest = -1
+        for hop in self.hops:
+            if hop.stage > highest + 1:
+                at = hop.where if hop.begun_by is None else f"{hop.begun_by}, {hop.where}"
+                yield (
+                    f"stage {hop.stage} begins ({at}) before stage {highest + 1} has run; "
+                    "number stages in the order in which they are reached first (returning to a "
+                    "lower one is fine)"
+                )
+            highest = max(highest, hop.stage)
 
     @remembers_caller
     def summary(

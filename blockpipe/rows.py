@@ -1,8 +1,9 @@
 """What a summary's tables are made of: a row for each module shown, and one for each stage.
 
-Every number of a module includes what is inside of it: its calls are counted whole, its parameters
-once each. The tree is that of the calls and not of the paths, so that a module stands below the one
-that calls it; which is where its time goes.
+Every number of a module includes what is inside of it, and rows add up to the one that they are in,
+with what that one does itself. The tree is that of the calls and not of the paths: a module stands
+below the one that calls it, which is where its time goes; below each, if there are several. Only
+parameters and buffers can be in two rows at once, and the later row says of how many that is so.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ class ModuleRow:
         name: the path from the row above it.
         kind: the class.
         depth: in the tree of calls.
-        calls: how many, of all of ``paths``.
+        calls: how many, of all of ``paths``, in the row above.
         stages: where they run.
         parameters: how many numbers, tied ones once.
         trainable: of these, that need a gradient.
         bytes: of parameters and buffers.
-        activation_bytes: that autograd saves in the calls, of one micro-batch. What two calls save
-            counts in both.
+        shared_parameters: how many of ``parameters`` an earlier row beside it has too: of tied
+            weights, or of a module that is called in several places. They count once above.
+        shared_bytes: the same of ``bytes``.
+        activation_bytes: that autograd saves in the calls, of one micro-batch. What an earlier call
+            of the hop has saved counts there.
         flops: of one micro-batch's forward.
         forward_seconds: predicted.
         backward_seconds: predicted: of what has a backward.
@@ -51,6 +55,8 @@ class ModuleRow:
     parameters: int
     trainable: int
     bytes: int
+    shared_parameters: int
+    shared_bytes: int
     activation_bytes: int
     flops: float
     forward_seconds: float
@@ -158,13 +164,13 @@ def module_rows(
 
 @dataclass(eq=False)
 class _Node:
-    """A module, with all its calls; it stands where the first one is."""
+    """A module, with all its calls in the one above; it stands where the first one is."""
 
     path: str
     kind: str
     is_function: bool
     calls: list[Call] = field(default_factory=list)
-    children: list[_Node] = field(default_factory=list)
+    children: dict[str, _Node] = field(default_factory=dict)  # by path
     stages: set[int] = field(default_factory=set)
 
 
@@ -181,28 +187,38 @@ class _Rows:
         self._rates = rates
         self._held = [*recording.parameters, *recording.buffers]
         self._inside = _by_module(self._held)
-        self._roots: list[_Node] = []
-        nodes: dict[str, _Node] = {}
+        self._roots: dict[str, _Node] = {}
+        nodes: dict[int, _Node] = {}  # by the id of a call
         for call in recording.calls:
-            node = nodes.get(call.path)
-            if node is None:
-                node = nodes[call.path] = _Node(call.path, call.kind, call.is_function)
-                above = self._roots if call.parent is None else nodes[call.parent.path].children
-                above.append(node)
-            elif _is_in_itself(call):
-                continue  # a function that calls itself: the outer call has it all
+            outer = _outer_of_same(call)
+            if outer is not None:  # a function that calls itself: the outer call has it all
+                nodes[id(call)] = nodes[id(outer)]
+                continue
+            beside = self._roots if call.parent is None else nodes[id(call.parent)].children
+            new = _Node(call.path, call.kind, call.is_function)
+            node = nodes[id(call)] = beside.setdefault(call.path, new)
             node.calls.append(call)
             node.stages |= _stages_of(call, recording.route)
 
-    def below(self, nodes: list[_Node], name: str | None, level: int) -> Iterator[ModuleRow]:
-        """The row of alike nodes, and those of what is in them; the roots' for no node."""
-        children = [node.children for node in nodes] if nodes else [self._roots]
+    def below(
+        self, nodes: list[_Node], name: str | None, level: int, counted: set[int] | None = None
+    ) -> Iterator[ModuleRow]:
+        """The row of alike nodes, and those of what is in them; the roots' for no node.
+
+        Args:
+            nodes: alike ones.
+            name: of their row.
+            level: of what is in them.
+            counted: which parameters and buffers the rows beside have so far; filled in.
+        """
+        children = [[*node.children.values()] for node in nodes] or [[*self._roots.values()]]
         if name is not None:
-            yield self._row(nodes, name, level - 1)
+            yield self._row(nodes, name, level - 1, set() if counted is None else counted)
             if not self._is_open(nodes[0], level - 1):
                 return
         above = nodes[0].path if nodes else ""
         begin = 0
+        counted = set()
         for _, same in groupby(children[0], key=lambda node: self._alike(node, level)):
             run = list(same)
             group = [node for of_one in children for node in of_one[begin : begin + len(run)]]
@@ -210,7 +226,7 @@ class _Rows:
             label = _name(run[0].path, above)
             if len(run) > 1:
                 label += f" … {_numbered(run[-1].path)[2]}"
-            yield from self.below(group, label, level + 1)
+            yield from self.below(group, label, level + 1, counted)
 
     def _is_open(self, node: _Node, level: int) -> bool:
         return len(node.stages) > 1 if self._depth is None else level < self._depth
@@ -225,14 +241,14 @@ class _Rows:
         return parent, prefix, size, self._shape(node, level)
 
     def _shape(self, node: _Node, level: int) -> tuple[object, ...]:
-        shown = node.children if self._is_open(node, level) else []
+        shown = node.children.values() if self._is_open(node, level) else ()
         inside = tuple((_name(c.path, node.path), self._shape(c, level + 1)) for c in shown)
         return node.kind, tuple(sorted(node.stages)), inside
 
-    def _row(self, nodes: list[_Node], name: str, level: int) -> ModuleRow:
-        keys: set[int] = set().union(*(self._inside.get(n.path, set()) for n in nodes))
-        if nodes[0].is_function:  # its parameters are those of the modules that it calls
-            keys = set().union(*(self._keys(child) for n in nodes for child in n.children))
+    def _row(self, nodes: list[_Node], name: str, level: int, counted: set[int]) -> ModuleRow:
+        keys = set().union(*map(self._keys, nodes))
+        shared = [self._held[key] for key in keys & counted]
+        counted |= keys
         held = [self._held[key] for key in keys]
         parameters = [h for h in held if not h.is_buffer]
         calls = [call for node in nodes for call in node.calls]
@@ -253,6 +269,8 @@ class _Rows:
             sum(p.elements for p in parameters),
             sum(p.elements for p in parameters if p.trainable),
             sum(h.bytes for h in held),
+            sum(h.elements for h in shared if not h.is_buffer),
+            sum(h.bytes for h in shared),
             sum(call.saved_bytes for call in calls),
             sum(call.flops for call in calls),
             forward,
@@ -264,8 +282,9 @@ class _Rows:
         )
 
     def _keys(self, node: _Node) -> set[int]:
+        """What a module holds, and what those hold that it calls: a function holds nothing."""
         inside = self._inside.get(node.path, set())
-        return inside.union(*(self._keys(child) for child in node.children))
+        return inside.union(*(self._keys(child) for child in node.children.values()))
 
 
 def _by_module(held: list[Held]) -> dict[str, set[int]]:
@@ -287,13 +306,12 @@ def _stages_of(call: Call, route: list[int]) -> set[int]:
     return set(route[call.hop : call.last_hop + 1])
 
 
-def _is_in_itself(call: Call) -> bool:
+def _outer_of_same(call: Call) -> Call | None:
+    """The call of the same module, or function, that this one is in."""
     outer = call.parent
-    while outer is not None:
-        if outer.path == call.path:
-            return True
+    while outer is not None and outer.path != call.path:
         outer = outer.parent
-    return False
+    return outer
 
 
 def _numbered(path: str) -> tuple[str, str, str]:

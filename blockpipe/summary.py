@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .columns import chosen
+from .columns import STARRED, chosen
 from .errors import UsageError
 from .probing import rates_of
 from .rates import Rates, together
@@ -161,9 +161,12 @@ def summarize(
         for stage in stages:
             stage.restore_seconds = prediction.restore_seconds[stage.stage]
             stage.peak_bytes = prediction.peak_bytes[stage.stage]
+    modules = module_rows(recording, stages, depth, rates)
+    starred = any(row.shared_bytes for row in modules) and not set(STARRED).isdisjoint(shown)
+    star = ["*: an earlier row has some of these parameters too; what both are in counts them once"]
     return Summary(
         recording.model,
-        module_rows(recording, stages, depth, rates),
+        modules,
         stages,
         [
             {
@@ -184,7 +187,7 @@ def summarize(
         ],
         [held.name for held in recording.unused],
         [_plain(unmarked) for unmarked in recording.unmarked],
-        [*_notes(recording), *notes],
+        [*(star if starred else ()), *_notes(recording), *notes],
         sum(p.elements for p in recording.parameters),
         sum(held.bytes for held in (*recording.parameters, *recording.buffers)),
         together(of_one.source for of_one in rates),
@@ -210,6 +213,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return dict(value) if isinstance(value, dict) else value
+
+
+def _why_one_stage(recording: Recording) -> str:
+    if recording.planned:
+        return "the plan has one stage"
+    if recording.marks or recording.unreached:
+        return "no mark that is reached begins another stage"
+    return "nothing is marked"
 
 
 def _notes(recording: Recording) -> list[str]:
@@ -238,8 +249,9 @@ def _notes(recording: Recording) -> list[str]:
     if unused:
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         notes.append(f"no call reads {', '.join(unused[:3])}{more}")
+    notes += recording.unreached
     if not several:
-        notes.append("nothing is marked: everything is on stage 0")
+        notes.append(f"{_why_one_stage(recording)}: everything is on stage {recording.route[0]}")
     if len(recording.route) > recording.num_stages:
         notes.append(f"the route returns to a stage: {recording.route}")
     for hop in recording.hops[1:]:  # nobody waits for the first one's gradients: it gains nothing

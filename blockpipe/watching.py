@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from .activations import Activations
 from .ambient import as_ours, theirs
-from .blocks import set_cursor
+from .blocks import mark_of, set_cursor
 from .crossing import Step
 from .doors import is_compiled
+from .losses import own_loss_or_none
 from .meter import Meter
 from .planned import Planned
 from .progress import Progress
@@ -25,9 +26,10 @@ from .recorder import (
     WatchedCursor,
     hold,
 )
-from .recording import Hop, Recording, SharedAttribute
+from .recording import Hop, Output, Recording, SharedAttribute
 from .rerun import intercepting
 from .sealing import conclude
+from .table import short
 from .tree import map_tensors, tensors
 
 _UNSET = object()
@@ -79,6 +81,8 @@ def run_watched(
                 for tensor in tensors(output):
                     recorder.newest(tensor)
         recorder.note_whole(output)
+        given = recorder.held.keys() | {id(tensor) for tensor in tensors((args, kwargs))}
+        result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
         result.shared_attributes = _shared_attributes(model, attributes, result)
     finally:
@@ -90,7 +94,32 @@ def run_watched(
         conclude(model, recorder, versions)
     finally:
         activations.forget()
+    if planned is None:
+        result.unreached = list(_unreached(model, {call.path for call in result.calls}))
     return result
+
+
+def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
+    """The tensors that a forward returns, by the key or position of what they are in."""
+    loss = own_loss_or_none(output)
+    named: Iterable[tuple[Any, Any]] = [("the output", output)]
+    if isinstance(output, Mapping):
+        named = ((f"output {key!r}", value) for key, value in output.items())
+    elif isinstance(output, tuple | list):
+        named = ((f"output {index}", value) for index, value in enumerate(output))
+    for name, value in named:
+        for tensor in tensors(value):
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            yield Output(name, shape, dtype, tensor is loss, id(tensor) in given)
+
+
+def _unreached(model: nn.Module, called: Container[str]) -> Iterator[str]:
+    """The marks on modules that were not called, in words."""
+    for path, module in model.named_modules():
+        mark = mark_of(module)
+        if mark is not None and path not in called:
+            stage = "the next stage" if mark.stage is None else f"stage {mark.stage}"
+            yield f"{path!r} is marked as {stage} ({short(mark.where)}), but never called"
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ def test_no_other_cut_is_better(by: str, stages: int, speeds: list[float] | None
     """Every cut of a model with skips is recorded and compared: cost first, then bytes that cross."""
     net, x = Skips(), torch.zeros(4, 8)
     speeds = None if speeds is None else speeds[:stages]
-    plan = bp.balance(net, x, stages, by, measure=False, speeds=speeds)
+    plan = bp.balance(net, x, stages, by, measure=False, speeds=speeds, slack=0.0)
     whole = bp.record(net, x, plan=bp.StagePlan([]))
     found = _of_recording(bp.record(net, x, plan=plan), by, speeds or [1.0] * stages)
     others = []
@@ -146,7 +146,7 @@ def test_random_programs_need_the_memory_that_was_balanced(
 def test_what_the_table_says_is_what_the_recording_with_the_plan_has(by: str) -> None:
     """Parameters, bytes received, seconds: stage by stage, of a real model."""
     net, x = torchvision.models.resnet18(), torch.zeros(2, 3, 64, 64)
-    plan = bp.balance(net, x, 3, by, measure=False, optimizer="adam", chunks=4)
+    plan = bp.balance(net, x, 3, by, measure=False, optimizer="adam", chunks=4, slack=0)
     recording = bp.record(net, x, plan=plan)
     for share in plan.shares:
         here = [p for p in recording.parameters if p.stage == share.stage]
@@ -223,7 +223,9 @@ def test_what_the_ends_have_besides_counts(first: int, last: int, widths: list[i
         parts = [sum(sizes[a:b]) for a, b in pairwise((0, *cuts, len(sizes)))]
         return max([parts[0] + first, *parts[1:-1], parts[-1] + last])
 
-    plan = bp.balance(net, torch.zeros(2, widths[0]), 3, "parameters", first=first, last=last)
+    plan = bp.balance(
+        net, torch.zeros(2, widths[0]), 3, "parameters", first=first, last=last, slack=0
+    )
     best = min(map(worst, combinations(range(1, len(sizes)), 2)))
     assert max(share.cost for share in plan.shares) == best
 
@@ -513,8 +515,24 @@ def test_a_timm_model_is_cut_at_blocks() -> None:
     timm = pytest.importorskip("timm")
     net = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=6)
     x = torch.zeros(2, 3, 64, 64)
-    even = bp.balance(net, x, 3, "parameters")
+    even = bp.balance(net, x, 3, "parameters", slack=0)
     plan = bp.balance(net, x, 3, "parameters", slack=0.1)
     assert [share.begins for share in plan.shares] == ["the start", "blocks.2", "blocks.4"]
     assert sum(s.received for s in plan.shares) <= sum(s.received for s in even.shares)
     assert max(s.cost for s in plan.shares) <= 1.1 * max(s.cost for s in even.shares)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x))
+
+
+def test_whole_layers_are_preferred_unless_the_optimum_is_asked_for() -> None:
+    """Of 21 blocks the middle is in the eleventh; a cut beside it costs 1/21 more."""
+    net, x = nn.Sequential(*(Residual() for _ in range(21))), torch.zeros(4, 8)
+    assert bp.balance(net, x, 2, "parameters").shares[1].begins in ("10", "11")
+    assert bp.balance(net, x, 2, "parameters", slack=0).shares[1].begins == "10.down"

@@ -80,6 +80,17 @@ def test_plan_goes_through_a_file(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert json.loads(as_json) == json.loads(file.read_text())
 
 
+def test_a_plan_of_another_model_is_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    run(capsys, "plan", *MARKED, "--save", str(file))
+    other = ["torchvision.models:resnet34", *RESNET[1:]]
+    status, _, err = run(capsys, "summary", *other, "--plan", str(file))
+    assert status == 1
+    assert "'layer1.2' call 0: only in the forward" in err
+
+
 @pytest.mark.parametrize("words", [["--by", "parameters"], ["--estimate"], []])
 def test_balance_prints_marks_and_saves_a_plan(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -7,7 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import blockpipe as bp
 from blockpipe.errors import MicrobatchError
 from blockpipe.joining import Joint, join
 from blockpipe.microbatch import split, weights_of
@@ -139,3 +141,45 @@ def test_what_has_no_batch_goes_whole_inside_of_containers_too(container):
         assert piece.tolist() == [2 * i, 2 * i + 1]
         assert same_scalar is scalar
         assert same_table is table
+
+
+class Outputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.a(x)
+        count = torch.tensor(len(h))
+        found = {"max": h.max(), "state": h[None], "count": count, "weight": self.a.weight}
+        return {"loss": h.mean(), "h": h, "mask": h > 0, **found}
+
+
+def test_the_summary_names_outputs_that_are_no_batch():
+    """What it says of each is what becomes of it; the loss, and what is one for all, are not named."""
+    x = torch.randn(8, 4)
+    pipe = bp.Pipeline(Outputs(), devices=["cpu"] * 2, chunks=2)
+    notes = pipe.summary(x).notes
+    assert "output 'max': a number a micro-batch, averaged by loss_reduction" in notes
+    said = (
+        "output 'state', output 'count': no entry for each sample; a list, one entry a micro-batch"
+    )
+    assert said in notes
+    assert not any("loss'" in note or "'h'" in note or "'weight'" in note for note in notes)
+    joined = pipe(x)
+    assert joined["max"] == (joined["h"][:4].max() + joined["h"][4:].max()) / 2
+    assert [type(joined[name]) for name in ("state", "count")] == [list, list]
+    pipe(x)
+    assert said in pipe.summary().notes  # of what was recorded last
+    assert said not in bp.Pipeline(Outputs(), devices=["cpu"]).summary(x).notes
+
+
+def test_a_state_that_is_joined_on_its_own_dimension_is_not_named():
+    class Both(nn.Module):
+        def forward(self, x):
+            return x[None], x[None] * 2
+
+    pipe = bp.Pipeline(Both(), devices=["cpu"], chunks=2, batch_dims={"output": 1})
+    x = torch.randn(8, 4)
+    assert not any("output 0" in note for note in pipe.summary(x).notes)
+    assert pipe(x)[0].shape == (1, 8, 4)

@@ -1,5 +1,7 @@
 """Plans: data that survives JSON and is checked as a whole."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,3 +120,52 @@ def test_a_layout_is_text_to_paste(paths):
 def test_a_printed_plan_has_a_line_for_each_call():
     """A module's name may hold line breaks and escape characters."""
     assert str(StagePlan([Assignment("a\n\x1b[2Jb", 0, 0)])) == r"a\n\x1b[2Jb  call 0  stage 0"
+
+
+@pytest.mark.parametrize("use", ["record", "Pipeline"])
+def test_a_plan_saved_for_another_model_is_refused(use, tmp_path):
+    """All of its modules are there, but the forward makes other calls; a list of beginnings fits."""
+    layers = [nn.Linear(4, 4) for _ in range(5)]
+    smaller, larger = nn.Sequential(*layers[:3]), nn.Sequential(*layers)
+    x = torch.zeros(2, 4)
+    plan = bp.record(smaller, x).plan
+    plan.assign("2", 1)
+    plan.save(tmp_path / "plan.json")
+    loaded = bp.StagePlan.load(tmp_path / "plan.json")
+
+    def route(plan):
+        if use == "record":
+            return bp.record(larger, x, plan=plan).route
+        pipe = bp.Pipeline(larger, devices=["cpu"] * 2, chunks=2, plan=plan, sample=(x,))
+        return pipe.recording.route
+
+    with pytest.raises(PlanError, match="'3' call 0: only in the forward; '4' call 0: only in the"):
+        route(loaded)
+    assert route(bp.StagePlan.from_layout(loaded.layout)) == [0, 1]
+
+
+def _by_marks(net, stages):
+    return bp.Pipeline(bp.begin_blocks(net, stages), devices=["cpu"] * 3, chunks=2)
+
+
+def _by_plan(net, stages):
+    plan = bp.record(net, torch.zeros(2, 4)).plan
+    for path, stage in stages.items():
+        plan.assign(path, stage)
+    return bp.Pipeline(net, devices=["cpu"] * 3, chunks=2, plan=plan)
+
+
+def _by_assignment(net, stages):
+    bp.set_pipeline_stage_assignment(net, stages)
+    return bp.Pipeline(net, devices=["cpu"] * 3, chunks=2)
+
+
+@pytest.mark.parametrize("staged", [_by_marks, _by_plan, _by_assignment])
+def test_stages_are_numbered_as_they_are_reached_first(staged):
+    """One rule, whatever numbers them; to return is fine."""
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    with pytest.raises(PlanError, match=r"stage 2 begins .* before stage 1 has run; number stages"):
+        staged(copy.deepcopy(net), {"1": 2, "2": 1})(torch.zeros(2, 4))
+    pipe = staged(net, {"1": 1, "2": 0})
+    pipe(torch.zeros(2, 4))
+    assert pipe.recording.route == [0, 1, 0]
