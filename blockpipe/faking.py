@@ -20,6 +20,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from .ambient import as_ours
 from .errors import BlockpipeError, IsolationError, RecordingError
+from .leftover import TrackedFakes
 from .plan import StagePlan
 from .planned import Planned, planned_by
 from .randomness import every_source, kept
@@ -177,7 +178,31 @@ def _record_fake(
     cut: bool = True,
     unhookable: frozenset[str],
 ) -> Recording:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = TrackedFakes()
+    recording = _record_with(
+        mode,
+        *(model, args, kwargs, planned, devices, homes),
+        sample_device=sample_device,
+        cut=cut,
+        unhookable=unhookable,
+    )
+    mode.check_nothing_is_left()
+    return recording
+
+
+def _record_with(
+    mode: FakeTensorMode,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    planned: Planned | None,
+    devices: list[torch.device] | None,
+    homes: Mapping[str, torch.device] | None,
+    *,
+    sample_device: torch.device | None,
+    cut: bool,
+    unhookable: frozenset[str],
+) -> Recording:
     fakes: dict[int, Tensor] = {}
 
     def faked(tensor: Tensor, device: torch.device | None = None) -> Tensor:

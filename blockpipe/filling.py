@@ -4,7 +4,6 @@ The ``Parameter`` objects stay: ``.data =`` on a meta parameter raises, but torc
 contents of two tensors.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from .errors import WeightsError
 from .fitting import like, slots_of
 from .recording import Held
 from .weights import Source
+from .where import warn
 
 
 class Filling:
@@ -138,12 +138,11 @@ class Filling:
             )
         if self.lacking and self.source is not None:
             # A new head, or a checkpoint that is not whole: only the user knows.
-            warnings.warn(
+            warn(
                 f"a checkpoint holds every parameter and persistent buffer, but {self.source.what} "
                 f"lacks\n  " + "\n  ".join(self.lacking) + "\nof "
                 f"{type(self.model).__name__}; init= gave them values, untrained ones. Fetch the "
-                "whole checkpoint, or ignore this warning if they are meant to be new",
-                stacklevel=2,
+                "whole checkpoint, or ignore this warning if they are meant to be new"
             )
 
 

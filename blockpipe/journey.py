@@ -454,8 +454,9 @@ class Journey:
             what = "a constant" if home is None else f"{home.name!r}"
             lives = "elsewhere" if home is None else f"on stage {home.stage}"
             raise StateError(
-                f"{what} of shape {tuple(tensor.shape)} lives {lives} and is written in "
-                f"place on stage {self.stage} ({users_line()}); let one stage write it, or {UNCUT}"
+                f"{what} of shape {tuple(tensor.shape)} lives {lives} and was written in place, "
+                f"there or on stage {self.stage}, which reads it too ({users_line()}); let one "
+                f"stage write it and read it, or {UNCUT}"
             )
         aliases = used.aliases
         if aliases is None:

@@ -9,10 +9,10 @@ or none), which are made once; a step that only repeats them logs nothing.
 import logging
 import os
 import sys
-import warnings
 from typing import Any
 
 from .errors import UsageError
+from .where import warn
 
 LEVELS = {
     "debug": logging.DEBUG,
@@ -92,10 +92,7 @@ def _begin() -> None:
     if wanted.lower() in LEVELS:
         set_log_level(wanted)
     else:
-        warnings.warn(
-            f"{_VARIABLE} is one of {', '.join(LEVELS)}, but {wanted!r} came; it is ignored",
-            stacklevel=2,
-        )
+        warn(f"{_VARIABLE} is one of {', '.join(LEVELS)}, but {wanted!r} came; it is ignored")
 
 
 _begin()

@@ -1,6 +1,5 @@
 """A micro-batch's loss: the user's function of the output, or the model's own."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from .errors import UsageError
 from .tree import tensors
-from .where import users_line
+from .where import users_line, warn
 
 
 def loss_of(output: Any, target: Any, loss_fn: Callable[..., Any] | None) -> Tensor:
@@ -110,12 +109,11 @@ def warn_of_some_without_a_number(losses: Sequence[Tensor]) -> None:
     """Warn where the losses of some micro-batches, and not of all, are not a number."""
     without = [m for m, loss in enumerate(losses) if bool(loss.isnan().any())]
     if 0 < len(without) < len(losses):
-        warnings.warn(
+        warn(
             f"the loss of micro-batch {', '.join(map(str, without))} of {len(losses)} is not a "
             f"number (NaN), and so is the batch's ({users_line()}); are all of its labels ignored "
             "(-100), so that a mean was taken over nothing? Then give loss_reduction= a function, "
-            "(args, kwargs, target) -> how many labels count: where that is 0 nothing is added",
-            stacklevel=2,
+            "(args, kwargs, target) -> how many labels count: where that is 0 nothing is added"
         )
 
 

@@ -3,7 +3,6 @@
 The flow that its bases read as: record → plan → place → schedule → replay.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -41,7 +40,7 @@ from .verdict import check_tolerances, verify
 from .verification import Verification
 from .verifying import Verifier
 from .weights import Weights
-from .where import remembers_caller, users_line
+from .where import remembers_caller, users_line, warn
 
 
 class Pipeline(SteppedModel):
@@ -162,16 +161,14 @@ class Pipeline(SteppedModel):
         super().__init__(model, devices=devices, plan=plan, weights=weights, init=init, **options)
         self._profile: Profile | None = None
         if chunks == 1 and len(set(self._given_devices or ())) > 1:
-            warnings.warn(
+            warn(
                 f"chunks=1 on {len(set(self._given_devices or ()))} devices: only one works at a "
-                "time; pass chunks=8 or so",
-                stacklevel=2,
+                "time; pass chunks=8 or so"
             )
         if deferred_batch_norm and (left_alone := synchronized(model)):
-            warnings.warn(
+            warn(
                 f"deferred_batch_norm=True leaves SyncBatchNorm alone ({', '.join(left_alone)}): "
-                "it is updated by each micro-batch; use BatchNorm there for what is deferred",
-                stacklevel=2,
+                "it is updated by each micro-batch; use BatchNorm there for what is deferred"
             )
         if sample is not None:
             args, kwargs = as_sample(sample)

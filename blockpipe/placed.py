@@ -5,7 +5,6 @@ Reads as the flow does: record → plan → place.
 
 import itertools
 import logging
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -34,7 +33,7 @@ from .table import bytes_text
 from .transfer import Owner, default_devices, is_on_meta, set_owner
 from .tree import leaves
 from .weights import Weights, open_weights
-from .where import users_line
+from .where import users_line, warn
 from .wrapped import WrappedModel
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
@@ -196,7 +195,7 @@ class PlacedModel(WrappedModel):
         if not self._has_cautioned:
             self._has_cautioned = True
             for text in (*prepared.recording.unreached, *prepared.cautions(self.schedule)):
-                warnings.warn(f"{text} ({users_line()})", stacklevel=2)
+                warn(f"{text} ({users_line()})")
 
     def _forget_oldest(self, batch: Microbatch) -> None:
         """Before another one comes: no more than so many are kept, the latest used."""
@@ -206,23 +205,21 @@ class PlacedModel(WrappedModel):
                 continue
             self._has_warned_of_recordings = True
             plain = [leaf for leaf in leaves((batch.args, batch.kwargs)) if _is_plain(leaf)]
-            warnings.warn(
+            warn(
                 f"the model has been recorded for {MOST_RECORDINGS} different kinds of calls, and "
                 "once more now, which makes this step slow; each value of the arguments that are "
                 f"no tensors (here {plain}) has a recording of its own, for it may lead the "
                 "forward another way: pass what changes from call to call as a tensor "
-                f"({users_line()})",
-                stacklevel=2,
+                f"({users_line()})"
             )
 
     def _forget_if_moved(self) -> None:
         if self._placement is not None and self._placement.is_disturbed():
             self._placement = None
-            warnings.warn(
+            warn(
                 "the model was moved since this pipeline had placed it, and is placed anew "
                 f"({users_line()}); call unplace() before it is used elsewhere: of two pipelines "
-                "over one model on different devices each moves it at each call",
-                stacklevel=2,
+                "over one model on different devices each moves it at each call"
             )
 
     def _record(self, batch: Microbatch) -> Recording:

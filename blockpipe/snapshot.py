@@ -2,7 +2,8 @@
 
 A forward counts, caches and draws; a recording must leave no trace of that, nor fake tensors which
 the next real call would read. What is kept is found by walking: attributes and slots of the user's
-objects, containers in containers, what functions hold in their closures, generators, arrays. Only
+objects and of their classes, containers in containers, what functions hold in their closures and
+read from their modules, generators, arrays. Only
 what has changed is put back, and by the methods of the built-in classes, for a subclass may refuse
 its own (a frozen dictionary) or do more in them.
 """
@@ -13,6 +14,7 @@ import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +59,13 @@ class ModelState:
     def _look_at(self, value: Any) -> Iterable[Any]:
         if isinstance(value, _NO_STATE) or id(value) in self._seen:
             return ()
+        kind = type(value)
+        if id(kind) not in self._seen and _is_users(kind.__module__):
+            self._seen[id(kind)] = kind
+            restore, found = _kept_class(kind)
+            if restore is not None:
+                self._restores.append(restore)
+            return (*found, *self._look_at(value))
         if len(self._seen) >= MOST_OBJECTS:
             return ()
         self._seen[id(value)] = value
@@ -78,6 +87,8 @@ class ModelState:
             return None, value
         if isinstance(value, torch.Generator):
             return functools.partial(value.set_state, value.get_state()), ()
+        if isinstance(value, random.SystemRandom):
+            return None, ()
         if isinstance(value, random.Random):
             return functools.partial(value.setstate, value.getstate()), ()
         if type(value).__module__.partition(".")[0] == "numpy":
@@ -174,14 +185,63 @@ def _kept_of_numpy(value: Any) -> Callable[[], object] | None:
 def _kept_function(function: types.FunctionType) -> Kept:
     cells = [(cell, _content(cell)) for cell in function.__closure__ or ()]
 
+    around = function.__globals__
+    read = _read_globally(function.__code__) if _is_users(function.__module__) else ()
+    before = [(name, around[name]) for name in read if name in around]
+
     def restore() -> None:
         for cell, content in cells:
             if content is not _UNSET and _content(cell) is not content:
                 cell.cell_contents = content
+        for name, value in before:
+            if around.get(name, _UNSET) is not value:
+                around[name] = value
 
     held = [content for _, content in cells if content is not _UNSET]
     more = (function.__dict__, function.__defaults__, function.__kwdefaults__)
-    return restore, [*held, *more]
+    return restore, [*held, *more, *(value for _, value in before)]
+
+
+def _read_globally(code: types.CodeType) -> Iterator[str]:
+    """Names that a function may read from its module, or set there."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _read_globally(inner)
+
+
+@functools.cache
+def _is_users(module: str | None) -> bool:
+    """Whether a module is the user's own: what installed packages keep there is theirs."""
+    package = (module or "").partition(".")[0]
+    if package in sys.stdlib_module_names and package != "__main__":
+        return False
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    is_installed = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
+    return not is_installed and not f"{module}.".startswith(_FOREIGN)
+
+
+def _kept_class(kind: type) -> Kept:
+    """What a class holds for all of its objects, and what its functions read."""
+    kinds = [base for base in kind.__mro__ if _is_users(base.__module__)]
+    before = [
+        (base, name, member)
+        for base in kinds
+        for name, member in vars(base).items()
+        if not name.startswith("__")
+    ]
+
+    def restore() -> None:
+        for base, name, member in before:
+            if vars(base).get(name, _UNSET) is not member:
+                type.__setattr__(base, name, member)
+
+    unwrapped = (
+        member.__func__ if isinstance(member, staticmethod | classmethod) else member
+        for _, _, member in before
+    )
+    plain = (dict, list, set, deque, Tensor, types.FunctionType)
+    return restore, [member for member in unwrapped if isinstance(member, plain)]
 
 
 def _content(cell: types.CellType) -> Any:
@@ -193,8 +253,7 @@ def _content(cell: types.CellType) -> Any:
 
 def _kept_object(value: Any) -> Kept:
     """Of the user's own class, or a module."""
-    made_in = type(value).__module__ + "."
-    if made_in.startswith(_FOREIGN) and not isinstance(value, nn.Module):
+    if f"{type(value).__module__}.".startswith(_FOREIGN) and not isinstance(value, nn.Module):
         return None, ()
     slots = [(slot, _slot(slot, value)) for slot in _slots_of(type(value))]
 

@@ -7,6 +7,7 @@ only a name and a number, so the frames are walked by hand.
 import functools
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -62,6 +63,14 @@ def users_line() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return _call_line.get()
+
+
+def warn(text: str) -> None:
+    """Warn at the innermost line of the user's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and not _is_users(frame.f_code):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def failing_line(traceback: TracebackType | None) -> str:

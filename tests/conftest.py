@@ -27,6 +27,7 @@ SIMULATED = Path(__file__).with_name("simulated")
 DELAY = 200  # microseconds at most, before one in five operations: enough for another order
 DELAYED = 0.2
 PARAMETERS = 12  # of one test, where each operation is queued and most sweeps ran on the CPU
+QUICK = 3  # with --quick
 
 _why_not: dict[str, str] = {}  # the accelerator could not be built
 _deselected: Counter[str] = Counter()
@@ -45,12 +46,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--parameters",
         type=int,
-        default=PARAMETERS,
-        help="with --simulated: run so many of a test's parameter sets, by the seed; 0: all",
+        help="run so many of a test's parameter sets, chosen by the seed; 0: all",
+    )
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help=f"{QUICK} parameter sets of each test, fewer examples of each property, no slow tests",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    devices.is_quick = config.getoption("--quick")
     if not config.getoption("--simulated"):
         return
     try:
@@ -74,8 +80,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--simulated"):
-        return
     if _why_not:
         for item in items:
             item.add_marker(pytest.mark.skip(reason=_why_not["simulated"]))
@@ -87,16 +91,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[pytest.Item, str]]:
-    """What does not run on the simulated accelerator, and why."""
-    most, seed = config.getoption("--parameters"), config.getoption("--delay-seed")
+    """What does not run, on the simulated accelerator or because it shall be quick, and why."""
+    seed, most = config.getoption("--delay-seed"), config.getoption("--parameters")
+    is_simulated, is_quick = config.getoption("--simulated"), config.getoption("--quick")
+    if most is None:
+        most = QUICK if is_quick else PARAMETERS if is_simulated else 0
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
-        mark = item.get_closest_marker("cpu")
+        mark = item.get_closest_marker("cpu") if is_simulated else None
         if mark is not None:
             yield item, mark.args[0]
-        elif item.path.parent == SIMULATED:
+        elif is_quick and item.get_closest_marker("slow"):
+            yield item, "slow: left out by --quick"
+        elif item.get_closest_marker("every") or (_is_own(item) and not is_quick):
             continue
-        elif not _asks_for_devices(item):
+        elif is_simulated and not _is_own(item) and not _asks_for_devices(item):
             yield item, "its module asks for no devices (tests/devices.py)"
         else:
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -104,6 +113,11 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
         family.sort(key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
         for item in family[most:] if most else []:
             yield item, f"more than {most} parameter sets of a test: --parameters"
+
+
+def _is_own(item: pytest.Item) -> bool:
+    """Whether it tests the simulated accelerator itself."""
+    return item.path.parent == SIMULATED
 
 
 def _asks_for_devices(item: pytest.Item) -> bool:
@@ -127,7 +141,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason, count in _deselected.most_common():
-        terminalreporter.write_line(f"NOT SIMULATED [{count}] {reason}")
+        terminalreporter.write_line(f"NOT RUN [{count}] {reason}")
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from blockpipe.tree import map_tensors
 
 SIMULATED = "simulated"
+is_quick = False  # as pytest's --quick says
 
 
 def is_simulated() -> bool:
@@ -35,8 +36,9 @@ def device_type() -> str:
 
 
 def examples(count: int) -> int:
-    """So many examples of a property, and a tenth of them where each operation is queued."""
-    return max(count // 10, 3) if is_simulated() else count
+    """So many examples of a property; a tenth of them where each operation is queued, and a fifth
+    where it shall be quick."""
+    return max(count // (10 if is_simulated() else 1) // (5 if is_quick else 1), 3)
 
 
 def host(value: Any) -> Any:

@@ -16,6 +16,7 @@ import blockpipe as bp
 from blockpipe.errors import BlockpipeError, PlanError, UsageError
 from blockpipe.testing import dry_run
 
+from .devices import examples
 from .parity import any_loss, plain_step
 
 
@@ -93,7 +94,9 @@ def staged(net: nn.Module, data: st.DataObject) -> bp.StagePlan:
     return plan
 
 
-several = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+several = settings(
+    max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow], deadline=None
+)
 
 
 @several

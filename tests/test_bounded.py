@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from blockpipe import bounded
 from blockpipe.bounded import parse_json, read_text
 
+from .devices import examples
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
@@ -18,13 +20,13 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_what_json_writes_is_read(value, ascii_only):
     assert parse_json(json.dumps(value, ensure_ascii=ascii_only)) == value
 
 
 @given(VALUES, st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_a_changed_text_is_read_as_json_reads_it_or_is_a_value_error(value, data):
     text = list(json.dumps(value))
     for _ in range(data.draw(st.integers(1, 3))):

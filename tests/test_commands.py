@@ -298,6 +298,7 @@ def test_a_terminal_without_box_drawing() -> None:
     assert b"????" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_is_printed(request: pytest.FixtureRequest) -> None:
     """Every command of the page prints what stands below it; ``--update-golden`` writes it there."""
 

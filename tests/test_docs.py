@@ -34,6 +34,7 @@ def _examples(page: str) -> list:
     return list(sybil.parse(ROOT / page).examples())
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("page", [page for page in PAGES if _examples(page)])
 def test_page_runs(page: str) -> None:
     """Every Python block of a page runs, in order, in one namespace."""
@@ -47,6 +48,7 @@ def _squeezed(text: str) -> str:
     return re.sub(r"─+", "─", re.sub(r"[^\S\n]+", " ", text)).strip()
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "```output" in (ROOT / page).read_text()]
 )
@@ -80,6 +82,7 @@ def test_page_shows_what_is_printed(page: str, pytestconfig: pytest.Config) -> N
         (ROOT / page).write_text(new)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name: str) -> None:
     """Every example in a module's docstrings gives what it says."""

@@ -17,6 +17,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_digits() -> None:
     """The demo reaches its accuracy, and its gradients are the plain model's."""

@@ -22,12 +22,13 @@ class Sees(nn.Module):
         self.register_buffer("shift", torch.ones(4))
 
     def forward(self, x):
-        seen.append((x.device.type, self.layer.weight.device.type, self.shift.device.type))
+        note((x.device.type, self.layer.weight.device.type, self.shift.device.type))
         with bp.Block(1):
             return self.layer(x) + self.shift
 
 
 seen: list[tuple[str, str, str]] = []
+note = seen.append  # in a recording too: what it finds by name it puts back
 
 
 @pytest.mark.parametrize("where", ["cpu", "meta"])
@@ -50,10 +51,11 @@ def test_where_all_are_on_the_cpu_nothing_is_other_than_before():
 def test_stages_on_two_kinds_of_devices():
     """Each parameter is on a fake of its own stage's."""
     found = []
+    note = found.append  # as above
 
     class Layer(nn.Linear):
         def forward(self, x):
-            found.append((x.device.type, self.weight.device.type))
+            note((x.device.type, self.weight.device.type))
             return super().forward(x)
 
     net = bp.begin_blocks(nn.Sequential(Layer(4, 4), Layer(4, 4)), {"1": 1})

@@ -204,7 +204,9 @@ def test_a_parameter_that_is_written_later_is_found_by_that_step(how):
     """Silently each micro-batch had what the others had made of it."""
     pipe = _pipe(Averages(how, 6))
     pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
-    with pytest.raises(StateError, match="was written during the step, which it was not when"):
+    with pytest.raises(
+        StateError, match=r"'k.weight'.* was written (during the step|in place, there or)"
+    ):
         pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
 
 
@@ -231,7 +233,9 @@ class Codebook(nn.Module):
 def test_a_buffer_that_is_written_later_is_found_by_that_step(isolate):
     pipe = _pipe(Codebook(), isolate=isolate)
     pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
-    with pytest.raises(StateError, match="buffer 'book'"):
+    with pytest.raises(
+        StateError, match=r"'book'.* was written (during the step|in place, there or)"
+    ):
         pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
 
 

@@ -12,6 +12,7 @@ import blockpipe as bp
 from blockpipe import Assignment, StagePlan
 from blockpipe.errors import PlanError
 
+from .devices import examples
 from .parity import plain_step
 
 plans = st.lists(
@@ -104,7 +105,7 @@ def test_the_deepest_plan():
 
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=4, unique=True))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_a_layout_is_text_to_paste(paths):
     """Whatever modules are called: it is read back, and ends no literal and no line."""
     plan = StagePlan([Assignment(path, 0, stage) for stage, path in enumerate(paths)])

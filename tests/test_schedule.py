@@ -9,6 +9,8 @@ from blockpipe.schedule import Action, Actions, Schedule
 from blockpipe.scheduler import SCHEDULES, choose, make_schedule
 from blockpipe.simulate import Costs, simulate, validate
 
+from .devices import examples
+
 
 def looped(lanes, visits):
     """Hops over the lanes, again and again."""
@@ -290,6 +292,7 @@ def test_a_simulation_respects_what_actions_need(name, route, microbatches, data
     assert found.makespan == max(ends.values())
 
 
+@pytest.mark.slow
 def test_twenty_million_actions():
     """1000 stages, 10 000 micro-batches: packed, they are made and played out in one process."""
     schedule = make_schedule("1f1b", range(1000), 10_000)
@@ -318,7 +321,7 @@ def test_costs_that_do_not_fit_are_refused():
 
 
 @given(routes, st.integers(1, 8), limits)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_auto_takes_the_fastest(route, microbatches, in_flight):
     """Nothing that it tried is more than 2 % faster, and it says so."""
     choice = choose(route, microbatches, Costs(), in_flight=in_flight)
@@ -352,5 +355,5 @@ def test_auto_counts_what_is_made_again():
 @pytest.mark.parametrize("numbers", [(-1, 0), (1 << 20, 0), (0, -1), (0, 1 << 40)])
 def test_an_action_with_one_number_out_of_range(numbers):
     """Packed, it would be another action."""
-    with pytest.raises(ScheduleError, match="with numbers from 0 on, but"):
+    with pytest.raises(ScheduleError, match="with a hop below 1,048,576 and a micro-batch below"):
         Actions([Action("F", *numbers)])

@@ -4,13 +4,15 @@ import copy
 import dataclasses
 import random
 from collections import OrderedDict, UserDict, deque
+from typing import ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe import snapshot
+from blockpipe.errors import RecordingError
 from blockpipe.snapshot import ModelState, WritesUndone
 
 from .devices import assert_close, stages
@@ -266,3 +268,57 @@ def test_what_is_far_is_left_alone(monkeypatch):
     state.restore()
     assert net.near == [0]
     assert net.far[0][50][0] is None
+
+
+AVERAGE: dict[str, Tensor] = {}
+CALLS = 0
+
+
+def _averaged(value: Tensor) -> Tensor:
+    before = AVERAGE.get("mean")
+    AVERAGE["mean"] = value if before is None else 0.9 * before + 0.1 * value
+    return AVERAGE["mean"]
+
+
+class KeepsGlobally(nn.Module):
+    """State in globals that a helper reads, and in the class."""
+
+    seen: ClassVar[list[Tensor]] = []
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+        bp.BeginBlock(self.b, stage=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        type(self).count += 1
+        h = self.a(x)
+        self.seen.append(h.detach())
+        return self.b(h / _averaged(h.detach().abs().mean()))
+
+
+def test_state_in_globals_and_in_classes_is_as_before_a_recording():
+    """Fake tensors leaked into the first step from there, and no parameter was trained."""
+    model = KeepsGlobally()
+    bp.record(model, torch.ones(2, 4))
+    assert (AVERAGE, CALLS, KeepsGlobally.seen, KeepsGlobally.count) == ({}, 0, [], 0)
+
+
+def test_a_tensor_that_somebody_else_keeps_is_found():
+    """What no module reaches cannot be put back: an error says who holds it."""
+    kept: list[Tensor] = []
+    keep = kept.append  # nothing is to be seen in it
+
+    class Hides(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            found = super().forward(x)
+            keep(found.detach())
+            return found
+
+    with pytest.raises(
+        RecordingError, match=r"left a tensor of shape \(2, 4\) .* in a list, in a builtin"
+    ):
+        bp.record(nn.Sequential(Hides(4, 4)), torch.ones(2, 4))

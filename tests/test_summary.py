@@ -24,6 +24,7 @@ from blockpipe.rows import ModuleRow
 from blockpipe.simulate import simulate
 from blockpipe.table import bytes_text, flops_text, milliseconds_text
 
+from .devices import examples
 from .golden_models import MARKS, make
 
 
@@ -196,7 +197,7 @@ def built(tree: Any, leaves: list[nn.Module]) -> nn.Module:
     return nn.Sequential(*(built(inner, leaves) for inner in tree))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(TREES, st.data())
 def test_rows_add_up_to_the_row_that_they_are_in(tree: Any, data: st.DataObject) -> None:
     """And those of the model to the stages; tied weights and shared modules count once above."""

@@ -16,6 +16,7 @@ from blockpipe.timeline import Timeline
 from blockpipe.timeline_chrome import chrome_trace
 from blockpipe.trace import Event, Lane, StepInfo, in_rows
 
+from .devices import examples
 from .test_schedule import routes
 
 
@@ -103,7 +104,7 @@ def test_the_table_adds_up():
 
 
 @given(drawn())
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_chrome_traces_are_valid(case):
     """JSON with the keys of each kind of event; nothing overlaps in a thread; arrows start in a
     slice and end at one."""

@@ -21,7 +21,7 @@ from blockpipe.replacing import part_of
 from blockpipe.tensorfile import DTYPES, read_entries, write_tensors
 from blockpipe.weights import _open_file, open_weights
 
-from .devices import assert_close, equal, stages
+from .devices import assert_close, equal, examples, stages
 
 X, Y = torch.randn(8, 6), torch.randn(8, 6)
 
@@ -94,7 +94,7 @@ some_tensors = st.lists(
 
 
 @given(some_tensors)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_files_round_trip(tensors):
     """Every dtype and shape, 0-d and empty ones too, to the byte."""
     with tempfile.TemporaryDirectory() as directory:
@@ -108,7 +108,7 @@ def test_files_round_trip(tensors):
 
 
 @given(some_tensors)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_the_safetensors_package_reads_and_writes_the_same(tensors):
     """Files go both ways."""
     library = pytest.importorskip("safetensors.torch")
@@ -127,7 +127,7 @@ _UNKNOWN_TO_THE_LIBRARY = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.f
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_damaged_file_is_an_error_or_reads(data):
     """A changed or cut file never reads past its end, and never raises anything else."""
     with tempfile.TemporaryDirectory() as directory:
@@ -151,7 +151,7 @@ def test_a_damaged_file_is_an_error_or_reads(data):
     st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_shards_round_trip(limit, sizes, tied, dtype):
     """Any shard size, tied or not: each file within the limit or one tensor, and all comes back."""
     net = nn.Module()

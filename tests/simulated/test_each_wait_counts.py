@@ -99,6 +99,7 @@ def test_offloading_needs_it(mutant):
     check(mutant, test_stores)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_next_step_needs_each_release():
     """Taken out, a step hangs or fails. Each in a process of its own, for what hangs stays."""

@@ -1,0 +1,80 @@
+"""Tensors of a recording that are still alive after it, and who holds them.
+
+A recording puts back what it can find (:mod:`blockpipe.snapshot`). This is the net below that: a
+fake tensor that stays in somebody's hands would be read by the next step, which then computes
+nothing, without an error.
+"""
+
+import gc
+import types
+import weakref
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from .errors import RecordingError
+from .tree import tensors
+
+_DEPTH = 4
+
+
+class TrackedFakes(FakeTensorMode):
+    """Remembers the tensors that it makes, without holding them."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._made: list[weakref.ref[FakeTensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._made += [weakref.ref(t) for t in tensors(result) if isinstance(t, FakeTensor)]
+        return result
+
+    def check_nothing_is_left(self) -> None:
+        """Raise :class:`RecordingError` for a tensor that somebody holds."""
+        if all(made() is None for made in self._made):
+            return
+        gc.collect()
+        for made in self._made:
+            tensor = made()
+            if tensor is not None:
+                raise RecordingError(
+                    f"the forward left a tensor of shape {tuple(tensor.shape)} of the recording in "
+                    f"{_holder(tensor)}, where Blockpipe cannot put back what was there before, "
+                    "and a later step would compute with it; keep state on a module of the model, "
+                    "or in a global of the module that defines it"
+                )
+
+
+def _holder(value: object) -> str:
+    """In words: what holds it, and what holds that."""
+    steps: list[str] = []
+    for _ in range(_DEPTH):
+        found = _holding(value)
+        if isinstance(found, dict):
+            key = _key_of(found, value)
+            owner = _holding(found)
+            if isinstance(owner, types.ModuleType):
+                return ", in ".join([*steps, f"{owner.__name__}.{key}"])
+            if getattr(owner, "__dict__", None) is found:
+                return ", in ".join([*steps, f"{type(owner).__name__}.{key}"])
+            steps.append(f"a dict under {key!r}")
+        elif found is not None:
+            steps.append(f"a {type(found).__name__}")
+        value = found
+    return ", in ".join(steps) or "what is not known"
+
+
+def _holding(value: object) -> Any:
+    """One of the objects that hold another, but no call under way."""
+    for found in gc.get_referrers(value):
+        if not isinstance(found, types.FrameType):
+            return found
+    return None
+
+
+def _key_of(found: dict[Any, Any], value: object) -> Any:
+    for key, member in found.items():
+        if member is value:
+            return key
+    return None
