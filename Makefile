@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A torch to install instead of the newest (CI tests the lower bound with it).
 TORCH ?= torch torchvision
 
-.PHONY: demo test lint types docs sweep benchmarks clean
+.PHONY: demo test test-all lint types docs sweep benchmarks clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -26,8 +26,13 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/digits_resnet.py
 
 test: $(VENV)/.test
+	$(BIN)/python -m pytest -n auto --quick
+	$(BIN)/python -m pytest -n auto --quick --simulated
+
+# Every parameter set and the slow tests: before a release, and where --quick may have missed it.
+test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto
-	$(BIN)/python -m pytest -n auto --simulated --parameters 2
+	$(BIN)/python -m pytest -n auto --simulated
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .

@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 from . import sweep
 from .zoo import FAMILIES
 
+QUICK = ("resnet18", "gpt2")  # also where it shall be quick
 CHOSEN = {
     "torchvision": [
         "densenet121",
@@ -42,7 +43,12 @@ CHOSEN = {
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family, names in CHOSEN.items() for name in names]
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for family, names in CHOSEN.items()
+        for name in names
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_real_model_trains_as_plain(family: str, name: str) -> None:
@@ -53,6 +59,7 @@ def test_a_real_model_trains_as_plain(family: str, name: str) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name", "schedule"),
     [
