@@ -110,6 +110,35 @@ FIXED = {
 }
 
 
+ALL_REDUCE = (
+    "all-reduce the gradients after forward_backward: "
+    "for p in pipe.parameters(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
+)
+# By name: importing them takes time, and few have them.
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+
+
+def check_model(model: object) -> None:
+    """Raise :class:`UsageError` for what is no module, or one that is spread out already."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"Pipeline takes an nn.Module, but {type(model).__name__} came")
+    for path, module in model.named_modules():
+        if type(module).__name__ in _WRAPPERS and type(module).__module__.startswith("torch."):
+            where = f"{path!r} is a" if path else "the model is a"
+            raise UsageError(
+                f"{where} {type(module).__name__}, which acts on every backward, and a pipeline "
+                f"has one for each micro-batch ({users_line()}); give Pipeline the module inside "
+                f"of it, and {ALL_REDUCE}"
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor":
+            raise UsageError(
+                f"parameter {name!r} is a DTensor: the model is sharded (fully_shard, "
+                f"parallelize_module), and a stage is on one device ({users_line()}); give "
+                f"Pipeline the plain model, and {ALL_REDUCE}"
+            )
+
+
 def check_options(
     *,
     chunks: object,

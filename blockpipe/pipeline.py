@@ -26,6 +26,7 @@ from .options import (
     as_sample,
     check_graphs,
     check_loss,
+    check_model,
     check_options,
     checked_offload,
     prepared_for,
@@ -144,8 +145,7 @@ class Pipeline(SteppedModel):
     ) -> None:
         if isinstance(model, Pipeline):
             raise UsageError("this model is a Pipeline already; pass its .module")
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"Pipeline takes an nn.Module, but {type(model).__name__} came")
+        check_model(model)
         options: dict[str, Any] = {
             "chunks": chunks,
             "schedule": schedule,

@@ -17,6 +17,7 @@ from .errors import UsageError
 from .fitting import load_checked, stages_of, to_be_loaded
 from .hints import where_model_has
 from .materialize import Init, check_weights, load_in_place, materialize
+from .options import ALL_REDUCE
 from .recording import Recording
 from .saving import save_weights
 from .transfer import is_on_meta
@@ -54,7 +55,14 @@ class WrappedModel(nn.Module):
             raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise UsageError(
             "DistributedDataParallel around a pipeline would reduce gradients once for each "
-            "micro-batch; all-reduce the gradients after forward_backward instead"
+            f"micro-batch ({users_line()}); {ALL_REDUCE}"
+        )
+
+    def _replicate_for_data_parallel(self) -> None:
+        # What DataParallel asks each module for, on every call.
+        raise UsageError(
+            "DataParallel around a pipeline would copy it to each device at each call, but its "
+            f"stages have devices of their own ({users_line()}); take it off"
         )
 
     def __prepare_scriptable__(self) -> None:

@@ -775,13 +775,30 @@ def test_pipeline_in_a_pipeline() -> None:
 def test_distributed_data_parallel() -> None:
     """DistributedDataParallel around a pipeline is a UsageError with the remedy."""
     import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(UsageError, match=r"DistributedDataParallel.*all-reduce"):
             nn.parallel.DistributedDataParallel(pipeline())
+        for wrapped in (
+            nn.parallel.DistributedDataParallel(nn.Linear(4, 4)),
+            nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(4, 4))),
+        ):
+            with pytest.raises(UsageError, match=rf"DistributedDataParallel.*{HERE}.*all-reduce"):
+                bp.Pipeline(wrapped, devices=["cpu"] * 2, chunks=2)
+        sharded = fully_shard(nn.Linear(4, 4), mesh=dist.init_device_mesh("cpu", (1,)))
+        with pytest.raises(UsageError, match=rf"is a DTensor.*{HERE}.*all-reduce"):
+            bp.Pipeline(sharded, devices=["cpu"] * 2, chunks=2)
     finally:
         dist.destroy_process_group()
+
+
+def test_data_parallel() -> None:
+    with pytest.raises(UsageError, match=rf"the model is a DataParallel.*{HERE}"):
+        bp.Pipeline(nn.DataParallel(nn.Linear(4, 4)), devices=["cpu"] * 2, chunks=2)
+    with pytest.raises(UsageError, match="DataParallel around a pipeline would copy it"):
+        pipeline()._replicate_for_data_parallel()  # as torch.nn.parallel.replicate does
 
 
 def test_torchs_checkpoint_around_a_pipeline() -> None:

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
@@ -601,3 +601,28 @@ def test_uncut_is_the_remedy_for_autograd_grad():
     pipe = bp.Pipeline(net, devices=stages(2), chunks=3, schedule="uncut")
     loss = pipe.forward_backward(x, loss_fn=lambda o: o.square().mean()).loss
     assert difference(net, plain, loss, expected).same
+
+
+class Residual(nn.Module):
+    """A ResNet's block: one ReLU in place is called twice, and the sum is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.second = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)
+        self.side = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.second(self.relu(self.first(x)))
+        side = self.side(x)
+        out += side
+        return self.relu(out)
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("cuts", [{"relu": 1, "side": 2}, {"side": 1, "relu": 2}, {"relu": 1}])
+def test_a_stage_that_is_returned_to_after_writes_in_place_on_the_way(cuts, isolate):
+    """The copies of one tensor along its way are no views of each other."""
+    net = nn.Sequential(nn.Linear(4, 4), Residual())
+    bp.begin_blocks(net, {f"1.{path}": stage for path, stage in cuts.items()})
+    pipe = bp.Pipeline(net, devices=stages(1 + max(cuts.values())), chunks=2, isolate=isolate)
+    assert pipe.verify(torch.randn(4, 4), target=torch.randn(4, 4), loss_fn=F.mse_loss)
