@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from .attributes import class_attributes, share_attributes
 from .digests import Comparisons
 from .errors import CrossingError
 from .lending import Lent, Returned
@@ -64,6 +65,15 @@ class Import:
     is_entry: bool
     version: int
     aliases: Aliases | None = None
+    besides: Collection[str] = ()  # attributes of the value that are its class's
+
+    def share_attributes(self, tensor: Tensor) -> None:
+        """What is set on the tensor is on its copy, too."""
+        share_attributes(tensor, self.value, self.besides)
+
+    def return_attributes(self, tensor: Tensor) -> None:
+        """What was set on the copy is on the tensor, too."""
+        share_attributes(self.value, tensor, self.besides)
 
 
 class Aliases:
@@ -249,6 +259,7 @@ class Step:
         """Begin to copy a tensor that is the caller's, or the model's, to a stage."""
         after = self._begun.get(tensor.device)
         sent = self.send(tensor, stage, watch=watch, after=after, on_host=on_host)
+        share_attributes(tensor, sent.value, class_attributes(sent.value))
         self.lent.add(None, sent)
         return sent
 

@@ -42,6 +42,7 @@ from .transfer import Sent, edge_of, is_asynchronous
 from .tree import leaves, map_leaves, map_tensors, tensors
 from .unwritten import Unwritten
 from .where import failing_line, users_line
+from .whole_arguments import WholeArguments
 
 _NOTHING = nullcontext()
 _log = logging.getLogger(__name__)
@@ -128,6 +129,9 @@ class Execution:
         # Compiling and capturing are done in one thread: the first step's.
         is_cold = prepared.compiled is not None and prepared.steps == 0
         self.inline = is_cold or self._one_by_one
+        self._whole = WholeArguments(
+            microbatches, one_by_one=self.inline and not self.step.has_copies
+        )
         if not self.inline:
             ambient.for_threads()
         if prepared.steps == 0:
@@ -136,7 +140,7 @@ class Execution:
         self._turns: Turns | None = None
         self._roots: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self.inputs_need_grad = differentiable and any(
-            t.requires_grad for m in microbatches for t in tensors((m.args, m.kwargs))
+            t.requires_grad for m in microbatches for t in tensors((m.args, m.kwargs, m.target))
         )
 
     def _why_so(self, *, is_cold: bool) -> str:
@@ -291,10 +295,12 @@ class Execution:
                     lambda tensor: self.step.carried(tensor, first, self._watch(tensor, 0, m)),
                     (args, kwargs, target),
                 )
+            taken = self._whole.taken(batch, args, kwargs)
             with self.ambient.uncached_autocast() if autocasts else _NOTHING, theirs():
                 output = self.prepared.model(*args, **kwargs)
                 loss = self._loss(output, target)
             loss = checked_loss(loss)
+            self._whole.check(taken)
             self._leave_stream(m, 0)
             if seen is not None:
                 seen.turn_back()
@@ -500,6 +506,7 @@ class Execution:
 
     def _travel(self, journey: Journey, batch: Microbatch) -> Result:
         args, kwargs, target = self._inputs(journey, batch)
+        taken = self._whole.taken(batch, args, kwargs)
         with self._offloaded(journey):
             if self.step.sources and self.step.sources[0] and self.step.begins[:1] == [0]:
                 # Before the first operation: what keeps the generator's state for later
@@ -514,11 +521,13 @@ class Execution:
             journey.cursor.stage = journey.stage
             loss = None
             if "loss" in self.want:
-                target = self._received(journey, target)
+                target = self._received(journey, batch, target)
                 with theirs(), Glue(journey):
                     loss = self._loss(output, target)
                 loss = checked_loss(loss)
-        return self._result(journey, output, loss)
+        result = self._result(journey, output, loss)
+        self._whole.check(taken)
+        return result
 
     @contextmanager
     def _offloaded(self, journey: Journey) -> Iterator[None]:
@@ -552,7 +561,8 @@ class Execution:
 
     def _inputs(self, journey: Journey, batch: Microbatch) -> tuple[Any, Any, Any]:
         memo: dict[int, Tensor] = {}
-        positions = self._positions_of_grad(batch) if self.inputs_need_grad else {}
+        given = batch.args, batch.kwargs
+        positions = self._positions_of_grad(given) if self.inputs_need_grad else {}
 
         def taken(tensor: Tensor) -> Tensor:
             if id(tensor) not in memo:
@@ -563,17 +573,26 @@ class Execution:
         kwargs = map_tensors(taken, batch.kwargs) if batch.kwargs else batch.kwargs
         last = len(self.prepared.route) - 1
 
-        def sent(tensor: Tensor) -> Sent:
+        def sent(tensor: Tensor) -> Tensor | Sent:
+            if self.inputs_need_grad and tensor.requires_grad:
+                return tensor  # its gradient leaves from the hop that the loss is on
             watch = self._watch(tensor, last, journey.microbatch)
             return self.step.lend(tensor, self.prepared.route[last], watch)
 
         return args, kwargs, map_tensors(sent, batch.target)
 
-    def _received(self, journey: Journey, target: Any) -> Any:
+    def _received(self, journey: Journey, batch: Microbatch, target: Any) -> Any:
         """The target, on the last hop, which waits for it no earlier than it is read."""
         last = len(self.prepared.route) - 1
+        given = len(list(leaves((batch.args, batch.kwargs))))
+        positions = self._positions_of_grad(target, given) if self.inputs_need_grad else {}
+        memo: dict[int, Tensor] = {}
 
         def received(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                if id(leaf) not in memo:
+                    memo[id(leaf)] = journey.take_input(leaf, positions[id(leaf)])
+                return memo[id(leaf)]
             if not isinstance(leaf, Sent):
                 return leaf
             value = journey.receive(last, leaf)
@@ -586,10 +605,10 @@ class Execution:
         """What the observer has for a copy from the caller to a hop."""
         return None if self.observer is None else self.observer.watch(tensor, -1, hop, m)
 
-    def _positions_of_grad(self, batch: Microbatch) -> dict[int, int]:
-        """Where the inputs that need grad are among the leaves."""
+    def _positions_of_grad(self, given: Any, start: int = 0) -> dict[int, int]:
+        """Where the inputs that need grad are among the leaves, counted from ``start``."""
         found: dict[int, int] = {}
-        for index, leaf in enumerate(leaves((batch.args, batch.kwargs))):
+        for index, leaf in enumerate(leaves(given), start):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 found.setdefault(id(leaf), index)
         return found

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .attributes import class_attributes, share_attributes
 from .blocks import Cursor
 from .crossing import TAG, Step, Tag, version_of
 from .errors import CrossingError
@@ -29,10 +30,11 @@ from .where import users_line
 class Mirror:
     """A tensor's copy on another device, and what both were when they were last the same."""
 
-    __slots__ = ("node", "source_node", "source_version", "value", "version")
+    __slots__ = ("besides", "node", "source_node", "source_version", "value", "version")
 
     def __init__(self, source: Tensor, value: Tensor) -> None:
         self.value = value
+        self.besides = class_attributes(value)
         self.agree(source)
 
     def agree(self, source: Tensor) -> None:
@@ -99,6 +101,7 @@ class FreeJourney(Journey):
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_meta:
             return tensor
         mirror = self._mirror(tensor, device)
+        share_attributes(tensor, mirror.value, mirror.besides)
         self._given.append((tensor, mirror))
         return mirror.value
 
@@ -112,8 +115,8 @@ class FreeJourney(Journey):
             tag: Tag | None = getattr(tensor, TAG, None)
             from_hop = self.hop if tag is None else tag.hop
             value = self._copied_to(device, tensor, self._watch(tensor, from_hop, self.hop))
-            setattr(value, TAG, self._make_tag())  # on the CPU it is not from outside
             found = mirrors[device] = Mirror(tensor, value)
+            setattr(value, TAG, self._make_tag())  # on the CPU it is not from outside
             self._has_aliases = self._has_aliases or any(
                 other is not tensor and device in there and _same_memory(other, tensor)
                 for other, there in self._mirrors.items()
@@ -141,6 +144,8 @@ class FreeJourney(Journey):
         return given
 
     def check_written(self, foreign: list[Any]) -> None:
+        for source, mirror in foreign:
+            share_attributes(mirror.value, source, mirror.besides)
         written = [source for source, mirror in foreign if mirror.push(source)]
         for source in written if self.sealed else ():
             if any(other is not source and _same_memory(other, source) for other, _ in foreign):
@@ -207,11 +212,12 @@ class FreeJourney(Journey):
 
     # --- inputs
 
-    def take_input(self, tensor: Tensor, index: int = 0, hop: int = 0) -> Tensor:
-        stage = self.step.route[hop] if self.step.route else 0
+    def take_input(self, tensor: Tensor, index: int = 0) -> Tensor:
+        hop, stage = self._where_inputs_are()
         value = tensor.view_as(tensor)
         device = self.step.device_of(stage)
         value = value if device is None else value.to(device)
+        share_attributes(tensor, value, class_attributes(value))
         setattr(value, TAG, Tag(self.key, hop, stage))
         return value
 

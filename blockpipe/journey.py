@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from .ambient import ours
+from .attributes import class_attributes, share_attributes
 from .backward import WeightPart, run_input_part, run_whole
 from .blocks import Cursor
 from .checkpoint import Again, Frame
@@ -268,6 +269,7 @@ class Journey:
                 value = self.step.copy_of(tensor, self.stage, watch, on_host=on_host)
             found = self._enter(tensor, value, imports, home.hop)
             self.note_import(tensor, home.hop, home.name)
+        found.share_attributes(tensor)
         self._foreign.append((tensor, found))
         return found.value
 
@@ -304,6 +306,7 @@ class Journey:
             if self.step.tracks_writes:
                 self._join_aliases(tensor, found)
             self.note_import(tensor, tag.hop, None)
+        found.share_attributes(tensor)
         self._foreign.append((tensor, found))
         return found.value
 
@@ -347,7 +350,7 @@ class Journey:
             self._graph(self.hop).crossings.append(crossing)
         elif value is tensor:
             value = tensor.detach()
-        made = Import(value, is_entry, version_of(value))
+        made = Import(value, is_entry, version_of(value), besides=class_attributes(value))
         if not value.is_inference():  # else nothing tells whether it is written
             imports[self.hop] = made
             self._hop_imports.append((weakref.ref(tensor), weakref.ref(made)))
@@ -435,6 +438,7 @@ class Journey:
     def check_written(self, foreign: list[tuple[Tensor, Import]]) -> None:
         """After an operation or a sealed call: did it write to one of its imports?"""
         for tensor, used in foreign:
+            used.return_attributes(tensor)
             version = version_of(used.value)
             if version != used.version:
                 used.version = version
@@ -543,9 +547,10 @@ class Journey:
 
     # --- inputs, results, and the way back
 
-    def take_input(self, tensor: Tensor, index: int = 0, hop: int = 0) -> Tensor:
-        """A micro-batch's slice of an input, on the hop's device, as made on that hop."""
-        stage = self.step.route[hop] if self.step.route else 0
+    def take_input(self, tensor: Tensor, index: int = 0) -> Tensor:
+        """A micro-batch's slice of an input, as if made on the hop where the journey is: on the
+        first one before it has begun, on the last one for the target."""
+        hop, stage = self._where_inputs_are()
         value = self.receive(hop, self.step.lend(tensor, stage, self._watch(tensor, -1, hop)))
         if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
             value = value.data  # a slice of the batch: a write to it is none to the others
@@ -554,8 +559,15 @@ class Journey:
             value = enter_graph(box, value)
             edge = edge_of(value)  # stands for the caller: -1 - index
             self._graph(hop).crossings.append(Crossing(edge, box, -1 - index, edge))
+        share_attributes(tensor, value, class_attributes(value))
         setattr(value, TAG, Tag(self.key, hop, stage))
         return value
+
+    def _where_inputs_are(self) -> tuple[int, int]:
+        """A hop and its stage."""
+        if self.hop >= 0:
+            return self.hop, self.stage
+        return 0, self.step.route[0] if self.step.route else 0
 
     def hop_of(self, tensor: Tensor) -> int:
         """The hop that a result of this journey was made on."""

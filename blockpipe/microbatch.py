@@ -366,19 +366,24 @@ class InputPlace:
 
 
 def input_places(
-    args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int], dims: BatchDims
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    sizes: Sequence[int],
+    dims: BatchDims,
 ) -> list[InputPlace]:
-    """For each leaf of a batch's arguments, in order: where it went.
+    """For each leaf of a batch's arguments and its target, in order: where it went.
 
     Args:
         args: as given to :func:`split`.
         kwargs: as given to :func:`split`.
+        target: as given to :func:`split`.
         sizes: of the micro-batches that it made.
         dims: as given to :func:`split`.
     """
     size, count = sum(sizes), len(sizes)
     reached = [0] * count  # leaves of each micro-batch's arguments so far
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items(), ("target", target)]
     places = []
     for name, value in named:
         dim = _dim_of(name, dims)

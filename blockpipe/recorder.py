@@ -304,9 +304,9 @@ class Recorder(Journey):
         if isinstance(tensor, FakeTensor) or not self.result.fake:
             super()._tag(tensor)
 
-    def take_input(self, tensor: Tensor, index: int = 0, hop: int = 0) -> Tensor:
-        value = super().take_input(tensor, index, hop)
-        setattr(value, TAG, _RecordedTag(self.key, hop, 0, set(), (), 0))
+    def take_input(self, tensor: Tensor, index: int = 0) -> Tensor:
+        value = super().take_input(tensor, index)
+        setattr(value, TAG, _RecordedTag(self.key, 0, 0, set(), (), 0))
         return value
 
     def _make_tag(self) -> Tag:

@@ -62,7 +62,8 @@ class SteppedModel(InspectedModel):
 
         Args:
             *args: the model's arguments, for the whole batch.
-            target: given to ``loss_fn`` after the output; split like the inputs.
+            target: given to ``loss_fn`` after the output; split like the inputs. One that needs a
+                gradient gets it, as the inputs do.
             loss_fn: ``(output, target) -> loss`` (``(output) -> loss`` without a target), one
                 element. It runs in the journey, on the last hop. ``None``: the model's own loss.
             return_outputs: also join the outputs.
@@ -80,7 +81,7 @@ class SteppedModel(InspectedModel):
         ambient = Ambient()
         cut_off: list[tuple[Tensor, Tensor]] = []  # inputs, and what stands for them
         if self.schedule == "uncut":
-            (args, kwargs), cut_off = _cut_off((args, kwargs))
+            (args, kwargs, target), cut_off = _cut_off((args, kwargs, target))
         microbatches = self._split(args, kwargs, target)
         with theirs():
             weights = weights_of(microbatches, self.loss_reduction)
@@ -93,7 +94,7 @@ class SteppedModel(InspectedModel):
         if cut_off:
             _give((tensor, leaf.grad) for tensor, leaf in cut_off)
         elif execution.inputs_need_grad:
-            self._give_input_gradients(execution, args, kwargs)
+            self._give_input_gradients(execution, args, kwargs, target)
         results = [r for r in execution.results if r is not None]
         device = prepared.devices[prepared.route[-1]]
         with torch.no_grad():
@@ -151,7 +152,7 @@ class SteppedModel(InspectedModel):
             ) from problem
         if not cut or not execution.step.differentiable:
             return output
-        inputs = self._inputs_that_need_grad(execution, args, kwargs)
+        inputs = self._inputs_that_need_grad(execution, args, kwargs, None)
         return attach(output, joints, execution, inputs)
 
     @remembers_caller
@@ -236,22 +237,24 @@ class SteppedModel(InspectedModel):
         )
 
     def _inputs_that_need_grad(
-        self, execution: Execution, args: Any, kwargs: Any
+        self, execution: Execution, args: Any, kwargs: Any, target: Any
     ) -> list[tuple[Tensor, InputPlace]]:
         # A tensor that comes twice is there twice: each argument has micro-batches of its own.
-        given = list(leaves((args, kwargs)))
+        given = list(leaves((args, kwargs, target)))
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             return []
         sizes = [m.size for m in execution.microbatches]
-        places = input_places(args, kwargs, sizes, self._dims(args, kwargs))
+        places = input_places(args, kwargs, target, sizes, self._dims(args, kwargs))
         return [
             (leaf, place)
             for leaf, place in zip(given, places, strict=True)
             if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
 
-    def _give_input_gradients(self, execution: Execution, args: Any, kwargs: Any) -> None:
-        inputs = self._inputs_that_need_grad(execution, args, kwargs)
+    def _give_input_gradients(
+        self, execution: Execution, args: Any, kwargs: Any, target: Any
+    ) -> None:
+        inputs = self._inputs_that_need_grad(execution, args, kwargs, target)
         if not inputs:
             return
         found = input_gradients(execution, inputs)

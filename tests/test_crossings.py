@@ -14,7 +14,7 @@ import blockpipe as bp
 from blockpipe.errors import CrossingError, PlanError, StateError
 
 from .alike import DEVICE, check_alike
-from .devices import equal, stages
+from .devices import equal, is_simulated, stages
 from .parity import difference, plain_step
 
 B = bp.Block
@@ -626,3 +626,76 @@ def test_a_stage_that_is_returned_to_after_writes_in_place_on_the_way(cuts, isol
     bp.begin_blocks(net, {f"1.{path}": stage for path, stage in cuts.items()})
     pipe = bp.Pipeline(net, devices=stages(1 + max(cuts.values())), chunks=2, isolate=isolate)
     assert pipe.verify(torch.randn(4, 4), target=torch.randn(4, 4), loss_fn=F.mse_loss)
+
+
+class Scaled(nn.Linear):
+    """Reads an attribute of its argument, and sets one."""
+
+    def forward(self, x):
+        x.count = getattr(x, "count", 0) + 1
+        return super().forward(x) * x.scale * x.count
+
+
+def _attributes(net, x):
+    with B(0):
+        h = net.a(x)
+        h.scale = 2.0
+    with B(1):
+        y = net.b(h)
+        h.scale = 3.0
+        y = y + net.b(h)
+    with B(2):
+        return net.c(y) * h.count + h * h.scale
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "sequential", "uncut"])
+def test_attributes_of_a_tensor_cross_with_it(schedule):
+    """A sealed module finds what was set on its argument, and what it sets is found."""
+    net = Net(_attributes)
+    net.b = Scaled(4, 4)
+    for isolate in (False, True) if schedule != "uncut" else (False,):
+        check_alike(net, torch.randn(6, 4), schedule=schedule, isolate=isolate)
+
+
+class Writes(nn.Module):
+    """Counts in an argument that goes whole, on one stage, and may read it on another."""
+
+    def __init__(self, stage, reads):
+        super().__init__()
+        self.a, self.b, self.stage, self.reads = nn.Linear(4, 4), nn.Linear(4, 4), stage, reads
+
+    def forward(self, x, total):
+        with B(0):
+            x = self.a(x)
+            if self.stage == 0:
+                total.add_(x.detach().sum())
+        with B(1):
+            if self.stage == 1:
+                total.add_(x.detach().sum())
+            x = self.b(x)
+            return x * total if self.reads else x
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "sequential"])
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize(("stage", "reads"), [(0, False), (0, True), (1, False), (1, True)])
+def test_an_argument_that_goes_whole_is_written_in_place(
+    stage, reads, isolate, schedule, monkeypatch
+):
+    """Right, the caller's tensor too, or refused with the reason."""
+    monkeypatch.setattr("blockpipe.prepared.SMALL_OPERATION", 0)
+    monkeypatch.setattr("blockpipe.prepared.SMALL_HOP", 0)
+    net, x, total = Writes(stage, reads), torch.randn(6, 4), torch.zeros(4, device=DEVICE)
+    plain, expected = copy.deepcopy(net).to(DEVICE), total.clone()
+    outputs = torch.cat([plain(part, expected) for part in x.to(DEVICE).split(2)])
+    options = {"chunks": 3, "schedule": schedule, "isolate": isolate}
+    pipe = bp.Pipeline(net, devices=stages(2), batch_dims={"total": None}, **options)
+    under_way_at_once = schedule == "gpipe" or is_simulated()  # there a copy may be
+    is_read_elsewhere = reads or stage == 1  # as an input it is the first stage's
+    is_a_copy = isolate or (stage == 1 and is_simulated())
+    if is_a_copy or (under_way_at_once and is_read_elsewhere):
+        with pytest.raises(StateError, match="goes whole to every micro-batch, and is written"):
+            pipe(x, total)
+        return
+    torch.testing.assert_close(pipe(x, total).cpu(), outputs.cpu())
+    torch.testing.assert_close(total.cpu(), expected.cpu())

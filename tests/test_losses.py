@@ -175,6 +175,7 @@ def test_a_weight_that_is_returned_gets_its_gradient_once():
 
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "sequential", "uncut"])
+@pytest.mark.filterwarnings("ignore:chunks=1")
 def test_an_input_that_comes_twice_gets_both_gradients(schedule, chunks):
     """As two arguments, in a list, and whole for each micro-batch."""
 
@@ -226,3 +227,30 @@ def test_a_mean_square_of_what_has_a_gradient():
     assert own_or_mean_square((a, b, torch.arange(3))) == 1
     with pytest.raises(UsageError, match="gradient path"):
         own_or_mean_square(b)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "sequential", "uncut"])
+@pytest.mark.parametrize("stage_of_last", [0, 1])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.filterwarnings("ignore:chunks=1")
+def test_a_target_that_needs_a_gradient_gets_it(schedule, stage_of_last, chunks):
+    """A leaf and one with a graph of its own, beside one that needs none, and also an input."""
+    net = nn.Sequential(nn.Linear(4, 4), bp.BeginBlock(nn.Linear(4, 4), stage=stage_of_last))
+    plain, x, fixed = copy.deepcopy(net), torch.randn(6, 4), torch.randn(6, 4)
+    leaf, behind = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    x.requires_grad_()
+
+    def loss_fn(output, target):
+        return sum(F.mse_loss(output, t) * (i + 1) for i, t in enumerate(target.values()))
+
+    devices = stages(stage_of_last + 1)
+    pipe = bp.Pipeline(net, devices=devices, chunks=chunks, schedule=schedule)
+    for step in (loss_fn, None, None):
+        target = {"leaf": leaf, "behind": behind * 2, "fixed": fixed, "x": x, "again": leaf}
+        if step is not None:
+            step(plain(x), target).backward()
+            expected = [t.grad for t in (leaf, behind, x)]
+        else:
+            pipe.forward_backward(x, target=target, loss_fn=loss_fn)
+            assert_close([t.grad for t in (leaf, behind, x)], expected)
+        leaf.grad = behind.grad = x.grad = None
