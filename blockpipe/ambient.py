@@ -23,8 +23,11 @@ R = TypeVar("R")
 
 class ThreadState(threading.local):
     """What a thread of ours is doing: the glue of the journey that runs in it, the baton, if it
-    holds that (at most one thread runs forward code for accelerators at a time), and the function
-    modes that are off meanwhile."""
+    holds that (at most one thread runs forward code for accelerators at a time), the function
+    modes that are off meanwhile, and what it has entered that all threads see."""
+
+    def __init__(self) -> None:
+        self.entered: list[Any] = []
 
     glue: Any = None
     baton: "threading.Lock | None" = None

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .alone import alone_with
 from .ambient import as_ours
 from .errors import BlockpipeError, RecordingError
 from .faking import record_there
+from .intact import leaves_intact
 from .microbatch import Share
 from .plan import StagePlan
 from .planned import Planned, planned_by
@@ -113,17 +115,19 @@ def record_planned(
     if isinstance(args, Tensor) or not isinstance(args, tuple | list):
         args = (args,)
     kwargs = dict(kwargs or {})
-    recording = _record(
-        *(model, tuple(args), kwargs, planned, devices, share),
-        fake=fake,
-        intended=intended,
-        cut=cut,
-    )
+    with alone_with(model):
+        recording = _record(
+            *(model, tuple(args), kwargs, planned, devices, share),
+            fake=fake,
+            intended=intended,
+            cut=cut,
+        )
     if planned is not None:
         planned.check(recording)
     return recording
 
 
+@leaves_intact
 @as_ours
 @counting_writes()
 def _record(
@@ -218,16 +222,14 @@ def _record_real(
     unhookable: frozenset[str],
 ) -> Recording:
     state = ModelState(model, values=True)
-    try:
-        with kept(every_source()), WritesUndone(model):
-            # Copies: the forward may write to its inputs, and it will run again.
-            where = _one_device_of(model) if devices is None else None
-            args, kwargs = map_tensors(partial(_copy_of, where=where), (args, kwargs))
-            return run_watched(
-                model, args, kwargs, planned, devices, fake=False, cut=cut, unhookable=unhookable
-            )
-    finally:
-        state.restore()
+    # An interrupt can spoil one of them.
+    with state, state, kept(every_source()), WritesUndone(model):
+        # Copies: the forward may write to its inputs, and it will run again.
+        where = _one_device_of(model) if devices is None else None
+        args, kwargs = map_tensors(partial(_copy_of, where=where), (args, kwargs))
+        return run_watched(
+            model, args, kwargs, planned, devices, fake=False, cut=cut, unhookable=unhookable
+        )
 
 
 def _one_device_of(model: nn.Module) -> torch.device | None:

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .alone import alone_with
 from .ambient import ours
 from .errors import UsageError
 from .execution import Execution
+from .intact import leaves_intact
 from .joining import Joint
 from .microbatch import InputPlace
 from .transfer import edge_of
@@ -39,13 +41,21 @@ class _Backward:
         self.inputs = inputs
         self.gradients: dict[tuple[int, int | None], Tensor] = {}
 
+    @leaves_intact
     def run(self) -> list[Tensor | None]:
+        """The gradients of the inputs, after those of all parameters."""
         execution, self.execution = self.execution, None
         if execution is None:
             raise UsageError(
                 "this pipelined forward has run its backward already: its graphs are gone; call "
                 "the pipeline again, or use schedule='uncut' for retain_graph and second backwards"
             )
+        with alone_with(execution.prepared.model):
+            self._add_roots(execution)
+            execution.run_backward()
+        return input_gradients(execution, self.inputs)
+
+    def _add_roots(self, execution: Execution) -> None:
         for (leaf, part), gradient in self.gradients.items():
             joint = self.joints[leaf]
             pieces = (
@@ -66,8 +76,6 @@ class _Backward:
                     execution.journeys[m].add_sent_root(hop, edge, sent)
         self.gradients.clear()
         self.joints = []
-        execution.run_backward()
-        return input_gradients(execution, self.inputs)
 
 
 class _Launch(torch.autograd.Function):

@@ -5,7 +5,6 @@ out; inside of it the glue is off. Doors are instance attributes, set for a step
 it: hooks of the user's run outside of them, and between steps the model is exactly the user's.
 """
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from .checkpoint import Again
 from .glue import active_glue
 from .planned import Stages, planned_stage
 from .recording import Call, Recording
+from .shared import Shared
 
 
 class Door:
@@ -65,7 +65,7 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
 
 
-class Doors:
+class Doors(Shared):
     """The doors of one recording; entered for each step, reentrant.
 
     Args:
@@ -110,8 +110,6 @@ class Doors:
             key: (hops, self._again(f"function {key}", key, recording, modules), key in waiting)
             for key, hops in recording.sealed_functions.items()
         }
-        self._depth = 0
-        self._lock = threading.Lock()  # what is recomputed may come by any thread
         self._before: list[Any] = []
 
     def _again(
@@ -158,26 +156,21 @@ class Doors:
                 found.append(path)
         return found
 
-    def __enter__(self) -> None:
-        with self._lock:
-            self._depth += 1
-            if self._depth == 1:
-                self._before = [names.get(name, _MISSING) for names, name, _ in self._places]
-                for names, name, door in self._places:
-                    names[name] = door
+    def put_on(self) -> None:
+        """Every door in its place."""
+        self._before = [names.get(name, _MISSING) for names, name, _ in self._places]
+        for names, name, door in self._places:
+            names[name] = door
 
-    def __exit__(self, *failure: Any) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth:
-                return
-            for (names, name, door), before in zip(self._places, self._before, strict=True):
-                if names.get(name) is not door:
-                    continue  # the user's forward set its own meanwhile: it is theirs
-                if before is _MISSING:
-                    del names[name]
-                else:
-                    names[name] = before
+    def take_off(self) -> None:
+        """What was in their places."""
+        for (names, name, door), before in zip(self._places, self._before, strict=False):
+            if names.get(name) is not door:
+                continue  # the user's forward set its own meanwhile: it is theirs
+            if before is _MISSING:
+                del names[name]
+            else:
+                names[name] = before
 
 
 _MISSING = object()

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
+from .alone import alone_with
 from .ambient import as_ours
 from .errors import BlockpipeError, IsolationError, RecordingError
+from .intact import leaves_intact
 from .leftover import TrackedFakes
 from .plan import StagePlan
 from .planned import Planned, planned_by
@@ -34,6 +36,7 @@ from .watching import counting_writes, hooked, run_watched
 from .where import failing_line
 
 
+@leaves_intact
 @as_ours
 @counting_writes()
 def record_on_fake_devices(
@@ -68,11 +71,12 @@ def record_on_fake_devices(
     planned = planned_by(model, plan)
     kwargs = dict(kwargs or {})
     try:
-        return hooked(
-            lambda unhookable: _record_fake(
-                model, tuple(args), kwargs, planned, devices, homes, unhookable=unhookable
+        with alone_with(model):
+            return hooked(
+                lambda unhookable: _record_fake(
+                    model, tuple(args), kwargs, planned, devices, homes, unhookable=unhookable
+                )
             )
-        )
     except BlockpipeError:
         raise
     except Exception as error:
@@ -235,7 +239,7 @@ def _record_with(
         name: faked(tensor, None if homes is None else homes.get(name))
         for name, tensor in (*named_slots(model, "_parameters"), *named_slots(model, "_buffers"))
     }
-    try:
+    with state, state:  # an interrupt can spoil one of them
         with kept(every_source()), _reparametrize_module(model, swapped, tie_weights=False):
             # There a model takes any sample: only its shapes count.
             in_one_place = on_meta or (homes is not None and devices is None)
@@ -253,8 +257,6 @@ def _record_with(
                     cut=cut,
                     unhookable=unhookable,
                 )
-    finally:
-        state.restore()
 
 
 class _NotOfThread(logging.Filter):

@@ -21,7 +21,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from .ambient import Ambient, give_baton, take_baton
+from .errors import StateError
 from .schedule import Action, Actions, Schedule
+from .standstill import PATIENCE, POLL, Standstill
+from .where import line_of_thread
 
 _CAN_PIN = hasattr(os, "sched_setaffinity")  # for one thread: Linux
 
@@ -171,6 +174,7 @@ class Turns:
         self._backing = [False] * lanes  # whether a thread runs backwards of the lane
         self._waiting: dict[Action, threading.Lock] = {}  # journeys at a border; locked till woken
         self._hop: dict[int, int] = {}  # where each journey under way is
+        self._thread_of: dict[int, int] = {}  # by its identifier
         self._skipped: set[Action] = set()
         self._finished: set[int] = set()
         self._done: set[Action] = set()
@@ -209,10 +213,36 @@ class Turns:
         self._join()
 
     def _join(self) -> None:
+        standstill = Standstill()
+        while not self._is_over():
+            if self._failure is None and self._waiting and standstill.is_reached():
+                self.fail(self._stands_still())
+
+    def _is_over(self) -> bool:
         with self._lock:
-            while self._running:
+            if self._running:
                 # Not for ever: a signal that comes just before the wait begins does not end it.
-                self._over.wait(timeout=0.2)
+                self._over.wait(timeout=POLL)
+            return not self._running
+
+    def _stands_still(self) -> StateError:
+        """Those whose turn it is do not go on; perhaps they wait for one that waits for its own."""
+        with self._lock:
+            waiting = {turn.microbatch: turn.hop for turn in self._waiting}
+            under_way = self._hop.keys() - waiting.keys() - self._finished
+            standing = {m: self._thread_of[m] for m in under_way if m in self._thread_of}
+        are = "; ".join(
+            f"micro-batch {m} stands at {line_of_thread(thread)}"
+            for m, thread in sorted(standing.items())
+        )
+        wait = ", ".join(f"micro-batch {m} for hop {hop}" for m, hop in sorted(waiting.items()))
+        return StateError(
+            f"for {PATIENCE:.0f} seconds nothing has run in this step: {are or 'a hook stands'}, "
+            f"while others wait for their turn ({wait}); micro-batches are under way at once, and "
+            "one must not wait for what another one holds across stages (a lock: let it go before "
+            "the stage ends, or use schedule='sequential'), nor for a thread that waits for this "
+            "step"
+        )
 
     # --- threads
 
@@ -308,6 +338,7 @@ class Turns:
     # --- forward
 
     def _run_journey(self, microbatch: int) -> _Job | None:
+        self._thread_of[microbatch] = threading.get_ident()
         try:
             self._forward(microbatch)
         finally:

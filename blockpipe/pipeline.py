@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from .ambient import as_ours
+from .alone import alone_with
 from .batchnorm import synchronized
 from .chunks import Batch, ChunksReport, Options, find_chunks
 from .errors import UsageError
@@ -35,7 +35,7 @@ from .plan import StagePlan
 from .prepared import Prepared, ScheduleOption
 from .profiling import Profile, collected
 from .schedule import Schedule
-from .stepping import SteppedModel
+from .stepping import SteppedModel, runs_model
 from .timeline import Timeline
 from .verdict import check_tolerances, verify
 from .verification import Verification
@@ -172,7 +172,8 @@ class Pipeline(SteppedModel):
             )
         if sample is not None:
             args, kwargs = as_sample(sample)
-            self._prepare(self._split(args, kwargs, None)[0])
+            with alone_with(self.module):
+                self._prepare(self._split(args, kwargs, None)[0])
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -239,7 +240,7 @@ class Pipeline(SteppedModel):
     # --- whether it is right, and fast
 
     @remembers_caller
-    @as_ours
+    @runs_model
     def verify(
         self,
         *args: Any,
@@ -298,13 +299,13 @@ class Pipeline(SteppedModel):
             >>> found.ok, found.verdict
             (True, 'exact')
         """
-        self._check_call()
         check_loss(loss_fn, target)
         check_tolerances(rtol, atol)
         verifier = Verifier(self, args, kwargs, target, loss_fn, device)
         return verify(verifier, rtol=rtol, atol=atol, whole=whole)
 
     @remembers_caller
+    @runs_model
     def find_chunks(
         self,
         *args: Any,
@@ -353,7 +354,6 @@ class Pipeline(SteppedModel):
             >>> [trial.microbatches for trial in report.trials]
             [1, 2, 4]
         """
-        self._check_call()
         check_loss(loss_fn, target)
 
         def step() -> None:

@@ -23,7 +23,10 @@ from typing import Any
 import torch
 
 from .ambient import stash, stashed, waiting_for_device
+from .errors import UsageError
+from .standstill import PATIENCE, POLL, Standstill
 from .transfer import copying, is_asynchronous
+from .where import users_line
 
 # What is drawn from: a device's generator, Python's ``random``, numpy's global one.
 Source = torch.device | str
@@ -39,31 +42,56 @@ class _Turn:
     lock that knows threads alone would wait for ever."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count_lock = threading.Lock()
-        self._owner: object = None
+        self._changed = threading.Condition()
+        self._owner: object = None  # one assignment: an interrupt comes before it or after
         self._count = 0
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        if not self._is_ours():
-            owner = object()
-            stash(_TURN, owner)
-            if not self._lock.acquire(blocking, timeout):
-                return False
-            self._owner = owner
-        with self._count_lock:
+    def acquire(self, *, blocking: bool = True) -> bool:
+        """Take it, once more if it is ours; without ``blocking``: only if it is free.
+
+        Raises:
+            UsageError: who has it stands still.
+        """
+        with self._changed:
+            if not self.is_ours():
+                if self._owner is not None and not blocking:
+                    return False
+                self._wait()
+                owner = object()
+                stash(_TURN, owner)
+                self._count = 0
+                self._owner = owner
             self._count += 1
         return True
 
-    def release(self) -> None:
-        with self._count_lock:
-            self._count -= 1
-            if self._count:
-                return
-            self._owner = None
-        self._lock.release()
+    def _wait(self) -> None:
+        standstill = Standstill()
+        while self._owner is not None:
+            self._changed.wait(POLL)
+            if self._owner is not None and standstill.is_reached():
+                raise UsageError(
+                    "forwards that draw random numbers take turns, but this one waits for "
+                    f"another, and for {PATIENCE:.0f} seconds nothing has run: that one seems to "
+                    f"wait for this one ({users_line()}); in a forward or a loss, do not wait for "
+                    "a thread that calls a pipeline (a teacher's): call it before the step, and "
+                    "pass what it gives as a part of the target"
+                )
 
-    def _is_ours(self) -> bool:
+    def release(self) -> None:
+        """Give it back, if that was the last time."""
+        with self._changed:
+            self._count -= 1
+            if self._count <= 0:
+                self.end()
+
+    def end(self) -> None:
+        """Give it back, however often it was taken."""
+        with self._changed:
+            self._owner = None
+            self._changed.notify()
+
+    def is_ours(self) -> bool:
+        """Whether this thread has it, or who this thread works for."""
         owner = self._owner
         return owner is not None and stashed(_TURN) is owner
 
@@ -167,14 +195,20 @@ def restore(states: States) -> None:
         _set(source, state)
 
 
-@contextmanager
-def kept(sources: Iterable[Source]) -> Iterator[None]:
-    """At the end generators are where they were. Others may draw meanwhile."""
-    before = current(sources)
-    try:
-        yield
-    finally:
-        restore(before)
+class kept:  # noqa: N801 - a context manager that reads as a participle
+    """At the end generators are where they were. Others may draw meanwhile.
+
+    No function that yields: after an interrupt, such a one ends when the collector finds it.
+    """
+
+    def __init__(self, sources: Iterable[Source]) -> None:
+        self._sources = sources
+
+    def __enter__(self) -> None:
+        self._before = current(self._sources)
+
+    def __exit__(self, *failure: Any) -> None:
+        restore(self._before)
 
 
 @contextmanager
@@ -185,14 +219,25 @@ def replayed(states: States) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def own_turn() -> Iterator[None]:
-    """While entered, no other thread of a pipeline draws."""
-    _take_turn()
-    try:
-        yield
-    finally:
+class own_turn:  # noqa: N801 - reads as a noun
+    """While entered, no other thread of a pipeline draws. No function that yields, as above."""
+
+    def __enter__(self) -> None:
+        _take_turn()
+
+    def __exit__(self, *failure: Any) -> None:
         _turn.release()
+
+
+def is_own_turn() -> bool:
+    """Whether this thread may draw now."""
+    return _turn.is_ours()
+
+
+def end_turn() -> None:
+    """Let others draw, if this thread's turn is not over."""
+    if _turn.is_ours():
+        _turn.end()
 
 
 def _take_turn() -> None:

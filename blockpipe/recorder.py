@@ -6,6 +6,7 @@ sees is what a replay will do.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from .activations import Activations
+from .alone import alone_with
 from .ambient import how_many_modes, ours
 from .backward import Root, entries_of, kept_for_weights, why_whole
 from .blocks import Cursor, Mark
@@ -335,6 +337,11 @@ class Recorder(Journey):
         tag: Tag | None = getattr(tensor, TAG, None)
         return tag is not None and tag.key is self.key
 
+    def gave(self, arguments: Any) -> bool:
+        """Whether a call in another thread (autograd's, or of the forward's own making) is a part
+        of this recording: some of its arguments come from it."""
+        return any(isinstance(t, FakeTensor) or self.made(t) for t in tensors(arguments))
+
     def _write_through(self, tensor: Tensor, used: Import) -> None:
         self.result.writes_across = True
         super()._write_through(tensor, used)
@@ -643,7 +650,11 @@ class RecordingGlue(Glue):
 
 
 class RecordingDoor:
-    """Stands around every module's forward and writes the call down."""
+    """Stands around every module's forward and writes the call down.
+
+    A call of another thread is the user's own, and none of the recording: it waits until the
+    recording is over, for the parameters are fake ones meanwhile.
+    """
 
     def __init__(
         self,
@@ -658,9 +669,13 @@ class RecordingDoor:
         self.module = module
         self.recorder = recorder
         self.stages = stages
+        self._thread = threading.get_ident()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self.recorder
+        if threading.get_ident() != self._thread and not recorder.gave((args, kwargs)):
+            with alone_with(self.module):
+                return self.forward(*args, **kwargs)
         if self.stages is not None:
             call_number = recorder.count_call(self)
             now = recorder.cursor.stage

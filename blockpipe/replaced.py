@@ -5,43 +5,42 @@ taken off when the last of them leaves.
 """
 
 import functools
-import threading
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
 
 from .crossing import Entry
 from .glue import active_glue, watched_register_hook
+from .shared import Shared
 
 
-class Replacement:
+class Replacement(Shared):
     """Something of torch's is replaced while this is entered, by any number of threads."""
 
     owner: Any
     name: str
-    _originals: ClassVar[dict[type, Any]] = {}  # as they are, unbound
-    _entered: ClassVar[int] = 0
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _only: ClassVar[Any] = None  # of its class: what it replaces is there once
+    _original: Any  # as it is, unbound
+
+    def __new__(cls, *args: Any) -> Self:
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+            cls._only._original = cls.owner.__dict__[cls.name]
+        return cast(Self, cls._only)
 
     def replacement(self) -> Any:
         """What stands there meanwhile."""
         raise NotImplementedError
 
-    def __enter__(self) -> None:
-        kind = type(self)
-        with Replacement._lock:
-            if not kind._entered:
-                Replacement._originals[kind] = kind.owner.__dict__[kind.name]
-                setattr(kind.owner, kind.name, self.replacement())
-            kind._entered += 1
+    def put_on(self) -> None:
+        """The replacement in the place of the original."""
+        self._original = self.owner.__dict__[self.name]
+        setattr(self.owner, self.name, self.replacement())
 
-    def __exit__(self, *failure: Any) -> None:
-        kind = type(self)
-        with Replacement._lock:
-            kind._entered -= 1
-            if kind._entered == 0:
-                setattr(kind.owner, kind.name, Replacement._originals[kind])
+    def take_off(self) -> None:
+        """The original."""
+        setattr(self.owner, self.name, self._original)
 
 
 class TensorHooks(Replacement):

@@ -56,6 +56,12 @@ class ModelState:
         for restore in self._restores:
             restore()
 
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *failure: object) -> None:
+        self.restore()
+
     def _look_at(self, value: Any) -> Iterable[Any]:
         if isinstance(value, _NO_STATE) or id(value) in self._seen:
             return ()

@@ -1,13 +1,15 @@
 """A placed model that runs steps: forwards and backwards over a batch, pipelined."""
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from .ambient import Ambient, as_ours, theirs
+from .alone import alone_with
+from .ambient import Ambient, ours, theirs
 from .blocks import Cursor, _cursor, set_cursor
 from .crossing import Step
 from .differentiable import attach, input_gradients
@@ -16,6 +18,7 @@ from .execution import Execution
 from .free import FreeJourney
 from .glue import Glue
 from .inspected import InspectedModel
+from .intact import leaves_intact
 from .joining import join, output_dim, weighted_sum
 from .losses import warn_of_some_without_a_number
 from .microbatch import InputPlace, LossReduction, Microbatch, input_places, weights_of
@@ -27,6 +30,25 @@ from .stepresult import StepLoss, StepResult
 from .transfer import is_asynchronous
 from .tree import leaves, map_tensors
 from .where import remembers_caller, users_line
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def runs_model(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorates what users call to have the model run: it is refused inside of another run, takes
+    its turn among the threads, and leaves its thread as it was."""
+
+    @functools.wraps(method)
+    @leaves_intact
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        pipe = cast(SteppedModel, args[0])
+        with ours():
+            pipe._check_call()
+            with alone_with(pipe.module):
+                return method(*args, **kwargs)
+
+    return call
 
 
 class SteppedModel(InspectedModel):
@@ -49,7 +71,7 @@ class SteppedModel(InspectedModel):
     # --- what it does
 
     @remembers_caller
-    @as_ours
+    @runs_model
     def forward_backward(
         self,
         *args: Any,
@@ -76,7 +98,6 @@ class SteppedModel(InspectedModel):
             The first exception of any micro-batch, with a note of stage, micro-batch and line.
             ``.grad`` may then hold part of the step.
         """
-        self._check_call()
         check_loss(loss_fn, target)
         ambient = Ambient()
         cut_off: list[tuple[Tensor, Tensor]] = []  # inputs, and what stands for them
@@ -115,7 +136,7 @@ class SteppedModel(InspectedModel):
         return StepResult(loss.reshape(()).as_subclass(StepLoss), outputs)
 
     @remembers_caller
-    @as_ours
+    @runs_model
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, pipelined and differentiable, outputs joined.
 
@@ -123,7 +144,6 @@ class SteppedModel(InspectedModel):
         GPipe; :meth:`forward_backward` can hold less. Under ``no_grad`` micro-batches stream
         through the stages.
         """
-        self._check_call()
         ambient = Ambient()
         cut = self.schedule != "uncut"
         if cut and torch.is_grad_enabled() and is_in_checkpoint():
@@ -156,7 +176,7 @@ class SteppedModel(InspectedModel):
         return attach(output, joints, execution, inputs)
 
     @remembers_caller
-    @as_ours
+    @runs_model
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another method of the placed model (``generate``, ``encode``), not pipelined.
 
@@ -169,7 +189,6 @@ class SteppedModel(InspectedModel):
         Raises:
             UsageError: nothing is placed yet.
         """
-        self._check_call()
         if not callable(function):
             raise UsageError(
                 f"run() calls a method of the model, but {function!r} "

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -57,11 +57,19 @@ def say_caller(what: str) -> None:
 
 def users_line() -> str:
     """``file.py:41`` of the innermost frame of the user's, or of the call that led here."""
-    frame = sys._getframe(1)
+    return _line_from(sys._getframe(1))
+
+
+def line_of_thread(thread: int) -> str:
+    """``file.py:41`` of where another thread is, by its identifier."""
+    return _line_from(sys._current_frames().get(thread))
+
+
+def _line_from(frame: FrameType | None) -> str:
     while frame is not None:
         if _is_users(frame.f_code):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return _call_line.get()
 
 

@@ -1,5 +1,6 @@
 """No lock stays locked: a step that fails at any place leaves the next one free to run."""
 
+import contextlib
 import copy
 import random
 import sys
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe import blocks, lanes, randomness, replaced
+from blockpipe import alone, blocks, lanes, randomness, replaced
 from blockpipe.ambient import in_thread
 
 from .devices import assert_close, stages
@@ -26,12 +27,14 @@ LETS_GO = {
     "ambient": {"give_baton", "enter_modes", "__exit__"},
     "blocks": {"set_cursor", "set_microbatch"},
     "crossing": {"settle"},
-    "doors": {"__exit__"},
+    "alone": {"__exit__", "_leave"},
+    "shared": {"__exit__", "_hold"},
+    "doors": {"take_off"},
     "glue": {"__exit__"},
-    "replaced": {"__exit__"},
+    "replaced": {"take_off"},
     "journey": {"finish_forward", "abandon", "settle"},
     "lending": {"_is_held_elsewhere", "_let_go", "settle_all", "drop", "hops"},
-    "randomness": {"release"},
+    "randomness": {"release", "end"},
     "lanes": {"put_back", "fail", "_one_less", "run", "_work", "_join", "_run"},
 }
 
@@ -143,14 +146,10 @@ def assert_nothing_stays() -> None:
     assert blocks._cursor.get() is None
     assert torch._C._len_torch_function_stack() == 0
 
-    def is_free() -> bool:
-        if not randomness._turn.acquire(timeout=5):
-            return False
-        randomness._turn.release()
-        return True
-
-    assert in_time(is_free), "the turn to draw is still taken"
-    assert all(kind._entered == 0 for kind in (replaced.TensorHooks, replaced.CustomFunctions))
+    assert randomness._turn._owner is None, "the turn to draw is still taken"
+    assert not alone._entered
+    assert in_thread.entered == []
+    assert not any(kind()._threads for kind in (replaced.TensorHooks, replaced.CustomFunctions))
 
 
 @pytest.mark.timeout(600)
@@ -194,3 +193,55 @@ def test_after_a_failure_anywhere_the_next_step_runs():
                 assert_close(p.grad, q.grad)
     assert raised > 200
     assert raised > 0.9 * len(tried)
+
+
+def interrupting(bytecode: int, seen: list[int]) -> Callable[..., Any]:
+    """A trace function that raises where the package, or contextlib, is at its n-th bytecode."""
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith((PACKAGE, contextlib.__file__)):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            seen[0] += 1
+            if seen[0] == bytecode:
+                raise KeyboardInterrupt("now")
+        return trace
+
+    return trace
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "sequential"},
+        {"schedule": "sequential", "checkpoint": "always"},
+        {"schedule": "sequential", "isolate": True},
+        {"schedule": "uncut"},
+    ],
+    ids=str,
+)
+def test_an_interrupt_at_any_bytecode_leaves_nothing(options: dict[str, Any]) -> None:
+    """A step in one thread is interrupted at bytecodes all over it; the next one is right."""
+    net = Tied(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)))
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=1, **options)
+    x = torch.randn(4, 8)
+
+    def gradients() -> list[torch.Tensor]:
+        net.zero_grad()
+        torch.manual_seed(1)
+        pipe.forward_backward(x, loss_fn=loss_fn)
+        return [p.grad.clone() for p in net.parameters()]
+
+    gradients()
+    expected = gradients()
+    seen = [0]
+    traced(interrupting(-1, seen), gradients)
+    assert seen[0] > 2000
+    for bytecode in range(1, seen[0], seen[0] // 20):
+        with pytest.raises(KeyboardInterrupt, match="now"):
+            traced(interrupting(bytecode, [0]), gradients)
+        assert_nothing_stays()
+        assert all("forward" not in module.__dict__ for module in net.modules())
+        for found, right in zip(gradients(), expected, strict=True):
+            assert torch.equal(found, right)

@@ -1,0 +1,50 @@
+"""Whether a wait for another thread can end: it cannot if that thread waits for this one.
+
+A lock of the user's, or a loss that waits for a thread which calls another pipeline, can close a
+circle of waits, and nothing sees the user's part of it. But in such a circle nobody computes. So a
+wait ends with an error where the whole process has used no processor time to speak of for a while.
+A bound on the time alone was no alternative: a long step is no circle.
+"""
+
+import sys
+import time
+from types import FrameType
+
+POLL = 0.2  # seconds between two looks
+PATIENCE = 60.0  # seconds without work before a wait is given up; a guess
+_SHARE = 0.02  # of a core: what threads that only wait and look now and then may use
+_DEBUGGERS = frozenset(["bdb", "pdb", "pydevd"])
+
+
+class Standstill:
+    """How long the process has done nothing, as of somebody who waits and looks every ``POLL``."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._looks, self._used = 0, time.process_time()
+
+    def is_reached(self) -> bool:
+        """Whether nothing has been computed for ``PATIENCE`` seconds; asked after each ``POLL``.
+
+        Looks are counted, and not seconds: a process that was stopped for a minute has not waited.
+        """
+        self._looks += 1
+        if time.process_time() - self._used > _SHARE * PATIENCE:
+            self._begin()
+        if self._looks * POLL < PATIENCE:
+            return False
+        self._looks = 0
+        return not _is_debugged()
+
+
+def _is_debugged() -> bool:
+    """Whether a thread stands in a debugger, and waits for what the user types."""
+    frames: list[FrameType | None] = list(sys._current_frames().values())
+    for frame in frames:
+        while frame is not None:
+            if frame.f_globals.get("__name__") in _DEBUGGERS:
+                return True
+            frame = frame.f_back
+    return False
