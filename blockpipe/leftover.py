@@ -37,20 +37,23 @@ class TrackedFakes(FakeTensorMode):
         gc.collect()
         for made in self._made:
             tensor = made()
-            if tensor is not None:
+            # What no object holds is torch's own (autocast's cache of casts, by parameter).
+            if tensor is not None and (holder := _holder(tensor)):
                 raise RecordingError(
                     f"the forward left a tensor of shape {tuple(tensor.shape)} of the recording in "
-                    f"{_holder(tensor)}, where Blockpipe cannot put back what was there before, "
+                    f"{holder}, where Blockpipe cannot put back what was there before, "
                     "and a later step would compute with it; keep state on a module of the model, "
                     "or in a global of the module that defines it"
                 )
 
 
 def _holder(value: object) -> str:
-    """In words: what holds it, and what holds that."""
+    """In words: what holds it, and what holds that; empty where no object of Python's does."""
     steps: list[str] = []
     for _ in range(_DEPTH):
         found = _holding(value)
+        if found is None:
+            break
         if isinstance(found, dict):
             key = _key_of(found, value)
             owner = _holding(found)
@@ -59,10 +62,10 @@ def _holder(value: object) -> str:
             if getattr(owner, "__dict__", None) is found:
                 return ", in ".join([*steps, f"{type(owner).__name__}.{key}"])
             steps.append(f"a dict under {key!r}")
-        elif found is not None:
+        else:
             steps.append(f"a {type(found).__name__}")
         value = found
-    return ", in ".join(steps) or "what is not known"
+    return ", in ".join(steps)
 
 
 def _holding(value: object) -> Any:

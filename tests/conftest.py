@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from blockpipe import prepared
 from blockpipe.lanes import close_idle_threads
@@ -22,6 +23,9 @@ from blockpipe.lanes import close_idle_threads
 from . import devices
 from .pinned import pin
 from .simulated_build import CannotBuildError
+
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 SIMULATED = Path(__file__).with_name("simulated")
 DELAY = 200  # microseconds at most, before one in five operations: enough for another order

@@ -530,7 +530,7 @@ def test_parameter_written_on_another_stage():
                 s.a.bias.add_(1)
             return s.b(h)
 
-    found(forward, StateError, "'a.bias' of shape .* lives on stage 0 and is written")
+    found(forward, StateError, "'a.bias' of shape .* lives on stage 0 and was written")
 
 
 def test_buffer_written_on_one_stage_and_read_on_another():

@@ -221,11 +221,12 @@ def test_nothing_to_go_back_from() -> None:
 
 
 def test_it_runs_with_the_threads_of_a_stage_and_gives_them_back() -> None:
-    seen = []
+    seen: list[int] = []
+    note = seen.append  # what is found by name is put back
 
     class Net(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append(torch.get_num_threads())
+            note(torch.get_num_threads())
             return super().forward(x)
 
     torch.set_num_threads(4)

@@ -143,12 +143,13 @@ def test_both_runs_have_the_threads_of_a_lane(
     """Sums differ by their number: an uncut reference with the caller's threads was "different",
     and so was a frozen model, whose small step ran without lanes."""
     monkeypatch.setattr(prepared, "SMALL_OPERATION", 1.0)
-    seen = set()
+    seen: set[int] = set()
+    note = seen.add  # what is found by name is put back
 
     class Net(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if not isinstance(x, FakeTensor):  # not in a recording
-                seen.add(torch.get_num_threads())
+                note(torch.get_num_threads())
             return super().forward(x)
 
     torch.set_num_threads(6)
@@ -165,11 +166,12 @@ def test_lanes_run_for_small_models(monkeypatch: pytest.MonkeyPatch):
     steps are as before."""
     monkeypatch.undo()
     monkeypatch.setattr("blockpipe.prepared.SMALL_HOP", 1.0)
-    names = []
+    names: list[threading.Thread] = []
+    note = names.append  # what is found by name is put back
 
     class Named(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            names.append(threading.current_thread())
+            note(threading.current_thread())
             return super().forward(x)
 
     net = nn.Sequential(Named(4, 4), Named(4, 4))
