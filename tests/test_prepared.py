@@ -363,3 +363,18 @@ def test_parameters_live_where_the_call_at_hand_reads_them(kinds, schedule):
             for output in outputs:
                 output.square().sum().backward()
     assert_same_gradients(net, plain)
+
+
+def test_gradients_from_before_the_placement_are_added_to():
+    """They go where their parameters go, and come back with them."""
+    net, x = make_net(), torch.randn(6, 4)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
+    for first in (net, plain):
+        loss_fn(first(x)).backward()
+    loss_fn(plain(x)).backward()
+    pipe.forward_backward(x, loss_fn=loss_fn)
+    assert {p.grad.device for p in net.parameters()} == {torch.device(d) for d in stages(2)}
+    assert_same_gradients(net, plain)
+    pipe.unplace()
+    assert {p.grad.device.type for p in net.parameters()} == {"cpu"}
