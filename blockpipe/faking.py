@@ -151,9 +151,13 @@ def _record_anywhere(
     *,
     cut: bool,
 ) -> Recording:
-    """Record with fake tensors; a model that was placed for another plan as if it were whole."""
+    """Record with fake tensors. A model that was placed for another plan is recorded as if it were
+    whole, and one that was placed for another kind of call, which reads a parameter on another
+    stage first or not at all, as if it were placed for this one."""
 
-    def attempt(homes: Mapping[str, torch.device] | None) -> Recording:
+    def attempt(
+        homes: Mapping[str, torch.device] | None, devices: list[torch.device] | None
+    ) -> Recording:
         return hooked(
             lambda unhookable: _record_fake(
                 model, args, kwargs, planned, devices, homes, cut=cut, unhookable=unhookable
@@ -161,13 +165,18 @@ def _record_anywhere(
         )
 
     try:
-        return attempt(None)
+        return attempt(None, devices)
     except Exception as error:
-        if devices is not None or not _is_device_mismatch(error):
+        if not _is_device_mismatch(error):
             raise
         slots = ("_parameters", "_buffers")
         names = [name for slot in slots for name, _ in named_slots(model, slot)]
-        return attempt(dict.fromkeys(names, torch.device("cpu")))
+        whole = attempt(dict.fromkeys(names, torch.device("cpu")), None)
+        if devices is None or whole.num_stages > len(devices):
+            return whole
+        held = (*whole.parameters, *whole.buffers)
+        homes = {name: devices[h.stage] for h in held for name in h.names}
+        return attempt(homes, devices)
 
 
 def _record_fake(

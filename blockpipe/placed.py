@@ -273,11 +273,14 @@ class PlacedModel(WrappedModel):
         return devices or [torch.device("cpu")] * recording.num_stages
 
     def _place(self, recording: Recording, devices: list[torch.device]) -> Prepared:
-        first = self._placement is None
         if self._placement is None:
             self._materialize(recording, devices)
             self._placement = Placement(self.module, devices)
-        homes = self._placement.place(recording, keep=not first and not torch.is_grad_enabled())
+        homes = self._placement.place(recording)
+        for key, earlier in list(self._prepared.items()):
+            if any(h.tensor.device != earlier.devices[h.stage] for h in earlier.homes.values()):
+                _log.info("another kind of call reads a parameter on another stage first")
+                del self._prepared[key]
         prepared = self._prepared_by(recording, homes, devices)
         if _log.isEnabledFor(logging.INFO):
             self._tell(prepared)

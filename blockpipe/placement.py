@@ -35,13 +35,12 @@ class Placement:
         self._origins: dict[int, tuple[Tensor, torch.device]] = {}
         self._there: dict[int, tuple[Tensor, torch.device]] = {}  # where it was moved to
 
-    def place(self, recording: Recording, *, keep: bool) -> dict[int, tuple[Tensor, int, int, str]]:
+    def place(self, recording: Recording) -> dict[int, tuple[Tensor, int, int, str]]:
         """Move what is not where the recording wants it.
 
         Args:
-            recording: says which stage each parameter and buffer lives on.
-            keep: leave what was placed before where it is (a recording without gradients does
-                not need its parameters' homes to be the first readers).
+            recording: says which stage each parameter and buffer lives on. What it does not read
+                stays where an earlier one had it.
 
         Returns:
             From ``id`` to (tensor, first hop, stage, name), for all that some call reads.
@@ -65,14 +64,10 @@ class Placement:
         homes: dict[int, tuple[Tensor, int, int, str]] = {}
         for held in (*recording.parameters, *recording.buffers):
             tensor = named[held.name]
-            stage = held.stage
-            known = self._origins.get(id(tensor))
-            if known is None or not (keep or held.hop is None):
-                self._move(tensor, self.devices[stage])
-            elif tensor.device != self.devices[stage]:
-                stage = self.devices.index(tensor.device)
+            if held.hop is not None or id(tensor) not in self._origins:
+                self._move(tensor, self.devices[held.stage])
             if held.hop is not None:
-                homes[id(tensor)] = tensor, held.hop, stage, held.name
+                homes[id(tensor)] = tensor, held.hop, held.stage, held.name
         return homes
 
     def is_disturbed(self) -> bool:

@@ -12,8 +12,8 @@ from blockpipe import prepared
 from blockpipe.errors import ScheduleError, StateError
 from blockpipe.scheduler import make_schedule
 
-from .devices import equal, stages
-from .parity import difference, plain_step
+from .devices import assert_close, equal, stages
+from .parity import assert_same_gradients, difference, plain_step
 
 
 def make_net(stages=2, width=4):
@@ -322,3 +322,59 @@ def test_a_schedule_of_ones_own_is_never_anothers():
         (prepared,) = pipe._prepared.values()
         assert prepared.schedule(pipe.schedule, 4) == make_schedule(name, prepared.lane_of_hop, 4)
         assert len(prepared._schedules) == 1
+
+
+class ByCall(nn.Module):
+    """Reads some of its parameters by what a call asks for, and on which stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.late, self.moves = (nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("factor", torch.full((4,), 2.0))
+
+    def forward(self, x, kind=""):
+        with bp.Block(0):
+            x = self.a(x)
+            if kind == "early":
+                x = self.moves(x)
+        with bp.Block(1):
+            x = self.b(x)
+            if kind == "late":
+                x = self.moves(self.late(x) * self.factor)
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "uncut"])
+@pytest.mark.parametrize("kinds", ["- late - late", "early late early", "late early no_grad late"])
+def test_parameters_live_where_the_call_at_hand_reads_them(kinds, schedule):
+    """What an earlier kind of call did not read, or read on another stage, is moved."""
+    net, x = ByCall(), torch.randn(6, 4)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3, schedule=schedule)
+    grad = True
+    for kind in kinds.split():
+        if kind == "no_grad":
+            grad = False
+            continue
+        with torch.set_grad_enabled(grad):
+            outputs = [model(x, kind) for model in (pipe, plain)]
+            assert_close(*outputs)
+        if grad:
+            for output in outputs:
+                output.square().sum().backward()
+    assert_same_gradients(net, plain)
+
+
+def test_gradients_from_before_the_placement_are_added_to():
+    """They go where their parameters go, and come back with them."""
+    net, x = make_net(), torch.randn(6, 4)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
+    for first in (net, plain):
+        loss_fn(first(x)).backward()
+    loss_fn(plain(x)).backward()
+    pipe.forward_backward(x, loss_fn=loss_fn)
+    assert {p.grad.device for p in net.parameters()} == {torch.device(d) for d in stages(2)}
+    assert_same_gradients(net, plain)
+    pipe.unplace()
+    assert {p.grad.device.type for p in net.parameters()} == {"cpu"}

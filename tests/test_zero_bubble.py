@@ -91,6 +91,11 @@ def only_parameters(net, x):
     return net.query.expand_as(x) * 1
 
 
+def reads_in_vain(net, x):
+    _ = net.first.weight * 2  # of another stage, and nothing comes of it
+    return net.layer(x)
+
+
 @pytest.fixture
 def parts(monkeypatch):
     """Counts the weight parts that were run, and the graphs that could not be split."""
@@ -152,6 +157,12 @@ def test_a_frozen_first_stage(parts):
 def test_what_comes_in_is_not_read():
     """A hop whose result hangs on its parameters alone: the rest gets no gradient."""
     run(Parts(only_parameters), "zb-h1")
+
+
+def test_a_crossing_that_no_gradient_comes_to(parts):
+    """It is an end of the first part like the others, and gets nothing."""
+    run(Parts(reads_in_vain), "zb-h1")
+    assert parts["whole"] == 0
 
 
 def with_custom_function(net, x):
