@@ -111,7 +111,9 @@ def main() -> None:
     parser.add_argument("--only", help="a part of the names to run")
     parser.add_argument("--cut", choices=CUTS, action="append", help="default: all four")
     parser.add_argument("--into", type=Path, help="a folder for a file of each family's table")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows that are there and good"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="never")
@@ -177,9 +179,17 @@ def _cells(entry: Entry, options: argparse.Namespace) -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, dict[str, str]]:
-    """The rows of a table that an earlier sweep wrote."""
-    rows = [line.strip("| ").split(" | ") for line in path.read_text().splitlines()]
-    return {row[0]: dict(zip((*CUTS, "s"), row[1:], strict=True)) for row in rows[2:] if row[1:]}
+    """The rows of a table that an earlier sweep wrote, but for those that failed."""
+    lines = [line.strip("| ").split(" | ") for line in path.read_text().splitlines()]
+    rows = {
+        line[0]: dict(zip((*CUTS, "s"), line[1:], strict=True)) for line in lines[2:] if line[1:]
+    }
+    good = {"exact", NOT_RUN}
+    return {
+        name: cells
+        for name, cells in rows.items()
+        if all(cells[cut] in good or _small(cells[cut]) for cut in CUTS)
+    }
 
 
 def _small(value: str) -> bool:

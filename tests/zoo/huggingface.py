@@ -476,7 +476,7 @@ def _tiny(config: Any, sizes: dict[str, Any]) -> Any:
         inner = getattr(config, name, None)
         if hasattr(inner, "to_diff_dict"):
             options[name] = _tiny(inner, sizes).to_dict()
-        elif name in sizes:
+        elif name in sizes and inner != sizes[name]:  # an integer 0 stays one
             options[name] = sizes[name]
     return type(config)(**options)
 

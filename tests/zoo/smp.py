@@ -25,6 +25,8 @@ def entries() -> list[Entry]:
         if name == "dpt":  # only on vision transformers
             encoder, size = "tu-vit_tiny_patch16_224", 224
             options = {"dynamic_img_size": True}
+        if name == "pan":  # pools by 8 what the encoder has divided by 16
+            size = 128
         found.append(Entry(name, build(name, encoder, **options), images(size, 4)))
     for encoder in ENCODERS:
         found.append(Entry(f"unet, {encoder}", build("unet", encoder), images(64, 4)))
