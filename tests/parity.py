@@ -127,6 +127,8 @@ def without_randomness(model: nn.Module) -> nn.Module:
         ):
             if isinstance(module.__dict__.get(name), float):
                 setattr(module, name, 0.0)
+        if "_has_drop_connect" in module.__dict__:  # EfficientNet of segmentation_models_pytorch
+            module._has_drop_connect = False
     return model
 
 

@@ -327,7 +327,11 @@ def entries() -> list[Entry]:
 
     def make(name: str) -> nn.Module:
         kind, options, _ = MODELS[name]
-        return without_zeros(getattr(diffusers, kind)(**options).train())
+        model = without_zeros(getattr(diffusers, kind)(**options).train())
+        if kind == "AutoencoderOobleck":  # its weight norm can be copied only after such a forward
+            with torch.no_grad():
+                model(**batch(name)())
+        return model
 
     def build(name: str) -> Callable[[], nn.Module]:
         return lambda: make(name)
