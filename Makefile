@@ -18,6 +18,10 @@ $(VENV)/.test: $(BIN)/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test]'
 	touch $@
 
+$(VENV)/.sweep: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[sweep]'
+	touch $@
+
 $(VENV)/.dev: $(BIN)/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[dev]'
 	touch $@
@@ -44,8 +48,8 @@ types: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build/html
 
-sweep: $(VENV)/.test
-	$(BIN)/python -m tests.sweep
+sweep: $(VENV)/.sweep
+	$(BIN)/python -m tests.sweep --into docs/explanation/sweep
 
 # The other libraries are in an environment of their own: nothing else needs them.
 .venv-peers/.done: pyproject.toml examples/benchmarks/requirements-peers.txt

@@ -7,7 +7,7 @@ from torch import nn
 
 import blockpipe as bp
 
-from .zoo import FAMILIES, _image
+from .zoo import find, images
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -32,9 +32,9 @@ def _torchvision(name: str) -> tuple[Callable[[], nn.Module], Callable[[], Any]]
 
     build = getattr(torchvision.models, name)
     return (
-        (lambda: build(num_classes=10), _image(64))
+        (lambda: build(num_classes=10), images(64))
         if name == "resnet50"
-        else (lambda: build(image_size=32, num_classes=10), _image(32))
+        else (lambda: build(image_size=32, num_classes=10), images(32))
     )
 
 
@@ -44,7 +44,7 @@ def make(name: str) -> Made:
     if entry_name is None:
         build, batch = _torchvision(name)
     else:
-        (entry,) = [e for e in FAMILIES[family]() if e.name == entry_name]
+        entry = find(family, entry_name)
         build, batch = entry.build, entry.batch
     model = bp.begin_blocks(build(), begins)
     args, kwargs = batch()

@@ -1,7 +1,8 @@
 """The model sweep: every model of the zoo, pipelined beside the plain loop.
 
-    python -m tests.sweep                      # everything, a table on standard output
+    python -m tests.sweep                      # everything, a table for each family
     python -m tests.sweep --family timm --only convnext
+    python -m tests.sweep --family smp --into docs/explanation/sweep --resume
 
 Each model is cut into 2 and into 4 stages, at its blocks' boundaries and at random inner modules,
 and takes one step under the stage sanitizer, 1F1B's or another schedule's. The gradients, the loss
@@ -10,12 +11,18 @@ thread; with --random, with those of the same pipeline under "sequential", witho
 """
 
 import argparse
+import datetime
+import gc
+import importlib.metadata
 import os
+import platform
 import random
 import time
 import traceback
 import warnings
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +34,10 @@ from blockpipe.options import CHECKPOINTS
 from blockpipe.scheduler import SCHEDULES
 
 from .parity import block_marks, compare, random_marks, without_randomness
-from .zoo import FAMILIES, Entry
+from .zoo import FAMILIES, LIBRARIES, Entry
 
 CUTS = ("blocks 2", "blocks 4", "random 2", "random 4")
+NOT_RUN = "–"
 
 
 def check(
@@ -44,11 +52,12 @@ def check(
     torch.manual_seed(seed)
     model = entry.build() if random_too else without_randomness(entry.build())
     args, kwargs = entry.batch()
-    recording = bp.record(model, args, kwargs)
+    recording = bp.record(model, args, kwargs, fake=False)  # several times faster on small tensors
     rng = random.Random(zlib.crc32(entry.name.encode()) + seed)
     found = {}
     for cut in cuts:
         how, stages = cut.split()
+        marks: dict[str, int] = {}
         try:
             if how == "blocks":
                 marks = block_marks(model, recording, int(stages))
@@ -62,6 +71,7 @@ def check(
                 schedule=schedule,
                 checkpoint=checkpoint,
                 random=random_too,
+                **entry.options,
             )
             worst = max(result.gradients, result.loss, result.buffers)
             found[cut] = "exact" if result.exact else f"{worst:.0e}"
@@ -86,7 +96,7 @@ def _random_cut(
         marks = random_marks(recording, stages, rng)
         bp.begin_blocks(model, marks)
         try:
-            bp.record(model, args, kwargs).check()
+            bp.record(model, args, kwargs, fake=False).check()
             return marks
         except PlanError:
             continue
@@ -95,10 +105,15 @@ def _random_cut(
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables, or write each into a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", choices=list(FAMILIES), action="append")
     parser.add_argument("--only", help="a part of the names to run")
+    parser.add_argument("--cut", choices=CUTS, action="append", help="default: all four")
+    parser.add_argument("--into", type=Path, help="a folder for a file of each family's table")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows that are there and good"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="never")
@@ -107,31 +122,74 @@ def main() -> None:
     torch.set_num_threads(1)
     prepared.SMALL_OPERATION = prepared.SMALL_HOP = 0.0  # on lanes, however small the models
     warnings.simplefilter("ignore")
-    good = total = 0
     for family in options.family or FAMILIES:
-        print(f"| {family} | {' | '.join(CUTS)} | s |\n|---|{'---|' * (len(CUTS) + 1)}")
-        for entry in FAMILIES[family]():
-            if options.only and options.only not in entry.name:
-                continue
-            begun = time.perf_counter()
-            try:
-                found = check(
-                    entry,
-                    seed=options.seed,
-                    schedule=options.schedule,
-                    checkpoint=options.checkpoint,
-                    random_too=options.random,
-                )
-            except Exception as error:
-                if os.environ.get("SWEEP_TRACE"):
-                    traceback.print_exc()
-                found = dict.fromkeys(CUTS, f"{type(error).__name__}: {error}")
-            row = " | ".join(found[cut].replace("\n", " ")[:300] for cut in CUTS)
-            print(f"| {entry.name} | {row} | {time.perf_counter() - begun:.0f} |", flush=True)
-            total += len(CUTS)
-            good += sum(value == "exact" or _small(value) for value in found.values())
+        path = options.into and options.into / f"{family}.md"
+        earlier = _read(path) if options.resume and path and path.exists() else {}
+        for lines in _tables(family, options, earlier):
+            print(lines[-1], flush=True)
+            if path:  # after each row: a sweep that is stopped can be resumed
+                path.write_text("\n".join(lines) + "\n")
         print()
-    print(f"{good} of {total} cuts equal the plain run")
+
+
+def _tables(
+    family: str, options: argparse.Namespace, earlier: dict[str, dict[str, str]]
+) -> Iterator[list[str]]:
+    """The lines of a family's table after each of its rows, and at last with what it comes to."""
+    lines = [f"| {family} | {' | '.join(CUTS)} | s |", "|---|" + "---|" * (len(CUTS) + 1)]
+    outcomes: list[str] = []
+    every = FAMILIES[family]()
+    entries = [e for e in every if (options.only or "") in e.name or e.name in earlier]
+    for entry in entries:
+        cells = earlier.get(entry.name) or _cells(entry, options)
+        outcomes += [cells[cut] for cut in CUTS if cells[cut] != NOT_RUN]
+        lines.append(f"| {entry.name} | {' | '.join(cells.values())} |")
+        yield lines
+    good = sum(value == "exact" or _small(value) for value in outcomes)
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES[family])
+    summary = (
+        f"{good} of {len(outcomes)} cuts of {len(entries)} models equal the plain run "
+        f"(Python {platform.python_version()}, {versions}, {datetime.date.today()})."
+    )
+    if kept := sum(entry.name in earlier for entry in entries):
+        summary += f" {kept} rows are from an earlier sweep."
+    yield [*lines, "", summary]
+
+
+def _cells(entry: Entry, options: argparse.Namespace) -> dict[str, str]:
+    """One row: what each cut came to, and the seconds."""
+    cuts = tuple(options.cut or CUTS)
+    begun = time.perf_counter()
+    try:
+        found = check(
+            entry,
+            cuts,
+            seed=options.seed,
+            schedule=options.schedule,
+            checkpoint=options.checkpoint,
+            random_too=options.random,
+        )
+    except Exception as error:
+        if os.environ.get("SWEEP_TRACE"):
+            traceback.print_exc()
+        found = dict.fromkeys(cuts, f"{type(error).__name__}: {error}")
+    gc.collect()  # a model that failed is held by its error's traceback
+    cells = {cut: " ".join(found.get(cut, NOT_RUN).replace("|", "/").split())[:300] for cut in CUTS}
+    return {**cells, "s": f"{time.perf_counter() - begun:.0f}"}
+
+
+def _read(path: Path) -> dict[str, dict[str, str]]:
+    """The rows of a table that an earlier sweep wrote, but for those that failed."""
+    lines = [line.strip("| ").split(" | ") for line in path.read_text().splitlines()]
+    rows = {
+        line[0]: dict(zip((*CUTS, "s"), line[1:], strict=True)) for line in lines[2:] if line[1:]
+    }
+    good = {"exact", NOT_RUN}
+    return {
+        name: cells
+        for name, cells in rows.items()
+        if all(cells[cut] in good or _small(cells[cut]) for cut in CUTS)
+    }
 
 
 def _small(value: str) -> bool:

@@ -477,9 +477,9 @@ def test_a_forward_that_fails_is_told_and_leaves_nothing_behind() -> None:
 
 def _huggingface(name: str) -> tuple[nn.Module, dict]:
     pytest.importorskip("transformers")
-    from .zoo import FAMILIES
+    from .zoo import find
 
-    (entry,) = [e for e in FAMILIES["huggingface"]() if e.name == name]
+    entry = find("huggingface", name)
     torch.manual_seed(0)
     return entry.build(), entry.batch()[1]
 

@@ -9,6 +9,7 @@ import blockpipe as bp
 from blockpipe.errors import MicrobatchError
 
 from .devices import assert_close, host, stages
+from .parity import compare
 
 
 class Detector(nn.Module):
@@ -55,6 +56,17 @@ def test_training_on_lists_is_the_whole_batchs_step(by_name):
     pipe.forward_backward(*given[0], **given[1], loss_fn=_total)
     for name, parameter in model.named_parameters():
         assert_close(parameter.grad, wanted[name])
+
+
+def test_the_sweep_compares_models_of_lists():
+    """Its plain loop splits as its pipeline does: by elements, here of differing sizes."""
+    images, targets = _batch()
+    dims = {"images": "list", "targets": "list"}
+    given = {"images": images, "targets": targets}
+    found, _ = compare(
+        Detector(), (), given, {"boxes": 1}, loss_fn=_total, chunks=3, batch_dims=dims
+    )
+    assert found.same
 
 
 def test_results_are_joined_by_elements_and_differentiable():
