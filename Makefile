@@ -30,8 +30,8 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/digits_resnet.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --quick
-	$(BIN)/python -m pytest -n auto --quick --simulated
+	$(BIN)/python -m pytest -n auto --dist worksteal --quick
+	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated
 
 # Every parameter set and the slow tests: before a release, and where --quick may have missed it.
 test-all: $(VENV)/.test

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from .errors import UsageError
-from .standstill import PATIENCE, POLL, Standstill
+from .standstill import PATIENCE, Gate, Standstill
 from .where import users_line
 
-_changed = threading.Condition()
+_lock = threading.RLock()
 _entered: "list[alone_with]" = []  # those who work and those who wait, as they came
 
 
@@ -30,25 +30,25 @@ class alone_with:  # noqa: N801 - a context manager that reads as an adverb
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._thread = threading.get_ident()
+        self._gate = Gate()
 
     def __enter__(self) -> None:
-        with _changed:
+        with _lock:
             _entered.append(self)
-            try:
-                if self._has_to_wait():
-                    self._wait()
-            except BaseException:
-                self._leave()
-                raise
+        try:
+            if self._has_to_wait():
+                self._wait()
+        except BaseException:
+            self._leave()
+            raise
 
     def __exit__(self, *failure: Any) -> None:
-        with _changed:
-            self._leave()
+        self._leave()
 
     def _wait(self) -> None:
         where, standstill = users_line(), Standstill()
         while self._has_to_wait():
-            _changed.wait(POLL)
+            self._gate.wait()
             if standstill.is_reached():
                 raise UsageError(
                     "calls that share modules take turns, but this one waits for a call of "
@@ -58,12 +58,13 @@ class alone_with:  # noqa: N801 - a context manager that reads as an adverb
                 )
 
     def _has_to_wait(self) -> bool:
-        if not _are_others():
-            return False
-        if any(e is not self and e._is_ours() and e._shares(self._model) for e in _entered):
-            return False  # it is this thread's turn already
-        earlier = _entered[: _entered.index(self)]
-        return any(not e._is_ours() and e._shares(self._model) for e in earlier)
+        with _lock:
+            if not _are_others():
+                return False
+            if any(e is not self and e._is_ours() and e._shares(self._model) for e in _entered):
+                return False  # it is this thread's turn already
+            earlier = _entered[: _entered.index(self)]
+            return any(not e._is_ours() and e._shares(self._model) for e in earlier)
 
     def _is_ours(self) -> bool:
         return self._thread == threading.get_ident()
@@ -72,9 +73,11 @@ class alone_with:  # noqa: N801 - a context manager that reads as an adverb
         return self._model is model or not set(self._model.modules()).isdisjoint(model.modules())
 
     def _leave(self) -> None:
-        if self in _entered:
-            _entered.remove(self)
-            _changed.notify_all()
+        with _lock:
+            if self in _entered:
+                _entered.remove(self)
+            for waiting in _entered:
+                waiting._gate.open()
 
 
 def _are_others() -> bool:
@@ -88,6 +91,6 @@ def how_often_entered() -> int:
 
 def leave_modules(first: int) -> None:
     """Leave what this thread has entered and not left, but for the first so many."""
-    with _changed:
+    with _lock:
         for entered in [e for e in _entered if e._is_ours()][first:]:
             entered._leave()

@@ -62,6 +62,8 @@ def _holder(value: object) -> str:
             if getattr(owner, "__dict__", None) is found:
                 return ", in ".join([*steps, f"{type(owner).__name__}.{key}"])
             steps.append(f"a dict under {key!r}")
+        elif isinstance(found, tuple) and not steps:
+            return ""  # of arguments: of a call under way, in another thread perhaps
         else:
             steps.append(f"a {type(found).__name__}")
         value = found

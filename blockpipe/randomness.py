@@ -24,7 +24,7 @@ import torch
 
 from .ambient import stash, stashed, waiting_for_device
 from .errors import UsageError
-from .standstill import PATIENCE, POLL, Standstill
+from .standstill import PATIENCE, Gate, Standstill
 from .transfer import copying, is_asynchronous
 from .where import users_line
 
@@ -42,7 +42,8 @@ class _Turn:
     lock that knows threads alone would wait for ever."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._gate = Gate()
         self._owner: object = None  # one assignment: an interrupt comes before it or after
         self._count = 0
 
@@ -52,22 +53,16 @@ class _Turn:
         Raises:
             UsageError: who has it stands still.
         """
-        with self._changed:
-            if not self.is_ours():
-                if self._owner is not None and not blocking:
-                    return False
-                self._wait()
-                owner = object()
-                stash(_TURN, owner)
-                self._count = 0
-                self._owner = owner
-            self._count += 1
-        return True
-
-    def _wait(self) -> None:
-        standstill = Standstill()
-        while self._owner is not None:
-            self._changed.wait(POLL)
+        if self.is_ours():
+            with self._lock:
+                self._count += 1
+            return True
+        standstill: Standstill | None = None
+        while not self._taken():
+            if not blocking:
+                return False
+            standstill = standstill or Standstill()
+            self._gate.wait()
             if self._owner is not None and standstill.is_reached():
                 raise UsageError(
                     "forwards that draw random numbers take turns, but this one waits for "
@@ -76,19 +71,31 @@ class _Turn:
                     "a thread that calls a pipeline (a teacher's): call it before the step, and "
                     "pass what it gives as a part of the target"
                 )
+        return True
+
+    def _taken(self) -> bool:
+        """Take it if it is free."""
+        owner = object()
+        with self._lock:
+            if self._owner is not None:
+                return False
+            stash(_TURN, owner)
+            self._count = 1
+            self._owner = owner
+            return True
 
     def release(self) -> None:
         """Give it back, if that was the last time."""
-        with self._changed:
+        with self._lock:
             self._count -= 1
-            if self._count <= 0:
-                self.end()
+            is_over = self._count <= 0
+        if is_over:
+            self.end()
 
     def end(self) -> None:
         """Give it back, however often it was taken."""
-        with self._changed:
-            self._owner = None
-            self._changed.notify()
+        self._owner = None
+        self._gate.open()
 
     def is_ours(self) -> bool:
         """Whether this thread has it, or who this thread works for."""

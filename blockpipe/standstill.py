@@ -7,13 +7,36 @@ A bound on the time alone was no alternative: a long step is no circle.
 """
 
 import sys
+import threading
 import time
+from contextlib import suppress
 from types import FrameType
 
 POLL = 0.2  # seconds between two looks
 PATIENCE = 60.0  # seconds without work before a wait is given up; a guess
 _SHARE = 0.02  # of a core: what threads that only wait and look now and then may use
 _DEBUGGERS = frozenset(["bdb", "pdb", "pydevd"])
+
+
+class Gate:
+    """Wakes one who waits at it. Who is missed looks again after ``POLL``.
+
+    A ``threading.Condition`` was no alternative: an interrupt may come in its Python code, and
+    leave its lock to a thread that has gone on.
+    """
+
+    def __init__(self) -> None:
+        self._shut = threading.Lock()
+        self._shut.acquire()
+
+    def wait(self) -> None:
+        """Until it is opened, or for ``POLL`` seconds."""
+        self._shut.acquire(timeout=POLL)
+
+    def open(self) -> None:
+        """Let one through: who waits now, or comes next."""
+        with suppress(RuntimeError):  # it is open
+            self._shut.release()
 
 
 class Standstill:
