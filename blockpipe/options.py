@@ -131,7 +131,7 @@ def check_model(model: object) -> None:
                 f"of it, and {ALL_REDUCE}"
             )
     for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor":
+        if type(parameter).__name__ == "DTensor":
             raise UsageError(
                 f"parameter {name!r} is a DTensor: the model is sharded (fully_shard, "
                 f"parallelize_module), and a stage is on one device ({users_line()}); give "
