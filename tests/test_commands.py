@@ -289,6 +289,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/how-to/command-line.md"
 
 
+@pytest.mark.slow
 def test_a_terminal_without_box_drawing() -> None:
     """What it cannot show is a question mark, not an error."""
     words = [sys.executable, "-m", "blockpipe", "summary", "torch.nn:Tanh", "--input", "2,3"]

@@ -280,6 +280,7 @@ def _resident() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [forward_backward, call])
 @pytest.mark.parametrize("fails", [False, True])
 def test_memory_does_not_grow(way: Callable[..., None], fails: bool) -> None:

@@ -152,6 +152,7 @@ def assert_nothing_stays() -> None:
     assert not any(kind()._threads for kind in (replaced.TensorHooks, replaced.CustomFunctions))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_after_a_failure_anywhere_the_next_step_runs():
     """Each function of the package that a step calls raises once, in the first case that has it."""

@@ -51,6 +51,7 @@ def test_silent_unless_asked():
     assert _stderr() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["environment", "function"])
 def test_one_switch(how: str):
     """By the variable or the function: recording, placement and threads, each told once."""
@@ -64,6 +65,7 @@ def test_one_switch(how: str):
     assert "DEBUG" not in told
 
 
+@pytest.mark.slow
 def test_a_program_with_handlers_of_its_own_hears_it_once():
     """Its root handler gets the messages; stderr does not get them a second time."""
     setup = (
@@ -74,6 +76,7 @@ def test_a_program_with_handlers_of_its_own_hears_it_once():
     assert all(line.startswith("mine") for line in told.splitlines())
 
 
+@pytest.mark.slow
 def test_an_unknown_level_in_the_environment():
     """It is a warning that names the levels; the import goes on."""
     assert "BLOCKPIPE_LOG is one of debug, info" in _stderr(BLOCKPIPE_LOG="loud")

@@ -648,6 +648,7 @@ def limited(what: str, directory: Path) -> dict:
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, limits RLIMIT_DATA")
 
 
+@pytest.mark.slow
 @linux
 def test_a_model_twice_the_memory_limit(tmp_path):
     """Recorded, planned and loaded by one process a stage, each under the limit."""
@@ -667,6 +668,7 @@ def test_a_model_twice_the_memory_limit(tmp_path):
     assert not figures["whole"]["loaded"]
 
 
+@pytest.mark.slow
 @linux
 def test_no_more_than_one_tensor_twice(tmp_path):
     """From safetensors nothing is held twice, cast or from ``torch.save`` one tensor's worth."""

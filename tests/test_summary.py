@@ -572,6 +572,7 @@ print(grown)
 """
 
 
+@pytest.mark.slow
 def test_a_large_model_needs_no_memory() -> None:
     """Twenty gigabytes of parameters, and half a gigabyte of logits, are recorded and summarized in
     less than the smallest weight: nothing real is allocated."""

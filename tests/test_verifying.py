@@ -641,6 +641,7 @@ def test_a_sketch_of_any_dtype(dtype: torch.dtype):
 # --- real models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_resnet_with_dropout(schedule: str):
     """torchvision: batch norm, residuals across stages, dropout before the head."""
