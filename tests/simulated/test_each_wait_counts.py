@@ -74,6 +74,7 @@ def check(mutant: Mutant, module: ModuleType) -> None:
     assert found, f"no test fails without {mutant}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [test_transfer, test_stores])
 def test_as_it_is_no_test_fails(module):
     """Else the tests below would show nothing."""
@@ -86,6 +87,7 @@ def test_a_step_needs_it(mutant):
     check(mutant, test_transfer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", mutants(["lanes", "ambient"], BATON), ids=str)
 def test_forward_code_needs_the_baton(mutant):
     """Not taken, two threads run the user's code at a time."""
