@@ -139,7 +139,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    for reason, count in node.workeroutput.get("deselected", {}).items():
+    for reason, count in getattr(node, "workeroutput", {}).get("deselected", {}).items():
         _deselected[reason] = count
 
 

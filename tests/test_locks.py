@@ -212,6 +212,7 @@ def interrupting(bytecode: int, seen: list[int]) -> Callable[..., Any]:
     return trace
 
 
+@pytest.mark.cpu("an interrupt within a call from C++ ends the process")
 @pytest.mark.parametrize(
     "options",
     [
