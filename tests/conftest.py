@@ -127,7 +127,7 @@ def _is_own(item: pytest.Item) -> bool:
 def _asks_for_devices(item: pytest.Item) -> bool:
     module = item.getparent(pytest.Module)
     assert module is not None
-    names = vars(module.obj).values()
+    names = [value for value in vars(module.obj).values() if value is not devices.examples]
     return any(getattr(value, "__module__", None) == devices.__name__ for value in names)
 
 

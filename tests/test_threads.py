@@ -96,6 +96,7 @@ def test_first_calls_of_two_threads(pool: ThreadPoolExecutor) -> None:
     assert_plain(net)
 
 
+@pytest.mark.cpu("the plain model has to be in one place")
 def test_plain_call_during_a_recording(pool: ThreadPoolExecutor) -> None:
     """The user's own call of a module in another thread has the real parameters."""
     net = Net()
@@ -108,6 +109,7 @@ def test_plain_call_during_a_recording(pool: ThreadPoolExecutor) -> None:
     assert_plain(net)
 
 
+@pytest.mark.cpu("the plain model has to be in one place")
 def test_pipelines_that_share_a_module(pool: ThreadPoolExecutor) -> None:
     """Steps of two pipelines over one encoder take turns: each leaves the module as it was."""
     one, other = quick(), quick()
