@@ -511,8 +511,8 @@ def test_a_layer_inside_of_custom_functions_on_two_stages():
             return s.c(Coupled.apply(s.a, h) if other else h)
 
     found(forward, CrossingError, "'Coupled' on stage 1 reads parameter 'a.weight' of stage 0")
-    net = Net(forward)
-    check_alike(net, torch.randn(6, 4), schedule="uncut")
+    if not is_simulated():  # the layer is on one device
+        check_alike(Net(forward), torch.randn(6, 4), schedule="uncut")
     net = Net(lambda s, x: forward(s, x, other=0))
     recording = bp.record(net, torch.randn(6, 4))
     assert {held.name: held.hop for held in recording.parameters}["a.weight"] == 0
