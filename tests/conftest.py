@@ -107,10 +107,10 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
             yield item, mark.args[0]
         elif is_quick and item.get_closest_marker("slow"):
             yield item, "slow: left out by --quick"
-        elif item.get_closest_marker("every") or (_is_own(item) and not is_quick):
-            continue
         elif is_simulated and not _is_own(item) and not _asks_for_devices(item):
             yield item, "its module asks for no devices (tests/devices.py)"
+        elif item.get_closest_marker("every") or (_is_own(item) and not is_quick):
+            continue
         else:
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for family in families.values():
