@@ -68,7 +68,6 @@ class Verifier:
             self.loss.to(self.last)  # as a step does
         self.loss_fn = loss_fn if loss_fn is not None else own_or_mean_square
         self.notes: list[str] = []
-        self._numbers: set[str] = set()
         self.count = len(microbatches)
         self.wanted = device
         self.device: torch.device | None = None  # ``None``: on the stages
@@ -87,10 +86,6 @@ class Verifier:
     def all_modules(self) -> list[nn.Module]:
         """Of the model and the loss, with what they contain."""
         return [inner for module in self.modules for inner in module.modules()]
-
-    def numbers_of_outputs(self) -> set[str]:
-        """The names of the outputs that are one number for each micro-batch."""
-        return self._numbers
 
     def choose_reference(self) -> None:
         """Say where the plain run is. A step may have drawn that the recording did not see draw."""
@@ -333,7 +328,6 @@ class Verifier:
         one = len(found) == 1
         named = [("output" if one else f"output {i}", value) for i, value in enumerate(found)]
         outcome.put("outputs", [(n, v.detach() if isinstance(v, Tensor) else v) for n, v in named])
-        self._numbers = {n for n, v in named if isinstance(v, Tensor) and v.dim() == 0}
 
     def _put_state(
         self, outcome: Outcome, modules: list[nn.Module], inputs: dict[str, Tensor]

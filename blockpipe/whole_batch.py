@@ -49,13 +49,10 @@ def against_whole_batch(verifier: Verifier, piped: Outcome) -> WholeBatch | str:
             return "it does not fit in one piece"
         except Exception as error:
             return f"in one piece it fails ({type(error).__name__}: {error})"
+    whole, piped = _rounded(whole), _rounded(piped)
     rtol = _tolerance([whole, piped])
-    differences = [
-        found
-        for found in compared(_rounded(whole), _rounded(piped), rtol, 0.0)
-        if found.kind in KINDS
-    ]
-    cause = _cause(differences, verifier)
+    differences = [found for found in compared(whole, piped, rtol, 0.0) if found.kind in KINDS]
+    cause = _cause(differences, whole, verifier)
     return WholeBatch(differences, rtol, cause, notes)
 
 
@@ -81,7 +78,6 @@ def _tolerance(outcomes: Iterable[Outcome]) -> float:
             for outcome in outcomes
             for named in outcome.values.values()
             for value in named.values()
-            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
         ),
         default=0.0,
     )
@@ -90,14 +86,15 @@ def _tolerance(outcomes: Iterable[Outcome]) -> float:
     return float(coarsest**0.5)
 
 
-def _cause(differences: list[Difference], verifier: Verifier) -> str | None:
+def _cause(differences: list[Difference], whole: Outcome, verifier: Verifier) -> str | None:
     """What to look at first."""
     bad = {found.kind for found in differences if found.verdict == "different"}
     if not bad:
         return None
     if any(_normalizes_batches(module) for module in verifier.all_modules()):
         return "batch norm without running statistics normalizes each micro-batch by its own"
-    numbers = verifier.numbers_of_outputs()
+    outputs = whole.values.get("outputs", {})
+    numbers = {name for name, value in outputs.items() if value.dim() == 0}
     wide = [
         found
         for found in differences
