@@ -262,8 +262,8 @@ class _Search:
             raise PlanError(f"the route is {recording.route}")
         if recording.shared_state:
             raise PlanError(f"{recording.shared_state[0].name} is torn apart")
-        if recording.shared_attributes:
-            raise PlanError(f"calls of {recording.shared_attributes[0].path} are torn apart")
+        if recording.shared_changes:
+            raise PlanError(f"several stages see the changes of {recording.shared_changes[0].what}")
         if recording.shared_generators:
             raise PlanError(f"a generator is shared ({recording.shared_generators[0].where})")
         return recording

@@ -258,14 +258,12 @@ class PlacedModel(WrappedModel):
                 f"(stages {on}; {held.where}): micro-batches under way at once would mix in it; "
                 f"read and write it on one hop, or use schedule={remedy}"
             )
-        for shared in recording.shared_attributes:
+        for shared in recording.shared_changes:
             if self.schedule not in ("uncut", "sequential"):
                 raise StateError(
-                    f"the forward changes {shared.path}.{shared.name}, and calls {shared.path!r} "
-                    f"on hops {shared.hops} ({shared.where}): micro-batches under way at once "
-                    "would change it for each other; keep it in a local variable, give each stage "
-                    "a module of its own (the parameters may be shared), or use "
-                    "schedule='sequential'"
+                    f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops} "
+                    f"({shared.where}): micro-batches under way at once would change it for each "
+                    f"other; {shared.remedy}, or use schedule='sequential'"
                 )
 
     def _choose_devices(self, recording: Recording) -> list[torch.device]:

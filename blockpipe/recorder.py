@@ -44,6 +44,7 @@ from .planned import planned_stage
 from .progress import Progress
 from .randomness import current, host_sources, moved
 from .recording import Call, CrossingInfo, Drawn, Flow, Held, Hop, Recording, Unmarked
+from .shared_changes import SharedChanges
 from .transfer import edge_of
 from .tree import tensors
 from .where import users_line
@@ -133,6 +134,7 @@ class Recorder(Journey):
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.pieces = Pieces(result.pieces, result.flows)
         self.progress: Progress | None = None
+        self.changes: SharedChanges
         self._sources: dict[int, Call] = {}  # calls that made what the operation under way reads
         self._ambient_hooks: Any = None
         self._kernels = 0  # that have run
@@ -625,8 +627,10 @@ class RecordingGlue(Glue):
         self.journey.function = func.__name__
         if not is_question(func):
             self.journey.operation()
+            self.journey.changes.at_operation(self.journey.hop)
         elif looks_at_graph(func):
             self.journey.looked_at_graph()
+        self.journey.changes.at_function(func, args)
         result = super().__torch_function__(func, types, args, kwargs, modes)
         self.journey.check_outsiders(func, args[0] if args else None)
         if func == _SETS_DATA:  # each look at it makes another object
@@ -683,6 +687,7 @@ class RecordingDoor:
             if stage != now:
                 recorder.begun_by = f"{self.path!r} call {call_number}"
             recorder.cursor.move(stage, None)
+        recorder.changes.at_call(self.path, self.module)
         kind = type(self.module).__name__
         return recorder.watched(self.path, kind, self.module, self.forward, args, kwargs)
 

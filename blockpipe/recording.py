@@ -226,13 +226,14 @@ class Drawn:
 
 
 @dataclass
-class SharedAttribute:
-    """An attribute that the forward changes on a module which several hops call."""
+class SharedChange:
+    """Something that the forward changes while it runs and that several hops see."""
 
-    path: str
-    name: str
+    what: str
+    seen: str  # how the hops see it, in words
     hops: list[int]
     where: str
+    remedy: str
 
 
 @dataclass
@@ -268,7 +269,7 @@ class Recording:
     custom_functions: list[str] = field(default_factory=list)
     recomputes: bool = False
     shared_generators: list[Drawn] = field(default_factory=list)  # on several hops
-    shared_attributes: list[SharedAttribute] = field(default_factory=list)
+    shared_changes: list[SharedChange] = field(default_factory=list)
     writes_across: bool = False  # whether it writes in place to a tensor of another hop
     host_syncs: list[HostSync] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)  # names of torch functions that wait, in glue

@@ -242,9 +242,8 @@ def _notes(recording: Recording) -> list[str]:
     for held in recording.shared_state:
         what = "buffer" if held.is_buffer else "parameter"
         notes.append(f"{what} {held.name} is written, and read on several hops: {held.hops}")
-    for shared in recording.shared_attributes:
-        what = f"{shared.path}.{shared.name}"
-        notes.append(f"{what} is changed by calls on several hops: {shared.hops}")
+    for shared in recording.shared_changes:
+        notes.append(f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops}")
     unused = [p.name for p in recording.unused]
     if unused:
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""

@@ -26,13 +26,12 @@ from .recorder import (
     WatchedCursor,
     hold,
 )
-from .recording import Hop, Output, Recording, SharedAttribute
+from .recording import Hop, Output, Recording
 from .rerun import intercepting
 from .sealing import conclude
+from .shared_changes import SharedChanges
 from .table import short
 from .tree import map_tensors, tensors
-
-_UNSET = object()
 
 
 @as_ours
@@ -61,7 +60,7 @@ def run_watched(
     hold(model, recorder)
     held = (*model.parameters(), *model.buffers())
     versions = {id(t): (t, t._version) for t in held if not t.is_inference()}
-    attributes = {path: dict(vars(module)) for path, module in model.named_modules()}
+    recorder.changes = SharedChanges(model)
     for path, module in model.named_modules():
         names = module.__dict__
         names["forward"] = RecordingDoor(module.forward, path, module, recorder, stages.get(path))
@@ -84,7 +83,7 @@ def run_watched(
         given = recorder.held.keys() | {id(tensor) for tensor in tensors((args, kwargs))}
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
-        result.shared_attributes = _shared_attributes(model, attributes, result)
+        result.shared_changes = list(recorder.changes.found(result, recorder.held))
     finally:
         set_cursor(before)
         recorder.abandon()
@@ -174,37 +173,6 @@ def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:
         if isinstance(value, Tensor | list | tuple)
         and any(t.requires_grad and recorder.made(t) for t in tensors(value))
     ]
-
-
-def _shared_attributes(
-    model: nn.Module, before: dict[str, dict[str, Any]], result: Recording
-) -> list[SharedAttribute]:
-    """Attributes that the forward changed on modules which it calls on several hops."""
-    hops: dict[str, set[int]] = {}
-    where: dict[str, str] = {}
-    for call in result.calls:
-        if not call.is_function and call.hop is not None:
-            hops.setdefault(call.path, set()).add(call.hop)
-            where.setdefault(call.path, call.where)
-    found = []
-    for path, module in model.named_modules():
-        if len(hops.get(path, ())) < 2:
-            continue
-        then, now = before[path], vars(module)
-        found += [
-            SharedAttribute(path, name, sorted(hops[path]), where[path])
-            for name in sorted(then.keys() | now.keys())
-            if name not in ("forward", "_compiled_call_impl")
-            and _differ(then.get(name, _UNSET), now.get(name, _UNSET))
-        ]
-    return found
-
-
-def _differ(then: object, now: object) -> bool:
-    plain = (bool, int, float, str)
-    return then is not now and not (
-        type(then) is type(now) and isinstance(then, plain) and then == now
-    )
 
 
 @contextlib.contextmanager

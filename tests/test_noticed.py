@@ -1,16 +1,19 @@
 """What a recording has not seen is noticed by the steps after it: recorded anew, or an error."""
 
+import copy
 from types import MethodType
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import blockpipe as bp
 from blockpipe.errors import StateError
 
 from .devices import assert_close, stages
-from .parity import plain_step
+from .parity import assert_same_gradients, plain_step
 
 LANES = ["1f1b", "gpipe"]
 
@@ -282,3 +285,112 @@ def test_state_within_a_call_of_a_module_that_two_stages_call_is_refused():
 
 def test_a_module_that_two_stages_call_and_that_keeps_nothing_is_fine():
     _pipe(_CallsTwice(nn.Linear(8, 8))).forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+
+
+class _Changes(nn.Module):
+    """Two layers, and what a subclass does with them on two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+class _SwapsParameters(_Changes):
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = functional_call(self.a, {k: v * 0.9 for k, v in self.a.named_parameters()}, x)
+        with bp.Block(stage=1):
+            return self.b(self.a(x))
+
+
+class _SwapsWhatIsReadElsewhere(_Changes):
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = functional_call(self.a, {"weight": self.b.weight}, x)
+        with bp.Block(stage=1):
+            return self.b(x) @ self.a.weight
+
+
+class _FreezesForAWhile(_Changes):
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.b.requires_grad_(False)
+            x = self.b(self.a(x))
+            self.b.weight.requires_grad = True
+            self.b.bias.requires_grad = True
+        with bp.Block(stage=1):
+            return self.b(x)
+
+
+class _SetsAnAttributeForAWhile(_Changes):
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.a.eval()
+            x = self.a(x)
+            self.a.train()
+        with bp.Block(stage=1):
+            return self.b(self.a(x))
+
+
+class _ChoosesKernels(_Changes):
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            q = self.a(x)[:, None]
+        with bp.Block(stage=1), sdpa_kernel(SDPBackend.MATH):
+            return self.b(nn.functional.scaled_dot_product_attention(q, q, q)[:, 0])
+
+
+class _IsDeterministicForAWhile(_Changes):
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            before = torch.are_deterministic_algorithms_enabled()
+            torch.use_deterministic_algorithms(True)
+            x = self.a(x)
+            torch.use_deterministic_algorithms(before)
+        with bp.Block(stage=1):
+            return self.b(x)
+
+
+CHANGES = [
+    (_SwapsParameters, r"changes a\.bias, and calls 'a' on hops \[0, 1\]"),
+    (_SwapsWhatIsReadElsewhere, r"changes a\.weight, and calls 'a' on hops \[0, 1\]"),
+    (_FreezesForAWhile, r"changes b\.\w+\.requires_grad, and reads 'b\.\w+' on hops \[0, 1\]"),
+    (_SetsAnAttributeForAWhile, r"changes a\.training, and calls 'a' on hops \[0, 1\]"),
+    (_ChoosesKernels, r"changes torch\..*sdp_enabled\(\), and runs under it on hops \[1\]"),
+    (_IsDeterministicForAWhile, r"changes torch\.are_deterministic.* under it on hops \[0\]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "what"), CHANGES, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_what_is_changed_for_a_while_and_seen_by_several_stages_is_refused(
+    model: type[nn.Module], what: str
+):
+    """Attack 1.7: put back before the forward ends, it left nothing to find afterwards."""
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    with pytest.raises(StateError, match=what + r".*test_noticed\.py:\d+\).*sequential"):
+        _pipe(model()).forward_backward(x, target=y, loss_fn=nn.functional.mse_loss)
+    net = model()
+    plain = copy.deepcopy(net)
+    loss = plain_step(plain, (x,), {}, y, nn.functional.mse_loss, 4)
+    result = _pipe(net, schedule="sequential").forward_backward(
+        x, target=y, loss_fn=nn.functional.mse_loss
+    )
+    assert_close(result.loss, loss)
+    assert_same_gradients(net, plain)
+    assert any(line.startswith("the forward changes") for line in _pipe(net).summary(x).notes)
+
+
+def test_what_is_changed_on_one_stage_only_is_fine():
+    class Meta(_Changes):
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                x = functional_call(self.a, {k: v * 0.9 for k, v in self.a.named_parameters()}, x)
+                self.a.requires_grad_(False)
+                x = self.a(x)
+                self.a.requires_grad_(True)
+            with bp.Block(stage=1):
+                return self.b(x)
+
+    _pipe(Meta()).forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
