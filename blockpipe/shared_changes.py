@@ -49,7 +49,8 @@ class SharedChanges:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before = {path: _attributes(module) for path, module in model.named_modules()}
+        self._attributes = {path: _attributes(module) for path, module in model.named_modules()}
+        self._slots = {path: _slots(module) for path, module in model.named_modules()}
         self._switches = _switches()
         self._changed: dict[tuple[str, str], Tensor | None] = {}  # (path, name): what was there
         self._toggled: dict[int, str] = {}  # id of a parameter: the line
@@ -57,9 +58,11 @@ class SharedChanges:
 
     def at_call(self, path: str, module: nn.Module) -> None:
         """A module is called: is anything of it other than when the forward began?"""
-        before, now = self._before.get(path), _attributes(module)
-        if before is None:
-            return
+        if path in self._slots:
+            self._compare(path, self._attributes[path], _attributes(module))
+            self._compare(path, self._slots[path], _slots(module))
+
+    def _compare(self, path: str, before: dict[str, Any], now: dict[str, Any]) -> None:
         for name in before.keys() | now.keys():
             then = before.get(name, _UNSET)
             if _differ(then, now.get(name, _UNSET)):
@@ -90,7 +93,9 @@ class SharedChanges:
             held: the parameters and buffers by id, with the hops that read them.
         """
         for path, module in self._model.named_modules():
-            self.at_call(path, module)  # once more: what was not put back
+            # What was not put back; parameters and buffers that stay replaced are the model's state.
+            if path in self._attributes:
+                self._compare(path, self._attributes[path], _attributes(module))
         hops: dict[str, set[int]] = {}
         where: dict[str, str] = {}
         for call in result.calls:
@@ -116,11 +121,14 @@ class SharedChanges:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module has, by name, its parameters, buffers and submodules among it."""
-    found = {name: value for name, value in vars(module).items() if name not in _DOORS}
-    for slots in _SLOTS:
-        found.update(found.pop(slots, {}))
-    return found
+    """A module's plain attributes."""
+    outside = (*_DOORS, *_SLOTS)
+    return {name: value for name, value in vars(module).items() if name not in outside}
+
+
+def _slots(module: nn.Module) -> dict[str, Any]:
+    """Its parameters, buffers and submodules."""
+    return {name: value for slots in _SLOTS for name, value in vars(module)[slots].items()}
 
 
 def _switches() -> dict[str, object]:

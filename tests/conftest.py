@@ -31,7 +31,7 @@ SIMULATED = Path(__file__).with_name("simulated")
 DELAY = 200  # microseconds at most, before one in five operations: enough for another order
 DELAYED = 0.2
 PARAMETERS = 12  # of one test, where each operation is queued and most sweeps ran on the CPU
-QUICK = 2  # with --quick
+QUICK = 1  # with --quick
 
 _why_not: dict[str, str] = {}  # the accelerator could not be built
 _deselected: Counter[str] = Counter()

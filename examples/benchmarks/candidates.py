@@ -189,12 +189,13 @@ def _stay_on(core: int | None) -> None:
 class Blockpipe(Candidate):
     """Two stages of Blockpipe."""
 
+    package = bp
     schedule = "1f1b"
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.model[1] = bp.BeginBlock(self.model[1], stage=1)
-        self.pipe = bp.Pipeline(
+        self.model[1] = self.package.BeginBlock(self.model[1], stage=1)
+        self.pipe = self.package.Pipeline(
             self.model,
             devices=["cpu"] * 2,
             chunks=task.chunks,

@@ -53,14 +53,19 @@ def main() -> None:
         )
 
 
+def net(width: int, layers: int) -> nn.Sequential:
+    """Two equal halves."""
+    half = [m for _ in range(layers // 2) for m in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Sequential(*half), nn.Sequential(*copy.deepcopy(half)))
+
+
 def measure(width: int, rows: int, layers: int) -> tuple[float, float, float, float]:
     """The recording's estimates of a hop and of an operation, the plain time of a micro-batch, and
     the lanes' time over it."""
     torch.manual_seed(0)
-    half = [m for _ in range(layers // 2) for m in (nn.Linear(width, width), nn.ReLU())]
-    net = nn.Sequential(nn.Sequential(*half), nn.Sequential(*copy.deepcopy(half)))
-    plain = copy.deepcopy(net)
-    pipe = bp.Pipeline(bp.begin_blocks(net, {"1": 1}), devices=["cpu"] * 2, chunks=CHUNKS)
+    plain = net(width, layers)
+    piped = copy.deepcopy(plain)
+    pipe = bp.Pipeline(bp.begin_blocks(piped, {"1": 1}), devices=["cpu"] * 2, chunks=CHUNKS)
     x, y = torch.randn(2, CHUNKS * rows, width).unbind()
 
     def run_plain() -> None:
