@@ -93,7 +93,7 @@ class SharedChanges:
             held: the parameters and buffers by id, with the hops that read them.
         """
         for path, module in self._model.named_modules():
-            # What was not put back; parameters and buffers that stay replaced are the model's state.
+            # What was not put back; parameters and buffers that stay replaced are state.
             if path in self._attributes:
                 self._compare(path, self._attributes[path], _attributes(module))
         hops: dict[str, set[int]] = {}
