@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A torch to install instead of the newest (CI tests the lower bound with it).
 TORCH ?= torch torchvision
 
-.PHONY: demo test test-all lint types docs sweep benchmarks clean
+.PHONY: demo test test-devices test-all lint types docs sweep benchmarks clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick
+	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated --one-in 3
+
+# On the simulated accelerator: make test runs one test in three there.
+test-devices: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated
 
 # Every parameter set and the slow tests: before a release, and where --quick may have missed it.

@@ -31,7 +31,6 @@ SIMULATED = Path(__file__).with_name("simulated")
 DELAY = 200  # microseconds at most, before one in five operations: enough for another order
 DELAYED = 0.2
 PARAMETERS = 12  # of one test, where each operation is queued and most sweeps ran on the CPU
-QUICK = 1  # with --quick
 
 _why_not: dict[str, str] = {}  # the accelerator could not be built
 _deselected: Counter[str] = Counter()
@@ -53,9 +52,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run so many of a test's parameter sets, chosen by the seed; 0: all",
     )
     parser.addoption(
+        "--one-in", type=int, default=1, help="run one test in so many, chosen by the seed"
+    )
+    parser.addoption(
         "--quick",
         action="store_true",
-        help=f"{QUICK} parameter sets of each test, fewer examples of each property, no slow tests",
+        help="one parameter set of each test, fewer examples of each property, no slow tests",
     )
 
 
@@ -99,7 +101,7 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
     seed, most = config.getoption("--delay-seed"), config.getoption("--parameters")
     is_simulated, is_quick = config.getoption("--simulated"), config.getoption("--quick")
     if most is None:
-        most = QUICK if is_quick else PARAMETERS if is_simulated else 0
+        most = 1 if is_quick else PARAMETERS if is_simulated else 0
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
         mark = item.get_closest_marker("cpu") if is_simulated else None
@@ -113,10 +115,14 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
             continue
         else:
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for family in families.values():
+    one_in = config.getoption("--one-in")
+    for name, family in families.items():
         family.sort(key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
+        if zlib.crc32(f"{seed} {name}".encode()) % one_in:
+            yield from ((item, f"one test in {one_in}: --one-in") for item in family)
+            continue
         for item in family[most:] if most else []:
-            yield item, f"more than {most} parameter sets of a test: --parameters"
+            yield item, "another parameter set of the same test: --parameters"
 
 
 def _is_own(item: pytest.Item) -> bool:

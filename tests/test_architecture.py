@@ -1,6 +1,7 @@
 """The shape of the package: imports without circles, and what is public."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -12,6 +13,7 @@ import blockpipe
 PACKAGE = Path(blockpipe.__file__).parent
 
 
+@functools.cache
 def _imports() -> dict[str, set[str]]:
     graph = {}
     for path in PACKAGE.glob("*.py"):
@@ -26,7 +28,7 @@ def _imports() -> dict[str, set[str]]:
 
 def test_no_import_circle():
     """Imports go one way; those under TYPE_CHECKING, inside of an ``if``, are for types alone."""
-    graph = _imports()
+    graph = {name: set(needs) for name, needs in _imports().items()}
     for data, views in {
         "recording": ("rows", "summary", "explain"),
         "summary": ("summary_text", "summary_html"),

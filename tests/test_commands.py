@@ -279,10 +279,12 @@ def test_as_a_process() -> None:
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("schedule")
     assert done.stderr == ""
-    done = subprocess.run(
-        [sys.executable, "-m", "blockpipe", "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == f"blockpipe {bp.__version__}\n"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"blockpipe {bp.__version__}\n"
 
 
 ROOT = Path(__file__).parent.parent

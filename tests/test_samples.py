@@ -194,12 +194,14 @@ def test_a_name_that_no_argument_has_is_refused():
 def test_a_detection_model_of_torchvision_trains():
     """Exact, micro-batch by micro-batch; its losses are of sampled anchors, so not the batch's."""
     detection = pytest.importorskip("torchvision.models.detection")
-    model = detection.fasterrcnn_mobilenet_v3_large_320_fpn(
-        weights=None,
-        weights_backbone=None,
+    backbone = nn.Sequential(nn.Conv2d(3, 8, 7, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
+    backbone.out_channels = 8
+    model = detection.FasterRCNN(
+        backbone,
         num_classes=3,
         min_size=64,
         max_size=96,
+        rpn_anchor_generator=detection.anchor_utils.AnchorGenerator(((16, 32),), ((1.0,),)),
         rpn_pre_nms_top_n_train=20,
         rpn_post_nms_top_n_train=10,
         rpn_pre_nms_top_n_test=20,
