@@ -16,8 +16,8 @@ from torch import nn
 
 from .capture import record, record_planned
 from .errors import PlanError, UsageError
-from .inspected import InspectedModel
 from .layout import read_layout
+from .pipeline import Pipeline
 from .plan import Assignment, StagePlan
 from .planned import KeptPlan, Planned, keep_plan, resolve
 from .recording import Recording
@@ -112,7 +112,7 @@ def set_pipeline_stage_assignment(
     has_sample = bool(kwargs) or not isinstance(args, tuple | list) or len(args) > 0
     plan, problems = _as_plan(assignment, where)
     if not problems:
-        given = model._given_devices if isinstance(model, InspectedModel) else None
+        given = model._preparer.given_devices if isinstance(model, Pipeline) else None
         devices = None if given is None else len(given)
         problems = [*plan.problems(devices), *_misfits(module, plan)]
     if not problems and not has_sample:
@@ -156,7 +156,7 @@ def recording_of(
     """The recording that is meant by a model with a sample, a pipeline, or a recording."""
     if isinstance(what, Recording):
         return what
-    if isinstance(what, InspectedModel):
+    if isinstance(what, Pipeline):
         bare = not isinstance(args, tuple | list)
         return what.recorded((args,) if bare else tuple(args), dict(kwargs or {}))
     if isinstance(what, nn.Module):
@@ -168,8 +168,8 @@ def recording_of(
 
 
 def _model_of(model: nn.Module) -> nn.Module:
-    if isinstance(model, InspectedModel):
-        if model._plan is not None:
+    if isinstance(model, Pipeline):
+        if model._preparer.given_plan is not None:
             raise UsageError(
                 "this pipeline was given a plan=, which overrides what is set on its model; make "
                 f"it without, or make another with the new plan ({users_line()})"

@@ -26,18 +26,19 @@ from .errors import BlockpipeError, PlanError, UsageError
 from .marks_text import marks_text
 from .measuring import PieceTimes, measured
 from .memory import copies_of
+from .module_interface import ModuleInterface
 from .options import check_loss, checked_devices
 from .partition import check_count, checked_number, checked_numbers
 from .plan import Assignment, StagePlan
-from .prepared import ScheduleOption, lanes_of
+from .prepared import lanes_of
 from .pricing import rates_of_stages
 from .probing import copy_line
 from .rates import Rates, straight
 from .recording import Recording
+from .scheduler import ScheduleOption
 from .table import bytes_text
 from .transfer import is_asynchronous, is_on_meta
 from .where import remembers_caller, users_line
-from .wrapped import WrappedModel
 
 
 @remembers_caller
@@ -448,7 +449,7 @@ class _Search:
 
 
 def _check(model: object, by: object, loss_fn: object, target: object, speeds: object) -> None:
-    if isinstance(model, WrappedModel):
+    if isinstance(model, ModuleInterface):
         raise UsageError(
             f"balance takes the model, but {type(model).__name__} came ({users_line()}); pass its "
             ".module"

@@ -11,19 +11,22 @@ import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from .errors import RecordingError, ScheduleError, UsageError
-from .inspected import InspectedModel
 from .memory import check_limit, copies_of, predict
+from .microbatch import Microbatch
 from .options import check_schedule
-from .prepared import Prepared, ScheduleOption
+from .prepared import Prepared
+from .preparer import Preparer
 from .progress import Progress
 from .schedule import Schedule
+from .scheduler import ScheduleOption
 from .simulate import simulate
+from .step_runner import StepRunner
 from .table import bytes_text, text_table
 from .transfer import is_asynchronous, is_on_meta
 from .untouched import Untouched
@@ -143,12 +146,12 @@ class Options:
 
 
 @dataclass
-class _Runner:
-    """A trial with what its steps were prepared by."""
+class _Try:
+    """A trial with what runs its steps, and what these were prepared by."""
 
     trial: Trial
-    schedule: ScheduleOption
-    prepared: OrderedDict[Any, Prepared] = field(default_factory=OrderedDict)
+    runner: StepRunner | None = None  # ``None``: it cannot run
+    known: OrderedDict[Any, Prepared] = field(default_factory=OrderedDict)
     times: list[float] = field(default_factory=list)
     error: Exception | None = None
 
@@ -159,20 +162,17 @@ class _Runner:
         self.trial.why_not = f"fails: {type(cause).__name__}: {cause}"
 
 
-def find_chunks(
-    pipe: InspectedModel, step: Callable[[], object], batch: Batch, options: Options
-) -> ChunksReport:
+def find_chunks(runner: StepRunner, batch: Batch, options: Options) -> ChunksReport:
     """Try each candidate under each schedule.
 
     Args:
-        pipe: whose chunks they are.
-        step: one, by the pipeline as it is then.
-        batch: what the step is given.
+        runner: of the pipeline's steps.
+        batch: what a step is given.
         options: what to try.
     """
-    samples = sum(m.size for m in pipe._split(batch.args, batch.kwargs, batch.target))
-    schedules = _schedules(pipe, options.schedules)
-    wanted = _candidates(pipe, options.candidates, samples)
+    samples = sum(m.size for m in _split(runner, batch))
+    schedules = _schedules(runner, options.schedules)
+    wanted = _candidates(runner, options.candidates, samples)
     repeats = options.repeats
     if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
         raise UsageError(
@@ -180,36 +180,40 @@ def find_chunks(
         )
     copies_of(options.optimizer)
     check_limit(options.limit)
-    if is_on_meta(pipe.module):  # its values come with the placement
-        pipe._prepare(pipe._split(batch.args, batch.kwargs, batch.target)[0])
-    runners = [
-        _predicted(pipe, batch, options, schedule, chunks)
+    if is_on_meta(runner.preparer.model):  # its values come with the placement
+        runner.preparer.prepare(_split(runner, batch)[0], runner.options)
+    tries = [
+        _predicted(runner, batch, options, schedule, chunks)
         for schedule in schedules
         for chunks in wanted
     ]
-    trials = [runner.trial for runner in runners]
-    left = [runner for runner in runners if runner.trial.why_not is None]
+    left = [one for one in tries if one.trial.why_not is None]
     if left:
-        _measure(pipe, step, batch, left, options.repeats)
-    errors = [runner.error for runner in runners if runner.error is not None]
-    if errors and len(errors) == len(runners):
+        _measure(batch, left, options.repeats)
+    errors = [one.error for one in tries if one.error is not None]
+    if errors and len(errors) == len(tries):
         raise errors[0]  # it is not the number of micro-batches
-    for runner in left:
-        if runner.times and runner.trial.why_not is None:
-            runner.trial.seconds = statistics.median(runner.times)
-            runner.trial.samples_per_second = samples / runner.trial.seconds
-    return ChunksReport(trials, samples, options.repeats)
+    for one in left:
+        if one.times and one.trial.why_not is None:
+            one.trial.seconds = statistics.median(one.times)
+            one.trial.samples_per_second = samples / one.trial.seconds
+    return ChunksReport([one.trial for one in tries], samples, options.repeats)
+
+
+def _split(runner: StepRunner, batch: Batch) -> list[Microbatch]:
+    return runner.split(batch.args, batch.kwargs, batch.target)
 
 
 def _candidates(
-    pipe: InspectedModel, candidates: Iterable[int] | None, samples: int
+    runner: StepRunner, candidates: Iterable[int] | None, samples: int
 ) -> dict[int, int]:
     """From chunks to micro-batches, each number of these once."""
     if candidates is None:
-        recording = pipe.recording
-        stages = len(pipe._given_devices or ()) if recording is None else recording.num_stages
+        recording = runner.preparer.recording
+        given = runner.preparer.given_devices
+        stages = len(given or ()) if recording is None else recording.num_stages
         most = _PER_STAGE * max(1, stages)
-        candidates = sorted({pipe.chunks, *(2**k for k in range(most.bit_length()))})
+        candidates = sorted({runner.options.chunks, *(2**k for k in range(most.bit_length()))})
     wanted = list(candidates) if isinstance(candidates, Iterable) else [candidates]
     wrong = [n for n in wanted if not isinstance(n, int) or isinstance(n, bool) or n < 1]
     if wrong or not wanted:
@@ -225,10 +229,10 @@ def _candidates(
 
 
 def _schedules(
-    pipe: InspectedModel, schedules: Iterable[ScheduleOption] | ScheduleOption | None
+    runner: StepRunner, schedules: Iterable[ScheduleOption] | ScheduleOption | None
 ) -> list[ScheduleOption]:
     if schedules is None:
-        return [pipe.schedule]
+        return [runner.options.schedule]
     one = isinstance(schedules, str | Schedule) or callable(schedules)
     found: list[ScheduleOption] = [schedules] if one else list(schedules)  # type: ignore[list-item, arg-type]
     for schedule in found:
@@ -240,26 +244,27 @@ def _schedules(
 
 
 def _predicted(
-    pipe: InspectedModel, batch: Batch, options: Options, schedule: ScheduleOption, chunks: int
-) -> _Runner:
+    runner: StepRunner, batch: Batch, options: Options, schedule: ScheduleOption, chunks: int
+) -> _Try:
     """What the recording says of a candidate, and whether it is tried at all."""
     name = schedule if isinstance(schedule, str) else getattr(schedule, "name", "one's own")
-    with pipe._as_if(chunks=chunks, schedule=schedule):
-        microbatches = pipe._split(batch.args, batch.kwargs, batch.target)
-        count = len(microbatches)
-        trial = Trial(str(name), chunks, count)
-        runner = _Runner(trial, schedule)
-        try:
-            prepared = pipe._sketched(microbatches[0])
-            if schedule == "uncut":
-                return runner  # one graph over all stages: no schedule to play out
-            alone = prepared.goes_one_by_one(schedule, count)
-            option = "sequential" if alone else schedule
-            played = simulate(prepared.schedule(option, count), prepared.costs)
-            report = predict(prepared, option, count, optimizer=options.optimizer)
-        except (ScheduleError, RecordingError) as error:
-            runner.fails(error)
-            return runner
+    trial = Trial(str(name), chunks, chunks)
+    one = _Try(trial)
+    try:
+        runner = replace(runner, options=replace(runner.options, chunks=chunks, schedule=schedule))
+        microbatches = _split(runner, batch)
+        count = trial.microbatches = len(microbatches)
+        prepared = runner.preparer.sketch(microbatches[0], runner.options)
+        one.runner = runner
+        if schedule == "uncut":
+            return one  # one graph over all stages: no schedule to play out
+        alone = prepared.goes_one_by_one(schedule, count)
+        option = "sequential" if alone else schedule
+        played = simulate(prepared.schedule(option, count), prepared.costs)
+        report = predict(prepared, option, count, optimizer=options.optimizer)
+    except (ScheduleError, RecordingError) as error:
+        one.fails(error)
+        return one
     trial.predicted_seconds, trial.bubble = played.makespan, played.bubble
     trial.memory = max(report.by_device.values())
     limit = options.limit
@@ -268,59 +273,54 @@ def _predicted(
         limit = min(torch.accelerator.get_memory_info(d)[1] for d in there)
     if limit is not None and trial.memory > limit:
         trial.why_not = f"{bytes_text(trial.memory)} predicted, over {bytes_text(limit)}"
-    return runner
+    return one
 
 
-def _measure(
-    pipe: InspectedModel,
-    step: Callable[[], object],
-    batch: Batch,
-    runners: list[_Runner],
-    repeats: int,
-) -> None:
-    loss = batch.loss_fn
-    modules = [pipe.module, *([loss] if isinstance(loss, torch.nn.Module) else [])]
-    with pipe._as_if(chunks=runners[0].trial.chunks, schedule=runners[0].schedule):
-        first = pipe._prepare(pipe._split(batch.args, batch.kwargs, batch.target)[0])
+def _measure(batch: Batch, tries: list[_Try], repeats: int) -> None:
+    runner, loss = tries[0].runner, batch.loss_fn
+    assert runner is not None
+    preparer = runner.preparer
+    modules = [preparer.model, *([loss] if isinstance(loss, torch.nn.Module) else [])]
+    with preparer.apart():
+        first = preparer.prepare(_split(runner, batch)[0], runner.options)
     if isinstance(loss, torch.nn.Module):
         loss.to(first.devices[first.route[-1]])
     untouched = Untouched(modules, first.generators)
-    total = (1 + repeats) * len(runners)
+    total = (1 + repeats) * len(tries)
     with Progress("trying micro-batches", total, "steps") as progress:
         for turn in range(1 + repeats):
-            for runner in runners:
-                progress.step(f"{runner.trial.schedule}, {runner.trial.microbatches}")
-                if runner.trial.why_not is None:
-                    seconds = _timed(pipe, step, runner, untouched)
+            for one in tries:
+                progress.step(f"{one.trial.schedule}, {one.trial.microbatches}")
+                if one.trial.why_not is None:
+                    seconds = _timed(one, batch, untouched)
                     if turn and seconds is not None:  # the first is for caches
-                        runner.times.append(seconds)
+                        one.times.append(seconds)
 
 
-def _timed(
-    pipe: InspectedModel, step: Callable[[], object], runner: _Runner, untouched: Untouched
-) -> float | None:
-    with untouched.run(), pipe._as_if(chunks=runner.trial.chunks, schedule=runner.schedule):
-        pipe._prepared = runner.prepared
+def _timed(one: _Try, batch: Batch, untouched: Untouched) -> float | None:
+    assert one.runner is not None
+    preparer = one.runner.preparer
+    with untouched.run(), preparer.apart(one.known):
         try:
-            _wait(pipe)
+            _wait(preparer)
             began = time.perf_counter()
-            step()
-            _wait(pipe)
+            one.runner.forward_backward(batch.args, batch.kwargs, batch.target, batch.loss_fn)
+            _wait(preparer)
             return time.perf_counter() - began
         except (torch.OutOfMemoryError, MemoryError):
-            runner.trial.why_not = "out of memory"
+            one.trial.why_not = "out of memory"
         except Exception as error:
             if "can't allocate memory" in str(error):  # the host's allocator has no class for it
-                runner.trial.why_not = "out of memory"
+                one.trial.why_not = "out of memory"
             else:
-                runner.fails(error)
+                one.fails(error)
     # What the failed step held is free now: the next one shall have it.
-    runner.prepared.clear()
+    one.known.clear()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
     return None
 
 
-def _wait(pipe: InspectedModel) -> None:
-    for device in {d for d in pipe._placed() or () if is_asynchronous(d)}:
+def _wait(preparer: Preparer) -> None:
+    for device in {d for d in preparer.placed() or () if is_asynchronous(d)}:
         torch.accelerator.synchronize(device)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .cuts import Chain
 from .errors import ScheduleError
-from .prepared import ScheduleOption, goes_one_by_one, is_small
+from .prepared import goes_one_by_one, is_small
 from .rates import Line
 from .schedule import HOP_MASK, HOP_SHIFT, B, F, Schedule, W
-from .scheduler import choose, make_schedule
+from .scheduler import ScheduleOption, choose, make_schedule
 from .simulate import Costs, Simulation, simulate
 from .transfer import is_asynchronous
 

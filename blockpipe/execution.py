@@ -31,12 +31,13 @@ from .microbatch import Microbatch
 from .observed import PlainPassage, observed_border
 from .observer import Observer, Watch
 from .offload import Offload
-from .prepared import Prepared, ScheduleOption
+from .prepared import Prepared
 from .randomness import Source, Streams, current, moved, own_turn, sources_of
 from .replaced import Backwards, CustomFunctions, ScriptFunctions, TensorHooks
 from .rerun import Checkpoints
 from .sanitizer import Sanitizer
 from .schedule import Action, Schedule
+from .scheduler import ScheduleOption
 from .stores import Links
 from .transfer import Sent, edge_of, is_asynchronous
 from .tree import leaves, map_leaves, map_tensors, tensors

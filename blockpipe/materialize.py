@@ -214,3 +214,44 @@ def _reset(module: nn.Module) -> None:
         if callable(method):
             method()
             return
+
+
+class PendingValues:
+    """Where a model on the meta device gets its values from when it is placed.
+
+    Args:
+        model: the user's; one that has values is loaded at once.
+        weights: as for :func:`materialize`.
+        init: as for :func:`materialize`.
+
+    Raises:
+        WeightsError: a checkpoint that cannot be read, or does not fit a model with values.
+        UsageError: an argument that cannot be.
+    """
+
+    def __init__(self, model: nn.Module, weights: Weights | None, init: Init | None) -> None:
+        check_init(model, weights, init)
+        self._model = model
+        if weights is not None and is_on_meta(model):
+            open_weights(weights)
+        elif weights is not None:
+            # At once: values that come at the first call could come over what was trained by then.
+            load_in_place(model, weights, None)
+            weights = init = None
+        self._weights, self._init = weights, init
+
+    def keep(self, weights: Weights) -> None:
+        """Check by name and shape, and keep for the placement."""
+        check_weights(self._model, open_weights(weights), {}, self._init)
+        self._weights = weights
+
+    def forget_weights(self) -> None:
+        """The model has got values by another way."""
+        self._weights = None
+
+    def fill(self, recording: Recording, devices: Sequence[torch.device]) -> None:
+        """Give the model its values, once: later ones are the training's."""
+        if self._weights is None and self._init is None:
+            return
+        materialize(self._model, recording, devices, weights=self._weights, init=self._init)
+        self._weights = self._init = None

@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .blocks import current_stage
 from .errors import UsageError
-from .prepared import Prepared, ScheduleOption
+from .prepared import Prepared
 from .recording import Hop
 from .schedule import Schedule
+from .scheduler import ScheduleOption
 from .table import bytes_text, text_table
 from .transfer import is_asynchronous
 from .tree import tensors

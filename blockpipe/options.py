@@ -1,16 +1,17 @@
 """The options of a pipeline, checked before anything moves."""
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from .errors import MicrobatchError, PlanError, ScheduleError, UsageError
+from .microbatch import BatchDims, LossReduction
 from .plan import StagePlan
 from .schedule import Schedule
-from .scheduler import SCHEDULES, check_in_flight
+from .scheduler import SCHEDULES, ScheduleOption, check_in_flight
 from .transfer import check_device, is_asynchronous
 from .where import users_line
 
@@ -139,64 +140,82 @@ def check_model(model: object) -> None:
             )
 
 
-def check_options(
-    *,
-    chunks: object,
-    schedule: object,
-    in_flight: object,
-    checkpoint: object,
-    offload: object,
-    deferred_batch_norm: object,
-    batch_dims: object,
-    loss_reduction: object,
-    isolate: object,
-) -> None:
-    """Raise for what is no option, or does not go with another one.
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How steps are run: all that may be assigned to a pipeline later, checked when it is made.
 
-    Its arguments are all that can be assigned to a pipeline later.
+    Args:
+        chunks: into how many micro-batches a batch is split.
+        schedule: a name, one of the user's own, or a function that makes one.
+        in_flight: at most so many micro-batches are under way at once.
+        checkpoint: which micro-batches are recomputed.
+        offload: stages whose activations are in host memory meanwhile; ``True``: all.
+        deferred_batch_norm: whether running statistics are those of the whole batch.
+        batch_dims: what is split where.
+        loss_reduction: what the micro-batches' losses are to the batch's.
+        isolate: whether the stage sanitizer is on.
+
+    Raises:
+        PlanError, ScheduleError, MicrobatchError, UsageError: what is no option, or does not go
+            with another one.
     """
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise PlanError(f"chunks is a whole number from 1 on, but {chunks!r} came")
-    check_schedule(schedule, chunks)
-    check_in_flight(in_flight)
-    if checkpoint not in CHECKPOINTS:
-        raise UsageError(
-            f"checkpoint is one of {CHECKPOINTS}, but {checkpoint!r} came; for some blocks only, "
-            "write Block(stage=…, checkpoint=True)"
-        )
-    if not isinstance(deferred_batch_norm, bool):
-        raise UsageError(
-            f"deferred_batch_norm is True or False, but {deferred_batch_norm!r} came "
-            f"({users_line()}); pass True for running statistics of the whole batch"
-        )
-    if loss_reduction not in ("mean", "sum") and not callable(loss_reduction):
-        raise UsageError(
-            "loss_reduction is 'mean', 'sum' or a callable (args, kwargs, target) -> number, but "
-            f"{loss_reduction!r} came"
-        )
-    check_batch_dims(batch_dims)
-    if checked_offload(offload) and schedule == "uncut":
-        raise UsageError(
-            "offload brings activations back before a stage's backward, but schedule='uncut' "
-            "has one backward for all stages; use checkpoint=, or another schedule"
-        )
-    if isolate and schedule == "uncut":
-        raise UsageError(
-            "isolate=True proves that stages are cut apart, but schedule='uncut' does not cut "
-            "them; use 'sequential' to look at one micro-batch at a time"
-        )
+
+    chunks: int = 1
+    schedule: ScheduleOption = "1f1b"
+    in_flight: int | None = None
+    checkpoint: str = "never"
+    offload: frozenset[int] | Literal[True] = frozenset()
+    deferred_batch_norm: bool = False
+    batch_dims: BatchDims = None
+    loss_reduction: LossReduction = "mean"
+    isolate: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 1:
+            raise PlanError(f"chunks is a whole number from 1 on, but {self.chunks!r} came")
+        check_schedule(self.schedule, self.chunks)
+        check_in_flight(self.in_flight)
+        if self.checkpoint not in CHECKPOINTS:
+            raise UsageError(
+                f"checkpoint is one of {CHECKPOINTS}, but {self.checkpoint!r} came; for some "
+                "blocks only, write Block(stage=…, checkpoint=True)"
+            )
+        if not isinstance(self.deferred_batch_norm, bool):
+            raise UsageError(
+                f"deferred_batch_norm is True or False, but {self.deferred_batch_norm!r} came "
+                f"({users_line()}); pass True for running statistics of the whole batch"
+            )
+        if self.loss_reduction not in ("mean", "sum") and not callable(self.loss_reduction):
+            raise UsageError(
+                "loss_reduction is 'mean', 'sum' or a callable (args, kwargs, target) -> number, "
+                f"but {self.loss_reduction!r} came"
+            )
+        check_batch_dims(self.batch_dims)
+        if self.offload and self.schedule == "uncut":
+            raise UsageError(
+                "offload brings activations back before a stage's backward, but schedule='uncut' "
+                "has one backward for all stages; use checkpoint=, or another schedule"
+            )
+        if self.isolate and self.schedule == "uncut":
+            raise UsageError(
+                "isolate=True proves that stages are cut apart, but schedule='uncut' does not cut "
+                "them; use 'sequential' to look at one micro-batch at a time"
+            )
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the graph is cut between the stages."""
+        return self.schedule != "uncut"
+
+    def prepared_for(self) -> tuple[Any, ...]:
+        """What a recording, and all that is worked out from it, depends on."""
+        # What is shared between stages is an error under some schedules; others are made by the
+        # step.
+        kind = self.schedule if self.schedule in ("sequential", "uncut") else "cut"
+        return kind, self.in_flight, self.checkpoint, self.offload, self.deferred_batch_norm
 
 
-OPTIONS = tuple(inspect.signature(check_options).parameters)
-
-
-def prepared_for(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a recording, and all that is worked out from it, depends on among the options."""
-    names = ("in_flight", "checkpoint", "offload", "deferred_batch_norm")
-    schedule = options["schedule"]
-    # What is shared between stages is an error under some schedules; others are made by the step.
-    kind = schedule if schedule in ("sequential", "uncut") else "cut"
-    return kind, *(options[name] for name in names)
+OPTIONS = tuple(field.name for field in fields(PipelineOptions))
 
 
 def check_graphs(*, cuda_graphs: bool, deferred_batch_norm: bool) -> None:

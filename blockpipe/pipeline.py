@@ -1,11 +1,13 @@
 """The front door: a marked model as a pipeline.
 
-The flow that its bases read as: record → plan → place → schedule → replay.
+What it does is elsewhere: a :class:`blockpipe.preparer.Preparer` records, plans and places, a
+:class:`blockpipe.step_runner.StepRunner` runs steps, by :class:`blockpipe.options.PipelineOptions`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -15,27 +17,33 @@ from .batchnorm import synchronized
 from .chunks import Batch, ChunksReport, Options, find_chunks
 from .errors import UsageError
 from .hints import knows_other_names
-from .inspected import described
+from .inspector import Inspector, described
 from .lanes import close_idle_threads
-from .materialize import Init
-from .microbatch import BatchDims, LossReduction, Microbatch
+from .materialize import Init, PendingValues
+from .memory import MemoryReport
+from .microbatch import BatchDims, LossReduction
+from .module_interface import ModuleInterface
 from .observer import Observer
 from .options import (
     FIXED,
     OPTIONS,
+    PipelineOptions,
     as_sample,
     check_graphs,
     check_loss,
     check_model,
-    check_options,
     checked_offload,
-    prepared_for,
 )
 from .plan import StagePlan
-from .prepared import Prepared, ScheduleOption
+from .prepared import Prepared
+from .preparer import Compiling, Preparer
 from .profiling import Profile, collected
+from .recording import Recording
 from .schedule import Schedule
-from .stepping import SteppedModel, runs_model
+from .scheduler import ScheduleOption
+from .step_runner import StepRunner, runs_model
+from .stepresult import StepResult
+from .summary import Summary
 from .timeline import Timeline
 from .verdict import check_tolerances, verify
 from .verification import Verification
@@ -43,8 +51,28 @@ from .verifying import Verifier
 from .weights import Weights
 from .where import remembers_caller, users_line, warn
 
+T = TypeVar("T")
 
-class Pipeline(SteppedModel):
+
+class _Option(Generic[T]):
+    """One of a pipeline's options, as an attribute; :meth:`Pipeline.__setattr__` assigns it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, pipe: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, pipe: "Pipeline", owner: type) -> T: ...
+
+    def __get__(self, pipe: "Pipeline | None", owner: type) -> T | Self:
+        return self if pipe is None else cast(T, getattr(pipe._options, self._name))
+
+    def __set__(self, pipe: "Pipeline", value: T) -> None:
+        setattr(pipe, self._name, value)
+
+
+class Pipeline(ModuleInterface):
     """Runs a marked model as a pipeline over the devices of one machine.
 
     Args:
@@ -146,25 +174,25 @@ class Pipeline(SteppedModel):
         if isinstance(model, Pipeline):
             raise UsageError("this model is a Pipeline already; pass its .module")
         check_model(model)
-        options: dict[str, Any] = {
-            "chunks": chunks,
-            "schedule": schedule,
-            "in_flight": in_flight,
-            "checkpoint": checkpoint,
-            "offload": offload,
-            "deferred_batch_norm": deferred_batch_norm,
-            "batch_dims": batch_dims,
-            "loss_reduction": loss_reduction,
-            "isolate": isolate,
-        }
-        check_options(**options)
-        super().__init__(model, devices=devices, plan=plan, weights=weights, init=init, **options)
+        super().__init__()
+        self._options = PipelineOptions(
+            chunks=chunks,
+            schedule=schedule,
+            in_flight=in_flight,
+            checkpoint=checkpoint,
+            offload=checked_offload(offload),
+            deferred_batch_norm=deferred_batch_norm,
+            batch_dims=batch_dims,
+            loss_reduction=loss_reduction,
+            isolate=isolate,
+        )
+        self._values = PendingValues(model, weights, init)
+        self.module = model
         self._profile: Profile | None = None
-        if chunks == 1 and len(set(self._given_devices or ())) > 1:
-            warn(
-                f"chunks=1 on {len(set(self._given_devices or ()))} devices: only one works at a "
-                "time; pass chunks=8 or so"
-            )
+        self._preparer = Preparer(model, devices=devices, plan=plan, values=self._values)
+        several = len(set(self._preparer.given_devices or ()))
+        if chunks == 1 and several > 1:
+            warn(f"chunks=1 on {several} devices: only one works at a time; pass chunks=8 or so")
         if deferred_batch_norm and (left_alone := synchronized(model)):
             warn(
                 f"deferred_batch_norm=True leaves SyncBatchNorm alone ({', '.join(left_alone)}): "
@@ -173,29 +201,282 @@ class Pipeline(SteppedModel):
         if sample is not None:
             args, kwargs = as_sample(sample)
             with alone_with(self.module):
-                self._prepare(self._split(args, kwargs, None)[0])
-        self._is_made = True
+                self._preparer.prepare(self._runner.split(args, kwargs)[0], self._options)
+
+    # --- options
+
+    chunks = _Option[int]()
+    schedule = _Option[ScheduleOption]()
+    in_flight = _Option[int | None]()
+    checkpoint = _Option[str]()
+    offload = _Option[frozenset[int] | Literal[True]]()
+    deferred_batch_norm = _Option[bool]()
+    batch_dims = _Option[BatchDims]()
+    loss_reduction = _Option[LossReduction]()
+    isolate = _Option[bool]()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Options may be assigned: they are checked as those of the constructor, and hold from the
         next step on."""
-        if "_is_made" in self.__dict__:
-            if name in FIXED:
-                raise UsageError(
-                    f"{name} cannot be assigned to a pipeline: {FIXED[name]} ({users_line()})"
-                )
-            if name in OPTIONS:
-                value = checked_offload(value) if name == "offload" else value
-                before = {option: getattr(self, option) for option in OPTIONS}
-                options = before | {name: value}
-                check_options(**options)
-                check_graphs(
-                    cuda_graphs=self._compile is not None and self._compile[1],
-                    deferred_batch_norm=options["deferred_batch_norm"],
-                )
-                if prepared_for(options) != prepared_for(before):
-                    self._prepared.clear()
-        super().__setattr__(name, value)
+        if name in FIXED and "_preparer" in self.__dict__:
+            raise UsageError(
+                f"{name} cannot be assigned to a pipeline: {FIXED[name]} ({users_line()})"
+            )
+        if name in OPTIONS:  # before nn.Module takes a loss_reduction that is a module for its own
+            value = checked_offload(value) if name == "offload" else value
+            self._set_options(replace(self._options, **{name: value}))
+        else:
+            super().__setattr__(name, value)
+
+    def _set_options(self, options: PipelineOptions) -> None:
+        compiles = self._preparer.compiles
+        check_graphs(
+            cuda_graphs=compiles is not None and compiles.cuda_graphs,
+            deferred_batch_norm=options.deferred_batch_norm,
+        )
+        if options.prepared_for() != self._options.prepared_for():
+            self._preparer.known.clear()
+        self._options = options
+
+    @property
+    def _runner(self) -> StepRunner:
+        return StepRunner(self._preparer, self._options, self._observed)
+
+    @property
+    def _inspector(self) -> Inspector:
+        return Inspector(self._preparer, self._options)
+
+    # --- what is known of the model
+
+    @property
+    def recording(self) -> Recording | None:
+        """The latest call's recording; ``None`` before the first call under its plan."""
+        return self._preparer.recording
+
+    @property
+    def plan(self) -> StagePlan | None:
+        """Which module call is on which stage; before the recording what was given, or ``None``."""
+        return self._preparer.plan
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each stage.
+
+        Raises:
+            UsageError: no devices were given, and nothing is recorded yet.
+        """
+        return self._preparer.devices
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where the first stage is. Inputs may be anywhere: they are moved."""
+        return self.devices[0]
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where joined outputs and the loss are: the last stage's device."""
+        recording = self.recording
+        return self.devices[-1 if recording is None else recording.route[-1]]
+
+    def unplace(self) -> nn.Module:
+        """Move the model's parameters and buffers back to where they were; returns the model.
+
+        What was on the meta device stays on its stage's device: it may be larger than any other.
+        """
+        return self._preparer.unplace()
+
+    # --- steps
+
+    @remembers_caller
+    @runs_model
+    def forward_backward(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
+        """One step's forwards and backwards, pipelined; gradients add up in ``.grad``.
+
+        Args:
+            *args: the model's arguments, for the whole batch.
+            target: given to ``loss_fn`` after the output; split like the inputs. One that needs a
+                gradient gets it, as the inputs do.
+            loss_fn: ``(output, target) -> loss`` (``(output) -> loss`` without a target), one
+                element. It runs in the journey, on the last hop. ``None``: the model's own loss.
+            return_outputs: also join the outputs.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            The batch's loss, and the outputs if asked for; both without a graph.
+
+        Raises:
+            The first exception of any micro-batch, with a note of stage, micro-batch and line.
+            ``.grad`` may then hold part of the step.
+        """
+        check_loss(loss_fn, target)
+        return self._runner.forward_backward(
+            args, kwargs, target, loss_fn, return_outputs=return_outputs
+        )
+
+    @remembers_caller
+    @runs_model
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, pipelined and differentiable, outputs joined.
+
+        All micro-batches are alive until the loss is known, so with gradients it is always
+        GPipe; :meth:`forward_backward` can hold less. Under ``no_grad`` micro-batches stream
+        through the stages.
+        """
+        return self._runner.forward(args, kwargs)
+
+    @remembers_caller
+    @runs_model
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call another method of the placed model (``generate``, ``encode``), not pipelined.
+
+        Args:
+            function: a method of the model, or anything that calls it.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            UsageError: nothing is placed yet.
+        """
+        return self._runner.run(function, args, kwargs)
+
+    # --- what is where
+
+    def recorded(
+        self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Recording:
+        """A recording on some arguments; without any, the newest. Nothing is placed.
+
+        Raises:
+            UsageError: there is none yet, and no arguments came.
+        """
+        return self._inspector.seen("get_pipeline_stage_assignment(pipe, x)", args, kwargs or {})[
+            0
+        ].recording
+
+    @remembers_caller
+    def summary(
+        self,
+        *args: Any,
+        depth: int | None = None,
+        columns: Iterable[str] | None = None,
+        **kwargs: Any,
+    ) -> Summary:
+        """What is where, and what a step is predicted to cost; records, but places nothing.
+
+        Without arguments: of what was recorded last.
+
+        Args:
+            *args: the model's arguments, for the whole batch.
+            depth: as for :meth:`Recording.summary`.
+            columns: as for :meth:`Recording.summary`.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            A :class:`blockpipe.summary.Summary`; ``str()`` is a table, ``to_dict()`` data.
+
+        Raises:
+            UsageError: no arguments before the first call; an unknown column, a depth that is none.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+            >>> summary = pipe.summary(torch.ones(4, 4))
+            >>> summary.parameters, summary.prediction.microbatches
+            (49, 2)
+        """
+        return self._inspector.summary(args, kwargs, depth, columns)
+
+    @remembers_caller
+    def explain(self, path: str, *args: Any, **kwargs: Any) -> str:
+        """Why a module, or a parameter, is where it is; see :meth:`Recording.explain`.
+
+        Args:
+            path: of a module, a parameter or a buffer.
+            *args: the model's arguments, to record it on; none: of what was recorded last.
+            **kwargs: the model's keyword arguments.
+
+        Raises:
+            UsageError: nothing of that name; no arguments before the first call.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+            >>> print(pipe.explain("1", torch.ones(4, 4)).splitlines()[0])
+            1 (Linear) is on stage 1 (cpu)
+        """
+        return self._inspector.explain(path, args, kwargs)
+
+    @remembers_caller
+    def memory(
+        self, *args: Any, optimizer: object = None, limit: int | None = None, **kwargs: Any
+    ) -> MemoryReport:
+        """What memory a step will need, stage by stage; records, but places nothing.
+
+        Args:
+            *args: the model's arguments, for the whole batch.
+            optimizer: what trains it: a name such as ``"adamw"``, a number of copies of each
+                parameter, or the optimizer itself; ``None``: none.
+            limit: bytes that a device has; ``None``: what the accelerators have.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            A :class:`blockpipe.memory.MemoryReport`, with suggestions; printed, it is a table.
+
+        Raises:
+            UsageError: an optimizer that is not known.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+            >>> report = pipe.memory(torch.ones(4, 4), optimizer="adam")
+            >>> report.stages[0].parameters, report.stages[0].optimizer  # 40 numbers
+            (160, 320)
+        """
+        return self._inspector.memory(args, kwargs, optimizer, limit)
+
+    @contextmanager
+    def measured_memory(self, optimizer: object = None) -> Iterator[MemoryReport]:
+        """Measure the peaks of the steps that run inside, beside the prediction.
+
+        On an accelerator it asks the allocator, and a device's peak stands at each of its stages.
+        On the CPU it counts the bytes of live tensors, which makes a step slower.
+
+        Args:
+            optimizer: as for :meth:`memory`.
+
+        Yields:
+            A :class:`blockpipe.memory.MemoryReport`, filled in at the end.
+
+        Raises:
+            UsageError: nothing is placed yet.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> x = torch.ones(4, 4)
+            >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, sample=(x,))
+            >>> with pipe.measured_memory() as report:
+            ...     _ = pipe.forward_backward(x, loss_fn=torch.sum)
+            >>> report.stages[0].measured > report.stages[0].parameters
+            True
+        """
+        with self._inspector.measured_memory(optimizer) as report:
+            yield report
 
     @remembers_caller
     def compile(self, *, cuda_graphs: bool = False, **options: Any) -> None:
@@ -233,9 +514,8 @@ class Pipeline(SteppedModel):
                 "cuda_graphs=True needs a CUDA device, and this machine has none; compile() "
                 f"without it works on every device ({users_line()})"
             )
-        self._compile = (None if cuda_graphs and not options else dict(options), cuda_graphs)
-        for prepared in self._prepared.values():
-            self._compile_modules(prepared)
+        given = None if cuda_graphs and not options else dict(options)
+        self._preparer.compile(Compiling(given, cuda_graphs))
 
     # --- whether it is right, and fast
 
@@ -301,7 +581,7 @@ class Pipeline(SteppedModel):
         """
         check_loss(loss_fn, target)
         check_tolerances(rtol, atol)
-        verifier = Verifier(self, args, kwargs, target, loss_fn, device)
+        verifier = Verifier(self._runner, args, kwargs, target, loss_fn, device)
         return verify(verifier, rtol=rtol, atol=atol, whole=whole)
 
     @remembers_caller
@@ -355,17 +635,13 @@ class Pipeline(SteppedModel):
             [1, 2, 4]
         """
         check_loss(loss_fn, target)
-
-        def step() -> None:
-            self.forward_backward(*args, target=target, loss_fn=loss_fn, **kwargs)
-
         batch = Batch(args, kwargs, target, loss_fn)
         options = Options(candidates, schedules, repeats, optimizer, limit)
-        return find_chunks(self, step, batch, options)
+        return find_chunks(self._runner, batch, options)
 
     def __repr__(self) -> str:
         """On one screen: the model is printed by ``print(pipe.module)``."""
-        return described(self)
+        return described(self._preparer, self._options)
 
     @contextmanager
     def profile(self) -> Iterator[Timeline]:
@@ -404,10 +680,8 @@ class Pipeline(SteppedModel):
         finally:
             self._profile = None
 
-    def _observer(self, prepared: Prepared, microbatches: list[Microbatch]) -> Observer | None:
-        if self._profile is None:
-            return None
-        return self._profile.step(prepared, len(microbatches))
+    def _observed(self, prepared: Prepared, microbatches: int) -> Observer | None:
+        return None if self._profile is None else self._profile.step(prepared, microbatches)
 
     def close(self) -> None:
         """End the threads that wait for a next step. The pipeline can be used again."""
@@ -421,7 +695,7 @@ class Pipeline(SteppedModel):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not being profiled."""
-        return {**super().__getstate__(), "_profile": None}
+        return {**self.__dict__, "_profile": None}
 
 
 def _title(schedule: ScheduleOption) -> str:

@@ -4,7 +4,7 @@ schedules, and whether threads pay."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -23,15 +23,13 @@ from .randomness import Source, host_sources, sources_of, torchs_of
 from .rates import Rates, together
 from .recording import Held, Hop, Kept, Recording
 from .schedule import Schedule
-from .scheduler import Choice, choose, make_schedule
+from .scheduler import Choice, ScheduleOption, choose, make_schedule
 from .simulate import Costs, validate
 from .stores import AHEAD
 from .table import bytes_text
 from .transfer import is_asynchronous
 
 _log = logging.getLogger(__name__)
-
-ScheduleOption = str | Schedule | Callable[[Sequence[int], int], Schedule]
 
 # What threads on the CPU need to gain anything, in seconds by a roofline of round numbers. Below,
 # the interpreter lock is handed over too often, or waking threads takes as long as the work itself.

@@ -32,6 +32,10 @@ from .simulate import Costs, Simulation, simulate
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 
+# What a user gives for a schedule: a name, one of their own, or what makes one for a route's lanes
+# and a number of micro-batches.
+ScheduleOption = str | Schedule | Callable[[Sequence[int], int], Schedule]
+
 
 def make_schedule(
     name: str,

@@ -92,7 +92,7 @@ def _located(verifier: Verifier, result: Verification) -> Parting | None:
     compiled = verifier.prepared.compiled
     opaque = [] if compiled is None else compiled.paths
     _, plain = _on_one_device(verifier, lambda model: Watch(model, opaque))
-    piped = Watch(verifier.pipe.module, opaque)
+    piped = Watch(verifier.preparer.model, opaque)
     verifier.pipelined(piped)
     least = 0.0 if result.exact else result.rtol
     return first_parting(plain, piped, lambda apart: apart > least) or _of_state(

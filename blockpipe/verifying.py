@@ -19,9 +19,11 @@ from .errors import UsageError
 from .joining import join, output_dim
 from .losses import own_or_mean_square
 from .microbatch import split, weights_of
+from .options import PipelineOptions
 from .parting import Watch
+from .preparer import dims_for
 from .randomness import Source, Streams, torchs_of
-from .stepping import SteppedModel
+from .step_runner import StepRunner
 from .transfer import check_device
 from .tree import leaves, map_tensors, tensors
 from .untouched import Untouched, moved_copy
@@ -35,7 +37,7 @@ class Verifier:
     """Runs a pipeline's step and the plain one, alike from the same state.
 
     Args:
-        pipe: the pipeline.
+        runner: of the pipeline's steps.
         args: of the model, for the whole batch.
         kwargs: of the model.
         target: for the loss.
@@ -45,24 +47,24 @@ class Verifier:
 
     def __init__(
         self,
-        pipe: SteppedModel,
+        runner: StepRunner,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: Any,
         loss_fn: Callable[..., Any] | None,
         device: Any,
     ) -> None:
-        self.pipe = pipe
+        self.runner, self.preparer, self.options = runner, runner.preparer, runner.options
         self.args, self.kwargs, self.target = args, kwargs, target
         self.loss = loss_fn if isinstance(loss_fn, nn.Module) else None
-        self.modules = [pipe.module, *([self.loss] if self.loss is not None else [])]
+        self.modules = [self.preparer.model, *([self.loss] if self.loss is not None else [])]
         self.trains = torch.is_grad_enabled() and (
             any(p.requires_grad for module in self.modules for p in module.parameters())
             or any(t.requires_grad for t in tensors((args, kwargs)))
         )
-        microbatches = pipe._split(args, kwargs, target)
+        microbatches = runner.split(args, kwargs, target)
         with torch.set_grad_enabled(self.trains):  # as it will run: each mode has a recording
-            self.prepared = pipe._prepare(microbatches[0])
+            self.prepared = self.preparer.prepare(microbatches[0], self.options)
         self.last = self.prepared.devices[self.prepared.route[-1]]
         if self.loss is not None:
             self.loss.to(self.last)  # as a step does
@@ -129,18 +131,18 @@ class Verifier:
     @property
     def lanes(self) -> int:
         """How many the pipelined run has."""
-        option = self.pipe.schedule
+        option = self.options.schedule
         one = self.prepared.goes_one_by_one(option, self.count)
         return 1 if one else len(self.prepared.schedule(option, self.count).lanes)
 
     def described(self) -> str:
         """What the pipelined run is."""
-        option = self.pipe.schedule
+        option = self.options.schedule
         name = option if isinstance(option, str) else "schedule of one's own"
         if self.lanes > 1:
             name = self.prepared.schedule(option, self.count).name
         how = f"on {self.lanes} lanes" if self.lanes > 1 else "in one thread"
-        return f"{name} {how}, {self.count} micro-batches, checkpoint={self.pipe.checkpoint!r}"
+        return f"{name} {how}, {self.count} micro-batches, checkpoint={self.options.checkpoint!r}"
 
     def reference(self) -> str:
         """What it is compared with."""
@@ -154,7 +156,7 @@ class Verifier:
     def stricter(self) -> Iterator[None]:
         """While entered, the schedule runs on its lanes also where operations are so small that a
         step would take one thread: what is verified is meant for larger machines too."""
-        known = self.pipe._prepared
+        known = self.preparer.known
         key = next(key for key, prepared in known.items() if prepared is self.prepared)
         before, strict = self.prepared, replace(self.prepared)
         strict.__dict__["is_small"] = False
@@ -184,7 +186,7 @@ class Verifier:
     def _plain(self, watch: Callable[[nn.Module], Watch] | None) -> tuple[Outcome, Any]:
         if self.device is None:
             with self._uncut():
-                watching = None if watch is None else watch(self.pipe.module)
+                watching = None if watch is None else watch(self.preparer.model)
                 return self.pipelined(watching), watching
         with self.untouched.run():
             model, *losses = [moved_copy(module, self.device) for module in self.modules]
@@ -220,10 +222,10 @@ class Verifier:
         outcome = Outcome()
         if not self.trains:
             with torch.no_grad():
-                self._put_outputs(outcome, self.pipe(*args, **kwargs))
+                self._put_outputs(outcome, self.runner.forward(args, kwargs))
         else:
-            result = self.pipe.forward_backward(
-                *args, target=target, loss_fn=self.loss_fn, return_outputs=True, **kwargs
+            result = self.runner.forward_backward(
+                args, kwargs, target, self.loss_fn, return_outputs=True
             )
             self._put_outputs(outcome, result.outputs)
             outcome.put("loss", [("loss", result.loss)])
@@ -243,47 +245,51 @@ class Verifier:
     def anew(self) -> Iterator[None]:
         """While entered, the step is recorded for the model as it is now."""
         before = self.prepared, self.untouched
-        with self.pipe._as_if():
+        with self.preparer.apart():
             try:
                 sources = self.untouched.sources
-                self.prepared = self.pipe._prepare(
-                    self.pipe._split(self.args, self.kwargs, self.target)[0]
-                )
+                microbatches = self.runner.split(self.args, self.kwargs, self.target)
+                self.prepared = self.preparer.prepare(microbatches[0], self.options)
                 self.untouched = Untouched(self.modules, sources)
                 yield
             finally:
                 self.prepared, self.untouched = before
 
     @contextmanager
-    def _uncut(self, **options: Any) -> Iterator[None]:
-        with self.pipe._as_if(
+    def _uncut(self, chunks: int | None = None) -> Iterator[None]:
+        """While entered, a step is one ordinary graph over the stages, without what changes it."""
+        before = self.runner
+        options = PipelineOptions(
+            chunks=chunks or self.options.chunks,
             schedule="uncut",
-            checkpoint="never",
-            offload=frozenset(),
-            isolate=False,
-            in_flight=None,
-            _compile=None,
-            **options,
-        ):
-            yield
+            deferred_batch_norm=self.options.deferred_batch_norm,
+            batch_dims=self.options.batch_dims,
+            loss_reduction=self.options.loss_reduction,
+        )
+        self.runner = replace(before, options=options)
+        try:
+            with self.preparer.apart(compiles=False):
+                yield
+        finally:
+            self.runner = before
 
     def _run_plain(
         self, model: nn.Module, *losses: nn.Module, chunks: int | None = None
     ) -> Outcome:
         args, kwargs, target, inputs = self._given(self.device)
         loss_fn: Callable[..., Any] = losses[0] if losses else self.loss_fn
-        pipe, ambient = self.pipe, Ambient()
-        dims = pipe._dims(args, kwargs)
-        microbatches = split(args, kwargs, target, chunks or pipe.chunks, dims, cut=False)
+        options, ambient = self.options, Ambient()
+        dims = dims_for(self.preparer.model, options.batch_dims, args, kwargs)
+        microbatches = split(args, kwargs, target, chunks or options.chunks, dims, cut=False)
         with theirs():
-            weights = weights_of(microbatches, pipe.loss_reduction)
+            weights = weights_of(microbatches, options.loss_reduction)
         sources = [*dict.fromkeys(s for hop in self.prepared.sources for s in hop)]
         sources = sources or (torchs_of(self.last) if self._loss_draws else [])
         streams = Streams(sources, len(microbatches))
         outputs, total = [], None
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.trains))
-            if pipe.deferred_batch_norm:
+            if options.deferred_batch_norm:
                 stack.enter_context(_deferred(model))
             for m, (batch, weight) in enumerate(zip(microbatches, weights, strict=True)):
                 outer = set_microbatch(m)
@@ -306,7 +312,7 @@ class Verifier:
                     total = part if total is None else total + part
         outcome = Outcome()
         sizes = [m.size for m in microbatches]
-        dim = output_dim(pipe.batch_dims, outputs, sizes)
+        dim = output_dim(options.batch_dims, outputs, sizes)
         self._put_outputs(outcome, join(outputs, sizes, weights, self.device, dim)[0])
         if total is not None:
             outcome.put("loss", [("loss", total)])

@@ -53,6 +53,7 @@ def test_data_does_not_need_torch():
     assert graph["scheduler"] == {"errors", "schedule", "simulate"}
     assert {name for name, needs in graph.items() if "pipeline" in needs} == {
         "__init__",
+        "assignment",
         "commands",
     }
 

@@ -546,7 +546,7 @@ def test_no_doors_inside_of_what_runs_untouched():
     plan = bp.record(net, X).plan
     plan.assign("1", 1)
     pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, plan=plan, sample=(X,))
-    (prepared,) = pipe._prepared.values()
+    (prepared,) = pipe._preparer.known.values()
     with prepared.doors:
         assert "forward" in vars(net[0])
         assert "forward" not in vars(inner)

@@ -158,7 +158,7 @@ def test_an_unknown_mode_is_refused():
 def test_the_schedule_has_the_recomputation_before_its_backward():
     """An R right before each B that needs one, and no other."""
     pipe, _ = step(layers(), torch.randn(8, 16), checkpoint="except_last")
-    made = next(iter(pipe._prepared.values())).schedule("1f1b", 4)
+    made = next(iter(pipe._preparer.known.values())).schedule("1f1b", 4)
     lane = [str(action) for action in made.lanes[0]]
     assert lane[:5] == ["F0.0", "F0.1", "F0.2", "R0.0", "B0.0"]
     assert lane[-1] == "B0.3"

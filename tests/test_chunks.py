@@ -14,6 +14,7 @@ from blockpipe import chunks as chunks_module
 from blockpipe.chunks import ChunksReport
 from blockpipe.errors import ScheduleError, UsageError
 from blockpipe.scheduler import make_schedule
+from blockpipe.step_runner import StepRunner
 
 from .devices import equal, stages
 
@@ -73,8 +74,7 @@ def test_the_numbers(monkeypatch: pytest.MonkeyPatch):
     for i, seconds in enumerate(took):
         times += [100.0 * i, 100.0 * i + seconds]
     monkeypatch.setattr(chunks_module.time, "perf_counter", lambda: times[next(clock)])
-    runner = chunks_module._Runner
-    report = _find_by_clock(runner)
+    report = _find_by_clock()
     one, other = report.trials
     assert one.seconds == statistics.median([1.0, 5.0, 3.0])
     assert other.seconds == statistics.median([4.0, 2.0, 3.0])
@@ -82,15 +82,25 @@ def test_the_numbers(monkeypatch: pytest.MonkeyPatch):
     assert report.repeats == 3
 
 
-def _find_by_clock(runner: Any) -> ChunksReport:
+class _NoStep(StepRunner):
+    def forward_backward(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def _find_by_clock() -> ChunksReport:
     report = ChunksReport([], 12, 3)
     pipe = _pipe(sample=(torch.randn(2, 8),))
-    runners = [
-        runner(chunks_module.Trial("1f1b", m, m), "1f1b", pipe._prepared.copy()) for m in (2, 3)
+    tries = [
+        chunks_module._Try(
+            chunks_module.Trial("1f1b", m, m),
+            _NoStep(pipe._preparer, pipe._options),
+            pipe._preparer.known.copy(),
+        )
+        for m in (2, 3)
     ]
     batch = chunks_module.Batch((torch.randn(12, 8),), {}, None, torch.sum)
-    chunks_module._measure(pipe, lambda: None, batch, runners, 3)
-    for one in runners:
+    chunks_module._measure(batch, tries, 3)
+    for one in tries:
         one.trial.seconds = statistics.median(one.times)
         one.trial.samples_per_second = 12 / one.trial.seconds
         report.trials.append(one.trial)
@@ -105,7 +115,7 @@ def test_predictions_are_the_pipelines():
         pipe = _pipe(chunks=trial.chunks)
         told = pipe.memory(x, optimizer="adam")
         assert trial.memory == max(told.by_device.values())
-        prepared = pipe._sketched(pipe._split((x,), {}, None)[0])
+        prepared = pipe._preparer.sketch(pipe._runner.split((x,), {})[0], pipe._options)
         played = bp.simulate(make_schedule("1f1b", (0, 1), trial.microbatches), prepared.costs)
         assert trial.bubble == pytest.approx(played.bubble)
         assert trial.predicted_seconds == pytest.approx(played.makespan)
@@ -186,13 +196,13 @@ def test_nothing_is_left():
     before = {name: value.clone() for name, value in pipe.state_dict().items()}
     gradients = [p.grad for p in pipe.parameters()]
     copies = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
-    known, state = pipe._prepared, torch.get_rng_state()
+    known, state = pipe._preparer.known, torch.get_rng_state()
     pipe.find_chunks(x, **given, schedules=["1f1b", "gpipe"])
     assert all(equal(v, before[k]) for k, v in pipe.state_dict().items())
     assert all(p.grad is g for p, g in zip(pipe.parameters(), gradients, strict=True))
     assert all(equal(p.grad, c) for p, c in zip(pipe.parameters(), copies, strict=True))
     assert equal(torch.get_rng_state(), state)
-    assert pipe._prepared is known
+    assert pipe._preparer.known is known
     assert (pipe.chunks, pipe.schedule) == (2, "1f1b")
 
 

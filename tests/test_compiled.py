@@ -178,13 +178,13 @@ def test_as_many_captures_as_micro_batches_in_flight():
         pipe = bp.Pipeline(make_net(), devices=["cpu"] * 2, chunks=4, schedule=schedule)
         pipe.compile(backend="eager")
         pipe.forward_backward(torch.randn(8, 6), loss_fn=loss_fn)
-        (prepared,) = pipe._prepared.values()
+        (prepared,) = pipe._preparer.known.values()
         assert prepared.compiled.slots == slots
     one_lane = make_schedule("gpipe", [0, 0], 4)
     pipe = bp.Pipeline(make_net(), devices=["cpu:0"] * 2, chunks=4, schedule=one_lane)
     pipe.compile(backend="eager")
     pipe.forward_backward(torch.randn(8, 6), loss_fn=loss_fn)
-    (prepared,) = pipe._prepared.values()
+    (prepared,) = pipe._preparer.known.values()
     assert prepared.compiled.slots == 4
 
 

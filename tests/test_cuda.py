@@ -144,7 +144,9 @@ def test_compiled_and_captured(devices, options):
     pipe = check(devices, "1f1b", compile=options)
     if options:
         assert all(
-            graphs.failure is None for p in pipe._prepared.values() for graphs in p.compiled.graphs
+            graphs.failure is None
+            for p in pipe._preparer.known.values()
+            for graphs in p.compiled.graphs
         )
 
 

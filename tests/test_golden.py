@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import blockpipe as bp
-from blockpipe import placed
+from blockpipe import preparer
 from blockpipe.columns import COLUMNS
 
 from .golden_models import MARKS, make
@@ -70,9 +70,9 @@ def test_summary_is_as_accepted(name: str, golden: Any) -> None:
 
 def test_a_pipelines_summary_is_as_accepted(golden: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With devices, peaks and a predicted step."""
-    record = placed.record_planned
+    record = preparer.record_planned
     monkeypatch.setattr(
-        placed,
+        preparer,
         "record_planned",
         lambda *args, **named: without_library_lines(record(*args, **named)),
     )

@@ -545,7 +545,7 @@ def test_an_option_that_is_assigned_is_that_of_the_constructor(option, value):
             setattr(pipe, option, value)
         result = pipe.forward_backward(x, loss_fn=mean_square)
         gradients = [p.grad for p in pipe.parameters()]
-        (prepared,) = pipe._prepared.values()
+        (prepared,) = pipe._preparer.known.values()
         schedule = prepared.schedule(pipe.schedule, prepared.microbatches)
         about = getattr(pipe, option), prepared.batch_norm is None, prepared.offloaded
         found.append((about, schedule, str(pipe.memory(x)), result.loss, gradients))
@@ -593,7 +593,7 @@ class Steered(nn.Module):
 
 def test_a_number_that_changes_at_each_call(monkeypatch):
     """It steers the forward rightly, and its recordings are bounded; a warning says why it is slow."""
-    monkeypatch.setattr("blockpipe.placed.MOST_RECORDINGS", 3)
+    monkeypatch.setattr("blockpipe.preparer.MOST_RECORDINGS", 3)
     model = Steered()
     plain, x = copy.deepcopy(model), torch.randn(4, 4)
     pipe = pipeline(model, devices=stages(2), chunks=2)
@@ -608,13 +608,15 @@ def test_a_number_that_changes_at_each_call(monkeypatch):
     with pytest.warns(UserWarning, match=r"here \[3\]\) .* as a tensor .*test_pipeline.py"):
         train([3])
     train(range(4, 8))  # a warning would be an error
-    assert len(pipe._prepared) == 3
+    assert len(pipe._preparer.known) == 3
     latest = pipe.recording
     pipe.forward_backward(x, 6, loss_fn=mean_square)
     assert pipe.recording is not latest
     pipe.forward_backward(x, 9, loss_fn=mean_square)
     pipe.forward_backward(x, 10, loss_fn=mean_square)
-    assert [key[-1][-1][-1] for key in pipe._prepared] == [6, 9, 10], "the latest used are kept"
+    assert [key[-1][-1][-1] for key in pipe._preparer.known] == [6, 9, 10], (
+        "the latest used are kept"
+    )
 
 
 class Joins(nn.Module):

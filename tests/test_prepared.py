@@ -319,7 +319,7 @@ def test_a_schedule_of_ones_own_is_never_anothers():
     for name in ["gpipe", "zb-h1", "1f1b", "gpipe"] * 3:
         pipe.schedule = lambda lanes, chunks, name=name: make_schedule(name, lanes, chunks)
         pipe.forward_backward(torch.randn(8, 8), loss_fn=lambda y: y.square().mean())
-        (prepared,) = pipe._prepared.values()
+        (prepared,) = pipe._preparer.known.values()
         assert prepared.schedule(pipe.schedule, 4) == make_schedule(name, prepared.lane_of_hop, 4)
         assert len(prepared._schedules) == 1
 

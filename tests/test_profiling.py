@@ -483,7 +483,7 @@ def test_device_times_are_those_of_streams(monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     pipe = bp.Pipeline(bp.begin_blocks(model, {"1": 1}), devices=stages(2), chunks=1)
     pipe.forward_backward(torch.ones(2, 4), loss_fn=torch.sum)
-    prepared = next(iter(pipe._prepared.values()))
+    prepared = next(iter(pipe._preparer.known.values()))
     prepared.devices = list(streams)
     prepared.lane_of_stage = prepared.devices
     zero, one = streams.values()

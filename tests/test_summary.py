@@ -330,7 +330,7 @@ def test_a_pipelines_summary_predicts_a_step() -> None:
     x = torch.zeros(20, 64)
     summary = pipe.summary(x)
     found = summary.prediction
-    prepared = pipe._sketched(pipe._split((x,), {}, None)[0])
+    prepared = pipe._preparer.sketch(pipe._runner.split((x,), {})[0], pipe._options)
     played = simulate(prepared.schedule("gpipe", 5), prepared.costs)
     assert (found.schedule, found.microbatches) == ("gpipe", 5)
     assert (found.step_seconds, found.bubble) == (played.makespan, played.bubble)

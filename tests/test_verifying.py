@@ -446,7 +446,7 @@ def test_nothing_is_left():
     assert pipe.verify(x)
     _assert_same(before, _state(net))
     assert pipe.chunks == 3
-    assert len(pipe._prepared) == 1
+    assert len(pipe._preparer.known) == 1
 
 
 def test_nothing_is_left_by_a_failure():

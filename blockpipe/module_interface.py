@@ -16,22 +16,21 @@ from torch import Tensor, nn
 from .errors import UsageError
 from .fitting import load_checked, stages_of, to_be_loaded
 from .hints import where_model_has
-from .materialize import Init, check_weights, load_in_place, materialize
+from .materialize import PendingValues, load_in_place
 from .options import ALL_REDUCE
 from .recording import Recording
 from .saving import save_weights
 from .transfer import is_on_meta
 from .tree import map_tensors
-from .weights import Weights, open_weights
+from .weights import Weights
 from .where import users_line
 
 
-class WrappedModel(nn.Module):
+class ModuleInterface(nn.Module):
     """A module that holds the user's model as ``module``, and stands for it."""
 
     module: nn.Module
-    _weights: Weights | None = None
-    _init: Init | None = None
+    _values: PendingValues
 
     @property
     def recording(self) -> Recording | None:
@@ -166,10 +165,10 @@ class WrappedModel(nn.Module):
             )
         if is_on_meta(self.module):
             given, keys = to_be_loaded(self.module, state_dict, strict=strict)
-            self._load_later(given)
+            self._values.keep(given)
             return keys
         keys = load_checked(self.module, state_dict, strict=strict, recording=self.recording)
-        self._weights = None  # of before
+        self._values.forget_weights()
         return keys
 
     def _load_from_state_dict(
@@ -180,9 +179,9 @@ class WrappedModel(nn.Module):
         own = [name for name in state_dict if name.startswith(prefix)]
         values = {name.removeprefix(prefix): state_dict.pop(name) for name in own}
         if not is_on_meta(self.module):
-            self._weights = None  # of before
+            self._values.forget_weights()
         elif values:  # the children have no place for them, and say only what is missing
-            self._load_later(to_be_loaded(self.module, values, strict=False)[0])
+            self._values.keep(to_be_loaded(self.module, values, strict=False)[0])
             values = map_tensors(lambda tensor: tensor.to("meta"), values)
         state_dict.update((f"{prefix}module.{name}", value) for name, value in values.items())
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -207,10 +206,10 @@ class WrappedModel(nn.Module):
             ...     pipe.load_weights(directory)
         """
         if is_on_meta(self.module):
-            self._load_later(weights)
+            self._values.keep(weights)
         else:
             load_in_place(self.module, weights, self.recording)
-            self._weights = None  # of before
+            self._values.forget_weights()
 
     def save_weights(
         self, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 1000**3
@@ -230,15 +229,3 @@ class WrappedModel(nn.Module):
         Source: the layout is that of Hugging Face's ``save_pretrained``.
         """
         save_weights(self.module, directory, stages_of(self.recording), max_shard_bytes)
-
-    def _load_later(self, weights: Weights) -> None:
-        """Check by name and shape, and keep for the placement."""
-        check_weights(self.module, open_weights(weights), {}, self._init)
-        self._weights = weights
-
-    def _materialize(self, recording: Recording, devices: list[torch.device]) -> None:
-        """Give a model on the meta device its values, once: later ones are the training's."""
-        if self._weights is None and self._init is None:
-            return
-        materialize(self.module, recording, devices, weights=self._weights, init=self._init)
-        self._weights = self._init = None

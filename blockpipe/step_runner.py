@@ -1,8 +1,9 @@
-"""A placed model that runs steps: forwards and backwards over a batch, pipelined."""
+"""Steps: forwards and backwards over a batch, pipelined."""
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,96 +18,73 @@ from .errors import UsageError
 from .execution import Execution
 from .free import FreeJourney
 from .glue import Glue
-from .inspected import InspectedModel
 from .intact import leaves_intact
 from .joining import join, output_dim, weighted_sum
 from .losses import warn_of_some_without_a_number
-from .microbatch import InputPlace, LossReduction, Microbatch, input_places, weights_of
+from .microbatch import InputPlace, Microbatch, input_places, weights_of
 from .observer import Observer
-from .options import check_loss
+from .options import PipelineOptions
 from .prepared import Prepared
+from .preparer import Preparer, dims_for, split_call
 from .rerun import intercepting, is_in_checkpoint
 from .stepresult import StepLoss, StepResult
 from .transfer import is_asynchronous
 from .tree import leaves, map_tensors
-from .where import remembers_caller, users_line
+from .where import users_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def runs_model(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorates what users call to have the model run: it is refused inside of another run, takes
-    its turn among the threads, and leaves its thread as it was."""
+    """Decorates methods of what has a ``module`` and runs it: they are refused inside of another
+    run, take their turn among the threads, and leave their thread as it was."""
 
     @functools.wraps(method)
     @leaves_intact
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        pipe = cast(SteppedModel, args[0])
+        pipe: Any = args[0]
         with ours():
-            pipe._check_call()
+            _check_call()
             with alone_with(pipe.module):
                 return method(*args, **kwargs)
 
     return call
 
 
-class SteppedModel(InspectedModel):
-    """A placed model that runs steps.
+@dataclass(frozen=True)
+class StepRunner:
+    """Runs steps of a prepared model.
 
     Args:
-        model: the user's.
-        loss_reduction: what the micro-batches' losses are to the batch's.
-        **options: as for :class:`blockpipe.inspected.InspectedModel`.
+        preparer: of the model.
+        options: of the steps.
+        observe: gives each step its observer, from what is prepared and the number of
+            micro-batches; ``None``: nobody is told.
     """
 
-    def __init__(self, model: nn.Module, *, loss_reduction: LossReduction, **options: Any) -> None:
-        super().__init__(model, **options)
-        self.loss_reduction = loss_reduction
+    preparer: Preparer
+    options: PipelineOptions
+    observe: Callable[[Prepared, int], Observer | None] | None = None
 
-    def _observer(self, prepared: Prepared, microbatches: list[Microbatch]) -> Observer | None:
-        """Who is told what happens in a step."""
-        return None
-
-    # --- what it does
-
-    @remembers_caller
-    @runs_model
     def forward_backward(
         self,
-        *args: Any,
-        target: Any = None,
-        loss_fn: Callable[..., Any] | None = None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        loss_fn: Callable[..., Any] | None,
+        *,
         return_outputs: bool = False,
-        **kwargs: Any,
     ) -> StepResult:
-        """One step's forwards and backwards, pipelined; gradients add up in ``.grad``.
-
-        Args:
-            *args: the model's arguments, for the whole batch.
-            target: given to ``loss_fn`` after the output; split like the inputs. One that needs a
-                gradient gets it, as the inputs do.
-            loss_fn: ``(output, target) -> loss`` (``(output) -> loss`` without a target), one
-                element. It runs in the journey, on the last hop. ``None``: the model's own loss.
-            return_outputs: also join the outputs.
-            **kwargs: the model's keyword arguments.
-
-        Returns:
-            The batch's loss, and the outputs if asked for; both without a graph.
-
-        Raises:
-            The first exception of any micro-batch, with a note of stage, micro-batch and line.
-            ``.grad`` may then hold part of the step.
-        """
-        check_loss(loss_fn, target)
+        """As :meth:`blockpipe.Pipeline.forward_backward`."""
         ambient = Ambient()
         cut_off: list[tuple[Tensor, Tensor]] = []  # inputs, and what stands for them
-        if self.schedule == "uncut":
+        if not self.options.cuts:
             (args, kwargs, target), cut_off = _cut_off((args, kwargs, target))
-        microbatches = self._split(args, kwargs, target)
+        microbatches = self.split(args, kwargs, target)
         with theirs():
-            weights = weights_of(microbatches, self.loss_reduction)
-        prepared = self._prepare(microbatches[0])
+            weights = weights_of(microbatches, self.options.loss_reduction)
+        prepared = self.preparer.prepare(microbatches[0], self.options)
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(prepared.devices[prepared.route[-1]])
         want = {"loss", "outputs"} if return_outputs else {"loss"}
@@ -131,37 +109,30 @@ class SteppedModel(InspectedModel):
             outputs = None
             if return_outputs:
                 values, on_host = [r.outputs for r in results], [r.on_host for r in results]
-                dim = output_dim(self.batch_dims, values, sizes)
+                dim = output_dim(self.options.batch_dims, values, sizes)
                 outputs, _ = join(values, sizes, weights, device, dim, on_host)
         return StepResult(loss.reshape(()).as_subclass(StepLoss), outputs)
 
-    @remembers_caller
-    @runs_model
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, pipelined and differentiable, outputs joined.
-
-        All micro-batches are alive until the loss is known, so with gradients it is always
-        GPipe; :meth:`forward_backward` can hold less. Under ``no_grad`` micro-batches stream
-        through the stages.
-        """
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As :meth:`blockpipe.Pipeline.forward`."""
         ambient = Ambient()
-        cut = self.schedule != "uncut"
+        cut = self.options.cuts
         if cut and torch.is_grad_enabled() and is_in_checkpoint():
             raise UsageError(
                 "torch.utils.checkpoint around a pipeline would run all stages again in the "
                 f"backward of each ({users_line()}); leave it out, and pass checkpoint='always' to "
                 "Pipeline, so that each stage runs its own part again"
             )
-        microbatches = self._split(args, kwargs, None)
+        microbatches = self.split(args, kwargs)
         weights, problem = self._weights_without_target(microbatches)
-        prepared = self._prepare(microbatches[0])
+        prepared = self.preparer.prepare(microbatches[0], self.options)
         execution = self._execution(prepared, microbatches, weights, ambient, {"outputs"})
         execution.run_forward()
         found = [r for r in execution.results if r is not None]
         results, on_host = [r.outputs for r in found], [r.on_host for r in found]
         sizes = [m.size for m in microbatches]
         device = prepared.devices[prepared.route[-1]]
-        dim = output_dim(self.batch_dims, results, sizes)
+        dim = output_dim(self.options.batch_dims, results, sizes)
         output, joints = join(results, sizes, weights, device, dim, on_host)
         if problem is not None and any(joint.how == "sum" for joint in joints):
             raise UsageError(
@@ -175,30 +146,20 @@ class SteppedModel(InspectedModel):
         inputs = self._inputs_that_need_grad(execution, args, kwargs, None)
         return attach(output, joints, execution, inputs)
 
-    @remembers_caller
-    @runs_model
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call another method of the placed model (``generate``, ``encode``), not pipelined.
-
-        Args:
-            function: a method of the model, or anything that calls it.
-
-        Returns:
-            What the function returns.
-
-        Raises:
-            UsageError: nothing is placed yet.
-        """
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """As :meth:`blockpipe.Pipeline.run`."""
         if not callable(function):
             raise UsageError(
                 f"run() calls a method of the model, but {function!r} "
                 f"({type(function).__name__}) came ({users_line()})"
             )
-        if not self._prepared:
+        if not self.preparer.known:
             raise UsageError(
                 "run() works on a placed model; pass sample=… to Pipeline, or call it once first"
             )
-        prepared = next(reversed(self._prepared.values()))
+        prepared = next(reversed(self.preparer.known.values()))
         step = Step(
             prepared.route,
             prepared.homes,
@@ -212,7 +173,7 @@ class SteppedModel(InspectedModel):
         before = set_cursor(cursor)
         try:
             args, kwargs = map_tensors(journey.take_input, (args, kwargs))
-            with prepared.doors, intercepting(), _start_over(self.module, journey):
+            with prepared.doors, intercepting(), _start_over(self.preparer.model, journey):
                 with theirs(), Glue(journey):
                     result = function(*args, **kwargs)
                 journey.notice_writes()
@@ -223,6 +184,12 @@ class SteppedModel(InspectedModel):
 
     # --- batches
 
+    def split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
+    ) -> list[Microbatch]:
+        """The batch in micro-batches."""
+        return split_call(self.preparer.model, self.options, args, kwargs, target)
+
     def _weights_without_target(
         self, microbatches: list[Microbatch]
     ) -> tuple[list[float], Exception | None]:
@@ -230,7 +197,7 @@ class SteppedModel(InspectedModel):
         not say so, which matters only if there is such a number."""
         try:
             with theirs():
-                return weights_of(microbatches, self.loss_reduction), None
+                return weights_of(microbatches, self.options.loss_reduction), None
         except Exception as error:
             return weights_of(microbatches, "mean"), error
 
@@ -247,12 +214,12 @@ class SteppedModel(InspectedModel):
             prepared,
             microbatches,
             weights,
-            self.schedule,
+            self.options.schedule,
             ambient,
-            isolate_as=self._own_storages(prepared),
+            isolate_as=self.preparer.own_storages(prepared) if self.options.isolate else None,
             loss_fn=loss_fn,
             want=frozenset(want),
-            observer=self._observer(prepared, microbatches),
+            observer=self.observe(prepared, len(microbatches)) if self.observe else None,
         )
 
     def _inputs_that_need_grad(
@@ -263,7 +230,13 @@ class SteppedModel(InspectedModel):
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             return []
         sizes = [m.size for m in execution.microbatches]
-        places = input_places(args, kwargs, target, sizes, self._dims(args, kwargs))
+        places = input_places(
+            args,
+            kwargs,
+            target,
+            sizes,
+            dims_for(self.preparer.model, self.options.batch_dims, args, kwargs),
+        )
         return [
             (leaf, place)
             for leaf, place in zip(given, places, strict=True)
@@ -279,30 +252,30 @@ class SteppedModel(InspectedModel):
         found = input_gradients(execution, inputs)
         _give([(tensor, gradient) for (tensor, _), gradient in zip(inputs, found, strict=True)])
 
-    # --- what is refused, and what is the model's
 
-    def _check_call(self) -> None:
-        exporting = "torch.export" if torch.compiler.is_exporting() else None
-        if exporting or torch._C._get_tracing_state() is not None:
-            raise UsageError(
-                f"{exporting or 'torch.jit.trace'} cannot see the stages of a pipeline "
-                f"({users_line()}); call unplace(), and give it pipe.module"
-            )
-        if _cursor.get() is not None:
-            raise UsageError(
-                "a pipeline was called inside a forward that Blockpipe runs; mark the inner "
-                f"model's modules as blocks of the outer one instead ({users_line()})"
-            )
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise UsageError(
-                "torch.func transforms cannot go through a pipeline; transform the model's "
-                f"own functions, or use the plain model ({users_line()})"
-            )
-        if forward_ad._current_level >= 0:
-            raise UsageError(
-                "forward-mode AD cannot go through a pipeline: its graph is cut between the "
-                f"stages; use the plain model ({users_line()})"
-            )
+def _check_call() -> None:
+    """Raise :class:`UsageError` where a pipeline cannot be called."""
+    exporting = "torch.export" if torch.compiler.is_exporting() else None
+    if exporting or torch._C._get_tracing_state() is not None:
+        raise UsageError(
+            f"{exporting or 'torch.jit.trace'} cannot see the stages of a pipeline "
+            f"({users_line()}); call unplace(), and give it pipe.module"
+        )
+    if _cursor.get() is not None:
+        raise UsageError(
+            "a pipeline was called inside a forward that Blockpipe runs; mark the inner "
+            f"model's modules as blocks of the outer one instead ({users_line()})"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UsageError(
+            "torch.func transforms cannot go through a pipeline; transform the model's "
+            f"own functions, or use the plain model ({users_line()})"
+        )
+    if forward_ad._current_level >= 0:
+        raise UsageError(
+            "forward-mode AD cannot go through a pipeline: its graph is cut between the "
+            f"stages; use the plain model ({users_line()})"
+        )
 
 
 def _cut_off(arguments: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
