@@ -1,13 +1,18 @@
 """When the copies of a step run, and what makes the host wait."""
 
 import itertools
+import threading
+import time
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import blockpipe as bp
+from blockpipe.ambient import in_thread, waiting_for_device
 from blockpipe.transfer import send
 
 from .. import simulated as accelerator
@@ -36,6 +41,50 @@ def test_a_copy_begins_when_its_source_is_there():
     ends = {name: end for _, _, name, _, end in accelerator.spans()}
     copied = next(end for name, end in ends.items() if name.startswith("copy"))
     assert copied < ends["sleep"]
+
+
+class Holds(nn.Module):
+    """Holds stage 0's stream behind its last micro-batch, when it is told to, until stage 1 has
+    computed the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.told, self.holding, self.streams = [], threading.Event(), ExitStack()
+
+    def forward(self, x):
+        m = bp.current_microbatch() if self.told else None
+        with bp.Block(stage=0):
+            h = self.a(x)
+            if m == 1:
+                stream = torch.accelerator.current_stream(stages(2)[0])
+                self.streams.enter_context(accelerator.held(stream))
+                self.holding.set()
+        with bp.Block(stage=1):
+            if m == 0:
+                with waiting_for_device():
+                    assert self.holding.wait(20)
+            y = self.b(h)
+            if m == 0:
+                computed = torch.accelerator.current_stream(stages(2)[1]).record_event()
+                with waiting_for_device(), self.streams:
+                    until = time.monotonic() + 20
+                    while not computed.query() and time.monotonic() < until:
+                        time.sleep(0.001)
+                    self.told.append(computed.query())
+            return y
+
+
+def test_a_copy_of_a_step_does_not_wait_for_later_micro_batches():
+    """An activation is copied as soon as its own micro-batch has computed it, whenever it is read
+    first, and whatever its device has been given meanwhile."""
+    net = Holds()
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, schedule="gpipe")
+    x = torch.randn(4, 8)
+    pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    net.told.append(None)
+    pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    assert net.told == [None, True]
 
 
 def test_a_warm_step_waits_for_no_device():
@@ -68,3 +117,45 @@ def test_a_stage_on_the_cpu_waits_for_what_comes_to_it_alone(at):
     pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
     waits = sum(n for what, n in accelerator.counts().items() if what.startswith("sync"))
     assert waits <= 4 * ((at > 0) + (at < 3))
+
+
+class Asks(nn.Linear):
+    """A module that asks the device for a value."""
+
+    def forward(self, x):
+        return super().forward(x).relu() * x.detach().mean().item()
+
+
+class Watches(TorchFunctionMode):
+    """Notes for each function whether the baton was free when it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.free = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.free.setdefault(func.__name__, set()).add(in_thread.baton is None)
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_asks_a_device_for_a_value_lets_others_run():
+    """The baton is free while glue, or a module that runs untouched, waits for the device."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), Asks(8, 8)
+
+        def forward(self, x):
+            with bp.Block(0):
+                h = self.a(x).tanh()
+                least = h.detach().min().item()
+            with bp.Block(1):
+                return self.b(h).clamp(least)
+
+    pipe, x = bp.Pipeline(Net(), devices=stages(2), chunks=4), torch.randn(8, 8)
+    pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    with Watches() as watches:
+        pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    assert watches.free["item"] == watches.free["relu"] == {True}
+    assert watches.free["tanh"] == watches.free["clamp"] == {False}
