@@ -364,3 +364,29 @@ class TestMixed:
             net = Scripted(forward).to(DEVICE)
             pipe = bp.Pipeline(net, devices=stages(2), chunks=2, schedule=schedule)
             pipe.forward_backward(X.to(DEVICE), loss_fn=square)
+
+    @pytest.mark.parametrize("schedule", ["1f1b", "sequential", "zb-h1", "uncut"])
+    def test_a_leaf_of_another_device_that_needs_a_gradient(self, schedule):
+        """It follows as well: weights of a loss that are learned, and what several stages read."""
+        one, other = (torch.ones(4, device=stages(1)[0]).mul_(2).requires_grad_() for _ in "ab")
+
+        def forward(s, x):
+            with B(0):
+                h = s.a(x)
+            with B(1):
+                h = s.b(h) * one
+            with B(2):
+                return s.c(h) * one
+
+        def loss_fn(output):
+            return (output.square() * other).mean()
+
+        net = Scripted(forward).to(DEVICE)
+        plain = copy.deepcopy(net)
+        expected = plain_step(plain, (X,), {}, None, loss_fn, 3)
+        gradients = [one.grad, other.grad]
+        one.grad = other.grad = None
+        pipe = bp.Pipeline(net, devices=stages(3), chunks=3, schedule=schedule)
+        loss = pipe.forward_backward(X, loss_fn=loss_fn).loss
+        same(net, plain, (loss, expected))
+        torch.testing.assert_close([one.grad.cpu(), other.grad.cpu()], [g.cpu() for g in gradients])
