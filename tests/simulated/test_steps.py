@@ -2,8 +2,8 @@
 
 import itertools
 import threading
-import time
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import blockpipe as bp
 from blockpipe.ambient import in_thread, waiting_for_device
-from blockpipe.transfer import send
+from blockpipe.transfer import _ways, send
 
 from .. import simulated as accelerator
 from ..devices import stages
@@ -43,48 +43,91 @@ def test_a_copy_begins_when_its_source_is_there():
     assert copied < ends["sleep"]
 
 
-class Holds(nn.Module):
-    """Holds stage 0's stream behind its last micro-batch, when it is told to, until stage 1 has
-    computed the first one."""
+class Gate:
+    """Holds a stream until it is opened, or for so long that a test must have failed."""
+
+    def __init__(self):
+        self.is_closed, self.was_closed, self._held = threading.Event(), False, ExitStack()
+        self._late = threading.Timer(20, self._held.close)
+
+    def close(self, device):
+        self._held.enter_context(accelerator.held(torch.accelerator.current_stream(device)))
+        self._late.start()
+        self.is_closed.set()
+
+    def open(self):
+        self.was_closed = self._late.is_alive()
+        self._late.cancel()
+        self._held.close()
+
+
+class Gated(nn.Module):
+    """Two stages; calls what it is told to behind the first, and around the second."""
 
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.told, self.holding, self.streams = [], threading.Event(), ExitStack()
+        self.calls = {}  # by micro-batch and place
 
     def forward(self, x):
-        m = bp.current_microbatch() if self.told else None
+        m = bp.current_microbatch()
         with bp.Block(stage=0):
-            h = self.a(x)
-            if m == 1:
-                stream = torch.accelerator.current_stream(stages(2)[0])
-                self.streams.enter_context(accelerator.held(stream))
-                self.holding.set()
+            x = self.a(x)
+            self.calls.get((m, "behind 0"), int)()
         with bp.Block(stage=1):
-            if m == 0:
-                with waiting_for_device():
-                    assert self.holding.wait(20)
-            y = self.b(h)
-            if m == 0:
-                computed = torch.accelerator.current_stream(stages(2)[1]).record_event()
-                with waiting_for_device(), self.streams:
-                    until = time.monotonic() + 20
-                    while not computed.query() and time.monotonic() < until:
-                        time.sleep(0.001)
-                    self.told.append(computed.query())
-            return y
+            self.calls.get((m, "before 1"), int)()
+            x = self.b(x)
+            self.calls.get((m, "behind 1"), int)()
+            return x
 
 
-def test_a_copy_of_a_step_does_not_wait_for_later_micro_batches():
+@pytest.mark.parametrize("is_host", [False, True])
+def test_a_copy_of_a_step_does_not_wait_for_later_micro_batches(is_host):
     """An activation is copied as soon as its own micro-batch has computed it, whenever it is read
     first, and whatever its device has been given meanwhile."""
-    net = Holds()
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, schedule="gpipe")
+    first, second = stages(2)[0], "cpu" if is_host else stages(2)[1]
+    net, gate = Gated(), Gate()
+    pipe = bp.Pipeline(net, devices=[first, second], chunks=2, schedule="gpipe")
     x = torch.randn(4, 8)
+
+    def wait_until_closed():
+        with waiting_for_device():
+            gate.is_closed.wait(20)
+
+    def wait_for_the_copy():
+        with waiting_for_device():
+            if not is_host:  # else the layer has waited for it
+                torch.accelerator.current_stream(second).synchronize()
+        gate.open()
+
     pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
-    net.told.append(None)
+    net.calls[1, "behind 0"] = partial(gate.close, first)
+    net.calls[0, "before 1"] = wait_until_closed
+    net.calls[0, "behind 1"] = wait_for_the_copy
     pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
-    assert net.told == [None, True]
+    assert gate.was_closed
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_copy_does_not_wait_for_the_micro_batch_before_it(grad):
+    """The next activation comes while the stage still computes: the memory of the last one is not
+    waited for."""
+    first, second = map(torch.device, stages(2))
+    net, gate = Gated(), Gate()
+    pipe = bp.Pipeline(net, devices=[first, second], chunks=2, schedule="gpipe")
+    x = torch.randn(4, 8)
+
+    def wait_for_the_copy():
+        with waiting_for_device():
+            _ways.between(first, second, back=False).receiving.synchronize()
+        gate.open()
+
+    with torch.set_grad_enabled(grad):
+        pipe(x)
+        net.calls[0, "before 1"] = partial(gate.close, second)
+        net.calls[1, "behind 1"] = wait_for_the_copy
+        pipe(x)
+    assert gate.was_closed
 
 
 def test_a_warm_step_waits_for_no_device():
