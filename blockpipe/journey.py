@@ -385,7 +385,7 @@ class Journey:
     def device_of(self, tensor: Tensor) -> torch.device:
         """Where the stage that asks finds a tensor."""
         own, device = tensor.device, self.step.device_of(max(self.cursor.stage, 0))
-        if device is None or own.type == "meta" or (own != device and self.stays(tensor)):
+        if device is None or own.type == "meta" or self.stays(tensor):
             return own
         return device
 
@@ -687,8 +687,6 @@ class Journey:
             return
         watch = self._watch(gradient, hop, crossing.to_hop)
         stage = self.step.route[crossing.to_hop]
-        if gradient.device != self.step.device_of(self.step.route[hop]):
-            after = None
         on_host = crossing.on_host
         sent = self.step.send(gradient, stage, after=after, back=True, watch=watch, on_host=on_host)
         self.step.sent_back.add(hop, sent)
