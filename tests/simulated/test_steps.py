@@ -130,6 +130,15 @@ def test_a_copy_does_not_wait_for_the_micro_batch_before_it(grad):
     assert gate.was_closed
 
 
+def test_memory_that_the_caller_has_pinned_may_be_filled_anew():
+    """As soon as the step returns, though no copy has begun."""
+    device, x = torch.device(stages(1)[0]), torch.ones(8).pin_memory()
+    with accelerator.held(_ways.between(x.device, device, back=False).receiving):
+        sent = send(x, device)
+        x.fill_(torch.nan)
+    assert sent.receive().cpu().eq(1).all()
+
+
 def test_a_warm_step_waits_for_no_device():
     """Nothing in a step makes the host wait, where the model itself does not."""
     for schedule, checkpoint, where in itertools.product(
