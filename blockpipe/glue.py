@@ -105,15 +105,8 @@ def looks_at_graph(function: Callable[..., Any]) -> bool:
 
 
 def active_glue() -> "Glue | None":
-    """The glue of this thread; on an autograd device thread, the one its backward began with."""
-    if in_thread.glue is not None:
-        return cast("Glue", in_thread.glue)
-    if torch._C._len_torch_function_stack():
-        for depth in range(torch._C._len_torch_function_stack() - 1, -1, -1):
-            mode = torch._C._get_function_stack_at(depth)
-            if isinstance(mode, Glue):
-                return mode
-    return None
+    """The glue of this thread."""
+    return cast("Glue | None", in_thread.glue)
 
 
 class Glue(TorchFunctionMode):

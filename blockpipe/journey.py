@@ -250,7 +250,7 @@ class Journey:
 
     def _at_home(self, tensor: Tensor, home: Home) -> Tensor:
         if home.hop == self.hop:
-            return tensor
+            return self._followed(tensor) if home.is_adopted else tensor
         if home.stage == self.stage and not (tensor.requires_grad and self.step.differentiable):
             return tensor
         if home.hop > self.hop and tensor.requires_grad and self.step.differentiable:
@@ -271,6 +271,22 @@ class Journey:
             self.note_import(tensor, home.hop, home.name)
         found.share_attributes(tensor)
         self._foreign.append((tensor, found))
+        return found.value
+
+    def _followed(self, leaf: Tensor) -> Tensor:
+        """A leaf from outside that needs a gradient, on the first hop that reads it. From another
+        accelerator it is brought by an operation of this hop's graph, where later hops send their
+        gradients."""
+        device = self.step.device_of(self.stage)
+        if device is None or leaf.device == device or self.stays(leaf):
+            return leaf
+        imports = self._home_imports.setdefault(id(leaf), {})
+        found = imports.get(self.hop)
+        if found is None:
+            with torch.enable_grad():  # a later reader may need the gradient
+                value = leaf.to(device)
+            found = imports[self.hop] = Import(value, True, version_of(value))
+        self._foreign.append((leaf, found))
         return found.value
 
     def _of_another(self, tensor: Tensor, tag: Tag) -> Tensor:
@@ -340,7 +356,7 @@ class Journey:
         if is_entry:
             source, from_ = home_hop, tensor
             for hop, earlier in imports.items():
-                if source < hop < self.hop and earlier.is_entry:
+                if source <= hop < self.hop and earlier.is_entry:
                     source, from_ = hop, earlier.value
             box = Box()
             value = enter_graph(box, value)
@@ -369,7 +385,7 @@ class Journey:
     def device_of(self, tensor: Tensor) -> torch.device:
         """Where the stage that asks finds a tensor."""
         own, device = tensor.device, self.step.device_of(max(self.cursor.stage, 0))
-        if device is None or own.type == "meta" or (own != device and self.stays(tensor)):
+        if device is None or own.type == "meta" or self.stays(tensor):
             return own
         return device
 
@@ -671,8 +687,6 @@ class Journey:
             return
         watch = self._watch(gradient, hop, crossing.to_hop)
         stage = self.step.route[crossing.to_hop]
-        if gradient.device != self.step.device_of(self.step.route[hop]):
-            after = None
         on_host = crossing.on_host
         sent = self.step.send(gradient, stage, after=after, back=True, watch=watch, on_host=on_host)
         self.step.sent_back.add(hop, sent)

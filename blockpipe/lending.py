@@ -71,7 +71,7 @@ class Taken:
     def receive(self, hop: int, sent: Sent) -> Tensor:
         """The values, as :meth:`Sent.receive` has them; they are kept until the hop is over."""
         owner = sent.owner
-        if owner is None or not sent.is_awaited:
+        if owner is None:
             return sent.receive()
         value = sent.receive(keeps=True)
         with copying(), torch._C.DisableTorchFunction():

@@ -968,6 +968,30 @@ def test_dropout_that_begins_later_is_replayed_at_once(mode):
     assert difference(results[1][0], results[0][0], results[1][1], results[0][1]).same
 
 
+def test_drawing_that_no_attribute_tells_of_is_replayed_at_once():
+    """No recording says that it draws: what is made again finds the device's generator all the
+    same."""
+    rate = [0.0]
+
+    class Draws(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x).tanh()
+            return F.dropout(x, rate[0]) if rate[0] else x
+
+    net = nn.Sequential(Draws(8, 8), bp.BeginBlock(Draws(8, 8), stage=1))
+    x, results = torch.randn(8, 8), []
+    for mode in ("never", "always"):
+        model, rate[0] = copy.deepcopy(net), 0.0
+        options = {"schedule": "sequential", "checkpoint": mode}
+        pipe = bp.Pipeline(model, devices=stages(2), chunks=2, **options)
+        pipe.forward_backward(x, loss_fn=square)
+        rate[0] = 0.5
+        torch.manual_seed(0)
+        results.append((model, pipe.forward_backward(x, loss_fn=square).loss))
+    (first, expected), (other, loss) = results
+    assert difference(other, first, loss, expected).same
+
+
 def test_a_function_that_reads_what_it_saved_twice():
     """Costs no second recomputation."""
 

@@ -256,6 +256,17 @@ class Handled:
             return self.c(g)
 
     @row
+    def asked_after_it_was_written_elsewhere(self, x):
+        with B(0):
+            h = x * 1
+        with B(1):
+            h.mul_(self.b.bias)
+            assert h.requires_grad == torch.is_grad_enabled()
+        with B(2):
+            assert h.requires_grad == torch.is_grad_enabled()
+            return self.c(h) + self.a(x)
+
+    @row
     def return_to_a_stage(self, x):
         with B(0):
             h = self.a(x)
@@ -551,6 +562,25 @@ def test_buffer_written_on_one_stage_and_read_on_another():
     pipe = bp.Pipeline(Counting(forward), devices=stages(2), chunks=3)
     with pytest.raises(StateError, match=r"buffer 'seen' is written .* on hops \[0, 1\]"):
         pipe.forward_backward(torch.randn(6, 4), loss_fn=torch.sum)
+
+
+def test_an_input_that_each_micro_batch_writes_in_place():
+    """A write to one slice of the batch is none to the others, which graphs have saved."""
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x.add_(1))
+        with B(1):
+            return s.b(h)
+
+    net = Net(forward)
+    plain = copy.deepcopy(net)
+    x = torch.randn(6, 4)
+    expected = plain_step(plain, (x.clone(),), {}, None, lambda o: o.square().mean(), 3)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3, schedule="gpipe")
+    there = x.to(stages(1)[0], copy=True)
+    loss = pipe.forward_backward(there, loss_fn=lambda o: o.square().mean()).loss
+    assert difference(net, plain, loss, expected).same
 
 
 def test_running_state_on_one_stage_is_ordinary():

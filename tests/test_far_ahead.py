@@ -342,6 +342,9 @@ def _states():
 def test_a_recording_leaves_every_generator_where_it_was(fake):
     """Of the host and of every device, and warns of nothing."""
     net = layers(Noisy) if fake else Draws()
+    for device in range(torch.accelerator.device_count()):
+        for _ in range(device):  # no two are in one state
+            torch.rand(1, device=f"simulated:{device}")
     before = _states()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -88,6 +88,20 @@ def from_outside(s, x):
         return s.c(h) * TABLE.contiguous()[:4].to(h.device)
 
 
+LEAF = torch.ones(4, requires_grad=True)
+
+
+def leaf_from_outside(s, x):
+    """It needs a gradient, and stays all the same."""
+    with B(0):
+        h = s.a(x)
+    with B(1):
+        h = s.b(h) * (LEAF * 2).to(h.device)
+    with B(2):
+        assert (LEAF + torch.arange(4)).device.type == "cpu"
+        return s.c(h) * LEAF.exp().to(h.device)
+
+
 def in_containers(s, x):
     """A module gets it in a list, and as a keyword."""
 
@@ -174,6 +188,7 @@ FORWARDS = [
     made_without_a_device,
     with_a_gradient,
     from_outside,
+    leaf_from_outside,
     in_containers,
     written_in_place,
     where_it_is,
@@ -326,6 +341,7 @@ class TestMixed:
             lambda h: h.to(device="cpu"),
             lambda h: torch.zeros(4, device="cpu") + h.detach().cpu(),
             lambda h: torch.ones(6, 4, device=torch.device("cpu")),
+            lambda h: torch.ones(4, device=h.cpu().device) * h.detach().cpu(),
         ],
     )
     @pytest.mark.parametrize("schedule", ["1f1b", "uncut"])
@@ -348,6 +364,27 @@ class TestMixed:
         piped, loss = ran(net, X, devices=["cpu", *stages(2)], schedule=schedule)
         same(piped, plain, (loss, expected))
 
+    @pytest.mark.parametrize("schedule", ["1f1b", "uncut"])
+    def test_what_a_stage_on_the_cpu_computes_from_what_stays_stays(self, schedule):
+        """As an accelerator's stage would have it on the host."""
+
+        def forward(s, x):
+            with B(0):
+                h = s.a(x)
+                held = h.detach().cpu()
+            with B(1):
+                h, twice = s.b(h), held * 2
+            with B(2):
+                assert twice.device.type == "cpu"
+                return s.c(h) * twice.to(h.device)
+
+        net = Scripted(forward)
+        plain = copy.deepcopy(net)
+        expected = plain_step(plain, (X,), {}, None, square, 3)
+        devices = [stages(2)[0], "cpu", stages(2)[1]]
+        piped, loss = ran(net, X, devices=devices, schedule=schedule)
+        same(piped, plain, (loss, expected))
+
     def test_a_tensor_of_another_device_made_outside(self):
         """It follows, a number in a tensor too: two accelerators never read each other's."""
         scale = torch.ones(4, device=stages(1)[0]) * 2
@@ -364,3 +401,29 @@ class TestMixed:
             net = Scripted(forward).to(DEVICE)
             pipe = bp.Pipeline(net, devices=stages(2), chunks=2, schedule=schedule)
             pipe.forward_backward(X.to(DEVICE), loss_fn=square)
+
+    @pytest.mark.parametrize("schedule", ["1f1b", "sequential", "zb-h1", "uncut"])
+    def test_a_leaf_of_another_device_that_needs_a_gradient(self, schedule):
+        """It follows as well: weights of a loss that are learned, and what several stages read."""
+        one, other = (torch.ones(4, device=stages(1)[0]).mul_(2).requires_grad_() for _ in "ab")
+
+        def forward(s, x):
+            with B(0):
+                h = s.a(x)
+            with B(1):
+                h = s.b(h) * one
+            with B(2):
+                return s.c(h) * one
+
+        def loss_fn(output):
+            return (output.square() * other).mean()
+
+        net = Scripted(forward).to(DEVICE)
+        plain = copy.deepcopy(net)
+        expected = plain_step(plain, (X,), {}, None, loss_fn, 3)
+        gradients = [one.grad, other.grad]
+        one.grad = other.grad = None
+        pipe = bp.Pipeline(net, devices=stages(3), chunks=3, schedule=schedule)
+        loss = pipe.forward_backward(X, loss_fn=loss_fn).loss
+        same(net, plain, (loss, expected))
+        torch.testing.assert_close([one.grad.cpu(), other.grad.cpu()], [g.cpu() for g in gradients])

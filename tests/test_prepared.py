@@ -365,6 +365,25 @@ def test_parameters_live_where_the_call_at_hand_reads_them(kinds, schedule):
     assert_same_gradients(net, plain)
 
 
+def test_what_no_call_reads_is_on_its_modules_stage():
+    """Else it would stay behind, on the host or on another device than the rest of its module."""
+    net, x = ByCall(), torch.randn(6, 4)
+    net.b.unread = nn.Parameter(torch.ones(4))
+    bp.Pipeline(net, devices=stages(2), chunks=3)(x)
+    assert net.b.unread.device == torch.device(stages(2)[1])
+
+
+def test_what_a_call_does_not_read_stays_where_another_reads_it():
+    """Else the other kind of call would be recorded anew each time."""
+    net, x = ByCall(), torch.randn(6, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
+    pipe(x, "late")
+    (late,) = pipe._prepared.values()
+    pipe(x)
+    assert late in pipe._prepared.values()
+    assert net.late.weight.device == torch.device(stages(2)[1])
+
+
 def test_gradients_from_before_the_placement_are_added_to():
     """They go where their parameters go, and come back with them."""
     net, x = make_net(), torch.randn(6, 4)

@@ -158,17 +158,19 @@ def test_a_stage_on_the_cpu(at, schedule):
     assert_same_gradients(net, plain)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_what_has_been_copied_is_let_go(training):
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "no_grad"])
+def test_what_has_been_copied_is_let_go(schedule):
     """As soon as nobody copies it or reads the copy, however far the host is ahead: the number of
     micro-batches does not count, on neither side."""
     devices = [torch.device(stage) for stage in stages(2)]
+    training = schedule != "no_grad"
     if not is_asynchronous(devices[0]):
         pytest.skip("the CPU's allocator does not count")
 
     def peaks(chunks: int) -> list[int]:
         net = chain(2).requires_grad_(training)
-        pipe = bp.Pipeline(net, devices=devices, chunks=chunks)
+        options = {"schedule": schedule} if training else {}
+        pipe = bp.Pipeline(net, devices=devices, chunks=chunks, **options)
         x = torch.randn(1024 * chunks, 8)
         for _ in range(2):
             for device in devices:
@@ -334,18 +336,18 @@ class Revisits(nn.Module):
         self.a, self.b, self.way = nn.Linear(8, 8), nn.Linear(8, 8), way
 
     def forward(self, x, extra):
-        first, second, third = self.way
+        first, second, third, last = self.way
         with bp.Block(stage=first):
             h = self.a(x)
         with bp.Block(stage=second):
             y = self.b(h) + extra
         with bp.Block(stage=third):
             y = y * extra
-        with bp.Block(stage=first):
+        with bp.Block(stage=last):
             return y + extra + h
 
 
-@pytest.mark.parametrize("way", [(0, 1, 0), (0, 1, 2), (0, 1, 1)])
+@pytest.mark.parametrize("way", [(0, 1, 0, 0), (0, 1, 2, 0), (0, 1, 1, 0), (0, 1, 1, 1)])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential", "interleaved", "uncut"])
 @pytest.mark.parametrize("at", [0, 3])
 def test_what_was_sent_is_there_until_it_was_read_for_the_last_time(way, schedule, at):
@@ -363,6 +365,37 @@ def test_what_was_sent_is_there_until_it_was_read_for_the_last_time(way, schedul
                 assert_close(pipe(x.to(there), extra), expected)
             with torch.inference_mode():
                 assert_close(pipe(x, extra.to(there)), expected)
+
+
+class Keeps(nn.Linear):
+    """Reads in each micro-batch what the one before was given, once it is told to."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.kept = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.kept is not None:
+            y = y + self.kept.pop()
+            self.kept.append(x.detach())
+        return y
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_copy_that_the_model_keeps_is_there_until_it_lets_go_of_it(grad):
+    """After its hop is over, too."""
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(8, 8), Keeps()), {"1": 1})
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=6)
+    x = torch.randn(12, 8)
+    with torch.set_grad_enabled(grad):
+        pipe(x)
+        for module in (net[1], plain[1]):
+            module.kept = [torch.zeros(2, 8, device=module.weight.device)]
+        for _ in range(3):
+            expected = torch.cat([plain(part) for part in x.split(2)])
+            assert_close(pipe(x), expected)
 
 
 @pytest.mark.parametrize("what", ["input", "target"])

@@ -1,14 +1,19 @@
 """When the copies of a step run, and what makes the host wait."""
 
 import itertools
+import threading
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import blockpipe as bp
-from blockpipe.transfer import send
+from blockpipe.ambient import in_thread, waiting_for_device
+from blockpipe.transfer import _ways, send
 
 from .. import simulated as accelerator
 from ..devices import stages
@@ -36,6 +41,102 @@ def test_a_copy_begins_when_its_source_is_there():
     ends = {name: end for _, _, name, _, end in accelerator.spans()}
     copied = next(end for name, end in ends.items() if name.startswith("copy"))
     assert copied < ends["sleep"]
+
+
+class Gate:
+    """Holds a stream until it is opened, or for so long that a test must have failed."""
+
+    def __init__(self):
+        self.is_closed, self.was_closed, self._held = threading.Event(), False, ExitStack()
+        self._late = threading.Timer(20, self._held.close)
+
+    def close(self, device):
+        self._held.enter_context(accelerator.held(torch.accelerator.current_stream(device)))
+        self._late.start()
+        self.is_closed.set()
+
+    def open(self):
+        self.was_closed = self._late.is_alive()
+        self._late.cancel()
+        self._held.close()
+
+
+class Gated(nn.Module):
+    """Two stages; calls what it is told to behind the first, and around the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.calls = {}  # by micro-batch and place
+
+    def forward(self, x):
+        m = bp.current_microbatch()
+        with bp.Block(stage=0):
+            x = self.a(x)
+            self.calls.get((m, "behind 0"), int)()
+        with bp.Block(stage=1):
+            self.calls.get((m, "before 1"), int)()
+            x = self.b(x)
+            self.calls.get((m, "behind 1"), int)()
+            return x
+
+
+@pytest.mark.parametrize("is_host", [False, True])
+def test_a_copy_of_a_step_does_not_wait_for_later_micro_batches(is_host):
+    """An activation is copied as soon as its own micro-batch has computed it, whenever it is read
+    first, and whatever its device has been given meanwhile."""
+    first, second = stages(2)[0], "cpu" if is_host else stages(2)[1]
+    net, gate = Gated(), Gate()
+    pipe = bp.Pipeline(net, devices=[first, second], chunks=2, schedule="gpipe")
+    x = torch.randn(4, 8)
+
+    def wait_until_closed():
+        with waiting_for_device():
+            gate.is_closed.wait(20)
+
+    def wait_for_the_copy():
+        with waiting_for_device():
+            if not is_host:  # else the layer has waited for it
+                torch.accelerator.current_stream(second).synchronize()
+        gate.open()
+
+    pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    net.calls[1, "behind 0"] = partial(gate.close, first)
+    net.calls[0, "before 1"] = wait_until_closed
+    net.calls[0, "behind 1"] = wait_for_the_copy
+    pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    assert gate.was_closed
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_copy_does_not_wait_for_the_micro_batch_before_it(grad):
+    """The next activation comes while the stage still computes: the memory of the last one is not
+    waited for."""
+    first, second = map(torch.device, stages(2))
+    net, gate = Gated(), Gate()
+    pipe = bp.Pipeline(net, devices=[first, second], chunks=2, schedule="gpipe")
+    x = torch.randn(4, 8)
+
+    def wait_for_the_copy():
+        with waiting_for_device():
+            _ways.between(first, second, back=False).receiving.synchronize()
+        gate.open()
+
+    with torch.set_grad_enabled(grad):
+        pipe(x)
+        net.calls[0, "before 1"] = partial(gate.close, second)
+        net.calls[1, "behind 1"] = wait_for_the_copy
+        pipe(x)
+    assert gate.was_closed
+
+
+def test_memory_that_the_caller_has_pinned_may_be_filled_anew():
+    """As soon as the step returns, though no copy has begun."""
+    device, x = torch.device(stages(1)[0]), torch.ones(8).pin_memory()
+    with accelerator.held(_ways.between(x.device, device, back=False).receiving):
+        sent = send(x, device)
+        x.fill_(torch.nan)
+    assert sent.receive().cpu().eq(1).all()
 
 
 def test_a_warm_step_waits_for_no_device():
@@ -68,3 +169,45 @@ def test_a_stage_on_the_cpu_waits_for_what_comes_to_it_alone(at):
     pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
     waits = sum(n for what, n in accelerator.counts().items() if what.startswith("sync"))
     assert waits <= 4 * ((at > 0) + (at < 3))
+
+
+class Asks(nn.Linear):
+    """A module that asks the device for a value."""
+
+    def forward(self, x):
+        return super().forward(x).relu() * x.detach().mean().item()
+
+
+class Watches(TorchFunctionMode):
+    """Notes for each function whether the baton was free when it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.free = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.free.setdefault(func.__name__, set()).add(in_thread.baton is None)
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_asks_a_device_for_a_value_lets_others_run():
+    """The baton is free while glue, or a module that runs untouched, waits for the device."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), Asks(8, 8)
+
+        def forward(self, x):
+            with bp.Block(0):
+                h = self.a(x).tanh()
+                least = h.detach().min().item()
+            with bp.Block(1):
+                return self.b(h).clamp(least)
+
+    pipe, x = bp.Pipeline(Net(), devices=stages(2), chunks=4), torch.randn(8, 8)
+    pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    with Watches() as watches:
+        pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    assert watches.free["item"] == watches.free["relu"] == {True}
+    assert watches.free["tanh"] == watches.free["clamp"] == {False}
