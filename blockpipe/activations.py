@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .recording import Call, Hop, Kept, Recomputable, Saved
+from .checkpoint import Recomputable
+from .recording import Call, Hop, Kept, Saved
 
 _Key = int  # which storage
 _FEW = 8  # storages whose sizes are kept

@@ -22,12 +22,13 @@ from .blocks import mark_of
 from .capture import record
 from .costing import Conditions, Costing
 from .cuts import Chain, awkwardness, beginners, best_bounds, why_closed
+from .devices import checked_devices, is_asynchronous, is_on_meta
 from .errors import BlockpipeError, PlanError, UsageError
 from .marks_text import marks_text
 from .measuring import PieceTimes, measured
 from .memory import copies_of
 from .module_interface import ModuleInterface
-from .options import check_loss, checked_devices
+from .options import check_loss
 from .partition import check_count, checked_number, checked_numbers
 from .plan import Assignment, StagePlan
 from .prepared import lanes_of
@@ -37,7 +38,6 @@ from .rates import Rates, straight
 from .recording import Recording
 from .scheduler import ScheduleOption
 from .table import bytes_text
-from .transfer import is_asynchronous, is_on_meta
 from .where import remembers_caller, users_line
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .alone import alone_with
 from .ambient import as_ours
+from .devices import is_on_meta
 from .errors import BlockpipeError, RecordingError
 from .faking import record_there
 from .intact import leaves_intact
@@ -27,7 +28,7 @@ from .randomness import every_source, kept
 from .recording import Recording
 from .sample import check_initialized, remedy, signature, what_failed
 from .snapshot import ModelState, WritesUndone
-from .transfer import carry, is_on_meta
+from .transfer import carry
 from .tree import map_tensors
 from .watching import counting_writes, hooked, run_watched
 from .where import users_line

@@ -33,11 +33,26 @@ from .digests import Comparisons
 from .errors import StateError
 from .offload import Away, Offload
 from .randomness import Source, current, moved, replayed
-from .recording import Recomputable
 from .tree import map_leaves, map_tensors
 from .where import users_line
 
 Buffers = dict[str, Tensor | None]
+
+
+@dataclasses.dataclass
+class Recomputable:
+    """What it takes to run a sealed call again."""
+
+    pays: bool = False  # it saves more than what it is given
+    keeps_inputs: bool = False  # they are written in place: kept from before
+    draws: bool = False
+    buffers: set[str] = dataclasses.field(default_factory=set)  # that it reads or writes, by name
+    refuses: str | None = None  # why it cannot be
+
+    @property
+    def is_run_again(self) -> bool:
+        """Whether it is recomputed where that is asked for."""
+        return self.pays and self.refuses is None
 
 
 @dataclasses.dataclass

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .devices import is_asynchronous, is_on_meta
 from .errors import RecordingError, ScheduleError, UsageError
 from .memory import check_limit, copies_of, predict
 from .microbatch import Microbatch
@@ -28,7 +29,6 @@ from .scheduler import ScheduleOption
 from .simulate import simulate
 from .step_runner import StepRunner
 from .table import bytes_text, text_table
-from .transfer import is_asynchronous, is_on_meta
 from .untouched import Untouched
 from .where import users_line
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from .cuts import Chain
+from .devices import is_asynchronous
 from .errors import ScheduleError
 from .prepared import goes_one_by_one, is_small
 from .rates import Line
 from .schedule import HOP_MASK, HOP_SHIFT, B, F, Schedule, W
 from .scheduler import ScheduleOption, choose, make_schedule
 from .simulate import Costs, Simulation, simulate
-from .transfer import is_asynchronous
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .attributes import class_attributes, share_attributes
+from .devices import is_asynchronous, mark
 from .digests import Comparisons
 from .errors import CrossingError
 from .lending import Lent, Returned
 from .observer import Observer, Watch
+from .ownership import Owner, set_owner
 from .randomness import Source
-from .transfer import Owner, Sent, is_asynchronous, mark, send, set_owner
+from .transfer import Sent, send
 
 TAG = "_blockpipe_tag"
 RECORDING = -1  # the number of the recording's step
@@ -330,3 +332,14 @@ def version_of(tensor: Tensor) -> int:
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """A tensor's place in the autograd graph, whatever grad mode is, and however its stage."""
+    node = tensor.grad_fn
+    if node is not None and not isinstance(node, torch._C._FunctionBase):
+        return GradientEdge(node, tensor.output_nr)
+    # A custom function's node does not keep its own graph alive: torch adds what does.
+    # torch finds a leaf's place through a view of it: no read, but the sanitizer would see one.
+    with copying(), torch.enable_grad():
+        return get_gradient_edge(tensor)

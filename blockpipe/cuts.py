@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .devices import is_asynchronous
 from .recording import Call, Held, Recording
-from .transfer import is_asynchronous
 
 
 def why_closed(recording: Recording) -> list[str | None]:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from .alone import alone_with
 from .ambient import ours
+from .crossing import edge_of
 from .errors import UsageError
 from .execution import Execution
 from .intact import leaves_intact
 from .joining import Joint
 from .microbatch import InputPlace
-from .transfer import edge_of
 from .tree import leaves, map_leaves
 
 

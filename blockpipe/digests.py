@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .devices import current_stream, is_asynchronous
 from .errors import StateError
-from .transfer import copying, current_stream, is_asynchronous
+from .ownership import copying
 
 _PRIME = 1_000_003
 # Elements that are weighted at once: the products are a copy of them, 32 MiB in double precision.

@@ -12,12 +12,13 @@ from torch import nn
 
 from .checkpoint import Again
 from .glue import active_glue
+from .modules import StandIn
 from .planned import Stages, planned_stage
 from .recording import Call, Recording
 from .shared import Shared
 
 
-class Door:
+class Door(StandIn):
     """Stands in for a module's ``forward`` during a step.
 
     Args:
@@ -58,11 +59,6 @@ class Door:
         if self.hops and journey.is_sealed(self.hops):
             return glue.call_sealed(self.forward, args, kwargs, self.again, waits=self.waits)
         return self.forward(*args, **kwargs)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` wraps a module, or compiled it in place."""
-    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
 
 
 class Doors(Shared):

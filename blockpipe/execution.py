@@ -19,7 +19,8 @@ from torch.autograd.graph import GradientEdge
 from .ambient import Ambient, intra_operation_threads, theirs
 from .backward import run_engine
 from .blocks import Cursor, Mark, set_cursor, set_microbatch
-from .crossing import TAG, Step, Tag
+from .crossing import TAG, Step, Tag, edge_of
+from .devices import is_asynchronous
 from .errors import BlockpipeError, RouteError
 from .free import FreeJourney
 from .glue import Glue
@@ -39,7 +40,7 @@ from .sanitizer import Sanitizer
 from .schedule import Action, Schedule
 from .scheduler import ScheduleOption
 from .stores import Links
-from .transfer import Sent, edge_of, is_asynchronous
+from .transfer import Sent
 from .tree import leaves, map_leaves, map_tensors, tensors
 from .unwritten import Unwritten
 from .where import failing_line, users_line

@@ -20,17 +20,17 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from .alone import alone_with
 from .ambient import as_ours
+from .devices import is_on_meta
 from .errors import BlockpipeError, IsolationError, RecordingError
 from .intact import leaves_intact
 from .leftover import TrackedFakes
+from .modules import named_slots
 from .plan import StagePlan
 from .planned import Planned, planned_by
 from .randomness import every_source, kept
-from .recorder import named_slots
 from .recording import Recording
 from .sample import signature
 from .snapshot import ModelState, RealWritesUndone
-from .transfer import is_on_meta
 from .tree import map_tensors
 from .watching import counting_writes, hooked, run_watched
 from .where import failing_line

@@ -20,10 +20,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .attributes import class_attributes, share_attributes
 from .blocks import Cursor
 from .crossing import TAG, Step, Tag, version_of
+from .devices import current_stream
 from .errors import CrossingError
 from .journey import Arguments, Journey, Keywords, Reader
 from .observer import Watch
-from .transfer import current_stream
 from .where import users_line
 
 

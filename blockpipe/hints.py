@@ -17,6 +17,11 @@ from .where import users_line
 P = ParamSpec("P")
 R = TypeVar("R")
 
+ALL_REDUCE = (
+    "all-reduce the gradients after forward_backward: "
+    "for p in pipe.parameters(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
+)
+
 
 def knows_other_names(**meant: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function that people call with other libraries' arguments.

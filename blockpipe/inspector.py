@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .devices import is_asynchronous
 from .errors import ScheduleError, UsageError
 from .explain import explain
 from .joining import has_batch, is_weighed, output_dim
@@ -21,7 +22,6 @@ from .recording import Recording
 from .simulate import simulate
 from .summary import Prediction, Summary, summarize
 from .table import bytes_text, one_line
-from .transfer import is_asynchronous
 from .where import users_line
 
 

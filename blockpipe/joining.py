@@ -8,9 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .devices import is_asynchronous
 from .errors import MicrobatchError
 from .microbatch import BatchDims
-from .transfer import carry, is_asynchronous
+from .transfer import carry
 from .tree import leaf_names, leaves, map_leaves
 from .where import users_line
 

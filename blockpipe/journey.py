@@ -41,16 +41,19 @@ from .crossing import (
     Step,
     Tag,
     aliases_of,
+    edge_of,
     enter_graph,
     set_aliases,
     version_of,
 )
+from .devices import mark
 from .errors import CrossingError, RouteError, StateError
 from .lending import Lent, Taken
 from .observer import Watch
 from .offload import Offload
+from .ownership import Owner, owner_of, set_owner
 from .randomness import torchs_of
-from .transfer import Owner, Sent, edge_of, mark, owner_of, set_owner
+from .transfer import Sent
 from .tree import map_tensors, tensors
 from .where import users_line
 

@@ -14,7 +14,8 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch import Tensor
 
-from .transfer import Sent, copying
+from .ownership import copying
+from .transfer import Sent
 
 
 class Lent:

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .devices import checked_devices, is_on_meta
 from .errors import UsageError
 from .filling import Filling
 from .fitting import misfits, slots_of
-from .options import checked_devices
+from .modules import named_slots
 from .placement import follow_with_optimizer_state
-from .recorder import named_slots
 from .recording import Held, Recording
-from .transfer import is_on_meta
 from .weights import Source, Weights, open_weights
 
 _log = logging.getLogger(__name__)

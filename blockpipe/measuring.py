@@ -30,9 +30,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from .ambient import Ambient, intra_operation_threads
 from .errors import UsageError
 from .losses import computed_loss, own_loss_or_none
+from .modules import named_slots
 from .progress import Progress
 from .randomness import every_source, kept, torchs_of
-from .recorder import named_slots
 from .recording import Recording
 from .snapshot import ModelState
 from .stopwatch import Stopwatch

@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .blocks import current_stage
+from .devices import is_asynchronous
 from .errors import UsageError
 from .prepared import Prepared
 from .recording import Hop
 from .schedule import Schedule
 from .scheduler import ScheduleOption
 from .table import bytes_text, text_table
-from .transfer import is_asynchronous
 from .tree import tensors
 
 # Copies of a parameter that an optimizer keeps, by its name.

@@ -13,14 +13,13 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from .devices import is_on_meta
 from .errors import UsageError
 from .fitting import load_checked, stages_of, to_be_loaded
-from .hints import where_model_has
+from .hints import ALL_REDUCE, where_model_has
 from .materialize import PendingValues, load_in_place
-from .options import ALL_REDUCE
 from .recording import Recording
 from .saving import save_weights
-from .transfer import is_on_meta
 from .tree import map_tensors
 from .weights import Weights
 from .where import users_line

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from .ambient import ours
 from .crossing import TAG, Tag, version_of
+from .devices import is_asynchronous
 from .errors import StateError
+from .ownership import copying
 from .stores import Links, Store
-from .transfer import copying, is_asynchronous
 from .where import users_line
 
 # Smaller ones stay: a copy of its own costs more than they take. A guess.

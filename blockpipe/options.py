@@ -1,10 +1,9 @@
 """The options of a pipeline, checked before anything moves."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from .errors import MicrobatchError, PlanError, ScheduleError, UsageError
@@ -12,7 +11,6 @@ from .microbatch import BatchDims, LossReduction
 from .plan import StagePlan
 from .schedule import Schedule
 from .scheduler import SCHEDULES, ScheduleOption, check_in_flight
-from .transfer import check_device, is_asynchronous
 from .where import users_line
 
 CHECKPOINTS = ("never", "except_last", "always")
@@ -29,35 +27,6 @@ def as_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample, tuple | list):
         return tuple(sample), {}
     return (sample,), {}
-
-
-def checked_devices(devices: Sequence[Any] | None) -> list[torch.device] | None:
-    if devices is None:
-        return None
-    if isinstance(devices, str | torch.device | int):
-        if isinstance(devices, int) and not isinstance(devices, bool):
-            raise PlanError(
-                "devices is a list with one device for each stage, but a number came; write "
-                f"devices={[*range(devices)]} for the first {devices} accelerators, or "
-                f"devices=['cpu'] * {devices}"
-            )
-        name = str(devices) if isinstance(devices, torch.device) else devices
-        raise PlanError(
-            f"devices is a list with one device for each stage, but {name!r} came; "
-            f"write devices=[{name!r}, …]"
-        )
-    if not isinstance(devices, Sequence):
-        raise PlanError(
-            f"devices is a list with one device for each stage, but {type(devices).__name__} came; "
-            "write devices=[…], in the order of the stages"
-        )
-    checked = [check_device(device) for device in devices]
-    if not checked:
-        raise PlanError("devices is empty; pass one for each stage, or None for all there are")
-    kinds = {device.type for device in checked if is_asynchronous(device)}
-    if len(kinds) > 1:
-        raise PlanError(f"stages are on accelerators of one kind, but {sorted(kinds)} came")
-    return checked
 
 
 def checked_offload(offload: object) -> frozenset[int] | Literal[True]:
@@ -111,10 +80,6 @@ FIXED = {
 }
 
 
-ALL_REDUCE = (
-    "all-reduce the gradients after forward_backward: "
-    "for p in pipe.parameters(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
-)
 # By name: importing them takes time, and few have them.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 

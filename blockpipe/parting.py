@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from .blocks import current_microbatch, current_stage, is_recomputing
 from .crossing import TAG
-from .doors import is_compiled
 from .glue import active_glue
-from .transfer import copying
+from .modules import is_compiled
+from .ownership import copying
 from .tree import tensors
 
 _ROWS = 16

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .blocks import MARK
-from .doors import Door
 from .errors import PlanError, UsageError
+from .modules import StandIn, named_slots
 from .planned import kept_plan
-from .recorder import named_slots
 from .recording import Recording
 
 
@@ -165,9 +164,9 @@ class Fingerprint:
             if type(module) is not kind or own.get(MARK) is not mark:
                 return False
             found = own.get("forward")
-            if found is not forward and not isinstance(found, Door):  # of a step under way
+            if found is not forward and not isinstance(found, StandIn):  # of a step under way
                 return False
-            if own.get(_COMPILED) is not compiled and not isinstance(own.get(_COMPILED), Door):
+            if own.get(_COMPILED) is not compiled and not isinstance(own.get(_COMPILED), StandIn):
                 return False
         for now, then in self._children:
             if list(now.values()) != then:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .batchnorm import DeferredBatchNorm
 from .compiled import Compiled
 from .crossing import Home
+from .devices import is_asynchronous
 from .doors import Doors
 from .errors import ScheduleError
 from .meter import ASKS_HOST
@@ -27,7 +28,6 @@ from .scheduler import Choice, ScheduleOption, choose, make_schedule
 from .simulate import Costs, validate
 from .stores import AHEAD
 from .table import bytes_text
-from .transfer import is_asynchronous
 
 _log = logging.getLogger(__name__)
 

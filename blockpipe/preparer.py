@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from .batchnorm import DeferredBatchNorm
 from .capture import record_planned
 from .crossing import Home
+from .devices import checked_devices, default_devices
 from .doors import Doors
 from .errors import PlanError, StateError, UsageError
 from .materialize import PendingValues
 from .microbatch import BatchDims, Microbatch, dims_of_call, split
-from .options import PipelineOptions, check_plan, checked_devices
+from .options import PipelineOptions, check_plan
+from .ownership import Owner, set_owner
 from .placement import Fingerprint, Placement
 from .plan import StagePlan
 from .planned import planned_by
@@ -30,7 +32,6 @@ from .prepared import Prepared, lanes_of
 from .recording import Recording
 from .scheduler import ScheduleOption
 from .table import bytes_text
-from .transfer import Owner, default_devices, set_owner
 from .tree import leaves
 from .where import users_line, warn
 

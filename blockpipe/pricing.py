@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from .devices import is_asynchronous
 from .probing import copy_line, rates_of
 from .rates import Rates
 from .recording import Kept, Recording
 from .simulate import Costs
-from .transfer import is_asynchronous
 
 
 def rates_of_stages(devices: Sequence[torch.device], lanes: int) -> list[Rates]:

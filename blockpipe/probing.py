@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .ambient import intra_operation_threads
+from .devices import check_device, is_asynchronous
 from .errors import DeviceError
 from .meter import Meter
 from .rates import STATED_ACCELERATOR, STATED_COPY, STATED_CPU, Line, Pair, Rates
 from .stopwatch import Stopwatch
-from .transfer import carry, check_device, is_asynchronous
+from .transfer import carry
 from .work import (
     ADDITION,
     CONVOLUTION,

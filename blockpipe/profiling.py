@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .devices import current_stream, is_asynchronous
 from .observer import Moment, Watch
 from .prepared import Prepared
 from .schedule import Kind, Schedule
 from .timeline import Timeline
 from .trace import Event, EventKind, Lane, StepInfo
-from .transfer import current_stream, is_asynchronous
 
 
 class _Point(NamedTuple):

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from .ambient import stash, stashed, waiting_for_device
+from .devices import is_asynchronous
 from .errors import UsageError
+from .ownership import copying
 from .standstill import PATIENCE, Gate, Standstill
-from .transfer import copying, is_asynchronous
 from .where import users_line
 
 # What is drawn from: a device's generator, Python's ``random``, numpy's global one.

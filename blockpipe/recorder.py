@@ -31,6 +31,7 @@ from .crossing import (
     JourneyKey,
     Step,
     Tag,
+    edge_of,
     version_of,
 )
 from .errors import CrossingError, PlanError
@@ -45,7 +46,6 @@ from .progress import Progress
 from .randomness import current, host_sources, moved
 from .recording import Call, CrossingInfo, Drawn, Flow, Held, Hop, Recording, Unmarked
 from .shared_changes import SharedChanges
-from .transfer import edge_of
 from .tree import tensors
 from .where import users_line
 from .work import Work, addition
@@ -707,17 +707,6 @@ def _line() -> str:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def named_slots(model: nn.Module, slots: str) -> Iterator[tuple[str, Tensor]]:
-    """Every place of a module that holds a tensor, once, tied tensors under each of their names.
-
-    ``named_parameters(remove_duplicate=False)`` names a module that is registered twice twice.
-    """
-    for path, module in model.named_modules():
-        for key, tensor in getattr(module, slots).items():
-            if tensor is not None:
-                yield (f"{path}.{key}" if path else key), tensor
 
 
 def hold(model: nn.Module, recorder: Recorder) -> None:

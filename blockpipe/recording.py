@@ -9,10 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .errors import PlanError
-from .explain import explain
 from .meter import HostSync
 from .plan import Assignment, StagePlan, gaps, too_few_devices
-from .summary import Summary, summarize
 from .where import remembers_caller
 from .work import Work
 
@@ -137,22 +135,6 @@ class Flow:
     read: list[int]  # ascending
     bytes: int
     needs_grad: bool
-
-
-@dataclass
-class Recomputable:
-    """What it takes to run a sealed call again."""
-
-    pays: bool = False  # it saves more than what it is given
-    keeps_inputs: bool = False  # they are written in place: kept from before
-    draws: bool = False
-    buffers: set[str] = field(default_factory=set)  # that it reads or writes, by name
-    refuses: str | None = None  # why it cannot be
-
-    @property
-    def is_run_again(self) -> bool:
-        """Whether it is recomputed where that is asked for."""
-        return self.pays and self.refuses is None
 
 
 @dataclass
@@ -408,6 +390,8 @@ class Recording:
             >>> recording.summary(columns=["parameters", "output"]).stages[1].parameters
             10
         """
+        from .summary import summarize
+
         return summarize(self, depth=depth, columns=columns, devices=devices)
 
     @remembers_caller
@@ -430,4 +414,6 @@ class Recording:
             >>> print(bp.record(net, torch.zeros(8, 4)).explain("1.weight").splitlines()[0])
             1.weight (parameter, float32 [2, 4], 32 B) lives on stage 0
         """
+        from .explain import explain
+
         return explain(self, path)

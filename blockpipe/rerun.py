@@ -25,13 +25,13 @@ from torch.utils import checkpoint as torchs
 from .ambient import in_thread, ours, theirs
 from .blocks import Cursor, recomputing, set_cursor, set_microbatch
 from .crossing import TAG, Box, JourneyKey, Step, Tag, enter_graph
+from .devices import current_stream, is_asynchronous
 from .free import FreeJourney
 from .glue import Glue, active_glue
 from .journey import Journey
 from .randomness import current, kept, restore
 from .replaced import Backwards, CustomFunctions, Replacement, ScriptFunctions
 from .sanitizer import Sanitizer
-from .transfer import current_stream, is_asynchronous
 
 
 def is_in_checkpoint() -> bool:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .ambient import ours
 from .errors import IsolationError
-from .transfer import Owner, is_carrying, owner_of, set_owner
+from .ownership import Owner, is_carrying, owner_of, set_owner
 from .tree import tensors
 from .where import users_line
 

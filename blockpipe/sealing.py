@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from .doors import is_compiled
 from .errors import CrossingError
+from .modules import is_compiled
 from .recorder import Recorder
 from .recording import Call, Recording
 

@@ -13,6 +13,7 @@ from .alone import alone_with
 from .ambient import Ambient, ours, theirs
 from .blocks import Cursor, _cursor, set_cursor
 from .crossing import Step
+from .devices import is_asynchronous
 from .differentiable import attach, input_gradients
 from .errors import UsageError
 from .execution import Execution
@@ -28,7 +29,6 @@ from .prepared import Prepared
 from .preparer import Preparer, dims_for, split_call
 from .rerun import intercepting, is_in_checkpoint
 from .stepresult import StepLoss, StepResult
-from .transfer import is_asynchronous
 from .tree import leaves, map_tensors
 from .where import users_line
 

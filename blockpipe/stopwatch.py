@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .transfer import is_asynchronous
+from .devices import is_asynchronous
 
 
 class Stopwatch:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from .ambient import ours
 from .crossing import version_of
-from .transfer import copying, is_asynchronous
+from .devices import is_asynchronous
+from .ownership import copying
 
 # Copies that are under way each way at once: one that is copied, and one that is computed with or
 # made meanwhile.

@@ -1,4 +1,4 @@
-"""A tensor from device to device, and whose storage is whose.
+"""A tensor from device to device.
 
 Written against the device-generic ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``, so
 that every accelerator torch knows works. ``Tensor.to`` alone would run on the source's compute
@@ -8,82 +8,16 @@ and its reader waits for it only where it begins to read.
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .ambient import as_ours, waiting_for_device
-from .errors import DeviceError
+from .ambient import waiting_for_device
+from .devices import current_stream, is_asynchronous
 from .observer import Watch
-
-
-def is_on_meta(model: nn.Module) -> bool:
-    """Whether a model is without values, as a whole or in part."""
-    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-
-
-def is_asynchronous(device: torch.device) -> bool:
-    """Whether work on this device is queued on streams: an accelerator, not CPU or meta."""
-    return device.type not in ("cpu", "meta")
-
-
-@as_ours
-def check_device(device: Any) -> torch.device:
-    """A device with its index, checked to be there; without one it is the current device.
-
-    Raises:
-        DeviceError: no such device on this machine.
-    """
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise DeviceError(
-            f"a device is a torch.device or a name such as 'cpu' or 'cuda:0', but {device!r} came"
-        ) from error
-    if found.type == "meta":
-        raise DeviceError(
-            "a stage computes, but device 'meta' holds no values; record(model, args) and its "
-            "summary work without devices"
-        )
-    if not is_asynchronous(found):
-        return torch.device(found.type)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count() if accelerator is not None else 0
-    is_kind = accelerator is not None and accelerator.type == found.type
-    if found.index is None and is_kind and count:  # as torch has it
-        return torch.device(found.type, torch.accelerator.current_device_index())
-    if not is_kind or (found.index or 0) >= count:
-        have = f"{accelerator.type}:0..{count - 1}" if accelerator is not None else "only the CPU"
-        raise DeviceError(
-            f"device {str(found)!r} is not there: this machine has {have}; "
-            "pass devices that exist, or devices=['cpu'] * stages to try without"
-        )
-    return torch.device(found.type, found.index or 0)
-
-
-def default_devices() -> list[torch.device] | None:
-    """Every accelerator device of the machine, or ``None`` where there is only the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return None
-    return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
-
-
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that computes on a device; ``None``: the host."""
-    return torch.accelerator.current_stream(device) if is_asynchronous(device) else None
-
-
-def mark(device: torch.device) -> torch.Event | None:
-    """An event behind what is queued on a device so far; ``None``: nothing ever is."""
-    stream = current_stream(device)
-    return None if stream is None else stream.record_event()
+from .ownership import copying
 
 
 class Sent:
@@ -338,63 +272,3 @@ def _same_strides(tensor: Tensor) -> Tensor:
         compact.shape, compact.stride(), dtype=compact.dtype, device=compact.device
     ).copy_(compact)
     return new.expand(tensor.shape) if expand else new
-
-
-# --- whose storage: the stage sanitizer's book, kept on the storages themselves, so that an entry
-# --- lives exactly as long as what it speaks of.
-
-_OWNER = "_blockpipe_owner"
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """A stage of one pipeline."""
-
-    pipeline: int
-    stage: int
-
-
-def owner_of(tensor: Tensor) -> Owner | None:
-    """Who owns a tensor's storage, if anybody does."""
-    if tensor.layout is not torch.strided:
-        return None
-    return getattr(tensor.untyped_storage(), _OWNER, None)
-
-
-def set_owner(tensor: Tensor, owner: Owner) -> None:
-    """Give a tensor's storage to a stage."""
-    if tensor.layout is torch.strided:
-        setattr(tensor.untyped_storage(), _OWNER, owner)
-
-
-class _Carrying(threading.local):
-    active = False
-
-
-_carrying = _Carrying()
-
-
-def edge_of(tensor: Tensor) -> GradientEdge:
-    """A tensor's place in the autograd graph, whatever grad mode is, and however its stage."""
-    node = tensor.grad_fn
-    if node is not None and not isinstance(node, torch._C._FunctionBase):
-        return GradientEdge(node, tensor.output_nr)
-    # A custom function's node does not keep its own graph alive: torch adds what does.
-    # torch finds a leaf's place through a view of it: no read, but the sanitizer would see one.
-    with copying(), torch.enable_grad():
-        return get_gradient_edge(tensor)
-
-
-@contextmanager
-def copying() -> Iterator[None]:
-    """While entered, this thread may touch any stage's tensors: it copies."""
-    before, _carrying.active = _carrying.active, True
-    try:
-        yield
-    finally:
-        _carrying.active = before
-
-
-def is_carrying() -> bool:
-    """Whether this thread is copying between stages, which alone may touch two stages' tensors."""
-    return _carrying.active

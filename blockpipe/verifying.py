@@ -14,17 +14,17 @@ from .ambient import Ambient, intra_operation_threads, theirs
 from .backward import run_engine
 from .batchnorm import DeferredBatchNorm
 from .blocks import set_microbatch
-from .doors import is_compiled
+from .devices import check_device
 from .errors import UsageError
 from .joining import join, output_dim
 from .losses import own_or_mean_square
 from .microbatch import split, weights_of
+from .modules import is_compiled
 from .options import PipelineOptions
 from .parting import Watch
 from .preparer import dims_for
 from .randomness import Source, Streams, torchs_of
 from .step_runner import StepRunner
-from .transfer import check_device
 from .tree import leaves, map_tensors, tensors
 from .untouched import Untouched, moved_copy
 from .verification import Outcome

@@ -13,19 +13,12 @@ from .activations import Activations
 from .ambient import as_ours, theirs
 from .blocks import mark_of, set_cursor
 from .crossing import Step
-from .doors import is_compiled
 from .losses import own_loss_or_none
 from .meter import Meter
+from .modules import is_compiled
 from .planned import Planned
 from .progress import Progress
-from .recorder import (
-    FreeRecorder,
-    Recorder,
-    RecordingDoor,
-    RecordingGlue,
-    WatchedCursor,
-    hold,
-)
+from .recorder import FreeRecorder, Recorder, RecordingDoor, RecordingGlue, WatchedCursor, hold
 from .recording import Hop, Output, Recording
 from .rerun import intercepting
 from .sealing import conclude

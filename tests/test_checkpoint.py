@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import blockpipe as bp
 from blockpipe import checkpoint as checkpoints
 from blockpipe import digests
+from blockpipe.checkpoint import Recomputable
 from blockpipe.errors import CrossingError, PlanError, StateError, UsageError
-from blockpipe.recording import Recomputable
 
 from .devices import equal, examples, stages
 from .parity import difference, plain_step

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import blockpipe as bp
+from blockpipe.devices import is_asynchronous
 from blockpipe.lending import Lent
-from blockpipe.transfer import carry, is_asynchronous, send
+from blockpipe.transfer import carry, send
 
 from .devices import assert_close, is_simulated, stages
 from .parity import assert_same_gradients, plain_step
