@@ -265,6 +265,7 @@ def _record_with(
                     fake=True,
                     cut=cut,
                     unhookable=unhookable,
+                    objects=state.objects(),
                 )
 
 

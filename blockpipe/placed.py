@@ -352,6 +352,29 @@ class PlacedModel(WrappedModel):
         names = tuple(batch.kwargs)
         return fingerprint.modes(), torch.is_grad_enabled(), len(batch.args), names, shape
 
+    def _look_again(self, prepared: Prepared, batch: Microbatch, written: list[str]) -> None:
+        """After a step that wrote what it did not write when it was recorded: is that of one hop?
+
+        Raises:
+            StateError: several hops share it, or other things cross than those that the step knew.
+        """
+        if not written:
+            return
+        _log.info("recording anew: %s", f"{', '.join(written)} is written by now")
+        for key in [key for key, known in self._prepared.items() if known is prepared]:
+            del self._prepared[key]
+        recording = self._record(batch)
+        try:
+            self._check_state(recording)
+            if _crossings(recording) != _crossings(prepared.recording):
+                raise StateError("other tensors cross between the stages by now")
+        except StateError as error:
+            raise StateError(
+                f"{', '.join(written)} was written during the step, which it was not when the "
+                f"model was recorded, and this step's gradients may not be the plain loop's: "
+                f"{error} ({users_line()})"
+            ) from None
+
     def _own_storages(self, prepared: Prepared) -> int | None:
         if not self.isolate:
             return None
@@ -391,3 +414,9 @@ class PlacedModel(WrappedModel):
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | None)
+
+
+def _crossings(recording: Recording) -> tuple[Any, ...]:
+    """What a step goes by: where the forward goes, what is sealed, and what crosses."""
+    crossings = [(c.from_hop, c.to_hop, c.dtype, len(c.shape)) for c in recording.crossings]
+    return recording.route, recording.sealed, recording.sealed_functions, crossings

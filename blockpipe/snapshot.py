@@ -51,6 +51,10 @@ class ModelState:
         while level:  # what is near comes first
             level = [found for value in level for found in self._look_at(value)]
 
+    def objects(self) -> Iterable[Any]:
+        """All that was found, what is near first."""
+        return self._seen.values()
+
     def restore(self) -> None:
         """Put everything back, in place."""
         for restore in self._restores:
@@ -66,7 +70,7 @@ class ModelState:
         if isinstance(value, _NO_STATE) or id(value) in self._seen:
             return ()
         kind = type(value)
-        if id(kind) not in self._seen and _is_users(kind.__module__):
+        if id(kind) not in self._seen and is_users(kind.__module__):
             self._seen[id(kind)] = kind
             restore, found = _kept_class(kind)
             if restore is not None:
@@ -192,7 +196,7 @@ def _kept_function(function: types.FunctionType) -> Kept:
     cells = [(cell, _content(cell)) for cell in function.__closure__ or ()]
 
     around = function.__globals__
-    read = _read_globally(function.__code__) if _is_users(function.__module__) else ()
+    read = read_globally(function.__code__) if is_users(function.__module__) else ()
     before = [(name, around[name]) for name in read if name in around]
 
     def restore() -> None:
@@ -208,16 +212,16 @@ def _kept_function(function: types.FunctionType) -> Kept:
     return restore, [*held, *more, *(value for _, value in before)]
 
 
-def _read_globally(code: types.CodeType) -> Iterator[str]:
+def read_globally(code: types.CodeType) -> Iterator[str]:
     """Names that a function may read from its module, or set there."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _read_globally(inner)
+            yield from read_globally(inner)
 
 
 @functools.cache
-def _is_users(module: str | None) -> bool:
+def is_users(module: str | None) -> bool:
     """Whether a module is the user's own: what installed packages keep there is theirs."""
     package = (module or "").partition(".")[0]
     if package in sys.stdlib_module_names and package != "__main__":
@@ -229,7 +233,7 @@ def _is_users(module: str | None) -> bool:
 
 def _kept_class(kind: type) -> Kept:
     """What a class holds for all of its objects, and what its functions read."""
-    kinds = [base for base in kind.__mro__ if _is_users(base.__module__)]
+    kinds = [base for base in kind.__mro__ if is_users(base.__module__)]
     before = [
         (base, name, member)
         for base in kinds

@@ -112,6 +112,7 @@ class SteppedModel(InspectedModel):
         want = {"loss", "outputs"} if return_outputs else {"loss"}
         execution = self._execution(prepared, microbatches, weights, ambient, want, loss_fn)
         execution.run()
+        self._look_again(prepared, microbatches[0], execution.written)
         if cut_off:
             _give((tensor, leaf.grad) for tensor, leaf in cut_off)
         elif execution.inputs_need_grad:
@@ -157,6 +158,7 @@ class SteppedModel(InspectedModel):
         prepared = self._prepare(microbatches[0])
         execution = self._execution(prepared, microbatches, weights, ambient, {"outputs"})
         execution.run_forward()
+        self._look_again(prepared, microbatches[0], execution.written)
         found = [r for r in execution.results if r is not None]
         results, on_host = [r.outputs for r in found], [r.on_host for r in found]
         sizes = [m.size for m in microbatches]
