@@ -15,12 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from .recording import Recording, SharedChange
-from .snapshot import is_users, read_globally
+from .snapshot import is_users, names_in
 from .where import users_line
 
 MOST_OBJECTS = 2_000  # the nearest: each is looked at for every operation of the user's code
 _TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 _MOST_BYTES = 10_000  # of an array whose values are looked at
+_MOST_DOTS = 3  # of a name such as torch.nn.functional.relu
 _UNSET = object()
 _REMEDY = "pass it along as an argument, or keep it in a local variable"
 
@@ -177,7 +178,7 @@ def _read(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         except ValueError:
             continue
     if is_users(function.__module__):
-        for name in read_globally(function.__code__):
+        for name in names_in(function.__code__):
             value = function.__globals__.get(name, _UNSET)
             if value is not _UNSET:
                 yield name, value
@@ -191,7 +192,10 @@ def _of_namespace(
     """What a function may read from a module that it knows: ``F.relu``."""
     for attribute in function.__code__.co_names:
         if attribute in vars(module):
-            yield f"{name}.{attribute}", vars(module)[attribute]
+            path, value = f"{name}.{attribute}", vars(module)[attribute]
+            yield path, value
+            if isinstance(value, types.ModuleType) and path.count(".") < _MOST_DOTS:
+                yield from _of_namespace(path, value, function)
 
 
 def _said_anywhere(value: Any) -> Iterator[Any]:

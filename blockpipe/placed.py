@@ -29,6 +29,7 @@ from .plan import StagePlan
 from .planned import planned_by
 from .prepared import Prepared, ScheduleOption, lanes_of
 from .recording import Recording
+from .steering import Steering
 from .table import bytes_text
 from .transfer import Owner, default_devices, is_on_meta, set_owner
 from .tree import leaves
@@ -99,6 +100,7 @@ class PlacedModel(WrappedModel):
         self._compile: tuple[dict[str, Any] | None, bool] | None = None
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
+        self._steering = Steering(model)
         self._has_warned_of_recordings = False
         self._has_cautioned = False
 
@@ -171,7 +173,10 @@ class PlacedModel(WrappedModel):
                 _log.info("recording anew: modules or parameters were changed, or moved")
             self._forget_if_moved()
             self._prepared.clear()  # the model was changed: record anew
-            self._fingerprint = Fingerprint(self.module)
+            self._fingerprint, self._steering = Fingerprint(self.module), Steering(self.module)
+        if self._steering.has_turned(self._changing()):
+            _log.info("recording anew: a number on a module was set, by which a forward may turn")
+            self._prepared.clear()
         key = self._key(batch, self._fingerprint)
         prepared = self._prepared.get(key)
         if prepared is None:
@@ -184,11 +189,16 @@ class PlacedModel(WrappedModel):
             prepared = self._place(recording, devices)
             self._compile_modules(prepared)
             self._forget_oldest(batch)
+            key = self._key(batch, self._fingerprint)  # the recording may have more questions
             self._prepared[key] = prepared
             self._fingerprint = Fingerprint(self.module)
             self._caution_once(prepared)
         self._prepared.move_to_end(key)
         return prepared
+
+    def _changing(self) -> set[str]:
+        """Attributes that forwards set themselves, by name."""
+        return set[str]().union(*(p.recording.changing for p in self._prepared.values()))
 
     def _caution_once(self, prepared: Prepared) -> None:
         """Say what was hardly meant so, at the first step of a pipeline."""
@@ -223,16 +233,17 @@ class PlacedModel(WrappedModel):
             )
 
     def _record(self, batch: Microbatch) -> Recording:
-        recording = record_planned(
-            self.module,
-            batch.args,
-            batch.kwargs,
-            planned_by(self.module, self._plan),
-            devices=self._placed(),
-            intended=self._given_devices or default_devices(),
-            cut=self.schedule != "uncut",
-            share=batch.share,
-        )
+        with self._steering.asked():
+            recording = record_planned(
+                self.module,
+                batch.args,
+                batch.kwargs,
+                planned_by(self.module, self._plan),
+                devices=self._placed(),
+                intended=self._given_devices or default_devices(),
+                cut=self.schedule != "uncut",
+                share=batch.share,
+            )
         recording.samples = batch.size
         return recording
 
@@ -350,7 +361,9 @@ class PlacedModel(WrappedModel):
             for leaf in leaves((batch.args, batch.kwargs))
         )
         names = tuple(batch.kwargs)
-        return fingerprint.modes(), torch.is_grad_enabled(), len(batch.args), names, shape
+        answers = self._steering.answers()
+        modes = fingerprint.modes()
+        return answers, modes, torch.is_grad_enabled(), len(batch.args), names, shape
 
     def _look_again(self, prepared: Prepared, batch: Microbatch, written: list[str]) -> None:
         """After a step that wrote what it did not write when it was recorded: is that of one hop?
@@ -409,7 +422,12 @@ class PlacedModel(WrappedModel):
         """Copies and pickles take the model and the options along, and record anew."""
         state = dict(self.__dict__)
         state.update(_prepared=OrderedDict(), _placement=None, _fingerprint=None)
+        del state["_steering"]
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._steering = Steering(self.module)
 
 
 def _is_plain(value: Any) -> bool:
