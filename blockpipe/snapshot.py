@@ -68,6 +68,7 @@ class ModelState:
         self._seen: dict[int, Any] = {}  # alive, so that no other object gets its id
         self._slots: dict[type, tuple[types.MemberDescriptorType, ...]] = {}
         self._has_iterators = self._lends = False
+        self.caches: list[object] = []  # each functools.lru_cache in reach
         level: list[Any] = [inner for module in modules for inner in module.modules()]
         while level:  # what is near comes first
             level = [found for value in level for found in self._look_at(value)]
@@ -126,6 +127,9 @@ class ModelState:
             return value.__self__, value.__func__
         if isinstance(value, functools.partial):
             return value.func, value.args, value.keywords
+        if isinstance(value, functools._lru_cache_wrapper):
+            self.caches.append(value)
+            return ()
         if is_iterator(value):
             self._has_iterators = True
             # A generator stays where it is, and with it what it holds.

@@ -594,3 +594,35 @@ def test_a_tensor_that_somebody_else_keeps_is_found():
         RecordingError, match=r"left a tensor of shape \(2, 4\) .* in a list, in a builtin"
     ):
         bp.record(nn.Sequential(Hides(4, 4)), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("is_far", "reads"), [(False, False), (False, True), (True, False)], ids=["", "reads", "far"]
+)
+@pytest.mark.parametrize("caches", [functools.lru_cache, functools.cache, functools.lru_cache(2)])
+def test_a_table_that_is_cached_is_made_anew_after_a_recording(
+    caches: Callable[..., Any], reads: bool, is_far: bool
+) -> None:
+    """The cache would give the next step the recording's fake tensor; others stay as they are."""
+
+    @caches
+    def table(size: int) -> dict[str, tuple[Tensor, ...]]:
+        return {"positions": (torch.linspace(0, 1, size),)}
+
+    @caches
+    def name(size: int) -> list[int]:
+        return [size]
+
+    kept = name(4)
+    find = {"table": table}.__getitem__  # no walk comes by it
+
+    def far(net: nn.Module) -> Tensor:
+        return find("table")(len(name(4)) * 4)["positions"][0]
+
+    def near(net: nn.Module) -> Tensor:
+        return table(len(name(4)) * 4)["positions"][0]
+
+    net = Ticks(far if is_far else near, reads=reads)
+    bp.record(net, torch.randn(2, 4))
+    assert type(table(4)["positions"][0]) is Tensor
+    assert name(4) is kept
