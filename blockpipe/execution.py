@@ -4,6 +4,7 @@ Inline where threads cannot pay (one lane, one micro-batch, ``"sequential"``): e
 goes out and comes back before the next, which needs the least memory of all orders.
 """
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -747,7 +748,8 @@ def _note(error: BaseException, phase: str, microbatch: int, stage: int | None) 
             "; in the forward it ran, so something has changed since (a cache that it was given: "
             "use_cache=False; state of its own): mark it with checkpoint=False"
         )
-    error.add_note(
-        f"blockpipe: in the {phase} of micro-batch {microbatch}{where}, "
-        f"at {failing_line(error.__traceback__)}{remedy}"
-    )
+    with contextlib.suppress(Exception):  # of the user's own class, it may refuse
+        error.add_note(
+            f"blockpipe: in the {phase} of micro-batch {microbatch}{where}, "
+            f"at {failing_line(error.__traceback__)}{remedy}"
+        )
