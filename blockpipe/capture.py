@@ -229,7 +229,15 @@ def _record_real(
         where = _one_device_of(model) if devices is None else None
         args, kwargs = map_tensors(partial(_copy_of, where=where), (args, kwargs))
         return run_watched(
-            model, args, kwargs, planned, devices, fake=False, cut=cut, unhookable=unhookable
+            model,
+            args,
+            kwargs,
+            planned,
+            devices,
+            fake=False,
+            cut=cut,
+            unhookable=unhookable,
+            objects=state.objects(),
         )
 
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .attributes import class_attributes, share_attributes
 from .devices import is_asynchronous, mark
@@ -24,7 +24,7 @@ from .digests import Comparisons
 from .errors import CrossingError
 from .lending import Lent, Returned
 from .observer import Observer, Watch
-from .ownership import Owner, set_owner
+from .ownership import Owner, copying, set_owner
 from .randomness import Source
 from .transfer import Sent, send
 

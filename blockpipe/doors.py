@@ -12,7 +12,7 @@ from torch import nn
 
 from .checkpoint import Again
 from .glue import active_glue
-from .modules import StandIn
+from .modules import StandIn, is_compiled
 from .planned import Stages, planned_stage
 from .recording import Call, Recording
 from .shared import Shared

@@ -4,6 +4,7 @@ Inline where threads cannot pay (one lane, one micro-batch, ``"sequential"``): e
 goes out and comes back before the next, which needs the least memory of all orders.
 """
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from .observed import PlainPassage, observed_border
 from .observer import Observer, Watch
 from .offload import Offload
 from .prepared import Prepared
+from .process_state import kept_process_state
 from .randomness import Source, Streams, current, moved, own_turn, sources_of
 from .replaced import Backwards, CustomFunctions, ScriptFunctions, TensorHooks
 from .rerun import Checkpoints
@@ -42,7 +44,6 @@ from .scheduler import ScheduleOption
 from .stores import Links
 from .transfer import Sent
 from .tree import leaves, map_leaves, map_tensors, tensors
-from .unwritten import Unwritten
 from .where import failing_line, users_line
 from .whole_arguments import WholeArguments
 
@@ -138,6 +139,7 @@ class Execution:
             ambient.for_threads()
         if prepared.steps == 0:
             _log.info("%d micro-batches %s", len(microbatches), self._why_so(is_cold=is_cold))
+        self.written: list[str] = []  # that was not when the model was recorded
         self._split: set[tuple[int, int]] = set()
         self._turns: Turns | None = None
         self._roots: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
@@ -385,12 +387,15 @@ class Execution:
         self._turns = turns
         if self.observer is not None:
             self.observer.plays(schedule)
-        unwritten = Unwritten([] if only == "B" else self.prepared.read_on_several)
+        before = None if only == "B" else self.prepared.unwritten.states()
+        changes_process = self.prepared.recording.changes_process
         try:
-            turns.run()
+            with kept_process_state() if changes_process else _NOTHING:
+                turns.run()
         finally:
             self._turns = None
-        unwritten.check()
+        if before is not None:
+            self.written = self.prepared.unwritten.written(before)
 
     def _queued_lanes(self, schedule: Schedule) -> list[bool]:
         """For each lane, whether its device is asynchronous."""
@@ -674,13 +679,13 @@ class Execution:
         outer = set_cursor(cursor)  # for hooks of the user's: which stage is this?
         try:
             self._be_on(stage)
-            draws = hop.reruns and (self._reruns_draw or self.step.is_first)
-            if self.isolate_as is None and not draws:
+            takes_turn = hop.reruns and self._any_draws
+            if self.isolate_as is None and not takes_turn:
                 self._run_backward(journey, action)
                 return
             with ExitStack() as stack:
-                if draws:
-                    stack.enter_context(own_turn())  # torch.utils.checkpoint sets the generators
+                if takes_turn:
+                    stack.enter_context(own_turn())
                 if self.isolate_as is not None:
                     stack.enter_context(Sanitizer(self.isolate_as, action.microbatch, stage, phase))
                 self._run_backward(journey, action)
@@ -693,9 +698,10 @@ class Execution:
             set_cursor(outer)
 
     @cached_property
-    def _reruns_draw(self) -> bool:
-        """Whether what torch.utils.checkpoint runs again draws numbers: it may span hops."""
-        return any(hop.reruns and hop.draws for hop in self.prepared.recording.hops)
+    def _any_draws(self) -> bool:
+        """Whether anything of the step draws numbers: torch.utils.checkpoint sets the generators
+        before it runs a part again, and after, also where that part draws none."""
+        return any(self.step.sources)
 
     def _run_backward(self, journey: Journey, action: Action) -> None:
         kind, hop, m = action
@@ -744,7 +750,8 @@ def _note(error: BaseException, phase: str, microbatch: int, stage: int | None) 
             "; in the forward it ran, so something has changed since (a cache that it was given: "
             "use_cache=False; state of its own): mark it with checkpoint=False"
         )
-    error.add_note(
-        f"blockpipe: in the {phase} of micro-batch {microbatch}{where}, "
-        f"at {failing_line(error.__traceback__)}{remedy}"
-    )
+    with contextlib.suppress(Exception):  # of the user's own class, it may refuse
+        error.add_note(
+            f"blockpipe: in the {phase} of micro-batch {microbatch}{where}, "
+            f"at {failing_line(error.__traceback__)}{remedy}"
+        )

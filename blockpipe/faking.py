@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 
 from .alone import alone_with
@@ -204,7 +204,7 @@ def _record_fake(
 
 
 def _record_with(
-    mode: FakeTensorMode,
+    mode: TrackedFakes,
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -248,7 +248,10 @@ def _record_with(
         name: faked(tensor, None if homes is None else homes.get(name))
         for name, tensor in (*named_slots(model, "_parameters"), *named_slots(model, "_buffers"))
     }
-    with state, state:  # an interrupt can spoil one of them
+    with ExitStack() as stack:
+        stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
+        stack.enter_context(state)
+        stack.enter_context(state)  # an interrupt can spoil one of them
         with kept(every_source()), _reparametrize_module(model, swapped, tie_weights=False):
             # There a model takes any sample: only its shapes count.
             in_one_place = on_meta or (homes is not None and devices is None)
@@ -265,6 +268,7 @@ def _record_with(
                     fake=True,
                     cut=cut,
                     unhookable=unhookable,
+                    objects=state.objects(),
                 )
 
 

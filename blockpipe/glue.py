@@ -254,6 +254,9 @@ class Glue(TorchFunctionMode):
     def saw_checkpoint(self) -> None:
         """Called for each ``torch.utils.checkpoint`` in the glue; the same."""
 
+    def saw_generator_set(self) -> None:
+        """Called where torch's generator is given a state, while that is noticed; the same."""
+
     def call_function(
         self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

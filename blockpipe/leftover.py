@@ -2,20 +2,26 @@
 
 A recording puts back what it can find (:mod:`blockpipe.snapshot`). This is the net below that: a
 fake tensor that stays in somebody's hands would be read by the next step, which then computes
-nothing, without an error.
+nothing, without an error. What functions cache by their arguments is not state: a table that a
+``functools.lru_cache`` keeps is made anew.
 """
 
+import functools
 import gc
 import types
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .errors import RecordingError
 from .tree import tensors
 
 _DEPTH = 4
+# What leads on from a function's values to everything else that there is.
+_NO_VALUES = (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)
 
 
 class TrackedFakes(FakeTensorMode):
@@ -32,9 +38,12 @@ class TrackedFakes(FakeTensorMode):
 
     def check_nothing_is_left(self) -> None:
         """Raise :class:`RecordingError` for a tensor that somebody holds."""
-        if all(made() is None for made in self._made):
+        if not self._is_any_left():
             return
         gc.collect()
+        if not self._is_any_left():
+            return
+        self.empty_caches(gc.get_objects())
         for made in self._made:
             tensor = made()
             # What no object holds is torch's own (autocast's cache of casts, by parameter).
@@ -45,6 +54,28 @@ class TrackedFakes(FakeTensorMode):
                     "and a later step would compute with it; keep state on a module of the model, "
                     "or in a global of the module that defines it"
                 )
+
+    def empty_caches(self, among: Iterable[object]) -> None:
+        """Empty each ``functools.lru_cache`` that keeps one of the tensors: only time is lost.
+
+        Args:
+            among: where to look for caches.
+        """
+        for found in among:
+            if type(found) is functools._lru_cache_wrapper and self._is_in(found):
+                found.cache_clear()
+
+    def _is_any_left(self) -> bool:
+        return any(made() is not None for made in self._made)
+
+    def _is_in(self, cache: object) -> bool:
+        """Whether a tensor is among what a function has returned, or its arguments."""
+        level = gc.get_referents(cache)
+        for _ in range(_DEPTH):
+            if any(isinstance(held, FakeTensor) and held.fake_mode is self for held in level):
+                return True
+            level = gc.get_referents(*(held for held in level if not isinstance(held, _NO_VALUES)))
+        return False
 
 
 def _holder(value: object) -> str:

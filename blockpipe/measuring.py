@@ -379,17 +379,15 @@ def _own_tensors(model: nn.Module, device: torch.device) -> Iterator[None]:
         return made[id(tensor)]
 
     slots = [*named_slots(model, "_parameters"), *named_slots(model, "_buffers")]
-    state = ModelState(model, values=True)
     # A module may hold a parameter elsewhere too (a list of an RNN's): that one would get it.
     gradients = [(p, p.grad) for p in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with kept([*every_source(), *torchs_of(device)]):
+        with ModelState(model, values=True), kept([*every_source(), *torchs_of(device)]):
             swapped = {name: own(tensor) for name, tensor in slots}
             with _reparametrize_module(model, swapped, tie_weights=False):
                 yield
     finally:
-        state.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient

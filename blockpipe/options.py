@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from .errors import MicrobatchError, PlanError, ScheduleError, UsageError
+from .hints import ALL_REDUCE
 from .microbatch import BatchDims, LossReduction
 from .plan import StagePlan
 from .schedule import Schedule

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .batchnorm import DeferredBatchNorm
 from .compiled import Compiled
@@ -22,12 +22,13 @@ from .meter import ASKS_HOST
 from .pricing import hop_costs, rates_of_stages
 from .randomness import Source, host_sources, sources_of, torchs_of
 from .rates import Rates, together
-from .recording import Held, Hop, Kept, Recording
+from .recording import Hop, Kept, Recording
 from .schedule import Schedule
 from .scheduler import Choice, ScheduleOption, choose, make_schedule
 from .simulate import Costs, validate
 from .stores import AHEAD
 from .table import bytes_text
+from .unwritten import Unwritten
 
 _log = logging.getLogger(__name__)
 
@@ -142,15 +143,9 @@ class Prepared:
         return len({self.devices[stage] for stage in self.route}) == 1
 
     @cached_property
-    def read_on_several(self) -> list[tuple[Held, Tensor]]:
-        """Parameters and buffers that several hops read, and none wrote when it was recorded."""
-        tensors = {home.name: home.tensor for home in self.homes.values()}
-        held = (*self.recording.parameters, *self.recording.buffers)
-        return [
-            (found, tensors[found.name])
-            for found in held
-            if len(found.hops) > 1 and not found.written and found.name in tensors
-        ]
+    def unwritten(self) -> Unwritten:
+        """What no forward of this recording writes."""
+        return Unwritten(self.model, self.recording)
 
     @cached_property
     def is_one_hop(self) -> bool:

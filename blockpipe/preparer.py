@@ -31,6 +31,7 @@ from .planned import planned_by
 from .prepared import Prepared, lanes_of
 from .recording import Recording
 from .scheduler import ScheduleOption
+from .steering import Steering
 from .table import bytes_text
 from .tree import leaves
 from .where import users_line, warn
@@ -78,6 +79,7 @@ class Preparer:
         self.compiles: Compiling | None = None
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
+        self._steering = Steering(model)
         self._has_warned_of_recordings = False
         self._has_cautioned = False
 
@@ -150,7 +152,10 @@ class Preparer:
                 _log.info("recording anew: modules or parameters were changed, or moved")
             self._forget_if_moved()
             self.known.clear()  # the model was changed: record anew
-            self._fingerprint = Fingerprint(self.model)
+            self._fingerprint, self._steering = Fingerprint(self.model), Steering(self.model)
+        if self._steering.has_turned(self._changing()):
+            _log.info("recording anew: a number on a module was set, by which a forward may turn")
+            self.known.clear()
         key = self._key(batch, self._fingerprint)
         prepared = self.known.get(key)
         if prepared is None:
@@ -163,11 +168,16 @@ class Preparer:
             prepared = self._place(recording, devices, options)
             self._compile(prepared)
             self._forget_oldest(batch)
+            key = self._key(batch, self._fingerprint)  # the recording may have more questions
             self.known[key] = prepared
             self._fingerprint = Fingerprint(self.model)
             self._caution_once(prepared, options)
         self.known.move_to_end(key)
         return prepared
+
+    def _changing(self) -> set[str]:
+        """Attributes that forwards set themselves, by name."""
+        return set[str]().union(*(p.recording.changing for p in self.known.values()))
 
     def _caution_once(self, prepared: Prepared, options: PipelineOptions) -> None:
         """Say what was hardly meant so, at the first step of a pipeline."""
@@ -202,16 +212,17 @@ class Preparer:
             )
 
     def _record(self, batch: Microbatch, options: PipelineOptions) -> Recording:
-        recording = record_planned(
-            self.model,
-            batch.args,
-            batch.kwargs,
-            planned_by(self.model, self.given_plan),
-            devices=self.placed(),
-            intended=self.given_devices or default_devices(),
-            cut=options.cuts,
-            share=batch.share,
-        )
+        with self._steering.asked():
+            recording = record_planned(
+                self.model,
+                batch.args,
+                batch.kwargs,
+                planned_by(self.model, self.given_plan),
+                devices=self.placed(),
+                intended=self.given_devices or default_devices(),
+                cut=options.cuts,
+                share=batch.share,
+            )
         recording.samples = batch.size
         return recording
 
@@ -285,7 +296,34 @@ class Preparer:
             for leaf in leaves((batch.args, batch.kwargs))
         )
         names = tuple(batch.kwargs)
-        return fingerprint.modes(), torch.is_grad_enabled(), len(batch.args), names, shape
+        answers = self._steering.answers()
+        modes = fingerprint.modes()
+        return answers, modes, torch.is_grad_enabled(), len(batch.args), names, shape
+
+    def look_again(
+        self, prepared: Prepared, batch: Microbatch, options: PipelineOptions, written: list[str]
+    ) -> None:
+        """After a step that wrote what it did not write when it was recorded: is that of one hop?
+
+        Raises:
+            StateError: several hops share it, or other things cross than those that the step knew.
+        """
+        if not written:
+            return
+        _log.info("recording anew: %s", f"{', '.join(written)} is written by now")
+        for key in [key for key, known in self.known.items() if known is prepared]:
+            del self.known[key]
+        recording = self._record(batch, options)
+        try:
+            _check_state(recording, options.schedule)
+            if _crossings(recording) != _crossings(prepared.recording):
+                raise StateError("other tensors cross between the stages by now")
+        except StateError as error:
+            raise StateError(
+                f"{', '.join(written)} was written during the step, which it was not when the "
+                f"model was recorded, and this step's gradients may not be the plain loop's: "
+                f"{error} ({users_line()})"
+            ) from None
 
     def own_storages(self, prepared: Prepared) -> int:
         """Say whose the parameters and buffers are, for the stage sanitizer; returns by which
@@ -344,7 +382,12 @@ class Preparer:
         """Copies and pickles take the model and the options along, and record anew."""
         state = dict(self.__dict__)
         state.update(known=OrderedDict(), _placement=None, _fingerprint=None)
+        del state["_steering"]
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._steering = Steering(self.model)
 
 
 def _check_state(recording: Recording, schedule: ScheduleOption) -> None:
@@ -419,3 +462,9 @@ def dims_for(
     if not isinstance(dims, Mapping):
         return dims
     return dims_of_call(dims, inspect.signature(model.forward).parameters, args, kwargs)
+
+
+def _crossings(recording: Recording) -> tuple[Any, ...]:
+    """What a step goes by: where the forward goes, what is sealed, and what crosses."""
+    crossings = [(c.from_hop, c.to_hop, c.dtype, len(c.shape)) for c in recording.crossings]
+    return recording.route, recording.sealed, recording.sealed_functions, crossings

@@ -39,6 +39,8 @@ from .free import FreeJourney
 from .glue import Glue, is_question, looks_at_graph
 from .journey import Journey
 from .meter import HostSync
+from .modules import StandIn, named_slots
+from .outside_state import OutsideState
 from .pieces import Pieces, inbound
 from .plan import too_few_devices
 from .planned import planned_stage
@@ -135,6 +137,8 @@ class Recorder(Journey):
         self.pieces = Pieces(result.pieces, result.flows)
         self.progress: Progress | None = None
         self.changes: SharedChanges
+        self.outside: OutsideState
+        self.users: set[str] = set()  # paths of modules of the user's own classes
         self._sources: dict[int, Call] = {}  # calls that made what the operation under way reads
         self._ambient_hooks: Any = None
         self._kernels = 0  # that have run
@@ -194,9 +198,15 @@ class Recorder(Journey):
             )
         if self.hop >= 0:  # else the first hop drew
             self._note_host_draws()
+            self.outside.look(self.hop)
         self.result.moves = True
         for call, _, _ in self.stack:
             call.open(f"a mark inside of it moves the forward ({_line()})")
+
+    def look_outside(self) -> None:
+        """Where the user's own code is about to run something: has it changed its own objects?"""
+        if not self.stack or self.stack[-1][0].path in self.users:
+            self.outside.look(self.hop)
 
     # --- operations
 
@@ -628,6 +638,7 @@ class RecordingGlue(Glue):
         if not is_question(func):
             self.journey.operation()
             self.journey.changes.at_operation(self.journey.hop)
+            self.journey.look_outside()
         elif looks_at_graph(func):
             self.journey.looked_at_graph()
         self.journey.changes.at_function(func, args)
@@ -641,6 +652,9 @@ class RecordingGlue(Glue):
         stack = self.journey.stack
         self.journey.checkpointed_in.append(stack[-1][0] if stack else None)
 
+    def saw_generator_set(self) -> None:
+        self.journey.drew(None)
+
     def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
         self.journey.operation()
         self.journey.custom_function(name)
@@ -653,7 +667,7 @@ class RecordingGlue(Glue):
         return self.journey.watched(key, "function", function, function, args, kwargs)
 
 
-class RecordingDoor:
+class RecordingDoor(StandIn):
     """Stands around every module's forward and writes the call down.
 
     A call of another thread is the user's own, and none of the recording: it waits until the
@@ -688,6 +702,7 @@ class RecordingDoor:
                 recorder.begun_by = f"{self.path!r} call {call_number}"
             recorder.cursor.move(stage, None)
         recorder.changes.at_call(self.path, self.module)
+        recorder.look_outside()
         kind = type(self.module).__name__
         return recorder.watched(self.path, kind, self.module, self.forward, args, kwargs)
 

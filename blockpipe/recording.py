@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from .checkpoint import Recomputable
 from .errors import PlanError
 from .meter import HostSync
 from .plan import Assignment, StagePlan, gaps, too_few_devices
 from .where import remembers_caller
 from .work import Work
+
+if TYPE_CHECKING:
+    from .summary import Summary
 
 
 @dataclass
@@ -252,6 +257,8 @@ class Recording:
     recomputes: bool = False
     shared_generators: list[Drawn] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)
+    changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name
+    changes_process: bool = False  # where it prints to, or what it warns of, for a while
     writes_across: bool = False  # whether it writes in place to a tensor of another hop
     host_syncs: list[HostSync] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)  # names of torch functions that wait, in glue

@@ -124,3 +124,24 @@ def _call_scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     glue.saw_custom_function(function.name, is_scripted=True)
     return glue.call_sealed(original, args, kwargs)
+
+
+class GeneratorStates(Replacement):
+    """``torch.set_rng_state`` noticed while this is entered: what sets the generator, as
+    ``fork_rng`` does, would set it for who draws at the same time."""
+
+    owner, name = torch, "set_rng_state"
+
+    def replacement(self) -> Any:
+        return _set_rng_state
+
+
+_original_set_rng_state: Any = torch.set_rng_state
+
+
+@functools.wraps(_original_set_rng_state)
+def _set_rng_state(new_state: Tensor) -> None:
+    glue = active_glue()
+    if glue is not None:
+        glue.saw_generator_set()
+    _original_set_rng_state(new_state)

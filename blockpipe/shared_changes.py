@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .process_state import process_state
 from .recording import Held, Recording, SharedChange
 from .where import users_line
 
@@ -26,6 +27,14 @@ _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     ),
     "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
     "torch.backends.cuda.cudnn_sdp_enabled()": torch.backends.cuda.cudnn_sdp_enabled,
+    "torch.backends.cuda.matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": (
+        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    ),
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
+        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    ),
+    "torch.backends.cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
     "torch.backends.cudnn.enabled": lambda: torch.backends.cudnn.enabled,
     "torch.backends.cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
     "torch.backends.cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
@@ -51,7 +60,8 @@ class SharedChanges:
         self._model = model
         self._attributes = {path: _attributes(module) for path, module in model.named_modules()}
         self._slots = {path: _slots(module) for path, module in model.named_modules()}
-        self._switches = _switches()
+        self._switches, self._process = _switches(), process_state()
+        self.changes_process = False
         self._changed: dict[tuple[str, str], Tensor | None] = {}  # (path, name): what was there
         self._toggled: dict[int, str] = {}  # id of a parameter: the line
         self._switched: dict[str, tuple[set[int], str]] = {}  # the hops, and the first line
@@ -71,6 +81,7 @@ class SharedChanges:
 
     def at_operation(self, hop: int) -> None:
         """An operation runs: under which of torch's switches?"""
+        self.changes_process = self.changes_process or process_state() != self._process
         now = _switches()
         if now == self._switches:
             return
@@ -96,6 +107,8 @@ class SharedChanges:
             # What was not put back; parameters and buffers that stay replaced are state.
             if path in self._attributes:
                 self._compare(path, self._attributes[path], _attributes(module))
+        result.changes_process = self.changes_process
+        result.changing = {f"{path}.{name}" for path, name in self._changed}
         hops: dict[str, set[int]] = {}
         where: dict[str, str] = {}
         for call in result.calls:
@@ -132,7 +145,14 @@ def _slots(module: nn.Module) -> dict[str, Any]:
 
 
 def _switches() -> dict[str, object]:
-    return {name: look() for name, look in _SWITCHES.items()}
+    return {name: _or_none(look) for name, look in _SWITCHES.items()}
+
+
+def _or_none(look: Callable[[], object]) -> object:
+    try:
+        return look()
+    except RuntimeError:  # of two ways to set a precision one has been used, and this is the other
+        return None
 
 
 def _differ(then: object, now: object) -> bool:

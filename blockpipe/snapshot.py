@@ -2,16 +2,19 @@
 
 A forward counts, caches and draws; a recording must leave no trace of that, nor fake tensors which
 the next real call would read. What is kept is found by walking: attributes and slots of the user's
-objects and of their classes, containers in containers, what functions hold in their closures and
-read from their modules, generators, arrays. Only
-what has changed is put back, and by the methods of the built-in classes, for a subclass may refuse
-its own (a frozen dictionary) or do more in them.
+objects, of their classes and of tensors, containers in containers, what functions hold in their
+closures and read from their modules, generators of random numbers, arrays. Only what has changed is
+put back, and by the methods of the built-in classes, for a subclass may refuse its own (a frozen
+dictionary) or do more in them. Iterators cannot be put back: the forward is lent copies of them.
 """
 
 import functools
+import gc
+import io
 import random
 import sys
 import types
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,89 +26,126 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .holders import (
+    ClassHolder,
+    DictHolder,
+    FunctionHolder,
+    Holder,
+    NamesHolder,
+    SequenceHolder,
+    SetHolder,
+    SlotsHolder,
+)
+from .iterators import StandIns, bound_iterator, is_iterator
+
 MOST_OBJECTS = 200_000  # a trainer may be in reach, and with it a data set
-_NO_STATE = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
+_NO_STATE = (str, bytes, int, float, complex, bool, type(None), types.ModuleType)
 # Objects of these packages are no state of a forward's: locks, handlers, our own marks.
 _FOREIGN = (
     *(f"{name}." for name in ("torch", "threading", "logging", "multiprocessing", "concurrent")),
-    *(f"{name}." for name in ("asyncio", "_io", __name__.partition(".")[0])),
+    *(f"{name}." for name in ("asyncio", "_io", "numpy", __name__.partition(".")[0])),
 )
-_UNSET = object()
-# What puts one object back, and what to look at next.
-Kept = tuple[Callable[[], object] | None, Iterable[Any]]
+# These have no attributes, or such as nobody sets; an object of a class made of them may.
+_PLAIN = (
+    *(dict, OrderedDict, list, deque, set, frozenset, tuple, bytearray, array),
+    *(types.FunctionType, types.MethodType, functools.partial),
+)
 
 
 class ModelState:
-    """What a model's modules hold, however deep, to be put back.
+    """What modules hold, however deep. It is put back at the end of a block, which may be entered
+    several times.
 
     Args:
-        model: whose modules.
+        modules: whose; that of the modules inside of them too.
         values: the values of tensors too, but for those of parameters (:class:`WritesUndone`).
     """
 
-    def __init__(self, model: nn.Module, *, values: bool) -> None:
+    def __init__(self, *modules: nn.Module, values: bool) -> None:
         self._values = values
-        self._restores: list[Callable[[], object]] = []
+        self._holders: list[Holder] = []
+        self._restores: list[Callable[[], object]] = []  # of what holds no other objects
         self._seen: dict[int, Any] = {}  # alive, so that no other object gets its id
-        level: list[Any] = list(model.modules())
+        self._slots: dict[type, tuple[types.MemberDescriptorType, ...]] = {}
+        self._has_iterators = self._lends = False
+        self.caches: list[object] = []  # each functools.lru_cache in reach
+        level: list[Any] = [inner for module in modules for inner in module.modules()]
         while level:  # what is near comes first
             level = [found for value in level for found in self._look_at(value)]
 
+    def objects(self) -> Iterable[Any]:
+        """All that was found, what is near first."""
+        return self._seen.values()
+
     def restore(self) -> None:
         """Put everything back, in place."""
+        for holder in self._holders:
+            holder.restore()
         for restore in self._restores:
             restore()
+        self._lends = False
 
     def __enter__(self) -> None:
-        pass
+        if self._has_iterators and not self._lends:
+            self._lends, stand_ins = True, StandIns()
+            for holder in self._holders:
+                holder.lend(stand_ins)
 
     def __exit__(self, *failure: object) -> None:
         self.restore()
 
     def _look_at(self, value: Any) -> Iterable[Any]:
+        """Keep what one object holds; gives what to look at next."""
         if isinstance(value, _NO_STATE) or id(value) in self._seen:
             return ()
-        kind = type(value)
-        if id(kind) not in self._seen and _is_users(kind.__module__):
-            self._seen[id(kind)] = kind
-            restore, found = _kept_class(kind)
-            if restore is not None:
-                self._restores.append(restore)
-            return (*found, *self._look_at(value))
         if len(self._seen) >= MOST_OBJECTS:
             return ()
         self._seen[id(value)] = value
-        restore, found = self._kept(value)
-        if restore is not None:
-            self._restores.append(restore)
+        if isinstance(value, type):
+            return self._look_at_class(value)
+        found, kind = self._look_into(value), type(value)
+        if kind not in _PLAIN:
+            found = (*found, *self._look_at_attributes(value))
+        if id(kind) not in self._seen and is_users(kind.__module__):
+            found = (kind, *found)
         return found
 
-    def _kept(self, value: Any) -> Kept:
+    def _look_into(self, value: Any) -> Iterable[Any]:
         if isinstance(value, Tensor):
-            return self._kept_tensor(value), ()
+            return self._keep(self._kept_tensor(value))
         if isinstance(value, dict):
-            return _kept_dict(value)
+            return self._hold(DictHolder(value))
         if isinstance(value, list | deque):
-            return _kept_sequence(value)
+            return self._hold(SequenceHolder(value))
         if isinstance(value, set):
-            return _kept_set(value)
+            return self._hold(SetHolder(value))
         if isinstance(value, tuple | frozenset):
-            return None, value
-        if isinstance(value, torch.Generator):
-            return functools.partial(value.set_state, value.get_state()), ()
-        if isinstance(value, random.SystemRandom):
-            return None, ()
-        if isinstance(value, random.Random):
-            return functools.partial(value.setstate, value.getstate()), ()
-        if type(value).__module__.partition(".")[0] == "numpy":
-            return _kept_of_numpy(value), ()
+            return value
         if isinstance(value, types.FunctionType):
-            return _kept_function(value)
+            return self._look_at_function(value)
         if isinstance(value, types.MethodType):
-            return None, (value.__self__, value.__func__)
+            return value.__self__, value.__func__
         if isinstance(value, functools.partial):
-            return None, (value.func, value.args, value.keywords)
-        return _kept_object(value)
+            return value.func, value.args, value.keywords
+        if isinstance(value, functools._lru_cache_wrapper):
+            self.caches.append(value)
+            return ()
+        if is_iterator(value):
+            self._has_iterators = True
+            # A generator stays where it is, and with it what it holds.
+            return () if isinstance(value, types.GeneratorType) else gc.get_referents(value)
+        if (iterator := bound_iterator(value)) is not None:
+            return (iterator,)
+        return self._keep(_kept_of_library(value)) or _in_array(value)
+
+    def _hold(self, holder: Holder) -> list[Any]:
+        self._holders.append(holder)
+        return [value for _, value in holder.before]
+
+    def _keep(self, restore: Callable[[], object] | None) -> tuple[()]:
+        if restore is not None:
+            self._restores.append(restore)
+        return ()
 
     def _kept_tensor(self, tensor: Tensor) -> Callable[[], None] | None:
         if not self._values or isinstance(tensor, nn.Parameter) or tensor.is_meta:
@@ -118,52 +158,91 @@ class ModelState:
 
         return restore
 
+    def _look_at_class(self, kind: type) -> Iterable[Any]:
+        """What a class of the user's holds for all of its objects, and what its functions read."""
+        if not is_users(kind.__module__):
+            return ()
+        special = [m for m in vars(kind).values() if isinstance(m, types.FunctionType)]
+        held = [inner for m in self._hold(ClassHolder(kind)) for inner in _unwrapped(m)]
+        return [type(kind), *kind.__bases__, *held, *special]
 
-def _kept_dict(value: dict[Any, Any]) -> Kept:
-    base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    def _look_at_function(self, function: types.FunctionType) -> Iterable[Any]:
+        """Its closure and its attributes; what it reads from its module and from others of the
+        user's."""
+        found = self._hold(FunctionHolder(function))
+        if is_users(function.__module__):
+            read, seen = frozenset(names_in(function.__code__)), set[int]()
+            spaces = [function.__globals__, *_spaces_of(found)]
+            while spaces:
+                names = spaces.pop()
+                if id(names) not in seen:
+                    seen.add(id(names))
+                    values = self._hold(NamesHolder(names, read))
+                    spaces += _spaces_of(values)
+                    found += values
+        return [*found, function.__dict__, function.__kwdefaults__]
 
-    def items() -> list[tuple[Any, Any]]:
-        return [(key, dict.__getitem__(value, key)) for key in base.__iter__(value)]
+    def _look_at_attributes(self, value: Any) -> Iterable[Any]:
+        kind = type(value)
+        if f"{kind.__module__}.".startswith(_FOREIGN) and not isinstance(value, nn.Module | Tensor):
+            return ()
+        if kind not in self._slots:
+            self._slots[kind] = _slots_of(kind)
+        slots = self._slots[kind]
+        held = self._hold(SlotsHolder(value, slots)) if slots else []
+        try:
+            attributes = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return held
+        if not isinstance(attributes, dict):
+            return held
+        if not isinstance(value, Tensor):
+            return [attributes, *held]
+        # Tensors on a tensor may be as large as the model (main_grad, a subclass's inner ones).
+        set_on_it = self._hold(DictHolder(attributes))
+        return [member for member in (*set_on_it, *held) if not isinstance(member, Tensor)]
 
-    before = items()
+
+def _kept_of_library(value: Any) -> Callable[[], object] | None:
+    """What puts back an object of a class of Python's, torch's or numpy's."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, bytearray | array):
+        return _kept_bytes(value)
+    if isinstance(value, io.StringIO | io.BytesIO) and not value.closed:
+        return _kept_file(value)
+    return _kept_of_numpy(value)
+
+
+def _kept_bytes(value: Any) -> Callable[[], object]:
+    base: Any = bytearray if isinstance(value, bytearray) else array
+    everything = slice(None)
+    before = base.__getitem__(value, everything)
 
     def restore() -> None:
-        if not _are_same(before, items()):
-            base.clear(value)
-            for key, member in before:
-                base.__setitem__(value, key, member)
+        if base.__getitem__(value, everything) != before:
+            base.__setitem__(value, everything, before)
 
-    return restore, (member for _, member in before)
+    return restore
 
 
-def _are_same(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
-    return len(one) == len(other) and all(
-        a[0] is b[0] and a[1] is b[1] for a, b in zip(one, other, strict=True)
-    )
-
-
-def _kept_sequence(value: Any) -> Kept:
-    base: Any = list if isinstance(value, list) else deque
-    before = list(base.__iter__(value))
+def _kept_file(value: io.StringIO | io.BytesIO) -> Callable[[], object]:
+    """In memory."""
+    base: Any = io.StringIO if isinstance(value, io.StringIO) else io.BytesIO
+    text, position = base.getvalue(value), base.tell(value)
 
     def restore() -> None:
-        now = list(base.__iter__(value))
-        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
-            base.clear(value)
-            base.extend(value, before)
+        if value.closed:
+            return
+        if base.getvalue(value) != text:
+            base.seek(value, 0)
+            base.truncate(value)
+            base.write(value, text)
+        base.seek(value, position)
 
-    return restore, before
-
-
-def _kept_set(value: set[Any]) -> Kept:
-    before = list(set.__iter__(value))
-
-    def restore() -> None:
-        if {id(member) for member in set.__iter__(value)} != {id(member) for member in before}:
-            set.clear(value)
-            set.update(value, before)
-
-    return restore, before
+    return restore
 
 
 def _kept_of_numpy(value: Any) -> Callable[[], object] | None:
@@ -188,36 +267,30 @@ def _kept_of_numpy(value: Any) -> Callable[[], object] | None:
     return None
 
 
-def _kept_function(function: types.FunctionType) -> Kept:
-    cells = [(cell, _content(cell)) for cell in function.__closure__ or ()]
-
-    around = function.__globals__
-    read = _read_globally(function.__code__) if _is_users(function.__module__) else ()
-    before = [(name, around[name]) for name in read if name in around]
-
-    def restore() -> None:
-        for cell, content in cells:
-            if content is not _UNSET and _content(cell) is not content:
-                cell.cell_contents = content
-        for name, value in before:
-            if around.get(name, _UNSET) is not value:
-                around[name] = value
-
-    held = [content for _, content in cells if content is not _UNSET]
-    more = (function.__dict__, function.__defaults__, function.__kwdefaults__)
-    return restore, [*held, *more, *(value for _, value in before)]
+def _in_array(value: Any) -> Iterable[Any]:
+    """The objects in one of numpy's arrays of objects."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype != object:
+        return ()
+    return [*value.flat]
 
 
-def _read_globally(code: types.CodeType) -> Iterator[str]:
+def _spaces_of(values: Iterable[Any]) -> list[dict[str, Any]]:
+    """The names of the modules among some values, if they are the user's own."""
+    modules = (value for value in values if isinstance(value, types.ModuleType))
+    return [vars(module) for module in modules if is_users(module.__name__)]
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
     """Names that a function may read from its module, or set there."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _read_globally(inner)
+            yield from names_in(inner)
 
 
 @functools.cache
-def _is_users(module: str | None) -> bool:
+def is_users(module: str | None) -> bool:
     """Whether a module is the user's own: what installed packages keep there is theirs."""
     package = (module or "").partition(".")[0]
     if package in sys.stdlib_module_names and package != "__main__":
@@ -227,70 +300,18 @@ def _is_users(module: str | None) -> bool:
     return not is_installed and not f"{module}.".startswith(_FOREIGN)
 
 
-def _kept_class(kind: type) -> Kept:
-    """What a class holds for all of its objects, and what its functions read."""
-    kinds = [base for base in kind.__mro__ if _is_users(base.__module__)]
-    before = [
-        (base, name, member)
-        for base in kinds
-        for name, member in vars(base).items()
-        if not name.startswith("__")
-    ]
-
-    def restore() -> None:
-        for base, name, member in before:
-            if vars(base).get(name, _UNSET) is not member:
-                type.__setattr__(base, name, member)
-
-    unwrapped = (
-        member.__func__ if isinstance(member, staticmethod | classmethod) else member
-        for _, _, member in before
-    )
-    plain = (dict, list, set, deque, Tensor, types.FunctionType)
-    return restore, [member for member in unwrapped if isinstance(member, plain)]
+def _unwrapped(member: Any) -> tuple[Any, ...]:
+    """The functions behind a member of a class."""
+    if isinstance(member, staticmethod | classmethod):
+        return (member.__func__,)
+    return (member.fget, member.fset) if isinstance(member, property) else (member,)
 
 
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _UNSET
-
-
-def _kept_object(value: Any) -> Kept:
-    """Of the user's own class, or a module."""
-    if f"{type(value).__module__}.".startswith(_FOREIGN) and not isinstance(value, nn.Module):
-        return None, ()
-    slots = [(slot, _slot(slot, value)) for slot in _slots_of(type(value))]
-
-    def restore() -> None:
-        for slot, before in slots:
-            if _slot(slot, value) is not before:
-                if before is _UNSET:
-                    slot.__delete__(value)
-                else:
-                    slot.__set__(value, before)
-
-    held = [content for _, content in slots if content is not _UNSET]
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        attributes = None
-    found = [attributes, *held] if isinstance(attributes, dict) else held
-    return (restore if slots else None), found
-
-
-def _slots_of(kind: type) -> tuple[Any, ...]:
+def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
     """What sets each slot, whatever the class makes of ``__setattr__``."""
-    members = (member for base in kind.__mro__ for member in vars(base).values())
+    bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]  # not of C
+    members = (member for base in bases for member in base.values())
     return tuple(m for m in members if isinstance(m, types.MemberDescriptorType))
-
-
-def _slot(slot: Any, value: Any) -> Any:
-    try:
-        return slot.__get__(value)
-    except AttributeError:
-        return _UNSET
 
 
 class _Undone(TorchDispatchMode):

@@ -90,6 +90,7 @@ class StepRunner:
         want = {"loss", "outputs"} if return_outputs else {"loss"}
         execution = self._execution(prepared, microbatches, weights, ambient, want, loss_fn)
         execution.run()
+        self.preparer.look_again(prepared, microbatches[0], self.options, execution.written)
         if cut_off:
             _give((tensor, leaf.grad) for tensor, leaf in cut_off)
         elif execution.inputs_need_grad:
@@ -128,6 +129,7 @@ class StepRunner:
         prepared = self.preparer.prepare(microbatches[0], self.options)
         execution = self._execution(prepared, microbatches, weights, ambient, {"outputs"})
         execution.run_forward()
+        self.preparer.look_again(prepared, microbatches[0], self.options, execution.written)
         found = [r for r in execution.results if r is not None]
         results, on_host = [r.outputs for r in found], [r.on_host for r in found]
         sizes = [m.size for m in microbatches]

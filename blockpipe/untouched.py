@@ -27,7 +27,7 @@ class Untouched:
     """
 
     def __init__(self, modules: Sequence[nn.Module], sources: Sequence[Source]) -> None:
-        self._states = [ModelState(module, values=True) for module in modules]
+        self._state = ModelState(*modules, values=True)
         host = ["random", *(["numpy"] if "numpy" in sys.modules else [])]
         self.sources: list[Source] = [*dict.fromkeys([*sources, *host])]
         parameters = {id(p): p for module in modules for p in module.parameters()}.values()
@@ -46,7 +46,7 @@ class Untouched:
     def run(self) -> Iterator[None]:
         """A run that begins without gradients; all is as it was at its end, failed or not."""
         steppers = [dict(hooks) for hooks in self._steppers]
-        with kept(self.sources):
+        with kept(self.sources), self._state:
             try:
                 for hooks in self._steppers:
                     hooks.clear()  # an optimizer's step in the backward
@@ -54,8 +54,6 @@ class Untouched:
                     parameter.grad = None
                 yield
             finally:
-                for state in self._states:
-                    state.restore()
                 self._put_back_values()
                 for parameter, gradient in self._gradients:
                     parameter.grad = gradient

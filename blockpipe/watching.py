@@ -16,13 +16,16 @@ from .crossing import Step
 from .losses import own_loss_or_none
 from .meter import Meter
 from .modules import is_compiled
+from .outside_state import OutsideState
 from .planned import Planned
 from .progress import Progress
 from .recorder import FreeRecorder, Recorder, RecordingDoor, RecordingGlue, WatchedCursor, hold
 from .recording import Hop, Output, Recording
+from .replaced import GeneratorStates
 from .rerun import intercepting
 from .sealing import conclude
 from .shared_changes import SharedChanges
+from .snapshot import is_users
 from .table import short
 from .tree import map_tensors, tensors
 
@@ -38,6 +41,7 @@ def run_watched(
     fake: bool,
     cut: bool,
     unhookable: frozenset[str],
+    objects: Iterable[Any],
 ) -> Recording:
     result = Recording(type(model).__name__, fake, planned=planned is not None)
     result.planned_at = None if planned is None else planned.where
@@ -54,6 +58,8 @@ def run_watched(
     held = (*model.parameters(), *model.buffers())
     versions = {id(t): (t, t._version) for t in held if not t.is_inference()}
     recorder.changes = SharedChanges(model)
+    recorder.outside = OutsideState(objects, dict(model.named_modules()))
+    recorder.users = {p for p, module in model.named_modules() if is_users(type(module).__module__)}
     for path, module in model.named_modules():
         names = module.__dict__
         names["forward"] = RecordingDoor(module.forward, path, module, recorder, stages.get(path))
@@ -66,7 +72,7 @@ def run_watched(
         )
         modules = sum(1 for _ in model.modules())
         with Progress(f"recording {result.model}", modules, "module calls") as recorder.progress:
-            with intercepting(), _eager(), _saving_watched(recorder):
+            with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
                 with theirs(), RecordingGlue(recorder), meter:
                     output = model(*args, **kwargs)
                 recorder.notice_writes()
@@ -76,7 +82,11 @@ def run_watched(
         given = recorder.held.keys() | {id(tensor) for tensor in tensors((args, kwargs))}
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
-        result.shared_changes = list(recorder.changes.found(result, recorder.held))
+        recorder.outside.look(recorder.hop)
+        result.shared_changes = [
+            *recorder.changes.found(result, recorder.held),
+            *recorder.outside.found(result),
+        ]
     finally:
         set_cursor(before)
         recorder.abandon()

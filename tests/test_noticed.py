@@ -1,8 +1,15 @@
 """What a recording has not seen is noticed by the steps after it: recorded anew, or an error."""
 
+import contextlib
 import copy
+import io
+import os
+import sys
+import warnings
 from types import MethodType
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +17,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import blockpipe as bp
+from blockpipe import process_state
 from blockpipe.errors import StateError
 
 from .devices import assert_close, stages
@@ -394,3 +402,245 @@ def test_what_is_changed_on_one_stage_only_is_fine():
                 return self.b(x)
 
     _pipe(Meta()).forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+
+
+# --- what the user's own code shares
+
+
+SCALE = [1.0]
+LIMITS = {"low": 0.0}
+
+
+class Settings:
+    """A class as a namespace."""
+
+    factor = 1.0
+
+
+class _scale:  # noqa: N801 - a context manager
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __enter__(self) -> None:
+        SCALE.append(self.factor)
+
+    def __exit__(self, *failure: object) -> None:
+        SCALE.pop()
+
+
+class _Uses(nn.Module):
+    """Two stages, with something of the user's around each operation of theirs."""
+
+    def __init__(self, use, only_first: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Tanh()
+        self.use, self.only_first = use, only_first
+        self.k, self.own, self.numbers = 1.0, {"k": 1.0}, np.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = self.use(self, self.a(x), 0.5)
+        with bp.Block(stage=1):
+            x = self.b(x)
+            return x if self.only_first else self.use(self, x, 2.0)
+
+
+def _a_stack(net: _Uses, h: Tensor, k: float) -> Tensor:
+    with _scale(k):
+        return h * SCALE[-1]
+
+
+def _an_attribute(net: _Uses, h: Tensor, k: float) -> Tensor:
+    net.k = k
+    return h * net.k
+
+
+def _an_entry(net: _Uses, h: Tensor, k: float) -> Tensor:
+    net.own["k"] = k
+    return h * net.own["k"]
+
+
+def _a_global_dict(net: _Uses, h: Tensor, k: float) -> Tensor:
+    LIMITS["low"] = k
+    h = h.clamp(min=LIMITS["low"])
+    LIMITS["low"] = 0.0
+    return h
+
+
+def _an_array(net: _Uses, h: Tensor, k: float) -> Tensor:
+    net.numbers[0] = k
+    return h * float(net.numbers[0])
+
+
+def _a_function_of_torch(net: _Uses, h: Tensor, k: float) -> Tensor:
+    with mock.patch.object(nn.functional, "relu", lambda t: t * k):
+        return nn.functional.relu(h.sin())
+
+
+def _a_mode(net: _Uses, h: Tensor, k: float) -> Tensor:
+    net.c.train(k > 1)
+    h = h.sin() * (2 if net.c.training else 1)
+    net.c.train()
+    return h
+
+
+def _a_hook(net: _Uses, h: Tensor, k: float) -> Tensor:
+    handle = net.c.register_forward_hook(lambda module, args, output: output * k)
+    h = net.c(h)
+    handle.remove()
+    return h
+
+
+def _an_environment(net: _Uses, h: Tensor, k: float) -> Tensor:
+    with mock.patch.dict(os.environ, {"BLOCKPIPE_TEST": str(k)}):
+        return h.sin() * float(os.environ["BLOCKPIPE_TEST"])
+
+
+USES = [
+    (_a_stack, "a list"),
+    (_an_attribute, "attribute 'k' of the model"),
+    (_an_entry, "entry 'k' of a dict"),
+    (_a_global_dict, "entry 'low' of a dict"),
+    (_an_array, "attribute None of a ndarray"),
+    (_a_function_of_torch, r"'nn\.functional\.relu', which _a_function_of_torch reads"),
+    (_a_mode, r"c\.training"),
+    (_a_hook, r"c\._forward_hooks"),
+    (_an_environment, "attribute 'BLOCKPIPE_TEST'"),
+]
+
+
+@pytest.mark.parametrize(("use", "what"), USES)
+def test_what_the_users_code_sets_on_several_stages_is_refused(use, what: str):
+    """Wrong in nearly every step: each stage read what the other had set."""
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    with pytest.raises(
+        StateError, match=rf"changes ({what}).*sets it on hops \[0(, 1)?\] \(.*:\d+\)"
+    ):
+        _pipe(_Uses(use)).forward_backward(x, target=y, loss_fn=nn.functional.mse_loss)
+    net = _Uses(use)
+    plain = copy.deepcopy(net)
+    expected = plain_step(plain, (x,), {}, y, nn.functional.mse_loss, 4)
+    pipe = _pipe(net, schedule="sequential")
+    found = pipe.forward_backward(x, target=y, loss_fn=nn.functional.mse_loss)
+    assert_close(found.loss, expected)
+
+
+@pytest.mark.parametrize("use", [_a_stack, _a_global_dict, _a_mode])
+def test_what_is_set_for_a_while_and_anybody_may_read_is_refused(use):
+    with pytest.raises(StateError, match=r"sets it on hops \[0\]"):
+        _pipe(_Uses(use, only_first=True)).forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+
+
+@pytest.mark.parametrize("use", [_an_attribute, _an_entry, _an_array])
+def test_what_one_stage_keeps_for_itself_is_fine(use):
+    _pipe(_Uses(use, only_first=True)).forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+
+
+def test_collecting_is_fine():
+    """Each stage adds to one list, and nobody reads a number from it."""
+    seen: list[str] = []
+
+    def collect(net: _Uses, h: Tensor, k: float) -> Tensor:
+        seen.append(f"{k}")
+        return h * 2
+
+    _pipe(_Uses(collect)).forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    assert sorted(seen) == ["0.5"] * 4 + ["2.0"] * 4
+
+
+def test_where_the_process_prints_to_is_as_before():
+    """``redirect_stdout`` of two threads at once: all that was printed later was gone."""
+
+    class Quiet(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+                warnings.simplefilter("ignore")
+                return super().forward(x)
+
+    pipe = _pipe(bp.begin_blocks(nn.Sequential(Quiet(8, 8), Quiet(8, 8)), {"1": 1}))
+    assert pipe.summary(torch.ones(8, 8))
+    out, filters = sys.stdout, list(warnings.filters)
+    with process_state.kept_process_state():
+        sys.stdout = io.StringIO()
+        warnings.simplefilter("ignore")
+    assert sys.stdout is out
+    assert list(warnings.filters) == filters
+    pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    assert pipe.recording.changes_process
+    assert sys.stdout is out
+    assert list(warnings.filters) == filters
+
+
+# --- what begins to be written later
+
+
+class _Rebinds(nn.Module):
+    """A layer that from its fifth call on gives a buffer of the whole another tensor."""
+
+    def __init__(self, whole: nn.Module, count: list[int]) -> None:
+        super().__init__()
+        self.l, self.whole, self.count = nn.Linear(8, 8), [whole], count
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, whole = self.l(x), self.whole[0]
+        if self.count and self.count[0] > 0:
+            whole.ema = whole.ema.lerp(h.detach().mean(0), 0.5)
+        return h + whole.ema
+
+
+def test_a_buffer_that_is_assigned_anew_later_and_read_on_two_stages_is_noticed():
+    net = nn.Sequential(nn.Identity(), nn.Identity())
+    net.register_buffer("ema", torch.ones(8))
+    count = [0]
+    net[0], net[1] = _Rebinds(net, count), bp.BeginBlock(_Rebinds(net, []), stage=1)
+    pipe = _pipe(net)
+    pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    count[0] = 1
+    with pytest.raises(StateError, match="'ema' was written during the step"):
+        pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+
+
+class _Warms(nn.Module):
+    """Keeps a detached mean of its own after a warm-up; another module may read it then."""
+
+    def __init__(self, warm: list[bool], reads: "_Warms | None" = None) -> None:
+        super().__init__()
+        self.l, self.warm, self.reads = nn.Linear(8, 8), warm, [reads]
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        if self.warm[0]:
+            if self.reads[0] is not None:
+                return h + self.reads[0].mean
+            with torch.no_grad():
+                self.mean.lerp_(h.mean(0), 0.5)
+        return h
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_buffer_that_is_written_later_is_recorded_anew(is_read: bool):
+    """Where only its own stage has it, all is well; where another reads it by now, it is an error."""
+    warm = [False]
+    first = _Warms(warm)
+    second = _Warms(warm if is_read else [False], first)
+    net = nn.Sequential(first, bp.BeginBlock(second, stage=1))
+    plain = copy.deepcopy(net)
+    pipe = _pipe(net)
+    x = torch.ones(8, 8)
+    pipe.forward_backward(x, loss_fn=torch.sum)
+    plain_step(plain, (x,), {}, None, torch.sum, 4)
+    warm[0] = plain[0].warm[0] = True
+    if is_read:
+        with pytest.raises(
+            StateError, match=r"0\.mean was written.*buffer '0\.mean' is written by"
+        ):
+            pipe.forward_backward(x, loss_fn=torch.sum)
+        return
+    before = pipe.recording
+    for _ in range(2):
+        pipe.forward_backward(x, loss_fn=torch.sum)
+        plain_step(plain, (x,), {}, None, torch.sum, 4)
+    assert pipe.recording is not before
+    assert_same_gradients(net, plain)
+    assert_close(net[0].mean, plain[0].mean)

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 import blockpipe as bp
+from blockpipe import randomness
 from blockpipe.errors import PlanError, StateError
 from blockpipe.meter import Meter
 from blockpipe.randomness import Streams, current, every_source, moved, replayed
@@ -434,3 +436,50 @@ def test_a_checkpoint_in_glue_draws_its_mask_again(schedule, late):
         gradients.append([p.grad.clone() for p in net.parameters()])
         pipe.unplace()
     assert all(equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+class _RunsAgain(nn.Module):
+    """One stage checkpoints what draws nothing, the other draws."""
+
+    def __init__(self, turns):
+        super().__init__()
+        self.a, self.b, self.note = nn.Linear(8, 8), nn.Linear(8, 8), turns
+
+    def inner(self, x):
+        self.note(randomness.is_own_turn())
+        return self.a(x)
+
+    def forward(self, x):
+        with bp.Block(stage=0):
+            x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+        with bp.Block(stage=1):
+            return self.b(F.dropout(x.tanh(), 0.1))
+
+
+def test_what_is_run_again_takes_its_turn_where_others_draw():
+    """torch sets the generator before it runs a part again, and after, whether it draws or not:
+    another stage drew other numbers from run to run."""
+    turns = []
+    pipe = bp.Pipeline(_RunsAgain(turns.append), devices=stages(2), chunks=4)
+    for _ in range(2):
+        turns.clear()
+        pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    assert turns.count(True) == 4, "once for each micro-batch's backward"
+    assert len(turns) == 8
+
+
+def test_code_that_sets_the_generator_counts_as_drawing():
+    class Forks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            with bp.Block(stage=0):
+                with torch.random.fork_rng(devices=[]):
+                    x = self.a(x)
+            with bp.Block(stage=1):
+                return self.b(x)
+
+    recording = bp.record(Forks(), torch.ones(8, 8))
+    assert [hop.draws for hop in recording.hops] == [{"torch"}, set()]
