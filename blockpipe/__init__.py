@@ -3,15 +3,26 @@
 from typing import TYPE_CHECKING, NoReturn
 
 from . import errors
-from .assignment import (
+from ._common.log import set_log_level
+from .compat.keras_assignment import (
     get_pipeline_stage_assignment,
     reset_pipeline_stage_assignment,
     set_pipeline_stage_assignment,
 )
-from .assignment_table import print_pipeline_stage_assignment_summary
-from .balance import balance
-from .balanced import BalancedPlan
-from .blocks import (
+from .compat.keras_table import print_pipeline_stage_assignment_summary
+from .costs.meter import host_syncs
+from .errors import BlockpipeError
+from .execution.step_result import StepResult
+from .partitioning.balance import balance
+from .partitioning.balanced_plan import BalancedPlan
+from .partitioning.partition import partition_balanced, partition_uniform
+from .pipeline import Pipeline
+from .recording.record import record
+from .recording.recording import Recording
+from .reports.timeline.timeline import Timeline
+from .schedules.schedule import Action, Schedule
+from .schedules.simulation import Costs, simulate
+from .stages.marks import (
     BeginBlock,
     Block,
     BlockFunction,
@@ -21,20 +32,9 @@ from .blocks import (
     is_recomputing,
     remove_blocks,
 )
-from .capture import record
-from .errors import BlockpipeError
-from .logs import set_log_level
-from .materialize import materialize
-from .meter import host_syncs
-from .partition import partition_balanced, partition_uniform
-from .pipeline import Pipeline
-from .plan import Assignment, StagePlan
-from .recording import Recording
-from .schedule import Action, Schedule
-from .sequential import mark_sequential
-from .simulate import Costs, simulate
-from .stepresult import StepResult
-from .timeline import Timeline
+from .stages.plan import Assignment, StagePlan
+from .stages.sequential import mark_sequential
+from .weights.materialize import materialize
 
 __version__ = "0.1.0"
 
@@ -85,7 +85,7 @@ if not TYPE_CHECKING:  # for type checkers, what is not here is an error as it i
 
     def __getattr__(name: str) -> NoReturn:
         """Say where the errors, and what else is not at hand here, are."""
-        elsewhere = {"dry_run": "testing", "make_schedule": "scheduler", "testing": ""}
+        elsewhere = {"dry_run": "testing", "make_schedule": "schedules", "testing": ""}
         elsewhere |= {error: "errors" for error in vars(errors) if error.endswith("Error")}
         module = elsewhere.get(name)
         hint = f"; from blockpipe.{module} import {name}" if module else ""

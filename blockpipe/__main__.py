@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from . import __version__
-from .commands import add_commands
+from ._common.callsite import say_caller
+from .cli.commands import add_commands
+from .cli.model_arguments import WordsError
 from .errors import BlockpipeError
-from .given import WordsError
-from .where import say_caller
 
 _EXAMPLES = """\
 examples:

@@ -1,7 +1,8 @@
 """The front door: a marked model as a pipeline.
 
-What it does is elsewhere: a :class:`blockpipe.preparer.Preparer` records, plans and places, a
-:class:`blockpipe.step_runner.StepRunner` runs steps, by :class:`blockpipe.options.PipelineOptions`.
+What it does is elsewhere: a :class:`blockpipe.preparation.preparer.Preparer` records, plans and
+places, a :class:`blockpipe.execution.step_runner.StepRunner` runs steps, by
+:class:`blockpipe.preparation.options.PipelineOptions`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,19 +13,18 @@ from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
 import torch
 from torch import nn
 
-from .alone import alone_with
-from .batchnorm import synchronized
-from .chunks import Batch, ChunksReport, Options, find_chunks
+from ._common.callsite import remembers_caller, users_line, warn
+from ._common.hints import knows_other_names
+from ._common.model_turns import alone_with
+from .batches.microbatch import BatchDims, LossReduction
+from .devices.observer import Observer
 from .errors import UsageError
-from .hints import knows_other_names
-from .inspector import Inspector, described
-from .lanes import close_idle_threads
-from .materialize import Init, PendingValues
-from .memory import MemoryReport
-from .microbatch import BatchDims, LossReduction
-from .module_interface import ModuleInterface
-from .observer import Observer
-from .options import (
+from .execution.lanes import close_idle_threads
+from .execution.step_result import StepResult
+from .execution.step_runner import StepRunner, runs_model
+from .preparation.batch_norm import synchronized
+from .preparation.memory_model import MemoryReport
+from .preparation.options import (
     FIXED,
     OPTIONS,
     PipelineOptions,
@@ -34,22 +34,23 @@ from .options import (
     check_model,
     checked_offload,
 )
-from .plan import StagePlan
-from .prepared import Prepared
-from .preparer import Compiling, Preparer
-from .profiling import Profile, collected
-from .recording import Recording
-from .schedule import Schedule
-from .scheduler import ScheduleOption
-from .step_runner import StepRunner, runs_model
-from .stepresult import StepResult
-from .summary import Summary
-from .timeline import Timeline
-from .verdict import check_tolerances, verify
-from .verification import Verification
-from .verifying import Verifier
-from .weights import Weights
-from .where import remembers_caller, users_line, warn
+from .preparation.prepared import Prepared
+from .preparation.preparer import Compiling, Preparer
+from .recording.recording import Recording
+from .reports.find_chunks import Batch, ChunksReport, Options, find_chunks
+from .reports.inspector import Inspector, described
+from .reports.summary.summary import Summary
+from .reports.timeline.profiling import Profile, collected
+from .reports.timeline.timeline import Timeline
+from .reports.verify.result import Verification
+from .reports.verify.run import Verifier
+from .reports.verify.verdict import check_tolerances, verify
+from .schedules.builders import ScheduleOption
+from .schedules.schedule import Schedule
+from .stages.plan import StagePlan
+from .weights.materialize import Init, PendingValues
+from .weights.module_interface import ModuleInterface
+from .weights.sources import Weights
 
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ class Pipeline(ModuleInterface):
             micro-batch at a time), ``"auto"`` (the one that is predicted to be the fastest), or
             ``"uncut"`` (one at a time, in one ordinary graph: for what the cut engine refuses); or
             a :class:`Schedule` of one's own, or a function ``(lane_of_hop, microbatches) ->
-            Schedule``. See :func:`blockpipe.scheduler.make_schedule`.
+            Schedule``. See :func:`blockpipe.schedules.builders.make_schedule`.
         in_flight: at most so many micro-batches are under way at once; ``None``: what the schedule
             says.
         checkpoint: which micro-batches drop their activations and make them again before their
@@ -105,8 +106,8 @@ class Pipeline(ModuleInterface):
             only where stages begin (:meth:`StagePlan.from_layout`).
         sample: ``(args, kwargs)`` to record and place at once; else that is done at the first
             call.
-        batch_dims: what is split where; see :func:`blockpipe.microbatch.split`. ``None`` splits
-            on dim 0 every tensor that has the batch's size there.
+        batch_dims: what is split where; see :func:`blockpipe.batches.microbatch.split`.
+            ``None`` splits on dim 0 every tensor that has the batch's size there.
         loss_reduction: ``"mean"``, ``"sum"``, or a callable ``(args, kwargs, target) -> number``
             that says what a micro-batch's mean is over (its number of tokens, say).
         weights: where the values of a model on the meta device come from, when it is placed: a
@@ -380,7 +381,8 @@ class Pipeline(ModuleInterface):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`blockpipe.summary.Summary`; ``str()`` is a table, ``to_dict()`` data.
+            A :class:`blockpipe.reports.summary.summary.Summary`; ``str()`` is a table,
+            ``to_dict()`` data.
 
         Raises:
             UsageError: no arguments before the first call; an unknown column, a depth that is none.
@@ -432,7 +434,8 @@ class Pipeline(ModuleInterface):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`blockpipe.memory.MemoryReport`, with suggestions; printed, it is a table.
+            A :class:`blockpipe.preparation.memory_model.MemoryReport`, with suggestions; printed,
+            it is a table.
 
         Raises:
             UsageError: an optimizer that is not known.
@@ -459,7 +462,7 @@ class Pipeline(ModuleInterface):
             optimizer: as for :meth:`memory`.
 
         Yields:
-            A :class:`blockpipe.memory.MemoryReport`, filled in at the end.
+            A :class:`blockpipe.preparation.memory_model.MemoryReport`, filled in at the end.
 
         Raises:
             UsageError: nothing is placed yet.
@@ -564,7 +567,8 @@ class Pipeline(ModuleInterface):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`blockpipe.verification.Verification`: true if all is well; printed, a table.
+            A :class:`blockpipe.reports.verify.result.Verification`: true if all is well; printed, a
+            table.
 
         Raises:
             UsageError: a target without a loss_fn, a tolerance that is no number.
@@ -618,7 +622,8 @@ class Pipeline(ModuleInterface):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`blockpipe.chunks.ChunksReport`; ``report.best`` is its fastest trial.
+            A :class:`blockpipe.reports.find_chunks.ChunksReport`; ``report.best`` is its fastest
+            trial.
 
         Raises:
             UsageError: a candidate that is no number from 1 on.

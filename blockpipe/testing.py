@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .capture import record
-from .faking import record_on_fake_devices
-from .plan import StagePlan
-from .recording import Recording
+from .recording.fake_run import record_on_fake_devices
+from .recording.record import record
+from .recording.recording import Recording
+from .stages.plan import StagePlan
 
 
 def dry_run(

@@ -17,8 +17,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from blockpipe import prepared
-from blockpipe.lanes import close_idle_threads
+from blockpipe.execution.lanes import close_idle_threads
+from blockpipe.preparation import prepared
 
 from . import devices
 from .pinned import pin

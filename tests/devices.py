@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockpipe.tree import map_tensors
+from blockpipe._common.nested import map_tensors
 
 SIMULATED = "simulated"
 is_quick = False  # as pytest's --quick says

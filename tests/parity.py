@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.microbatch import BatchDims, split, weights_of
-from blockpipe.tree import map_tensors, tensors
+from blockpipe._common.nested import map_tensors, tensors
+from blockpipe.batches.microbatch import BatchDims, split, weights_of
 
 from .devices import assert_close, host, is_simulated, stages
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from blockpipe import probing
-from blockpipe.rates import STATED_COPY, STATED_CPU
+from blockpipe.costs import probing
+from blockpipe.costs.rates import STATED_COPY, STATED_CPU
 
 
 class Patch(Protocol):

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 import blockpipe as bp
-from blockpipe import prepared
 from blockpipe.errors import PlanError
-from blockpipe.options import CHECKPOINTS
-from blockpipe.scheduler import SCHEDULES
+from blockpipe.preparation import prepared
+from blockpipe.preparation.options import CHECKPOINTS
+from blockpipe.schedules.builders import SCHEDULES
 
 from .parity import block_marks, compare, random_marks, without_randomness
 from .zoo import FAMILIES, LIBRARIES, Entry

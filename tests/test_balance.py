@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe import prepared
+from blockpipe.costs.rates import STATED_CPU
 from blockpipe.errors import PlanError, ScheduleError, UsageError
-from blockpipe.rates import STATED_CPU
+from blockpipe.preparation import prepared
 
 from .devices import assert_close, equal, examples, stages
 from .parity import any_loss, difference, plain_step
@@ -392,7 +392,7 @@ def test_the_predicted_step_is_the_schedule_played_out(schedule: str, bubble: fl
 
 
 def test_a_schedule_of_ones_own_is_played_out() -> None:
-    from blockpipe.scheduler import make_schedule
+    from blockpipe.schedules.builders import make_schedule
 
     def mine(lane_of_hop: object, microbatches: int) -> bp.Schedule:
         return make_schedule("gpipe", lane_of_hop, microbatches)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
-from blockpipe.batchnorm import merged, statistics
 from blockpipe.errors import UsageError
-from blockpipe.scheduler import SCHEDULES
+from blockpipe.preparation.batch_norm import merged, statistics
+from blockpipe.schedules.builders import SCHEDULES
 
 from .devices import assert_close, equal, examples, host, stages
 from .parity import difference, plain_step

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.blocks import Cursor, Mark, set_cursor
 from blockpipe.errors import MarkError
+from blockpipe.stages.marks import Cursor, Mark, set_cursor
 
 
 def two_layers() -> nn.Sequential:

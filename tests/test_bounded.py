@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpipe import bounded
-from blockpipe.bounded import parse_json, read_text
+from blockpipe._common import bounded_json as bounded
+from blockpipe._common.bounded_json import parse_json, read_text
 
 from .devices import examples
 

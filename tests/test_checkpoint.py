@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
-from blockpipe import checkpoint as checkpoints
-from blockpipe import digests
-from blockpipe.checkpoint import Recomputable
+from blockpipe.crossing import recompute as checkpoints
+from blockpipe.crossing.recompute import Recomputable
+from blockpipe.devices import digests
 from blockpipe.errors import CrossingError, PlanError, StateError, UsageError
 
 from .devices import equal, examples, stages

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe import chunks as chunks_module
-from blockpipe.chunks import ChunksReport
 from blockpipe.errors import ScheduleError, UsageError
-from blockpipe.scheduler import make_schedule
-from blockpipe.step_runner import StepRunner
+from blockpipe.execution.step_runner import StepRunner
+from blockpipe.reports import find_chunks as chunks_module
+from blockpipe.reports.find_chunks import ChunksReport
+from blockpipe.schedules.builders import make_schedule
 
 from .devices import equal, stages
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import blockpipe as bp
 from blockpipe.__main__ import main
-from blockpipe.given import begins, build_model, find_callable, make_inputs
+from blockpipe.cli.model_arguments import begins, build_model, find_callable, make_inputs
 
 RESNET = ["torchvision.models:resnet18", "--input", "4,3,64,64"]
 MARKED = [*RESNET, "--begin", "layer3=1", "--begin", "layer4=2"]
@@ -112,7 +112,7 @@ def test_balance_prints_marks_and_saves_a_plan(
 
 def test_simulate_says_what_simulate_does(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "simulate", "--stages", "3", "--chunks", "6", "--format", "json")
-    from blockpipe.scheduler import make_schedule
+    from blockpipe.schedules.builders import make_schedule
 
     played = bp.simulate(make_schedule("1f1b", range(3), 6))
     found = json.loads(out)

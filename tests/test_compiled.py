@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.ambient import intra_operation_threads
+from blockpipe._common.thread_state import intra_operation_threads
 from blockpipe.errors import UsageError
-from blockpipe.scheduler import make_schedule
+from blockpipe.schedules.builders import make_schedule
 
 from .parity import difference, plain_step
 
@@ -81,7 +81,7 @@ def test_one_stage_is_compiled_whole():
 
 def test_small_models_are_compiled_too(monkeypatch):
     """The plain loop that small operations run in goes through the doors then."""
-    monkeypatch.setattr("blockpipe.prepared.SMALL_OPERATION", 1.0)
+    monkeypatch.setattr("blockpipe.preparation.prepared.SMALL_OPERATION", 1.0)
     net, counting = make_net(), Counting()
     pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
     pipe.compile(backend=counting)

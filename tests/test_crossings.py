@@ -713,8 +713,8 @@ def test_an_argument_that_goes_whole_is_written_in_place(
     stage, reads, isolate, schedule, monkeypatch
 ):
     """Right, the caller's tensor too, or refused with the reason."""
-    monkeypatch.setattr("blockpipe.prepared.SMALL_OPERATION", 0)
-    monkeypatch.setattr("blockpipe.prepared.SMALL_HOP", 0)
+    monkeypatch.setattr("blockpipe.preparation.prepared.SMALL_OPERATION", 0)
+    monkeypatch.setattr("blockpipe.preparation.prepared.SMALL_HOP", 0)
     net, x, total = Writes(stage, reads), torch.randn(6, 4), torch.zeros(4, device=DEVICE)
     plain, expected = copy.deepcopy(net).to(DEVICE), total.clone()
     outputs = torch.cat([plain(part, expected) for part in x.to(DEVICE).split(2)])

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.batchnorm import _update, merged, statistics
-from blockpipe.scheduler import SCHEDULES
+from blockpipe.preparation.batch_norm import _update, merged, statistics
+from blockpipe.schedules.builders import SCHEDULES
 
 from .devices import is_simulated, no_synchronization
 from .parity import plain_step
@@ -238,7 +238,7 @@ def test_recomputation_draws_the_same_masks(devices, schedule, mode):
 @pytest.mark.parametrize("steps", [1, 8])
 def test_offload_keeps_the_numbers(schedule, checkpoint, steps, monkeypatch):
     """Streams and events order the copies: many steps, each with memory that is used again."""
-    monkeypatch.setattr("blockpipe.offload.SMALLEST", 0)
+    monkeypatch.setattr("blockpipe.crossing.offload.SMALLEST", 0)
     first = noisy(128)
     other = copy.deepcopy(first)
     x = torch.randn(32, 64, 128)

@@ -1,6 +1,5 @@
 """The documentation runs: every Python block of the pages, every example of a docstring."""
 
-import ast
 import contextlib
 import doctest
 import importlib
@@ -93,28 +92,3 @@ def test_docstring_examples_run(name: str) -> None:
     for test in finder.find(module, name):
         runner.run(test, out=report.append)
     assert not runner.failures, "".join(report)
-
-
-def _imports(module: Path) -> set[str]:
-    tree = ast.parse(module.read_text())
-    return {
-        node.module
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module
-    }
-
-
-def test_table_of_files_is_true() -> None:
-    """The design page names every file of the package, in order of need, and what it imports."""
-    page = (ROOT / "docs/explanation/design.md").read_text()
-    rows = re.findall(r"^\| `(\w+)\.py` \| [^|]+ \| ([^|]*)\|$", page, re.MULTILINE)
-    package = Path(blockpipe.__path__[0])
-    files = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
-    assert {name for name, _ in rows} == files
-    above: set[str] = set()
-    for name, cell in rows:
-        imports = _imports(package / f"{name}.py")
-        if not cell.startswith("nearly all"):
-            assert set(re.findall(r"`(\w+)`", cell)) == imports, name
-        assert imports <= above, f"{name}.py imports from files below it"
-        above.add(name)

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe import lanes
 from blockpipe.errors import UsageError
-from blockpipe.lanes import Turns, close_idle_threads, idle_threads
+from blockpipe.execution import lanes
+from blockpipe.execution.lanes import Turns, close_idle_threads, idle_threads
 
 from .devices import assert_close, equal, stages
 

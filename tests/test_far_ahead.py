@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import blockpipe as bp
-from blockpipe import randomness
-from blockpipe import stores as storing
+from blockpipe.crossing import host_stores as storing
+from blockpipe.devices import rng_streams as randomness
 from blockpipe.errors import StateError
 
 from .devices import stages

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import blockpipe as bp
-from blockpipe import preparer
-from blockpipe.columns import COLUMNS
+from blockpipe.preparation import preparer
+from blockpipe.reports.summary.columns import COLUMNS
 
 from .golden_models import MARKS, make
 

@@ -177,7 +177,7 @@ def test_weights_are_saved_to_a_directory(tmp_path: Path, is_there: bool) -> Non
     ("name", "hint"),
     [
         ("MarkError", "from blockpipe.errors import MarkError"),
-        ("make_schedule", "from blockpipe.scheduler import make_schedule"),
+        ("make_schedule", "from blockpipe.schedules import make_schedule"),
         ("nothing", "no attribute 'nothing'"),
     ],
 )

@@ -15,8 +15,12 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe import alone, blocks, lanes, randomness, replaced
-from blockpipe.ambient import in_thread
+from blockpipe._common import model_turns as alone
+from blockpipe._common.thread_state import in_thread
+from blockpipe.crossing import torch_patches as replaced
+from blockpipe.devices import rng_streams as randomness
+from blockpipe.execution import lanes
+from blockpipe.stages import marks as blocks
 
 from .devices import assert_close, stages
 from .parity import plain_step
@@ -24,18 +28,18 @@ from .parity import plain_step
 PACKAGE = str(Path(bp.__file__).parent)
 # What lets go of something, whatever has happened. It is not what may fail, but what must not.
 LETS_GO = {
-    "ambient": {"give_baton", "enter_modes", "__exit__"},
-    "blocks": {"set_cursor", "set_microbatch"},
-    "crossing": {"settle"},
-    "alone": {"__exit__", "_leave"},
-    "shared": {"__exit__", "_hold"},
-    "doors": {"take_off"},
-    "glue": {"__exit__"},
-    "replaced": {"take_off"},
-    "journey": {"finish_forward", "abandon", "settle"},
-    "lending": {"_is_held_elsewhere", "_let_go", "settle_all", "drop", "hops"},
-    "randomness": {"release", "end"},
-    "lanes": {"put_back", "fail", "_one_less", "run", "_work", "_join", "_run"},
+    "_common/thread_state": {"give_baton", "enter_modes", "__exit__"},
+    "stages/marks": {"set_cursor", "set_microbatch"},
+    "crossing/tags": {"settle"},
+    "_common/model_turns": {"__exit__", "_leave"},
+    "_common/process_changes": {"__exit__", "_hold"},
+    "preparation/doors": {"take_off"},
+    "crossing/interception": {"__exit__"},
+    "crossing/torch_patches": {"take_off"},
+    "crossing/microbatch_run": {"finish_forward", "abandon", "settle"},
+    "devices/lending": {"_is_held_elsewhere", "_let_go", "settle_all", "drop", "hops"},
+    "devices/rng_streams": {"release", "end"},
+    "execution/lanes": {"put_back", "fail", "_one_less", "run", "_work", "_join", "_run"},
 }
 
 
@@ -111,7 +115,8 @@ def places_of(function: Callable[[], Any]) -> list[tuple[str, str]]:
     def trace(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if code.co_filename.startswith(PACKAGE):
-            seen.setdefault((Path(code.co_filename).stem, code.co_name))
+            path = code.co_filename.removeprefix(f"{PACKAGE}/").removesuffix(".py")
+            seen.setdefault((path, code.co_name))
 
     traced(trace, function)
     return list(seen)

@@ -110,8 +110,10 @@ def test_a_step_that_repeats_logs_nothing(caplog: pytest.LogCaptureFixture):
         caplog.clear()
         pipe.forward_backward(torch.ones(4, 4), loss_fn=torch.sum)
     assert _messages(caplog) == []
-    assert ("execution", "2 micro-batches on 2 lanes, a thread each") in first
-    assert any(name == "prepared" and text.startswith("schedule 1f1b") for name, text in first)
+    assert ("execution.step", "2 micro-batches on 2 lanes, a thread each") in first
+    assert any(
+        name == "preparation.prepared" and text.startswith("schedule 1f1b") for name, text in first
+    )
 
 
 def test_why_it_is_recorded_anew(caplog: pytest.LogCaptureFixture):
@@ -122,7 +124,7 @@ def test_why_it_is_recorded_anew(caplog: pytest.LogCaptureFixture):
         pipe(torch.ones(4, 4))
         pipe.module[2] = nn.Linear(4, 2)
         pipe(torch.ones(4, 4))
-    told = [text for name, text in _messages(caplog) if name == "placed"]
+    told = [text for name, text in _messages(caplog) if name == "preparation.preparer"]
     assert any(text.startswith("recording once more: other modes") for text in told)
     assert any(text.startswith("recording anew: modules or parameters") for text in told)
 
@@ -157,7 +159,7 @@ def test_what_is_filled_from_where(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="blockpipe"):
         bp.Pipeline(model, devices=["cpu"], weights=values, sample=(torch.ones(1, 4),))
         bp.Pipeline(nn.Linear(4, 2), devices=["cpu"], weights=values)
-    told = [text for name, text in _messages(caplog) if name == "materialize"]
+    told = [text for name, text in _messages(caplog) if name == "weights.materialize"]
     assert told == ["filled Linear from weights, stages [0]", "loaded 2 tensors into Linear"]
 
 

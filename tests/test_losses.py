@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import blockpipe as bp
+from blockpipe.batches.losses import own_or_mean_square
 from blockpipe.errors import UsageError
-from blockpipe.losses import own_or_mean_square
-from blockpipe.scheduler import SCHEDULES
+from blockpipe.schedules.builders import SCHEDULES
 
 from .devices import assert_close, equal, stages
 from .parity import assert_same_gradients

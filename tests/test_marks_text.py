@@ -9,7 +9,7 @@ import torchvision
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.marks_text import expression
+from blockpipe.partitioning.plan_as_code import expression
 
 from .test_balance import Skips
 

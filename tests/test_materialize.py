@@ -476,7 +476,7 @@ def test_a_disk_that_fails_where_a_part_had_values(monkeypatch):
             raise OSError("Input/output error")
         into.copy_(state[name])
 
-    monkeypatch.setattr("blockpipe.weights.InMemory.read", read)
+    monkeypatch.setattr("blockpipe.weights.sources.InMemory.read", read)
     with pytest.raises(OSError, match="Input/output") as caught:
         pipeline(net, weights=state, sample=((X,), {}))
     assert any("now holds a part of the checkpoint" in note for note in caught.value.__notes__)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe import measuring
-from blockpipe.cuts import why_closed
+from blockpipe.devices.stopwatch import Stopwatch
 from blockpipe.errors import UsageError
-from blockpipe.measuring import PieceTimes, _corrected, _in_a_crowd, measured
-from blockpipe.stopwatch import Stopwatch
+from blockpipe.partitioning import segment_timing as measuring
+from blockpipe.partitioning.cut_points import why_closed
+from blockpipe.partitioning.segment_timing import PieceTimes, _corrected, _in_a_crowd, measured
 
 
 class Clock:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.memory import LiveBytes, copies_of
+from blockpipe.preparation.memory_model import LiveBytes, copies_of
 
 from .devices import examples, is_simulated, stages
 

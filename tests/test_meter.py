@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.meter import Meter
-from blockpipe.rates import STATED_CPU
-from blockpipe.work import PRODUCT, Operation, Work
+from blockpipe.costs.meter import Meter
+from blockpipe.costs.rates import STATED_CPU
+from blockpipe.costs.work import PRODUCT, Operation, Work
 
 
 class Asks(nn.Module):

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import blockpipe as bp
+from blockpipe._common.nested import leaves, map_tensors, tensors
+from blockpipe.batches.joining import Joint, join
+from blockpipe.batches.microbatch import split, weights_of
 from blockpipe.errors import MicrobatchError
-from blockpipe.joining import Joint, join
-from blockpipe.microbatch import split, weights_of
-from blockpipe.tree import leaves, map_tensors, tensors
 
 
 class Pair(NamedTuple):

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
-from blockpipe import offload
-from blockpipe.glue import Glue
+from blockpipe.crossing import offload
+from blockpipe.crossing.interception import Glue
 
 from .alike import Scripted, square
 from .devices import is_simulated, stages

@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import blockpipe as bp
-from blockpipe import process_state
 from blockpipe.errors import StateError
+from blockpipe.restoring import process_state
 
 from .devices import assert_close, stages
 from .parity import assert_same_gradients, plain_step

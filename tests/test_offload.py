@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe import offload as offloading
-from blockpipe import stores as storing
-from blockpipe.memory import LiveBytes
+from blockpipe.crossing import host_stores as storing
+from blockpipe.crossing import offload as offloading
+from blockpipe.preparation.memory_model import LiveBytes
 
 from .devices import is_simulated, stages
 from .parity import difference, plain_step

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import blockpipe as bp
 from blockpipe.errors import CrossingError, PlanError, StateError
-from blockpipe.scheduler import SCHEDULES
+from blockpipe.schedules.builders import SCHEDULES
 
 from .devices import assert_close, equal, examples, stages
 from .parity import difference, plain_step

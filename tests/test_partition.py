@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.cuts import best_bounds
 from blockpipe.errors import PlanError
+from blockpipe.partitioning.cut_points import best_bounds
 
 weights_of = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 

@@ -6,8 +6,8 @@ import torchvision
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.recording import Piece
-from blockpipe.work import Work
+from blockpipe.costs.work import Work
+from blockpipe.recording.recording import Piece
 
 
 class Residual(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 
 import blockpipe as bp
 from blockpipe.errors import BlockpipeError, PlanError
-from blockpipe.lanes import close_idle_threads, idle_threads
+from blockpipe.execution.lanes import close_idle_threads, idle_threads
 
 from .devices import assert_close, device_type, equal, is_simulated, stages
 from .parity import difference, plain_step
@@ -593,7 +593,7 @@ class Steered(nn.Module):
 
 def test_a_number_that_changes_at_each_call(monkeypatch):
     """It steers the forward rightly, and its recordings are bounded; a warning says why it is slow."""
-    monkeypatch.setattr("blockpipe.preparer.MOST_RECORDINGS", 3)
+    monkeypatch.setattr("blockpipe.preparation.preparer.MOST_RECORDINGS", 3)
     model = Steered()
     plain, x = copy.deepcopy(model), torch.randn(4, 4)
     pipe = pipeline(model, devices=stages(2), chunks=2)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe import prepared
 from blockpipe.errors import ScheduleError, StateError
-from blockpipe.scheduler import make_schedule
+from blockpipe.preparation import prepared
+from blockpipe.schedules.builders import make_schedule
 
 from .devices import assert_close, equal, stages
 from .parity import assert_same_gradients, difference, plain_step
@@ -378,9 +378,9 @@ def test_what_a_call_does_not_read_stays_where_another_reads_it():
     net, x = ByCall(), torch.randn(6, 4)
     pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
     pipe(x, "late")
-    (late,) = pipe._prepared.values()
+    (late,) = pipe._preparer.known.values()
     pipe(x)
-    assert late in pipe._prepared.values()
+    assert late in pipe._preparer.known.values()
     assert net.late.weight.device == torch.device(stages(2)[1])
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe import probing
-from blockpipe.probing import copy_line, rates_of
-from blockpipe.rates import STATED_ACCELERATOR, STATED_CPU
-from blockpipe.work import CONVOLUTION, KINDS, PRODUCT
+from blockpipe.costs import probing
+from blockpipe.costs.probing import copy_line, rates_of
+from blockpipe.costs.rates import STATED_ACCELERATOR, STATED_CPU
+from blockpipe.costs.work import CONVOLUTION, KINDS, PRODUCT
 
 from .devices import stages
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
+from blockpipe.devices.observer import Observer
 from blockpipe.errors import UsageError
-from blockpipe.observer import Observer
-from blockpipe.profiling import Profile
-from blockpipe.timeline_chrome import chrome_trace
+from blockpipe.reports.timeline.chrome import chrome_trace
+from blockpipe.reports.timeline.profiling import Profile
 
 from .devices import equal, is_simulated, stages
 from .test_timeline import check_chrome
@@ -468,7 +468,7 @@ class FakeEvent:
 def test_device_times_are_those_of_streams(monkeypatch):
     """An action's start and end are its stream's; a wait on the stream is a stall, and no work; a
     copy is on its own streams. Devices with clocks of their own share an axis."""
-    from blockpipe import profiling
+    from blockpipe.reports.timeline import profiling
 
     streams = {torch.device("cuda", n): FakeStream(f"cuda:{n}") for n in range(2)}
     copies = {torch.device("cuda", n): FakeStream(f"cuda:{n}") for n in range(2)}

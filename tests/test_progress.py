@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe import progress
-from blockpipe.progress import Progress
+from blockpipe._common import progress
+from blockpipe._common.progress import Progress
 
 
 class _Terminal(io.StringIO):

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe import randomness
+from blockpipe.costs.meter import Meter
+from blockpipe.devices import rng_streams as randomness
+from blockpipe.devices.rng_streams import Streams, current, every_source, moved, replayed
 from blockpipe.errors import PlanError, StateError
-from blockpipe.meter import Meter
-from blockpipe.randomness import Streams, current, every_source, moved, replayed
 
 from .devices import equal, stages
 from .parity import difference, plain_step
@@ -394,7 +394,7 @@ def test_small_models_and_plain_loops_draw_the_same(schedule, monkeypatch):
     """Whether threads pay makes no difference."""
     net, x = chain(), torch.randn(8, 6)
     first, expected, _ = trained(net, x, steps=3, schedule="sequential")
-    monkeypatch.setattr("blockpipe.prepared.SMALL_HOP", 1.0)
+    monkeypatch.setattr("blockpipe.preparation.prepared.SMALL_HOP", 1.0)
     other, loss, _ = trained(net, x, steps=3, schedule=schedule)
     assert difference(other, first, loss, expected).same
 

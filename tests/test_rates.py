@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockpipe.rates import STATED_CPU, Line, Pair, Rates, straight
-from blockpipe.work import PASS, PRODUCT, Operation, Work
+from blockpipe.costs.rates import STATED_CPU, Line, Pair, Rates, straight
+from blockpipe.costs.work import PASS, PRODUCT, Operation, Work
 
 LINE = Line(((10.0, 1.0), (20.0, 3.0)))
 

@@ -444,8 +444,8 @@ def test_reentrant_around_stages_is_refused():
 @pytest.mark.parametrize("schedule", ["sequential", "1f1b", "gpipe"])
 def test_an_offloaded_checkpoint_runs_again_with_what_was_written(schedule, monkeypatch):
     """torch saves what a checkpoint is given by hooks; a write on another stage is in it."""
-    monkeypatch.setattr("blockpipe.offload.SMALLEST", 0)
-    monkeypatch.setattr("blockpipe.offload.on_cpu_too", True)
+    monkeypatch.setattr("blockpipe.crossing.offload.SMALLEST", 0)
+    monkeypatch.setattr("blockpipe.crossing.offload.on_cpu_too", True)
 
     def forward(s, x):
         with B(0):

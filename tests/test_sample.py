@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.errors import RecordingError
-from blockpipe.sample import signature
+from blockpipe.recording.sample import signature
 
 LOGGER = "torch._subclasses.fake_tensor"
 

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpipe.errors import ScheduleError
-from blockpipe.schedule import Action, Actions, Schedule
-from blockpipe.scheduler import SCHEDULES, choose, make_schedule
-from blockpipe.simulate import Costs, simulate, validate
+from blockpipe.schedules.builders import SCHEDULES, choose, make_schedule
+from blockpipe.schedules.schedule import Action, Actions, Schedule
+from blockpipe.schedules.simulation import Costs, simulate, validate
 
 from .devices import examples
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe import snapshot
 from blockpipe.errors import RecordingError
-from blockpipe.snapshot import ModelState, WritesUndone
+from blockpipe.restoring import model_state as snapshot
+from blockpipe.restoring.model_state import ModelState, WritesUndone
 
 from .devices import assert_close, stages
 from .parity import difference, plain_step

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.errors import StateError
-from blockpipe.steering import Steering
+from blockpipe.preparation.steering import Steering
 
 from .devices import assert_close, stages
 from .parity import assert_same_gradients, plain_step
@@ -127,7 +127,7 @@ def test_a_forward_that_turns_by_the_loops_count_trains_as_plain():
         assert_close(found.loss, expected)
         recordings.add(id(pipe.recording))
     assert_same_gradients(net, plain)
-    assert len(pipe._prepared) == 2, "one for each answer"
+    assert len(pipe._preparer.known) == 2, "one for each answer"
 
 
 def test_what_another_stage_begins_to_read_by_the_loops_count_is_refused():

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from blockpipe.crossing.host_stores import AHEAD, Links, Store
+from blockpipe.crossing.offload import Offload
 from blockpipe.errors import StateError
-from blockpipe.offload import Offload
-from blockpipe.stores import AHEAD, Links, Store
 
 from .devices import stages
 

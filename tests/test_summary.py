@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import blockpipe as bp
-from blockpipe.columns import COLUMNS
+from blockpipe._common.text import bytes_text, flops_text, milliseconds_text
+from blockpipe.costs.rates import STATED_ACCELERATOR, STATED_CPU
 from blockpipe.errors import UsageError
-from blockpipe.rates import STATED_ACCELERATOR, STATED_CPU
-from blockpipe.rows import ModuleRow
-from blockpipe.simulate import simulate
-from blockpipe.table import bytes_text, flops_text, milliseconds_text
+from blockpipe.reports.summary.columns import COLUMNS
+from blockpipe.reports.summary.rows import ModuleRow
+from blockpipe.schedules.simulation import simulate
 
 from .devices import examples
 from .golden_models import MARKS, make

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import blockpipe as bp
 from blockpipe.errors import ScheduleError, UsageError
-from blockpipe.scheduler import SCHEDULES, make_schedule
-from blockpipe.simulate import Costs, simulate
-from blockpipe.timeline import Timeline
-from blockpipe.timeline_chrome import chrome_trace
-from blockpipe.trace import Event, Lane, StepInfo, in_rows
+from blockpipe.reports.timeline.chrome import chrome_trace
+from blockpipe.reports.timeline.timeline import Timeline
+from blockpipe.reports.timeline.trace import Event, Lane, StepInfo, in_rows
+from blockpipe.schedules.builders import SCHEDULES, make_schedule
+from blockpipe.schedules.simulation import Costs, simulate
 
 from .devices import examples
 from .test_schedule import routes

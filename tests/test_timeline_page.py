@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import blockpipe as bp
-from blockpipe.scheduler import make_schedule
-from blockpipe.simulate import Costs
+from blockpipe.schedules.builders import make_schedule
+from blockpipe.schedules.simulation import Costs
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe.devices import is_asynchronous
-from blockpipe.lending import Lent
-from blockpipe.transfer import carry, send
+from blockpipe.devices.copies import carry, send
+from blockpipe.devices.devices import is_asynchronous
+from blockpipe.devices.lending import Lent
 
 from .devices import assert_close, is_simulated, stages
 from .parity import assert_same_gradients, plain_step

@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe import journey, prepared
+from blockpipe.crossing import microbatch_run as journey
 from blockpipe.errors import UsageError, VerificationError
-from blockpipe.parting import Sketch, sketch
-from blockpipe.verification import Outcome, Verification, compared
+from blockpipe.preparation import prepared
+from blockpipe.reports.verify.divergence import Sketch, sketch
+from blockpipe.reports.verify.result import Outcome, Verification, compared
 
 from .devices import equal, is_simulated, stages
 
@@ -165,7 +166,7 @@ def test_lanes_run_for_small_models(monkeypatch: pytest.MonkeyPatch):
     """A step of this model takes one thread, but what is verified is its schedule; afterwards
     steps are as before."""
     monkeypatch.undo()
-    monkeypatch.setattr("blockpipe.prepared.SMALL_HOP", 1.0)
+    monkeypatch.setattr("blockpipe.preparation.prepared.SMALL_HOP", 1.0)
     names: list[threading.Thread] = []
     note = names.append  # what is found by name is put back
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from blockpipe.weights.safetensors_file import DTYPES, read_entries, write_tensors
+from blockpipe.weights.sources import _open_file, open_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import blockpipe as bp
-from blockpipe import saving
+from blockpipe._common.replaced_files import part_of
 from blockpipe.errors import UsageError, WeightsError
-from blockpipe.replacing import part_of
-from blockpipe.tensorfile import DTYPES, read_entries, write_tensors
-from blockpipe.weights import _open_file, open_weights
+from blockpipe.weights import save as saving
 
 from .devices import assert_close, equal, examples, stages
 
@@ -781,7 +781,7 @@ def test_a_disk_that_fails_in_the_middle(monkeypatch):
             raise OSError("Input/output error")
         into.copy_(state[name])
 
-    monkeypatch.setattr("blockpipe.weights.InMemory.read", read)
+    monkeypatch.setattr("blockpipe.weights.sources.InMemory.read", read)
     with pytest.raises(OSError, match="Input/output") as caught:
         pipe.load_weights(state)
     assert caught.value.__notes__ == ["blockpipe: the model now holds a part of the checkpoint"]
@@ -803,7 +803,7 @@ def test_names_that_a_wrapper_made_longer(longer):
 
 def test_mapped_files_are_let_go(tmp_path, monkeypatch):
     """A file of ``torch.save`` is mapped anew after so many bytes, and reads the same."""
-    monkeypatch.setattr("blockpipe.weights._MAPPED", 100)
+    monkeypatch.setattr("blockpipe.weights.sources._MAPPED", 100)
     plain = make()
     torch.save(plain.state_dict(), tmp_path / "x.pt")
     pipe = pipeline()
@@ -887,7 +887,7 @@ def test_shards_that_are_replaced_while_they_are_opened_are_an_error(tmp_path, m
         opened.append(path)
         return original(path)
 
-    monkeypatch.setattr("blockpipe.weights._open_file", opening)
+    monkeypatch.setattr("blockpipe.weights.sources._open_file", opening)
     with pytest.raises(WeightsError, match="replaced while its files were opened"):
         open_weights(tmp_path)
     assert len(opened) > 2
@@ -925,7 +925,7 @@ def test_no_directory_is_no_working_directory():
 def test_a_plan_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
     """A full disk loses nothing, and leaves nothing."""
     path = tmp_path / "plan.json"
-    first, second = bp.StagePlan([]), bp.StagePlan([bp.plan.Assignment("a", 0, 0)])
+    first, second = bp.StagePlan([]), bp.StagePlan([bp.Assignment("a", 0, 0)])
     first.save(path)
 
     def full(file):

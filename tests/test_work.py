@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe.meter import Meter
-from blockpipe.work import ADDITION, KINDS, Operation, Work
+from blockpipe.costs.meter import Meter
+from blockpipe.costs.work import ADDITION, KINDS, Operation, Work
 
 
 def work_of(function, *operands: Tensor) -> Work:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe import backward
-from blockpipe.scheduler import SCHEDULES, make_schedule
+from blockpipe.crossing import hop_backward as backward
+from blockpipe.schedules.builders import SCHEDULES, make_schedule
 
 from .devices import assert_close, equal, stages
 from .parity import compare, difference, plain_step
@@ -107,7 +107,7 @@ def parts(monkeypatch):
         counts["whole" if rest is None else "split"] += 1
         return rest
 
-    monkeypatch.setattr("blockpipe.journey.run_input_part", counted)
+    monkeypatch.setattr("blockpipe.crossing.microbatch_run.run_input_part", counted)
     return counts
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe import cuts
+from blockpipe.partitioning import cut_points as cuts
 
 CHAINS = 500
 

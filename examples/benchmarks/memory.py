@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
-from blockpipe import prepared
+from blockpipe.preparation import prepared
 
 STAGES, CHUNKS, ROWS, LENGTH, VOCABULARY = 4, 8, 4, 128, 512
 MODES = ("never", "except_last", "always")

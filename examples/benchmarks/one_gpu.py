@@ -33,7 +33,7 @@ from models import Batch, Chain, mark, masks, texts
 from workloads import images, token_loss, vectors
 
 import blockpipe as bp
-from blockpipe.scheduler import SCHEDULES
+from blockpipe.schedules.builders import SCHEDULES
 
 MODES = ("eager", "compiled", "graphs")
 WARMUP = 3  # steps: the first is cut, the second captures or compiles what the first did not

@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # for the simulated accelerator
 from tests import simulated
 
 import blockpipe as bp
-from blockpipe.simulate import simulate
+from blockpipe.schedules.simulation import simulate
 
 CHUNKS, LAYERS = 8, 6
 OPERATION, COPY = 3000, 1000  # microseconds

@@ -27,8 +27,8 @@ import torch
 from workloads import WORKLOADS, Workload
 
 import blockpipe as bp
-from blockpipe.probing import copy_line, rates_of
-from blockpipe.work import CONVOLUTION, KINDS, PRODUCT
+from blockpipe.costs.probing import copy_line, rates_of
+from blockpipe.costs.work import CONVOLUTION, KINDS, PRODUCT
 
 NAMES = ("mlp", "resnet", "gpt", "unet")
 

@@ -31,7 +31,7 @@ from accelerators import best_device, is_accelerator, name_of, now
 from models import Chain
 
 import blockpipe as bp
-from blockpipe.scheduler import make_schedule
+from blockpipe.schedules.builders import make_schedule
 
 
 @dataclass(frozen=True)

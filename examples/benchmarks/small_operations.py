@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe import prepared
+from blockpipe.preparation import prepared
 
 CHUNKS = 8
 CASES = [  # width, rows of a micro-batch, layers

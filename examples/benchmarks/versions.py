@@ -109,7 +109,11 @@ def single(other: ModuleType) -> Runs:
 def small(width: int, rows: int, layers: int, other: ModuleType) -> Runs:
     """Two lanes, however small the operations are."""
     for package in (blockpipe, other):
-        prepared = sys.modules[f"{package.__name__}.prepared"]
+        prepared = next(
+            module
+            for name, module in sys.modules.items()
+            if name.startswith(f"{package.__name__}.") and name.endswith(".prepared")
+        )
         prepared.SMALL_OPERATION = prepared.SMALL_HOP = 0.0  # type: ignore[attr-defined]
     x, y = torch.randn(2, small_operations.CHUNKS * rows, width).unbind()
     return _beside_plain(

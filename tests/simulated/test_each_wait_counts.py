@@ -13,14 +13,22 @@ from typing import Any
 import pytest
 import torch
 
-from blockpipe.stores import Links
+from blockpipe.crossing.host_stores import Links
 
 from .. import simulated as accelerator
 from .. import test_stores, test_transfer
 from .mutants import BATON, EVENTS, RELEASES, WAITS, Mutant, mutants, without
 from .without_a_release import LOCKING
 
-ENGINE = ["transfer", "lending", "crossing", "journey", "execution", "differentiable"]
+ENGINE = [
+    "devices.devices",
+    "devices.copies",
+    "devices.lending",
+    "crossing.tags",
+    "crossing.microbatch_run",
+    "execution.step",
+    "execution.autograd_bridge",
+]
 
 
 def calls(module: ModuleType) -> Iterator[Callable[[], Any]]:
@@ -88,13 +96,15 @@ def test_a_step_needs_it(mutant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", mutants(["lanes", "ambient"], BATON), ids=str)
+@pytest.mark.parametrize(
+    "mutant", mutants(["execution.lanes", "_common.thread_state"], BATON), ids=str
+)
 def test_forward_code_needs_the_baton(mutant):
     """Not taken, two threads run the user's code at a time."""
     check(mutant, test_transfer)
 
 
-@pytest.mark.parametrize("mutant", mutants(["stores"], WAITS | EVENTS), ids=str)
+@pytest.mark.parametrize("mutant", mutants(["crossing.host_stores"], WAITS | EVENTS), ids=str)
 def test_offloading_needs_it(mutant):
     """Taken out of what goes to host memory and back, it is missed by a test of that."""
     accelerator.set_delay(0, 0, 1.0, 0, 20_000, 20_000)

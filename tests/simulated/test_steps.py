@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import blockpipe as bp
-from blockpipe.ambient import in_thread, waiting_for_device
-from blockpipe.transfer import _ways, send
+from blockpipe._common.thread_state import in_thread, waiting_for_device
+from blockpipe.devices.copies import _ways, send
 
 from .. import simulated as accelerator
 from ..devices import stages

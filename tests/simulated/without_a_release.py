@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.ambient import waiting_for_device
+from blockpipe._common.thread_state import waiting_for_device
 
 from . import set_delay
 from .mutants import RELEASES, mutants, without
 
-LOCKING = ["lanes", "randomness", "ambient"]
+LOCKING = ["execution.lanes", "devices.rng_streams", "_common.thread_state"]
 DEVICES = ["simulated:0", "simulated:1"]
 CHUNKS = 3
 

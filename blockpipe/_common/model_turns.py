@@ -1,0 +1,96 @@
+"""One thread at a time works with a model: recordings and steps put doors on its modules.
+
+Calls of pipelines that share a module take turns, in the order in which they come. A lock in each
+pipeline would not do: two of them may share an encoder, and ``record`` needs no pipeline.
+"""
+
+import threading
+from typing import Any
+
+from torch import nn
+
+from ..errors import UsageError
+from .callsite import users_line
+from .standstill import PATIENCE, Gate, Standstill
+
+_lock = threading.RLock()
+_entered: "list[alone_with]" = []  # those who work and those who wait, as they came
+
+
+class alone_with:  # noqa: N801 - a context manager that reads as an adverb
+    """While entered, no other thread's call works with these modules. A thread may enter it again.
+
+    Args:
+        model: whose modules.
+
+    Raises:
+        UsageError: another thread's call has them, and stands still.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._thread = threading.get_ident()
+        self._gate = Gate()
+
+    def __enter__(self) -> None:
+        with _lock:
+            _entered.append(self)
+        try:
+            if self._has_to_wait():
+                self._wait()
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *failure: Any) -> None:
+        self._leave()
+
+    def _wait(self) -> None:
+        where, standstill = users_line(), Standstill()
+        while self._has_to_wait():
+            self._gate.wait()
+            if standstill.is_reached():
+                raise UsageError(
+                    "calls that share modules take turns, but this one waits for a call of "
+                    f"another thread, and for {PATIENCE:.0f} seconds nothing has run: that one "
+                    f"seems to wait for this one ({where}); in a loss or a hook, do not wait for a "
+                    "thread that calls a pipeline of the same modules: call it before the step"
+                )
+
+    def _has_to_wait(self) -> bool:
+        with _lock:
+            if not _are_others():
+                return False
+            if any(e is not self and e._is_ours() and e._shares(self._model) for e in _entered):
+                return False  # it is this thread's turn already
+            earlier = _entered[: _entered.index(self)]
+            return any(not e._is_ours() and e._shares(self._model) for e in earlier)
+
+    def _is_ours(self) -> bool:
+        return self._thread == threading.get_ident()
+
+    def _shares(self, model: nn.Module) -> bool:
+        return self._model is model or not set(self._model.modules()).isdisjoint(model.modules())
+
+    def _leave(self) -> None:
+        with _lock:
+            if self in _entered:
+                _entered.remove(self)
+            for waiting in _entered:
+                waiting._gate.open()
+
+
+def _are_others() -> bool:
+    return any(not entered._is_ours() for entered in _entered)
+
+
+def how_often_entered() -> int:
+    """How many that this thread has entered it has not left yet."""
+    return sum(entered._is_ours() for entered in _entered)
+
+
+def leave_modules(first: int) -> None:
+    """Leave what this thread has entered and not left, but for the first so many."""
+    with _lock:
+        for entered in [e for e in _entered if e._is_ours()][first:]:
+            entered._leave()

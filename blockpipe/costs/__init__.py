@@ -1,0 +1,5 @@
+"""What operations cost, whatever the device, and how long they take on one.
+
+In: operations as they are dispatched. Out: counts of work by kind, rates of a device measured by
+probes, which operations make the host wait. Read first: ``work``, then ``rates``.
+"""

@@ -1,0 +1,355 @@
+"""Interception: what stands between the user's ``forward`` and its journey.
+
+The *glue* is a ``TorchFunctionMode`` that is active in the Python between module calls. It sees
+each operation before autograd does, and can hand it another tensor. A dispatch mode was no
+alternative: it sits below autograd, so it sees operations whose graph has been built already, on
+the wrong tensors.
+
+What Blockpipe itself does to a tensor never goes through the glue, nor through a mode of the
+user's: wherever code of the user's comes to ours (an operation, a sealed call, a mark, a hook on
+what is saved), all function modes are left first.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .._common.nested import map_tensors, tensors
+from .._common.thread_state import (
+    call_under,
+    enter_modes,
+    how_many_modes,
+    in_thread,
+    leave_modes,
+    waiting_for_device,
+)
+from .microbatch_run import Journey
+from .recompute import Again
+
+# Questions that need no copy, and hooks, which belong on the tensor itself.
+_PROPERTIES = """shape dtype ndim layout requires_grad is_leaf grad_fn names is_meta is_sparse
+    is_quantized is_mkldnn is_nested itemsize nbytes output_nr _version retains_grad"""
+_METHODS = """size dim stride numel nelement ndimension element_size storage_offset is_contiguous
+    is_floating_point is_complex is_signed __len__ __hash__ is_shared is_pinned is_inference
+    is_same_size has_names"""
+_register_hook = Tensor.register_hook
+_NOTHING = nullcontext()
+
+
+def watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """``Tensor.register_hook`` in a sealed module: noted, for there nobody looks."""
+    glue = active_glue()
+    if glue is not None and glue.inside:
+        glue.journey.hooked.add(glue.journey.hop)
+    return _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+
+
+_HOOKS = frozenset(
+    [
+        _register_hook,
+        watched_register_hook,
+        Tensor.retain_grad,
+        Tensor.register_post_accumulate_grad_hook,
+    ]
+)
+_METADATA: frozenset[Any] = _HOOKS.union(
+    [getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(Tensor, name)],
+    [getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)],
+    [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor],
+)
+# Nothing that a copy could stand in for: what replaces a tensor's data or history, and backwards.
+_ON_ITSELF: frozenset[Any] = frozenset(
+    [
+        Tensor.data.__set__,  # type: ignore[attr-defined]
+        Tensor.detach_,
+        Tensor.resize_,
+        Tensor.requires_grad_,
+        Tensor.backward,
+        torch.autograd.backward,
+        torch.autograd.grad,
+    ]
+)
+
+
+def _is_a(kind: str, device: torch.device) -> bool:
+    return device.type == kind
+
+
+# Where a tensor is, asked in one way or another: each answer follows from the device.
+_WHERE: dict[Any, Callable[[torch.device], Any]] = {
+    Tensor.device.__get__: lambda device: device,
+    Tensor.get_device: lambda device: -1 if device.index is None else device.index,
+    torch.get_device: lambda device: -1 if device.index is None else device.index,
+    **{
+        getattr(Tensor, f"is_{kind}").__get__: partial(_is_a, kind)
+        for kind in ("cpu", "cuda", "xpu", "mps")
+    },
+}
+_QUESTIONS = _METADATA.union(_WHERE)
+_LOOKS_AT_GRAPH = _HOOKS | {getattr(Tensor, name).__get__ for name in ("grad_fn",)}
+
+
+def is_question(function: Callable[..., Any]) -> bool:
+    """Whether a torch function asks about a tensor, and computes nothing."""
+    return function in _QUESTIONS
+
+
+def looks_at_graph(function: Callable[..., Any]) -> bool:
+    """Whether a torch function hooks into a tensor's graph, or asks for it."""
+    return function in _LOOKS_AT_GRAPH
+
+
+def active_glue() -> "Glue | None":
+    """The glue of this thread."""
+    return cast("Glue | None", in_thread.glue)
+
+
+class Glue(TorchFunctionMode):
+    """Hands every operation in the glue what it may read, and claims what it makes.
+
+    Its own reading goes through no function mode: see the module's docstring.
+
+    Args:
+        journey: whose forward it is.
+    """
+
+    def __init__(self, journey: Journey) -> None:
+        super().__init__()
+        self.journey = journey
+        self.inside = False  # of a sealed module, where this mode is off
+        self._is_mixed = journey.step.is_mixed
+
+    def __enter__(self) -> "Glue":
+        self._hooks = _saved_tensor_hooks()
+        self._outer = in_thread.glue
+        in_thread.glue = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self.journey.cursor.on_call = self.call_function
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        self.journey.cursor.on_call = None
+        in_thread.glue = self._outer
+        self._outer = None
+
+    def is_on(self) -> bool:
+        """Whether it sees what is called here."""
+        at = torch._C._get_function_stack_at
+        return any(at(depth) is self for depth in range(how_many_modes()))
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        modes: Sequence[TorchFunctionMode] = (),
+    ) -> Any:
+        if how_many_modes():
+            return self.apart(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        journey = self.journey
+        if func in _QUESTIONS:
+            return self._answered(func, args, kwargs, modes)
+        journey.arrive()
+        local = journey.handed(func, args, kwargs) if func in _ON_ITSELF else journey.local
+        args = tuple(
+            [
+                local(a)
+                if isinstance(a, Tensor)
+                else map_tensors(local, a)
+                if isinstance(a, list | tuple)
+                else a
+                for a in args
+            ]
+        )
+        if kwargs:
+            kwargs = {
+                k: local(v)
+                if isinstance(v, Tensor)
+                else map_tensors(local, v)
+                if isinstance(v, list | tuple)
+                else v
+                for k, v in kwargs.items()
+            }
+        foreign = journey.take_foreign()
+        waiting = journey.step.waiting
+        with waiting_for_device() if waiting and func.__name__ in waiting else _NOTHING:
+            result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
+        if foreign:
+            journey.check_written(foreign)
+        if self._is_mixed and self._asks_for_host(func, args, kwargs):
+            result = journey.keep_on_host(result, args)
+        journey.claim(result)
+        return result
+
+    def apart(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+    ) -> Any:
+        """The same where there are modes of the user's: they are for what ``func`` does."""
+        modes = leave_modes()
+        theirs = [mode for mode in modes if mode is not self]
+        try:
+            return self.__torch_function__(func, types, args, kwargs, theirs)
+        finally:
+            enter_modes(modes)
+
+    def _asks_for_host(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether an operation says in so many words that its result be on the host, or reads
+        nothing else. The device that a stage on the CPU was told as its own is no such word."""
+        device = kwargs.get("device", args[1] if func is Tensor.to and len(args) > 1 else None)
+        if isinstance(device, str):
+            device = torch.device(device)
+        elif device is self.journey.step.device_of(self.journey.stage):
+            return False
+        if func is Tensor.cpu or (isinstance(device, torch.device) and device.type == "cpu"):
+            return True
+        given = list(tensors((args, kwargs)))
+        return bool(given) and all(map(self.journey.stays, given))
+
+    def _answered(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        modes: Sequence[TorchFunctionMode],
+    ) -> Any:
+        """What needs no copy. Where a tensor is, is where the stage that asks would read it."""
+        journey = self.journey
+        if func in _HOOKS or journey.wrote_foreign:
+            args = (journey.newest(args[0]), *args[1:])
+        if func in _LOOKS_AT_GRAPH:
+            journey.hooked.add(journey.hop_of(args[0]))
+        where = _WHERE.get(func)
+        if where is None:
+            return call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
+        return where(journey.device_of(args[0] if args else kwargs["input"]))
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """What an operation here is handed in the place of a tensor; function modes are off."""
+        if self.inside:
+            return tensor
+        journey = self.journey
+        journey.arrive()
+        found = journey.local(tensor)
+        journey.take_foreign()
+        return found
+
+    def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
+        """Called for each custom autograd function, or scripted one, in the glue; the recording
+        writes it down."""
+
+    def saw_checkpoint(self) -> None:
+        """Called for each ``torch.utils.checkpoint`` in the glue; the same."""
+
+    def saw_generator_set(self) -> None:
+        """Called where torch's generator is given a state, while that is noticed; the same."""
+
+    def call_function(
+        self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function that is a block: like a module, it may be sealed."""
+        journey = self.journey
+        hops, again, waits = journey.step.sealed_functions.get(key, (frozenset(), None, False))
+        if self.inside or not hops or not journey.is_sealed(hops):
+            return function(*args, **kwargs)
+        return self.call_sealed(function, args, kwargs, again, waits=waits)
+
+    def call_sealed(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        again: Again | None = None,
+        *,
+        waits: bool = False,
+    ) -> Any:
+        """Run something untouched: tensors are looked at on the way in and out only.
+
+        Args:
+            function: what to call.
+            args: with what.
+            kwargs: with what.
+            again: how it is recomputed, if it can be.
+            waits: whether it makes the host wait for the device.
+        """
+        journey = self.journey
+        modes: Sequence[TorchFunctionMode] = leave_modes()
+        theirs = () if modes == [self] else [mode for mode in modes if mode is not self]
+        self.inside = True
+        try:
+            journey.arrive()
+            own = _Containers()
+            args = own.localize(journey.local, args)
+            kwargs = own.localize(journey.local, kwargs) if kwargs else kwargs
+            foreign = journey.take_foreign()
+            frame = None
+            if again is not None and journey.repeats() and _saved_tensor_hooks() == self._hooks:
+                frame = journey.frame(again, function, args, kwargs, theirs)
+            journey.sealed += 1
+            try:
+                with waiting_for_device() if waits else _NOTHING:
+                    if frame is not None:
+                        result = frame.run(args, kwargs)
+                    elif theirs:
+                        result = call_under(theirs, function, args, kwargs)
+                    else:
+                        result = function(*args, **kwargs)
+                if foreign:
+                    journey.check_written(foreign)
+            finally:
+                journey.sealed -= 1
+                own.write_back()
+            journey.claim(result)
+            return result
+        finally:
+            self.inside = False
+            enter_modes(modes)
+
+
+def _saved_tensor_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+class _Containers:
+    """Lists and dicts that had to be rebuilt at a door: what the callee adds to them goes back."""
+
+    def __init__(self) -> None:
+        self._rebuilt: list[tuple[Any, Any, Any]] = []
+
+    def localize(self, function: Callable[[Tensor], Tensor], value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        if type(value) is tuple:
+            items = [self.localize(function, item) for item in value]
+            same = all(new is old for new, old in zip(items, value, strict=True))
+            return value if same else tuple(items)
+        new = map_tensors(function, value)
+        if new is not value and type(value) in (list, dict):
+            self._rebuilt.append((value, new, new.copy()))
+        return new
+
+    def write_back(self) -> None:
+        for original, given, before in self._rebuilt:
+            if type(original) is dict:
+                for key in before.keys() - given.keys():
+                    original.pop(key, None)
+                original.update(
+                    {k: v for k, v in given.items() if k not in before or before[k] is not v}
+                )
+            elif len(given) != len(before) or any(
+                a is not b for a, b in zip(given, before, strict=True)
+            ):
+                original[:] = given

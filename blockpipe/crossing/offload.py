@@ -1,0 +1,184 @@
+"""Activations in host memory while their micro-batch is away.
+
+What autograd saves on an offloaded stage is copied to pinned memory, on a stream of its own, while
+the forward goes on. In the backward it comes back on another, each storage shortly before it is
+read: so a stage has a few storages of one micro-batch on its device, and not all that the
+micro-batch has saved. ``torch.autograd.graph.save_on_cpu`` does both on the compute stream, and
+brings each tensor back only when it is asked for.
+
+Storages are copied, not tensors: what several nodes have saved of one storage goes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._common.callsite import users_line
+from .._common.thread_state import ours
+from ..devices.devices import is_asynchronous
+from ..devices.ownership import copying
+from ..errors import StateError
+from .host_stores import Links, Store
+from .tags import TAG, Tag, version_of
+
+# Smaller ones stay: a copy of its own costs more than they take. A guess.
+SMALLEST = 64 * 1024
+on_cpu_too = False  # for tests: on the CPU there is nothing to gain
+
+
+class Away:
+    """A saved tensor whose storage is in host memory."""
+
+    __slots__ = ("_dtype", "_offset", "_shape", "_store", "_stride")
+
+    def __init__(self, store: Store, tensor: Tensor) -> None:
+        self._store = store
+        self._dtype, self._shape = tensor.dtype, tensor.shape
+        self._stride, self._offset = tensor.stride(), int(tensor.storage_offset())
+
+    def fetch(self) -> None:
+        """Begin to bring it back; does not wait."""
+        with _unseen():
+            self._store.fetch()
+
+    def tensor(self) -> Tensor:
+        """As it was.
+
+        Raises:
+            StateError: it was written in place while it was copied.
+        """
+        if self._store.was_written:
+            raise _written(self._shape)
+        with _unseen():
+            bytes_ = self._store.read()
+            made = torch.empty(0, dtype=self._dtype, device=bytes_.device)
+            return made.set_(bytes_.untyped_storage(), self._offset, self._shape, self._stride)
+
+
+@dataclass(slots=True)
+class _Here:
+    """A saved tensor that stays where it is; autograd's own check of its version is ours now."""
+
+    tensor: Tensor
+    version: int
+
+
+class Offload:
+    """What one micro-batch has saved on offloaded hops.
+
+    Args:
+        hop: says where the forward is.
+        hops: those that are offloaded.
+        stays: says of a storage whether it is on its device anyway: a parameter's, a buffer's.
+        links: the step's, to host memory.
+    """
+
+    def __init__(
+        self,
+        hop: Callable[[], int],
+        hops: frozenset[int],
+        stays: Callable[[torch.UntypedStorage], bool],
+        links: Links,
+    ) -> None:
+        self._hop = hop
+        self._hops = hops
+        self._stays = stays
+        self._links = links
+        self._stores: dict[int, dict[tuple[int, int], Store]] = {}
+        self._last: dict[int, dict[torch.device, Store]] = {}
+
+    def put_on(self) -> None:
+        """Take what autograd saves in this thread from here on."""
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
+
+    def take_off(self) -> None:
+        """The other way; these are the last hooks that were put on."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def away(self, tensor: Tensor) -> Away | None:
+        """A tensor's stand-in, its storage on the way to the host; ``None``: it stays."""
+        with _unseen():
+            hop = self._hop()
+            kind = type(tensor)
+            if hop not in self._hops or kind not in (Tensor, torch.nn.Parameter):
+                return None
+            if tensor.layout is not torch.strided or (tensor.is_leaf and tensor.requires_grad):
+                return None
+            if not is_asynchronous(tensor.device) and not on_cpu_too:
+                return None
+            storage = tensor.untyped_storage()
+            if storage.nbytes() < SMALLEST or self._stays(storage):
+                return None
+            stores = self._stores.setdefault(hop, {})
+            key = storage._cdata, version_of(tensor)
+            store = stores.get(key)
+            if store is None or not store.is_of(storage):
+                last = self._last.setdefault(hop, {})
+                store = Store(tensor, self._links, before=last.get(tensor.device))
+                stores[key] = last[tensor.device] = store
+            store.readers += 1
+            return Away(store, tensor)
+
+    def fetch(self, hop: int) -> None:
+        """Begin to bring back what a hop's backward reads first."""
+        with _unseen():
+            for store in self._last.get(hop, {}).values():
+                store.fetch_last()
+
+    def keep(self, hop: int) -> None:
+        """What a hop's backward reads is read twice: in each of its parts."""
+        for store in self._stores.get(hop, {}).values():
+            store.keeps = True
+
+    def forget(self, hop: int) -> None:
+        """A hop's backward is over."""
+        self._last.pop(hop, None)
+        self._stores.pop(hop, None)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        # What was written on another hop is there, and torch.utils.checkpoint, which saves what it
+        # was given past the glue, is to run again with that: what comes back has no tag.
+        tag: Tag | None = getattr(tensor, TAG, None)
+        while tag is not None and tag.newest is not None:
+            tensor = tag.newest
+            tag = getattr(tensor, TAG)
+        away = self.away(tensor)
+        if away is not None:
+            return away
+        with _unseen():
+            # Not the tensor itself: a node that saves its own result would be a cycle.
+            kept = tensor if tensor.is_leaf else tensor.detach()
+            return _Here(kept, version_of(kept))
+
+
+def _unpack(packed: Away | _Here) -> Tensor:
+    with ours():
+        return _unpacked(packed)
+
+
+def _unpacked(packed: Away | _Here) -> Tensor:
+    if isinstance(packed, Away):
+        return packed.tensor()
+    if version_of(packed.tensor) != packed.version:
+        raise _written(packed.tensor.shape)
+    return packed.tensor
+
+
+def _written(shape: torch.Size) -> StateError:
+    return StateError(
+        f"a tensor of shape {tuple(shape)} that a gradient needs was written in place after it was "
+        f"saved ({users_line()}); clone() it before writing"
+    )
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """While entered, operations are not the user's: unseen by modes, autograd and sanitizer."""
+    with torch._C.DisableTorchFunction(), copying(), torch.no_grad():
+        yield

@@ -1,0 +1,416 @@
+"""Recomputation: a sealed call's activations are dropped, and made again before its backward.
+
+The call's graph stays: what autograd saves goes through hooks, which keep a slot in the place
+of each tensor; running the call again fills the slots. So gradients come about in the plain
+run's order, and hooks on parameters fire once, which they do not where the backward of a second
+graph runs inside the first (torchgpipe's way, and reentrant checkpointing).
+
+``torch.utils.checkpoint`` does the same, but only when the gradient has arrived: then a forward
+stands on the critical path. Here it is an action of the schedule (R), which a lane does while it
+waits for that gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .._common.callsite import users_line
+from .._common.nested import map_leaves, map_tensors
+from .._common.thread_state import (
+    Surroundings,
+    call_under,
+    ours,
+    stash,
+    stashed,
+    theirs,
+    waiting_for_device,
+)
+from ..devices.digests import Comparisons
+from ..devices.rng_streams import Source, current, moved, replayed
+from ..errors import StateError
+from ..stages.marks import Cursor, recomputing, set_cursor
+from .offload import Away, Offload
+from .tags import Box, enter_graph, version_of
+
+Buffers = dict[str, Tensor | None]
+
+
+@dataclasses.dataclass
+class Recomputable:
+    """What it takes to run a sealed call again."""
+
+    pays: bool = False  # it saves more than what it is given
+    keeps_inputs: bool = False  # they are written in place: kept from before
+    draws: bool = False
+    buffers: set[str] = dataclasses.field(default_factory=set)  # that it reads or writes, by name
+    refuses: str | None = None  # why it cannot be
+
+    @property
+    def is_run_again(self) -> bool:
+        """Whether it is recomputed where that is asked for."""
+        return self.pays and self.refuses is None
+
+
+@dataclasses.dataclass
+class Again:
+    """How to run a sealed call again.
+
+    Attributes:
+        what: for messages.
+        about: what the recording saw.
+        buffers: those that it reads or writes: where each stands, and whether the forward writes
+            it in place.
+        waits: whether it makes the host wait for the device.
+    """
+
+    what: str
+    about: Recomputable
+    buffers: list[tuple[Buffers, str, bool]]
+    waits: bool = False
+
+
+class _Kept:
+    """An argument, kept from the call without its graph."""
+
+    __slots__ = ("_enters", "_value", "_version")
+
+    def __init__(self, tensor: Tensor, offload: Offload | None, *, copies: bool) -> None:
+        is_leaf = tensor.is_leaf and tensor.requires_grad
+        self._enters = tensor.requires_grad and not is_leaf
+        self._value: Tensor | Away | None = None
+        if offload is not None and not copies:
+            self._value = offload.away(tensor)
+        if self._value is None:
+            self._value = tensor if is_leaf else tensor.detach()
+            if copies and not is_leaf:
+                self._value = self._value.clone()
+        self.note_version()
+
+    def fetch(self) -> None:
+        """Begin to bring it back, if it is in host memory; does not wait."""
+        if isinstance(self._value, Away):
+            self._value.fetch()
+
+    def note_version(self) -> None:
+        """What it is from here on is what it has to be when the call is run again."""
+        self._version = version_of(self._value) if isinstance(self._value, Tensor) else -1
+
+    def was_written(self) -> tuple[int, ...] | None:
+        """Its shape, if it was written in place since."""
+        if isinstance(self._value, Tensor) and version_of(self._value) != self._version:
+            return tuple(self._value.shape)
+        return None
+
+    def entered(self, *, copies: bool) -> Tensor:
+        """As the call had it: no leaf where it was none, for the call may write to it in place."""
+        assert self._value is not None
+        value = self._value.tensor() if isinstance(self._value, Away) else self._value
+        if value.is_leaf and value.requires_grad:
+            return value
+        value = value.clone() if copies else value
+        return enter_graph(Box(), value) if self._enters else value.detach()
+
+
+class _Slot:
+    """What stands for a saved tensor until it is made again."""
+
+    __slots__ = ("frame", "index", "what")
+
+    def __init__(self, frame: Frame, tensor: Tensor) -> None:
+        self.frame = frame
+        self.index = frame.count
+        self.what = tensor.dtype, tensor.shape
+
+
+class _Enough(BaseException):
+    """Ends a recomputation: all that was saved is there. No ``Exception``: it is no failure that a
+    user's ``except Exception`` may handle."""
+
+
+class Frame:
+    """One sealed call of one micro-batch, which can be run again.
+
+    Args:
+        again: how.
+        stage: where it runs.
+        microbatch: whose it is.
+        sources: what it draws random numbers from; if it does, for all that is known.
+        function: what is called.
+        args: with what; kept, without their graphs.
+        kwargs: with what.
+        modes: the function modes that the user's code has entered.
+        offload: where to keep the arguments; ``None``: where they are.
+        comparisons: where what is made again is compared with what was saved (a digest of each
+            tensor): in a pipeline's first step, for a module may depend on what nobody can see.
+    """
+
+    def __init__(
+        self,
+        again: Again,
+        stage: int,
+        microbatch: int,
+        sources: list[Source],
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        modes: Sequence[TorchFunctionMode] = (),
+        *,
+        offload: Offload | None = None,
+        comparisons: Comparisons | None = None,
+    ) -> None:
+        self.again = again
+        self.stage = stage
+        self.microbatch = microbatch
+        self.function = function
+        self.comparisons = comparisons
+        self.keeps = False  # what was made again, after it was read: it may be read once more
+        self.count = 0
+        self._modes = modes
+        self._surroundings = Surroundings(modes)
+        self._arguments: dict[int, _Kept] = {}  # by id: modules ask whether two arguments are one
+
+        def keep(tensor: Tensor) -> Any:
+            kept = self._arguments.get(id(tensor))
+            if kept is None:
+                kept = _Kept(tensor, offload, copies=again.about.keeps_inputs)
+                self._arguments[id(tensor)] = kept
+            return kept
+
+        self._call = map_tensors(keep, _opened((args, kwargs)))
+        self._buffers = [
+            _copy_of(names.get(key)) if written else names.get(key)
+            for names, key, written in again.buffers
+        ]
+        self._random = current(sources)
+        self._values: dict[int, Tensor] = {}
+        self._digests: list[tuple[torch.Size, Tensor | None]] = []
+        self._is_there = False
+        self._lock = threading.RLock()
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """The call itself; what it saves is dropped."""
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
+        try:
+            result = call_under(self._modes, self.function, args, kwargs)
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._forget()  # of a gradient that the call itself has asked for
+        if not self.again.about.keeps_inputs:
+            self._check_arguments("is written in place by")
+        if not self.again.about.draws:
+            self.again.about.draws = bool(moved(self._random))
+            self._random = self._random if self.again.about.draws else {}
+        return result
+
+    def _pack(self, tensor: Tensor) -> _Slot:
+        with ours():
+            slot = _Slot(self, tensor)
+            self.count += 1
+            if self.comparisons is not None:
+                self._digests.append((tensor.shape, self.comparisons.digest(tensor)))
+            return slot
+
+    def _check_arguments(self, how: str) -> None:
+        for kept in self._arguments.values():
+            shape = kept.was_written()
+            if shape is not None:
+                raise StateError(
+                    f"an input of shape {shape} {how} {self.again.what}, which is to be "
+                    f"recomputed, but was not when the model was recorded ({users_line()}); give "
+                    "Pipeline a sample that takes this way, or mark it with checkpoint=False"
+                )
+
+    # --- again
+
+    def recompute(self) -> None:
+        """Make what was saved again, if it is not there."""
+        with self._lock:
+            if self.count and not self._is_there:
+                with waiting_for_device() if self.again.waits else nullcontext():
+                    self._surroundings.run(self._run_again)
+                self._is_there = True
+
+    def fetch(self) -> None:
+        """Begin to bring back what running it again takes; does not wait."""
+        for kept in self._arguments.values():
+            kept.fetch()
+
+    def value(self, slot: _Slot) -> Tensor:
+        """What a slot stands for; made now if nobody has seen to it before."""
+        with self._lock:
+            if slot.index not in self._values:
+                # Read for a second time, by a function that asks twice: it may ask again.
+                self.keeps = self.keeps or self._is_there
+                self._forget()
+                self.recompute()
+            found = self._values.get(slot.index)
+            if found is None or (found.dtype, found.shape) != slot.what:
+                now = "nothing" if found is None else _shown(found.dtype, found.shape)
+                raise self._difference(slot.index, _shown(*slot.what), now)()
+            if not self.keeps:
+                del self._values[slot.index]
+            return found
+
+    def _forget(self) -> None:
+        self._values.clear()
+        self._is_there = False
+
+    def _run_again(self) -> None:
+        copies = self.again.about.keeps_inputs
+        if not copies:
+            self._check_arguments("was written in place after the call of")
+        args, kwargs = map_leaves(self._argument(copies), _opened(self._call))
+        with ExitStack() as stack:
+            stack.callback(set_cursor, set_cursor(self._cursor()))
+            stack.callback(recomputing.reset, recomputing.set(True))
+            for (names, key, written), kept in zip(self.again.buffers, self._buffers, strict=True):
+                stack.callback(names.__setitem__, key, names.get(key))
+                names[key] = _copy_of(kept) if written else kept
+            if self._random:
+                stack.enter_context(replayed(self._random))
+            stack.enter_context(torch.enable_grad())
+            stack.callback(stash, _RUNNING, _running())
+            stash(_RUNNING, _Running(self))
+            packs = torch.autograd.graph.saved_tensors_hooks(_pack_again, _same)
+            try:
+                with packs, theirs():
+                    self.function(*args, **kwargs)
+            except _Enough:
+                pass
+
+    def _argument(self, copies: bool) -> Callable[[Any], Any]:
+        entered: dict[int, Any] = {}
+
+        def enter(leaf: Any) -> Any:
+            if isinstance(leaf, _Kept) and id(leaf) not in entered:
+                entered[id(leaf)] = leaf.entered(copies=copies)
+            return entered.get(id(leaf), leaf)
+
+        return enter
+
+    def _cursor(self) -> Cursor:
+        cursor = Cursor()
+        cursor.stage = self.stage
+        return cursor
+
+    def collect(self, index: int, tensor: Tensor) -> None:
+        """A tensor that was saved when the call ran again."""
+        if index < self.count:
+            self._values[index] = tensor
+            if self.comparisons is not None:
+                self._compare(index, tensor, self.comparisons)
+        if index + 1 == self.count:
+            raise _Enough
+
+    def _compare(self, index: int, value: Tensor, comparisons: Comparisons) -> None:
+        shape, seen = self._digests[index]
+        if shape != value.shape or seen is None:
+            return  # told when it is read
+        what = _shown(value.dtype, value.shape)
+        error = self._difference(index, what, f"{what} with other numbers")
+        now = comparisons.digest(value)
+        if now is None:
+            raise error()
+        comparisons.compare(seen, now, error)
+
+    def _difference(self, index: int, then: str, now: str) -> Callable[[], StateError]:
+        """An error, for later: it does not hold the frame, which holds tensors."""
+        return partial(
+            _differs, self.again.what, self.stage, self.microbatch, index, self.count, then, now
+        )
+
+
+def _differs(
+    what: str, stage: int, microbatch: int, index: int, count: int, then: str, now: str
+) -> StateError:
+    return StateError(
+        f"{what} on stage {stage} saved {then} (number {index} of {count}) in its forward, and "
+        f"{now} when it was recomputed for micro-batch {microbatch}: it depends on something that "
+        "has changed (state of its own, a cache that it was given, a generator of its own); ask "
+        "blockpipe.is_recomputing() there, or mark it with checkpoint=False"
+    )
+
+
+def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+@dataclasses.dataclass
+class _Running:
+    """The call that runs again, and how much it has saved."""
+
+    frame: Frame
+    made: int = 0
+
+
+_RUNNING = "blockpipe_running"
+
+
+def _running() -> _Running | None:
+    """What runs again in this thread, or in the one that an autograd device thread works for: a
+    call may ask for a gradient, which saves tensors there."""
+    return cast(_Running | None, stashed(_RUNNING))
+
+
+def _pack_again(tensor: Tensor) -> Tensor:
+    # One function for all: a compiled module is compiled anew for hooks that it does not know.
+    running = _running()
+    assert running is not None
+    index = running.made
+    running.made += 1
+    with ours():
+        value = tensor.detach()
+    running.frame.collect(index, value)
+    return value
+
+
+def _unpack(slot: _Slot) -> Tensor:
+    with ours():
+        return slot.frame.value(slot)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _copy_of(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _opened(value: Any) -> Any:
+    """Containers copied, all the way down: the call may change them."""
+    new: Any
+    if type(value) is tuple:
+        return tuple([_opened(item) for item in value])
+    if isinstance(value, list):
+        new = copy.copy(value)
+        new[:] = [_opened(item) for item in value]
+        return new
+    if isinstance(value, MutableMapping):
+        new = copy.copy(value)
+        for key, item in value.items():
+            new[key] = _opened(item)
+        return new
+    if isinstance(value, set | deque):
+        return copy.copy(value)
+    if isinstance(value, SimpleNamespace):
+        return SimpleNamespace(**{key: _opened(item) for key, item in vars(value).items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        new = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(new, field.name, _opened(getattr(value, field.name)))
+        return new
+    return value

@@ -1,0 +1,346 @@
+"""What a crossing is made of: tags, imports, entries into a hop's graph, homes; and the step.
+
+What is known of a tensor is kept on the tensor (:class:`Tag`), and what is known of a storage on
+the storage (:class:`Aliases`): both die with what they describe, and neither refers back to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..devices.copies import Sent, send
+from ..devices.devices import is_asynchronous, mark
+from ..devices.digests import Comparisons
+from ..devices.lending import Lent, Returned
+from ..devices.observer import Observer, Watch
+from ..devices.ownership import Owner, copying, set_owner
+from ..devices.rng_streams import Source
+from ..errors import CrossingError
+from .tensor_attributes import class_attributes, share_attributes
+
+TAG = "_blockpipe_tag"
+RECORDING = -1  # the number of the recording's step
+_ALIASES = "_blockpipe_aliases"
+UNCUT = (
+    "use schedule='uncut' (one ordinary graph, one micro-batch at a time), "
+    "or put both operations on one stage"
+)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class JourneyKey:
+    """Which journey a tensor belongs to; compared by identity, printed in errors."""
+
+    step: int
+    microbatch: int
+
+
+class Tag:
+    """What a tensor is to a journey: whose, made on which hop, where it was imported to."""
+
+    __slots__ = ("hop", "imports", "is_kept", "key", "newest", "stage")
+
+    def __init__(self, key: JourneyKey, hop: int, stage: int) -> None:
+        self.key = key
+        self.hop = hop
+        self.stage = stage
+        self.imports: dict[int, Import] | None = None
+        self.newest: Tensor | None = None  # where a later hop wrote to it: the tensor that counts
+        self.is_kept = False  # on the host, where the user's code asked for it
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Import:
+    """A tensor's copy on a hop, and whether it is an entry of that hop's graph."""
+
+    value: Tensor
+    is_entry: bool
+    version: int
+    aliases: Aliases | None = None
+    besides: Collection[str] = ()  # attributes of the value that are its class's
+
+    def share_attributes(self, tensor: Tensor) -> None:
+        """What is set on the tensor is on its copy, too."""
+        share_attributes(tensor, self.value, self.besides)
+
+    def return_attributes(self, tensor: Tensor) -> None:
+        """What was set on the copy is on the tensor, too."""
+        share_attributes(self.value, tensor, self.besides)
+
+
+class Aliases:
+    """What shares a storage, across its copies: how many were imported, where it was written."""
+
+    __slots__ = ("imported", "written_on")
+
+    def __init__(self) -> None:
+        self.imported = 0
+        self.written_on: int | None = None
+
+
+@dataclass(slots=True)
+class Home:
+    """Where a parameter or buffer lives. It holds the tensor, so that its id stays its own."""
+
+    tensor: Tensor
+    hop: int
+    stage: int
+    name: str
+    is_adopted: bool = False  # a leaf from outside, which no module of the model registered
+
+
+@dataclass(slots=True)
+class Box:
+    """Where a gradient arrives, while its hop's backward runs; closed at any other time."""
+
+    gradient: Tensor | None = None
+    open: bool = False
+
+
+@dataclass(slots=True)
+class Crossing:
+    """One import's way back: the gradient arrives in the box and goes to an edge of a hop."""
+
+    entry: GradientEdge | None  # where it arrives; kept only where backwards are split
+    box: Box
+    to_hop: int
+    to_edge: GradientEdge
+    on_host: bool = False  # the tensor is on the host wherever it is read, and so its gradient
+
+
+@dataclass(slots=True)
+class HopGraph:
+    """What a hop's backward starts from, and what it hands on."""
+
+    roots: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)
+    arriving: list[Sent] = field(default_factory=list)  # of the roots' gradients
+    crossings: list[Crossing] = field(default_factory=list)
+
+
+class Entry(torch.autograd.Function):
+    """Where a crossing enters a hop's graph: keeps the gradient, and nothing of the data.
+
+    Not a leaf: the user's operation may write to it in place. Its output is a ``detach`` made
+    without grad, which autograd takes for no view.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, box: Box, phony: Tensor, value: Tensor) -> Tensor:
+        ctx.box = box
+        ctx.set_materialize_grads(False)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
+        if not ctx.box.open:
+            raise CrossingError(
+                "a backward in the forward, or a second one after it, comes to where a tensor "
+                "crossed from another stage, and its graph is cut there; use schedule='uncut', or "
+                "detach() what the inner backward does not need"
+            )
+        ctx.box.gradient = gradient
+        return None, None, None
+
+
+# Makes entries differentiable, and gets no gradient itself.
+_phony = torch.zeros((), device="cpu", requires_grad=True)
+
+
+class Step:
+    """What the journeys of one step share: the homes, the devices, and values copied once."""
+
+    _numbers = iter(range(1 << 62))
+
+    def __init__(
+        self,
+        route: list[int],
+        homes: dict[int, Home],
+        devices: list[torch.device] | None,
+        *,
+        differentiable: bool,
+        isolate_as: int | None = None,
+        cut: bool = True,
+        begins: Sequence[int] = (),
+        splits: bool = False,
+        tracks_writes: bool = True,
+        sealed_functions: Mapping[str, tuple[frozenset[int], Any, bool]] | None = None,
+        doors: AbstractContextManager[None] | None = None,
+        sources: Sequence[list[Source]] = (),
+        waiting: Collection[str] = (),
+        rereads: Collection[int] = (),
+        is_first: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
+        self.number = next(Step._numbers)
+        self.route = route
+        self.begins = begins  # for each hop, which of the forward's marks it began with
+        self.splits = splits  # whether backwards may be in two parts
+        self.tracks_writes = tracks_writes  # whether the recording saw a write to a foreign tensor
+        # By name: on which hops it is sealed, how it is recomputed, whether the host waits in it.
+        self.sealed_functions = sealed_functions or {}
+        self.doors = doors or nullcontext()  # entered again where a part of a forward is run again
+        self.sources = sources  # what each hop draws random numbers from
+        self.waiting = waiting  # names of torch functions that wait for a device
+        self.rereads = rereads  # hops with functions that may read what they saved twice
+        self.is_first = is_first  # of a recording
+        self.comparisons = Comparisons() if is_first else None  # of what is recomputed
+        self.observer = observer
+        self.homes = homes
+        self.devices = devices
+        self.differentiable = differentiable
+        self.isolate_as = isolate_as  # the pipeline's number in the sanitizer's book
+        self.isolate = isolate_as is not None
+        self.cut = cut
+        self.lent = Lent()  # the caller's tensors, and the model's, that are being copied
+        self.sent_back = Lent()  # by hop: gradients that are on their way
+        self.returned = Returned()
+        self._begun: dict[torch.device, torch.Event | None] = {}
+        self._lock = threading.Lock()
+        self._copies: dict[tuple[int, int], Sent] = {}
+        self._adopted: dict[int, Home] = {}  # of this step: not the model's, so not kept longer
+
+    def device_of(self, stage: int) -> torch.device | None:
+        """The device of a stage, or ``None`` where nothing is placed."""
+        return None if self.devices is None else self.devices[stage]
+
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether what crosses is copied between devices, some of which are asynchronous."""
+        used = set() if self.devices is None else {self.devices[stage] for stage in self.route}
+        return self.cut and len(used) > 1 and any(map(is_asynchronous, used))
+
+    @cached_property
+    def is_mixed(self) -> bool:
+        """Whether some stages are on the CPU, and some on an accelerator."""
+        return len({device.type == "cpu" for device in self.devices or ()}) > 1
+
+    def settle(self) -> None:
+        """The step is over: what it was given, and what it made, may be written and let go."""
+        self.lent.settle_all()
+        self.sent_back.settle_all()
+        self.returned.settle_all()
+
+    def begin(self) -> None:
+        """Note what is queued on the devices by now: what the step is given is there behind it."""
+        if self.has_copies:
+            assert self.devices is not None
+            self._begun = {device: mark(device) for device in set(self.devices)}
+
+    def mark(self, stage: int) -> torch.Event | None:
+        """An event behind what is queued on a stage's device, if anybody could wait for it."""
+        return mark(self.devices[stage]) if self.has_copies and self.devices is not None else None
+
+    def copy_of(
+        self, tensor: Tensor, stage: int, watch: Watch | None = None, *, on_host: bool = False
+    ) -> Tensor:
+        """A parameter's or buffer's value on another stage, copied once in the step."""
+        key = id(tensor), stage
+        with self._lock:
+            sent = self._copies.get(key)
+            if sent is None:
+                sent = self._copies[key] = self.lend(tensor, stage, watch, on_host=on_host)
+        return sent.receive()
+
+    def carried(self, tensor: Tensor, stage: int, watch: Watch | None = None) -> Tensor:
+        """The values of a tensor that is the caller's, or the model's, on a stage."""
+        return self.lend(tensor, stage, watch).receive()
+
+    def lend(
+        self, tensor: Tensor, stage: int, watch: Watch | None = None, *, on_host: bool = False
+    ) -> Sent:
+        """Begin to copy a tensor that is the caller's, or the model's, to a stage."""
+        after = self._begun.get(tensor.device)
+        sent = self.send(tensor, stage, watch=watch, after=after, on_host=on_host)
+        share_attributes(tensor, sent.value, class_attributes(sent.value))
+        self.lent.add(None, sent)
+        return sent
+
+    def send(
+        self,
+        tensor: Tensor,
+        stage: int,
+        *,
+        after: torch.Event | None = None,
+        back: bool = False,
+        watch: Watch | None = None,
+        on_host: bool = False,
+    ) -> Sent:
+        """Begin to copy a tensor's values to a stage: an alias on the same device, unless isolated.
+        What the user's code keeps on the host stays there. See
+        :func:`blockpipe.devices.copies.send`."""
+        device = tensor.device if on_host else self.device_of(stage)
+        sent = send(tensor, device, copy=self.isolate, after=after, back=back, watch=watch)
+        if self.isolate_as is not None:
+            set_owner(sent.value, Owner(self.isolate_as, stage))
+        return sent
+
+    def adopt(self, tensor: Tensor, hop: int, stage: int) -> Home:
+        """A leaf that no module registered and that needs a gradient: its home is where it is read.
+
+        A parameter of a loss function, say.
+        """
+        with self._lock:
+            home = Home(tensor, hop, stage, "<unregistered>", is_adopted=True)
+            return self._adopted.setdefault(id(tensor), home)
+
+    def home_of(self, tensor: Tensor) -> Home | None:
+        """Where a parameter or buffer lives; ``None`` for any other tensor."""
+        return self.homes.get(id(tensor)) or self._adopted.get(id(tensor))
+
+
+def enter_graph(box: Box, value: Tensor) -> Tensor:
+    """A value as an entry into this hop's graph; its gradient will be in the box."""
+    if torch.is_grad_enabled():
+        return cast(Tensor, Entry.apply(box, _phony, value))
+    # With grad also where the user's code is under no_grad: the copy is kept, and a later
+    # reader may need the gradient.
+    with torch.enable_grad():
+        return cast(Tensor, Entry.apply(box, _phony, value))
+
+
+def aliases_of(tensor: Tensor, key: JourneyKey) -> Aliases | None:
+    """What a journey knows of a tensor's storage."""
+    storage = _storage(tensor)
+    known = None if storage is None else getattr(storage, _ALIASES, None)
+    return None if known is None else known.get(key)
+
+
+def set_aliases(tensor: Tensor, key: JourneyKey, aliases: Aliases) -> None:
+    """Note it, by journey: slices of one batch share a storage, and are no aliases."""
+    storage = _storage(tensor)
+    if storage is None:
+        return
+    known = getattr(storage, _ALIASES, None)
+    if known is None:
+        known = WeakKeyDictionary()
+        setattr(storage, _ALIASES, known)
+    known[key] = aliases
+
+
+def version_of(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """A tensor's place in the autograd graph, whatever grad mode is, and however its stage."""
+    node = tensor.grad_fn
+    if node is not None and not isinstance(node, torch._C._FunctionBase):
+        return GradientEdge(node, tensor.output_nr)
+    # A custom function's node does not keep its own graph alive: torch adds what does.
+    # torch finds a leaf's place through a view of it: no read, but the sanitizer would see one.
+    with copying(), torch.enable_grad():
+        return get_gradient_edge(tensor)

@@ -1,0 +1,147 @@
+"""What of torch's is replaced while a step runs: where nothing else tells what a forward does.
+
+Each replacement is entered by any number of threads, does nothing outside of a journey, and is
+taken off when the last of them leaves.
+"""
+
+import functools
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor
+
+from .._common.process_changes import Shared
+from .interception import active_glue, watched_register_hook
+from .tags import Entry
+
+
+class Replacement(Shared):
+    """Something of torch's is replaced while this is entered, by any number of threads."""
+
+    owner: Any
+    name: str
+    _only: ClassVar[Any] = None  # of its class: what it replaces is there once
+    _original: Any  # as it is, unbound
+
+    def __new__(cls, *args: Any) -> Self:
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+            cls._only._original = cls.owner.__dict__[cls.name]
+        return cast(Self, cls._only)
+
+    def replacement(self) -> Any:
+        """What stands there meanwhile."""
+        raise NotImplementedError
+
+    def put_on(self) -> None:
+        """The replacement in the place of the original."""
+        self._original = self.owner.__dict__[self.name]
+        setattr(self.owner, self.name, self.replacement())
+
+    def take_off(self) -> None:
+        """The original."""
+        setattr(self.owner, self.name, self._original)
+
+
+class TensorHooks(Replacement):
+    """``Tensor.register_hook`` in sealed modules noticed while this is entered.
+
+    The two parts of a split backward both begin where a gradient arrives, and would both call the
+    hook that is there: the backward of such a hop is run whole. There is no asking a node of the
+    graph for its hooks.
+    """
+
+    owner, name = Tensor, "register_hook"
+
+    def replacement(self) -> Any:
+        return watched_register_hook
+
+
+class Backwards(Replacement):
+    """``torch.autograd.backward`` in the glue, an operation like ``Tensor.backward`` while this is
+    entered: function modes see the one, and of the other only what it makes itself."""
+
+    owner, name = torch.autograd, "backward"
+
+    def replacement(self) -> Any:
+        return _backward
+
+
+_original_backward: Any = torch.autograd.backward
+
+
+@functools.wraps(_original_backward)
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    glue = active_glue()
+    if glue is None or not glue.is_on():
+        return _original_backward(*args, **kwargs)
+    return glue.__torch_function__(_original_backward, (), args, kwargs)
+
+
+class CustomFunctions(Replacement):
+    """``autograd.Function.apply`` in the glue, treated as a sealed call while this is entered.
+
+    A function mode sees the operations inside a custom function's forward, but not its ``apply``:
+    the function would differentiate one tensor while the mode replaced another. There is no hook
+    for it, so ``apply`` itself is stood in for, and only where the recording met one in the glue.
+    """
+
+    owner, name = torch.autograd.Function, "apply"
+
+    def replacement(self) -> Any:
+        return classmethod(_apply)
+
+
+_original_apply: Any = torch.autograd.Function.__dict__["apply"]
+
+
+def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    original = _original_apply.__get__(None, cls)
+    glue = active_glue()
+    if glue is None or glue.inside or cls is Entry:
+        return original(*args, **kwargs)
+    glue.saw_custom_function(cls.__qualname__)
+    return glue.call_sealed(original, args, kwargs)
+
+
+class ScriptFunctions(Replacement):
+    """Functions under ``torch.jit.script`` in the glue, treated as sealed calls while this is
+    entered: no function mode sees what TorchScript's interpreter runs."""
+
+    owner, name = torch.jit.ScriptFunction, "__call__"
+
+    def replacement(self) -> Any:
+        return _call_scripted
+
+
+_original_script_call: Any = torch.jit.ScriptFunction.__call__
+
+
+def _call_scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
+    original = functools.partial(_original_script_call, function)
+    glue = active_glue()
+    if glue is None or glue.inside:
+        return original(*args, **kwargs)
+    glue.saw_custom_function(function.name, is_scripted=True)
+    return glue.call_sealed(original, args, kwargs)
+
+
+class GeneratorStates(Replacement):
+    """``torch.set_rng_state`` noticed while this is entered: what sets the generator, as
+    ``fork_rng`` does, would set it for who draws at the same time."""
+
+    owner, name = torch, "set_rng_state"
+
+    def replacement(self) -> Any:
+        return _set_rng_state
+
+
+_original_set_rng_state: Any = torch.set_rng_state
+
+
+@functools.wraps(_original_set_rng_state)
+def _set_rng_state(new_state: Tensor) -> None:
+    glue = active_glue()
+    if glue is not None:
+        glue.saw_generator_set()
+    _original_set_rng_state(new_state)

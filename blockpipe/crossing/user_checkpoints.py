@@ -1,0 +1,224 @@
+"""``torch.utils.checkpoint`` in the glue: its function runs again as one more journey.
+
+torch runs the function of a checkpoint again in the backward, when it comes to the first tensor
+that was not kept: in autograd's thread of that device, if it is an accelerator's. Without
+interception the function would read other stages' tensors there. So each checkpoint that begins in
+the glue remembers where the forward stood, and what it runs again begins there: marks move it,
+operations run on the stages where they ran, and what crossed comes from where it came from. Its
+graph is thrown away, as torch does; only what it saves is used.
+
+Interception around the whole of a backward was no alternative: a backward belongs to one hop, and a
+checkpoint may span several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch as dispatch
+from torch.utils import checkpoint as torchs
+
+from .._common.thread_state import in_thread, ours, theirs
+from ..devices.devices import current_stream, is_asynchronous
+from ..devices.rng_streams import current, kept, restore
+from ..devices.sanitizer import Sanitizer
+from ..stages.marks import Cursor, recomputing, set_cursor, set_microbatch
+from .interception import Glue, active_glue
+from .microbatch_run import Journey
+from .tags import TAG, Box, JourneyKey, Step, Tag, enter_graph
+from .torch_patches import Backwards, CustomFunctions, Replacement, ScriptFunctions
+from .uncut_run import FreeJourney
+
+
+def is_in_checkpoint() -> bool:
+    """Whether what runs here is the function of a ``torch.utils.checkpoint`` (the kind that is not
+    reentrant), which keeps nothing of it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torchs.__name__
+
+
+class Rerun(Journey):
+    """What a checkpoint runs again: reads what the forward read, where the forward read it."""
+
+    def __init__(
+        self, step: Step, microbatch: int, cursor: Cursor, forward_key: JourneyKey
+    ) -> None:
+        super().__init__(step, microbatch, cursor)
+        self.forward_key = forward_key
+
+    def repeats(self) -> bool:
+        return False  # it is being run again
+
+    def local(self, tensor: Tensor) -> Tensor:
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is None or tag.key is not self.forward_key:
+            return super().local(tensor)
+        while tag.newest is not None:
+            newest: Tag = getattr(tag.newest, TAG)
+            if newest.hop > self.hop:
+                break  # written on a later hop than this is
+            tensor, tag = tag.newest, newest
+        if tag.hop == self.hop:
+            return tensor
+        found = (tag.imports or {}).get(self.hop)
+        return self._brought(tensor) if found is None else found.value
+
+    def _local_untagged(self, tensor: Tensor) -> Tensor:
+        is_inner = tensor.requires_grad and tensor.grad_fn is not None
+        return self._brought(tensor) if is_inner else super()._local_untagged(tensor)
+
+    def _brought(self, tensor: Tensor) -> Tensor:
+        """A tensor of the forward that it had no import of here, or that torch kept for the
+        checkpoint by hooks, which loses the tag."""
+        value = self._constant(tensor)
+        if value is not tensor and tensor.requires_grad:
+            value = enter_graph(Box(), value)
+        return value
+
+
+class FreeRerun(FreeJourney):
+    """The same in one ordinary graph."""
+
+    def repeats(self) -> bool:
+        return False
+
+
+class _Arrival:
+    """How an accelerator stood when the forward came to it: its stream, and its generator."""
+
+    def __init__(self, device: torch.device | None, *, begins: bool = False) -> None:
+        self.device = device if device is not None and is_asynchronous(device) else None
+        self._stream = None if self.device is None else current_stream(self.device)
+        # Where the checkpoint begins, torch itself sees to the generators.
+        self.draws_from = [] if self.device is None or begins else [self.device]
+        self._random = current(self.draws_from)
+
+    def enter(self) -> None:
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)
+        restore(self._random)
+
+
+class Checkpoint:
+    """One ``torch.utils.checkpoint`` of a journey, which can be run again.
+
+    Args:
+        journey: of the forward. It is not kept, for its graph keeps this.
+        function: what torch calls to run the checkpoint's function again.
+    """
+
+    def __init__(self, journey: Journey, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._step = journey.step
+        self._microbatch = journey.microbatch
+        self._key = journey.key
+        self._standing = journey.standing()
+        begins_on = journey.step.device_of(max(journey.stage, 0))
+        self._arrivals = [_Arrival(begins_on, begins=True)]
+
+    def note_arrival(self, stage: int) -> None:
+        """The forward came to another hop."""
+        self._arrivals.append(_Arrival(self._step.device_of(stage)))
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it again; called by torch in the backward."""
+        cursor = self._standing.cursor.copy()
+        journey: Journey
+        if self._step.cut:
+            journey = Rerun(self._step, self._microbatch, cursor, self._key)
+        else:
+            journey = FreeRerun(self._step, self._microbatch, cursor)
+        journey.go_on_from(self._standing)
+        arrivals = iter(self._arrivals)
+
+        def arrive(*_: int) -> None:
+            next(arrivals, self._arrivals[0]).enter()
+            for sanitizer in _sanitizers():
+                sanitizer.stage = journey.stage
+
+        with ExitStack() as stack:
+            stack.enter_context(ours())
+            in_thread.modes = [mode for mode in in_thread.modes if not isinstance(mode, Glue)]
+            stack.enter_context(_put_back(self._arrivals))
+            stack.callback(set_cursor, set_cursor(cursor))
+            stack.callback(set_microbatch, set_microbatch(self._microbatch))
+            stack.callback(recomputing.reset, recomputing.set(True))
+            stack.callback(journey.abandon)
+            stack.enter_context(self._step.doors)
+            stack.enter_context(intercepting())
+            arrive()
+            journey.on_border = arrive
+            stack.enter_context(theirs())
+            stack.enter_context(Glue(journey))
+            return self._function(*args)
+
+
+def _sanitizers() -> list[Sanitizer]:
+    modes = dispatch._get_current_dispatch_mode_stack()
+    return [mode for mode in modes if isinstance(mode, Sanitizer)]
+
+
+@contextmanager
+def _put_back(arrivals: list[_Arrival]) -> Iterator[None]:
+    """At the end the thread is on the device and the streams that it was on."""
+    devices = {arrival.device for arrival in arrivals if arrival.device is not None}
+    stages = [(sanitizer, sanitizer.stage) for sanitizer in _sanitizers()]
+    index = torch.accelerator.current_device_index() if devices else 0
+    streams = [torch.accelerator.current_stream(device) for device in devices]
+    try:
+        with kept({source for arrival in arrivals for source in arrival.draws_from}):
+            yield
+    finally:
+        for stream in streams:
+            torch.accelerator.set_stream(stream)
+        if devices:
+            torch.accelerator.set_device_index(index)
+        for sanitizer, stage in stages:
+            sanitizer.stage = stage
+
+
+@contextmanager
+def intercepting() -> Iterator[None]:
+    """All is replaced that the glue may need, for a forward of which nothing is known."""
+    with Backwards(), CustomFunctions(), ScriptFunctions(), Checkpoints():
+        yield
+
+
+class Checkpoints(Replacement):
+    """What torch puts around the function of a checkpoint, so that one in the glue is seen while
+    this is entered. There is no hook for it: the function that it gets is torch's own."""
+
+    owner, name = torchs, "_checkpoint_hook"
+
+    def replacement(self) -> Any:
+        return _WatchedHook
+
+
+_OriginalHook: Any = torchs._checkpoint_hook
+
+
+class _WatchedHook(_OriginalHook):  # type: ignore[misc]
+    def __init__(self, frame: Any) -> None:
+        self._under_way: tuple[Journey, Callable[[int], None]] | None = None
+        glue = active_glue()
+        if glue is not None and not glue.inside:
+            glue.saw_checkpoint()
+            frame.recompute_fn = again = Checkpoint(glue.journey, frame.recompute_fn)
+            self._under_way = glue.journey, again.note_arrival
+        super().__init__(frame)
+
+    def __enter__(self) -> Any:
+        if self._under_way is not None:
+            journey, note = self._under_way
+            journey.on_arrival.append(note)
+        return super().__enter__()
+
+    def __exit__(self, *failure: Any) -> Any:
+        if self._under_way is not None:
+            journey, note = self._under_way
+            journey.on_arrival.remove(note)
+        return super().__exit__(*failure)

@@ -1,0 +1,274 @@
+"""A tensor from device to device.
+
+Written against the device-generic ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``, so
+that every accelerator torch knows works. ``Tensor.to`` alone would run on the source's compute
+stream, behind whatever is queued there; here the copy has streams of its own on both sides. It
+begins when the source is there (an event says so, which may be older than what is queued by now),
+and its reader waits for it only where it begins to read.
+"""
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .._common.thread_state import waiting_for_device
+from .devices import current_stream, is_asynchronous
+from .observer import Watch
+from .ownership import copying
+
+
+class Sent:
+    """A tensor's values on their way to a device.
+
+    Attributes:
+        value: on that device; not to be read before :meth:`receive`.
+        source: what is being read for it, cut off from autograd; ``None``: nothing is.
+        arrived: when all of it is there, and the source may be written or freed.
+        owner: the stream that the value was allocated on, where it is not the reader's.
+        is_awaited: whether nobody has received it yet.
+    """
+
+    __slots__ = ("_watch", "arrived", "is_awaited", "owner", "source", "value")
+
+    def __init__(
+        self,
+        value: Tensor,
+        source: Tensor | None = None,
+        arrived: torch.Event | None = None,
+        owner: torch.Stream | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.value = value
+        self.source = source
+        self.arrived = arrived
+        self.owner = owner
+        self.is_awaited = arrived is not None
+        self._watch = watch
+
+    def receive(self, *, keeps: bool = False) -> Tensor:
+        """The values, for the device's current stream to read, or for the host, which waits.
+
+        Args:
+            keeps: the caller sees to it that their memory is not let go before they are read.
+        """
+        if not self.is_awaited:
+            return self.value
+        assert self.arrived is not None
+        self.is_awaited = False
+        reader = current_stream(self.value.device)
+        if self._watch is not None:
+            self._watch("waits", reader)
+        if reader is None:
+            if not self.arrived.query():
+                with waiting_for_device():
+                    self.arrived.synchronize()
+        else:
+            reader.wait_event(self.arrived)
+            if not keeps:
+                with copying(), torch._C.DisableTorchFunction():
+                    self.value.record_stream(reader)  # allocated on the copy stream
+        if self._watch is not None:
+            self._watch("goes on", reader)
+        return self.value
+
+
+def send(
+    tensor: Tensor,
+    device: torch.device | None,
+    *,
+    copy: bool = False,
+    after: torch.Event | None = None,
+    back: bool = False,
+    watch: Watch | None = None,
+) -> Sent:
+    """Begin to copy a tensor's values to a device, cut off from autograd.
+
+    Args:
+        tensor: what to copy. Until :attr:`Sent.arrived` it must be neither written nor freed:
+            see :class:`blockpipe.devices.lending.Lent`.
+        device: where to; ``None``: where it is.
+        copy: a real copy even on the same device (the stage sanitizer's wish), strides and all.
+        after: when the tensor was there; ``None``: once all is done that is queued on its device.
+        back: it is a gradient on its way back, which does not queue behind what goes forward.
+        watch: told when it is under way.
+
+    Returns:
+        An alias where no copy is needed. An expanded tensor stays expanded: the copy holds each
+        stored element once.
+    """
+    stays = device is None or tensor.device == device
+    if stays and not copy and watch is None and torch.is_grad_enabled():
+        return Sent(tensor.detach())
+    # With grad on, also where the user's code has it off: autograd would forbid a later write
+    # to an alias made without. What is detached gets no graph either way.
+    # Without inference mode, whose tensors do not count what is written to them.
+    with copying(), torch.inference_mode(False), torch.enable_grad():
+        source = _counting(tensor) if tensor.is_inference() else tensor.detach()
+        if stays:
+            here = current_stream(tensor.device) if watch is not None else None
+            if watch is not None:
+                watch("sends", here)
+            value = _same_strides(source) if copy else source
+            if watch is not None:
+                watch("arrives", here)
+            return Sent(value)
+        assert device is not None
+        compact, expand = _compacted(source)
+        if isinstance(source, FakeTensor) or not _has_streams(compact, device):
+            if watch is not None:
+                watch("sends", None)
+            moved = Sent(compact.to(device))
+            if watch is not None:
+                watch("arrives", None)
+        elif not is_asynchronous(device):
+            moved = _to_host(compact, device, after, back, watch)
+        elif is_asynchronous(compact.device):
+            moved = _across(compact, device, after, back, watch)
+        else:
+            moved = _from_host(compact, device, back, watch)
+        if expand:
+            moved.value = moved.value.expand(source.shape)
+        return moved
+
+
+def _counting(tensor: Tensor) -> Tensor:
+    """An alias of a tensor of inference mode that counts what is written to it."""
+    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+        return tensor.detach()
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return made.set_(tensor.untyped_storage(), *place)
+
+
+def _has_streams(tensor: Tensor, device: torch.device) -> bool:
+    is_queued = is_asynchronous(tensor.device) or is_asynchronous(device)
+    return is_queued and tensor.layout is torch.strided
+
+
+def carry(tensor: Tensor, device: torch.device | None, *, copy: bool = False) -> Tensor:
+    """A tensor's values on a device, there to be read at once; as :func:`send`."""
+    return send(tensor, device, copy=copy).receive()
+
+
+def _across(
+    source: Tensor,
+    device: torch.device,
+    after: torch.Event | None,
+    back: bool,
+    watch: Watch | None,
+) -> Sent:
+    """Between two accelerators, on copy streams; compute streams wait by events only."""
+    way = _ways.between(source.device, device, back)
+    sending, receiving = way.sending, way.receiving
+    assert sending is not None
+    assert receiving is not None
+    with way.lock:
+        sending.wait_event(after or torch.accelerator.current_stream(source.device).record_event())
+        with sending, receiving:
+            if watch is not None:
+                watch("sends", sending)
+            moved = source.to(device, non_blocking=True)
+            arrived = receiving.record_event()
+            if watch is not None:
+                watch("arrives", sending)  # by the same device's clock
+    return Sent(moved, source, arrived, receiving, watch)
+
+
+def _from_host(source: Tensor, device: torch.device, back: bool, watch: Watch | None) -> Sent:
+    """From the host, on the device's copy stream, through pinned memory: a copy of pageable memory
+    would wait until all that is queued on the device is done. The pinned memory is torch's cache,
+    which keeps it until the copy is over; memory that the caller has pinned is copied as well, for
+    the caller may fill it anew as soon as the step returns."""
+    way = _ways.between(source.device, device, back)
+    receiving = way.receiving
+    assert receiving is not None
+    pinned = torch.empty_like(source, pin_memory=True).copy_(source)
+    with way.lock, receiving:
+        if watch is not None:
+            watch("sends", receiving)
+        moved = pinned.to(device, non_blocking=True)
+        arrived = receiving.record_event()
+        if watch is not None:
+            watch("arrives", receiving)
+    return Sent(moved, None, arrived, receiving, watch)
+
+
+def _to_host(
+    source: Tensor,
+    device: torch.device,
+    after: torch.Event | None,
+    back: bool,
+    watch: Watch | None,
+) -> Sent:
+    """To the host, on the device's copy stream, into pinned memory: the host waits for this copy
+    alone, where it begins to read, and not for all that is queued on the device."""
+    way = _ways.between(source.device, device, back)
+    sending = way.sending
+    assert sending is not None
+    moved = torch.empty_like(source, device=device, pin_memory=True)
+    with way.lock:
+        sending.wait_event(after or torch.accelerator.current_stream(source.device).record_event())
+        with sending:
+            if watch is not None:
+                watch("sends", sending)
+            moved.copy_(source, non_blocking=True)
+            arrived = sending.record_event()
+            if watch is not None:
+                watch("arrives", sending)
+    return Sent(moved, source, arrived, None, watch)
+
+
+@dataclass
+class _Way:
+    """The copy streams from one device to another, and who may queue a copy there now."""
+
+    sending: torch.Stream | None
+    receiving: torch.Stream | None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Ways:
+    """Copy streams, those of the process: for each pair of devices and each direction of the step.
+    What shares a stream waits for what is queued there before, though it may be ready long before:
+    a skip connection, or a gradient, would wait for the activations of later micro-batches."""
+
+    def __init__(self) -> None:
+        self._ways: dict[tuple[torch.device, torch.device, bool], _Way] = {}
+
+    def between(self, source: torch.device, target: torch.device, back: bool) -> _Way:
+        key = source, target, back
+        way = self._ways.get(key)
+        if way is None:
+            sending, receiving = (torch.Stream(d) if is_asynchronous(d) else None for d in key[:2])
+            way = self._ways.setdefault(key, _Way(sending, receiving))
+        return way
+
+
+_ways = _Ways()
+
+
+def _compacted(tensor: Tensor) -> tuple[Tensor, bool]:
+    """The tensor with every expanded dimension narrowed to one, and whether there was one."""
+    if tensor.layout is not torch.strided or 0 not in tensor.stride():
+        return tensor, False
+    expanded = [
+        d
+        for d, (n, s) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+        if s == 0 and n > 1
+    ]
+    for dim in expanded:
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor, bool(expanded)
+
+
+def _same_strides(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return tensor.clone()
+    compact, expand = _compacted(tensor)
+    new = torch.empty_strided(
+        compact.shape, compact.stride(), dtype=compact.dtype, device=compact.device
+    ).copy_(compact)
+    return new.expand(tensor.shape) if expand else new

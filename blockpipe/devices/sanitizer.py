@@ -1,0 +1,72 @@
+"""The stage sanitizer: proof, on one machine, that no operation reads another stage's tensor.
+
+Under ``isolate=True`` every crossing is a real copy and every storage has an owner. A dispatch
+mode sees each operation below autograd, in sealed modules and in backward too, and an operation
+that touches what another stage owns is an error: on several devices it would have been one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._common.callsite import users_line
+from .._common.nested import tensors
+from .._common.thread_state import ours
+from ..errors import IsolationError
+from .ownership import Owner, is_carrying, owner_of, set_owner
+
+
+class Sanitizer(TorchDispatchMode):
+    """Checks the owners of what operations touch, and enters those of what they make.
+
+    Args:
+        pipeline: the pipeline's number in the book.
+        microbatch: for messages.
+        stage: the stage that runs now; moved along at borders.
+        phase: "forward" or "backward", for messages.
+    """
+
+    def __init__(self, pipeline: int, microbatch: int, stage: int, phase: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pipeline = pipeline
+        self.microbatch = microbatch
+        self.stage = stage
+        self.phase = phase
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with ours():
+            return self._checked(func, args, dict(kwargs or {}))
+
+    def _checked(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if is_carrying() or func is torch.ops.aten.detach.default:
+            return func(*args, **kwargs)
+        for tensor in tensors((args, kwargs)):
+            self._check(tensor, func)
+        result = func(*args, **kwargs)
+        for tensor in tensors(result):
+            owner = owner_of(tensor)
+            if owner is None or owner.pipeline != self.pipeline:
+                set_owner(tensor, Owner(self.pipeline, self.stage))
+        return result
+
+    def _check(self, tensor: Tensor, func: Callable[..., Any]) -> None:
+        owner = owner_of(tensor)
+        if owner is None or owner.pipeline != self.pipeline or owner.stage == self.stage:
+            return
+        raise IsolationError(
+            f"{func} in the {self.phase} of micro-batch {self.microbatch} on stage {self.stage} "
+            f"touches a tensor of shape {tuple(tensor.shape)} that stage {owner.stage} owns "
+            f"({users_line()}): with one device a stage this fails; pass it as an argument of the "
+            "module, or read it in the forward's own code, where Blockpipe sees it"
+        )

@@ -1,0 +1,213 @@
+"""``pipe(x)`` as a part of the caller's graph: two nodes that start and end the pipelined backward.
+
+::
+
+    inputs ──► _Launch ──► phony ──► _Gather ──► outputs ──► … ──► loss
+                 ▲                      │
+                 └── run all backwards ◄┘ gradients, kept
+
+``_Gather`` keeps the gradients of the outputs; ``_Launch`` runs the backwards. The phony between
+them is a CPU tensor, so the engine runs ``_Launch`` in the thread that called ``backward()``: run
+on a device's autograd thread it would wait for work that this very thread has to do.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._common.model_turns import alone_with
+from .._common.nested import leaves, map_leaves
+from .._common.thread_state import ours
+from ..batches.joining import Joint
+from ..batches.microbatch import InputPlace
+from ..crossing.tags import edge_of
+from ..errors import UsageError
+from ..restoring.restored_thread import leaves_intact
+from .step import Execution
+
+
+class _Backward:
+    """One forward's way back: runs once."""
+
+    def __init__(
+        self,
+        execution: Execution,
+        joints: list[Joint],
+        inputs: list[tuple[Tensor, InputPlace]],
+    ) -> None:
+        self.execution: Execution | None = execution
+        self.joints = joints
+        self.inputs = inputs
+        self.gradients: dict[tuple[int, int | None], Tensor] = {}
+
+    @leaves_intact
+    def run(self) -> list[Tensor | None]:
+        """The gradients of the inputs, after those of all parameters."""
+        execution, self.execution = self.execution, None
+        if execution is None:
+            raise UsageError(
+                "this pipelined forward has run its backward already: its graphs are gone; call "
+                "the pipeline again, or use schedule='uncut' for retain_graph and second backwards"
+            )
+        with alone_with(execution.prepared.model):
+            self._add_roots(execution)
+            execution.run_backward()
+        return input_gradients(execution, self.inputs)
+
+    def _add_roots(self, execution: Execution) -> None:
+        for (leaf, part), gradient in self.gradients.items():
+            joint = self.joints[leaf]
+            pieces = (
+                joint.gradients(gradient)
+                if part is None
+                else [gradient if i == part else None for i in range(len(joint.places))]
+            )
+            for (m, at), piece in zip(joint.places, pieces, strict=True):
+                result = execution.results[m]
+                assert result is not None
+                place = result.edges[at]
+                if piece is not None and place is not None:
+                    hop, edge = place
+                    stage = execution.prepared.route[hop]
+                    on_host = result.on_host[at]
+                    sent = execution.step.send(piece, stage, back=True, on_host=on_host)
+                    execution.step.lent.add(None, sent)
+                    execution.journeys[m].add_sent_root(hop, edge, sent)
+        self.gradients.clear()
+        self.joints = []
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, way_back: _Backward, token: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.way_back = way_back
+        ctx.token = edge_of(token).node  # runs in an ordinary backward, and in no other
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch._C._will_engine_execute_node(ctx.token):
+            raise UsageError(
+                "autograd.grad, or backward(inputs=…), asks for some gradients, but a pipelined "
+                "backward adds all of them up in .grad; call backward() and read .grad, or use "
+                "schedule='uncut'"
+            )
+        with ours():
+            return None, None, *ctx.way_back.run()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        way_back: _Backward,
+        places: list[tuple[int, int | None]],
+        phony: Tensor,
+        *values: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.way_back, ctx.places = way_back, places
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "create_graph=True goes through a pipelined backward, which is cut at every "
+                "crossing; use schedule='uncut' for higher derivatives"
+            )
+        for place, gradient in zip(ctx.places, gradients, strict=True):
+            if gradient is not None:
+                ctx.way_back.gradients[place] = gradient
+        return None, None, torch.zeros((), device="cpu"), *(None for _ in gradients)
+
+
+def attach(
+    output: Any,
+    joints: list[Joint],
+    execution: Execution,
+    inputs: list[tuple[Tensor, InputPlace]],
+) -> Any:
+    """The joined output, with a gradient path back through the pipeline.
+
+    Args:
+        output: as joined, cut off.
+        joints: how each leaf was joined.
+        execution: the step whose forwards have run.
+        inputs: those that need grad, and where they went.
+    """
+    way_back = _Backward(execution, joints, inputs)
+    places: list[tuple[int, int | None]] = []
+    for leaf, joint in enumerate(joints):
+        found = [(execution.results[m], at) for m, at in joint.places]
+        edges = [result.edges[at] for result, at in found if result is not None]
+        if joint.how == "list":
+            places += [(leaf, i) for i, edge in enumerate(edges) if edge is not None]
+        elif any(edge is not None for edge in edges):
+            places.append((leaf, None))
+    if not places:
+        return output
+    token = torch.zeros((), device="cpu", requires_grad=True)
+    phony = _Launch.apply(way_back, token, *(t for t, _ in inputs))
+    flat: dict[int, Any] = dict(enumerate(_leaves_by_joint(output, joints)))
+    values = [flat[leaf] if part is None else flat[leaf][part] for leaf, part in places]
+    attached = _Gather.apply(way_back, places, phony, *values)
+    for (leaf, part), value in zip(places, attached, strict=True):
+        if part is None:
+            flat[leaf] = value
+        else:
+            flat[leaf][part] = value
+    new = iter(flat.values())
+    return _with_joints(output, joints, new)
+
+
+def _leaves_by_joint(output: Any, joints: list[Joint]) -> list[Any]:
+    rest = iter(leaves(output))
+    found = []
+    for joint in joints:
+        if joint.how == "list":
+            found.append([next(rest) for _ in joint.parts])
+        else:
+            found.append(next(rest))
+    return found
+
+
+def _with_joints(output: Any, joints: list[Joint], new: Any) -> Any:
+    flat = iter(
+        [
+            item
+            for joint, value in zip(joints, new, strict=True)
+            for item in (value if joint.how == "list" else [value])
+        ]
+    )
+    return map_leaves(lambda _: next(flat), output)
+
+
+def input_gradients(
+    execution: Execution, inputs: list[tuple[Tensor, InputPlace]]
+) -> list[Tensor | None]:
+    """The gradients of the inputs: micro-batches' put together, or summed where they went whole."""
+    result: list[Tensor | None] = []
+    for tensor, place in inputs:
+        parts = [
+            execution.journeys[m].input_gradients.get(leaf) for m, leaf in place.leaves.items()
+        ]
+        parts = [p if p is None else p.to(tensor.device) for p in parts]
+        if all(part is None for part in parts):
+            result.append(None)
+        elif place.dim is None:
+            given = [part for part in parts if part is not None]
+            result.append(sum(given[1:], given[0]))
+        else:
+            pieces = tensor.detach().split([b.size for b in execution.microbatches], place.dim)
+            result.append(
+                torch.cat(
+                    [
+                        torch.zeros_like(piece) if part is None else part
+                        for part, piece in zip(parts, pieces, strict=True)
+                    ],
+                    place.dim,
+                )
+            )
+    return result

@@ -1,0 +1,67 @@
+"""How a forward that is observed tells where it is: at borders, or, in the plain loop, at marks."""
+
+from collections.abc import Callable
+
+from ..crossing.microbatch_run import Journey
+from ..devices.observer import Observer
+from ..stages.marks import Cursor
+
+
+def observed_border(
+    journey: Journey, cross: Callable[[int, int], None], observer: Observer
+) -> Callable[[int, int], None]:
+    """A journey's border whose crossings an observer is told of."""
+    m = journey.microbatch
+
+    def cross_observed(before: int, after: int) -> None:
+        if before >= 0:
+            observer.ends("F", before, m)
+        observer.begins("wait", after, journey.stage, m)
+        cross(before, after)
+        observer.ends("wait", after, m)
+        observer.begins("F", after, journey.stage, m)
+
+    return cross_observed
+
+
+class PlainPassage:
+    """One micro-batch in the plain loop, which has no borders: a hop begins where a mark moves
+    the cursor to its stage. There is one backward, which counts as the last hop's.
+
+    Args:
+        observer: who is told.
+        route: the stages of the hops.
+        cursor: of the forward.
+        microbatch: its index.
+    """
+
+    def __init__(
+        self, observer: Observer, route: list[int], cursor: Cursor, microbatch: int
+    ) -> None:
+        self.observer = observer
+        self._route = route
+        self._m = microbatch
+        self._hop = 0
+        if len(route) > 1:
+            cursor.on_move = self._moved
+        observer.begins("F", 0, route[0], microbatch)
+
+    def _moved(self, stage: int) -> None:
+        if stage == self._route[self._hop]:
+            return
+        rest = range(self._hop + 1, len(self._route))
+        hop = next((hop for hop in rest if self._route[hop] == stage), None)
+        if hop is None:
+            return  # back to an outer block's stage, with nothing to do there
+        self.observer.ends("F", self._hop, self._m)
+        self._hop = hop
+        self.observer.begins("F", hop, stage, self._m)
+
+    def turn_back(self) -> None:
+        """The forward is over."""
+        self.observer.ends("F", self._hop, self._m)
+        self.observer.begins("B", self._hop, self._route[self._hop], self._m)
+
+    def finish(self) -> None:
+        """The backward is."""
+        self.observer.ends("B", self._hop, self._m)

@@ -1,0 +1,321 @@
+"""Steps: forwards and backwards over a batch, pipelined."""
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from .._common.callsite import users_line
+from .._common.model_turns import alone_with
+from .._common.nested import leaves, map_tensors
+from .._common.thread_state import Ambient, ours, theirs
+from ..batches.joining import join, output_dim, weighted_sum
+from ..batches.losses import warn_of_some_without_a_number
+from ..batches.microbatch import InputPlace, Microbatch, input_places, weights_of
+from ..crossing.interception import Glue
+from ..crossing.tags import Step
+from ..crossing.uncut_run import FreeJourney
+from ..crossing.user_checkpoints import intercepting, is_in_checkpoint
+from ..devices.devices import is_asynchronous
+from ..devices.observer import Observer
+from ..errors import UsageError
+from ..preparation.options import PipelineOptions
+from ..preparation.prepared import Prepared
+from ..preparation.preparer import Preparer, dims_for, split_call
+from ..restoring.restored_thread import leaves_intact
+from ..stages.marks import Cursor, _cursor, set_cursor
+from .autograd_bridge import attach, input_gradients
+from .step import Execution
+from .step_result import StepLoss, StepResult
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def runs_model(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorates methods of what has a ``module`` and runs it: they are refused inside of another
+    run, take their turn among the threads, and leave their thread as it was."""
+
+    @functools.wraps(method)
+    @leaves_intact
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        pipe: Any = args[0]
+        with ours():
+            _check_call()
+            with alone_with(pipe.module):
+                return method(*args, **kwargs)
+
+    return call
+
+
+@dataclass(frozen=True)
+class StepRunner:
+    """Runs steps of a prepared model.
+
+    Args:
+        preparer: of the model.
+        options: of the steps.
+        observe: gives each step its observer, from what is prepared and the number of
+            micro-batches; ``None``: nobody is told.
+    """
+
+    preparer: Preparer
+    options: PipelineOptions
+    observe: Callable[[Prepared, int], Observer | None] | None = None
+
+    def forward_backward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        loss_fn: Callable[..., Any] | None,
+        *,
+        return_outputs: bool = False,
+    ) -> StepResult:
+        """As :meth:`blockpipe.Pipeline.forward_backward`."""
+        ambient = Ambient()
+        cut_off: list[tuple[Tensor, Tensor]] = []  # inputs, and what stands for them
+        if not self.options.cuts:
+            (args, kwargs, target), cut_off = _cut_off((args, kwargs, target))
+        microbatches = self.split(args, kwargs, target)
+        with theirs():
+            weights = weights_of(microbatches, self.options.loss_reduction)
+        prepared = self.preparer.prepare(microbatches[0], self.options)
+        if isinstance(loss_fn, nn.Module):
+            loss_fn.to(prepared.devices[prepared.route[-1]])
+        want = {"loss", "outputs"} if return_outputs else {"loss"}
+        execution = self._execution(prepared, microbatches, weights, ambient, want, loss_fn)
+        execution.run()
+        self.preparer.look_again(prepared, microbatches[0], self.options, execution.written)
+        if cut_off:
+            _give((tensor, leaf.grad) for tensor, leaf in cut_off)
+        elif execution.inputs_need_grad:
+            self._give_input_gradients(execution, args, kwargs, target)
+        results = [r for r in execution.results if r is not None]
+        device = prepared.devices[prepared.route[-1]]
+        with torch.no_grad():
+            sizes = [m.size for m in microbatches]
+            losses = [r.loss for r in results if r.loss is not None]
+            is_there = losses[0].device == device
+            loss = weighted_sum(losses if is_there else [t.to(device) for t in losses], weights)
+            # To look is to wait for an accelerator: there in the first step only, and never where
+            # somebody counts what waits.
+            may_look = prepared.steps == 1 or not is_asynchronous(device)
+            if may_look and not torch._C._len_torch_dispatch_stack() and bool(loss.isnan()):
+                warn_of_some_without_a_number(losses)
+            outputs = None
+            if return_outputs:
+                values, on_host = [r.outputs for r in results], [r.on_host for r in results]
+                dim = output_dim(self.options.batch_dims, values, sizes)
+                outputs, _ = join(values, sizes, weights, device, dim, on_host)
+        return StepResult(loss.reshape(()).as_subclass(StepLoss), outputs)
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As :meth:`blockpipe.Pipeline.forward`."""
+        ambient = Ambient()
+        cut = self.options.cuts
+        if cut and torch.is_grad_enabled() and is_in_checkpoint():
+            raise UsageError(
+                "torch.utils.checkpoint around a pipeline would run all stages again in the "
+                f"backward of each ({users_line()}); leave it out, and pass checkpoint='always' to "
+                "Pipeline, so that each stage runs its own part again"
+            )
+        microbatches = self.split(args, kwargs)
+        weights, problem = self._weights_without_target(microbatches)
+        prepared = self.preparer.prepare(microbatches[0], self.options)
+        execution = self._execution(prepared, microbatches, weights, ambient, {"outputs"})
+        execution.run_forward()
+        self.preparer.look_again(prepared, microbatches[0], self.options, execution.written)
+        found = [r for r in execution.results if r is not None]
+        results, on_host = [r.outputs for r in found], [r.on_host for r in found]
+        sizes = [m.size for m in microbatches]
+        device = prepared.devices[prepared.route[-1]]
+        dim = output_dim(self.options.batch_dims, results, sizes)
+        output, joints = join(results, sizes, weights, device, dim, on_host)
+        if problem is not None and any(joint.how == "sum" for joint in joints):
+            raise UsageError(
+                "the model returns a loss, or another number for each micro-batch, and "
+                f"loss_reduction fails without a target ({type(problem).__name__}: {problem}); "
+                "let it count by the model's own arguments, or pass the target to "
+                f"forward_backward ({users_line()})"
+            ) from problem
+        if not cut or not execution.step.differentiable:
+            return output
+        inputs = self._inputs_that_need_grad(execution, args, kwargs, None)
+        return attach(output, joints, execution, inputs)
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """As :meth:`blockpipe.Pipeline.run`."""
+        if not callable(function):
+            raise UsageError(
+                f"run() calls a method of the model, but {function!r} "
+                f"({type(function).__name__}) came ({users_line()})"
+            )
+        if not self.preparer.known:
+            raise UsageError(
+                "run() works on a placed model; pass sample=… to Pipeline, or call it once first"
+            )
+        prepared = next(reversed(self.preparer.known.values()))
+        step = Step(
+            prepared.route,
+            prepared.homes,
+            prepared.devices,
+            differentiable=torch.is_grad_enabled(),
+            cut=False,
+            doors=prepared.doors,
+        )
+        cursor = Cursor(follow_marks=not prepared.planned)
+        journey = FreeJourney(step, 0, cursor)
+        before = set_cursor(cursor)
+        try:
+            args, kwargs = map_tensors(journey.take_input, (args, kwargs))
+            with prepared.doors, intercepting(), _start_over(self.preparer.model, journey):
+                with theirs(), Glue(journey):
+                    result = function(*args, **kwargs)
+                journey.notice_writes()
+                return result
+        finally:
+            set_cursor(before)
+            journey.abandon()
+
+    # --- batches
+
+    def split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
+    ) -> list[Microbatch]:
+        """The batch in micro-batches."""
+        return split_call(self.preparer.model, self.options, args, kwargs, target)
+
+    def _weights_without_target(
+        self, microbatches: list[Microbatch]
+    ) -> tuple[list[float], Exception | None]:
+        """What each micro-batch counts where it gives one number; and why ``loss_reduction`` could
+        not say so, which matters only if there is such a number."""
+        try:
+            with theirs():
+                return weights_of(microbatches, self.options.loss_reduction), None
+        except Exception as error:
+            return weights_of(microbatches, "mean"), error
+
+    def _execution(
+        self,
+        prepared: Prepared,
+        microbatches: list[Microbatch],
+        weights: list[float],
+        ambient: Ambient,
+        want: Iterable[str],
+        loss_fn: Callable[..., Any] | None = None,
+    ) -> Execution:
+        return Execution(
+            prepared,
+            microbatches,
+            weights,
+            self.options.schedule,
+            ambient,
+            isolate_as=self.preparer.own_storages(prepared) if self.options.isolate else None,
+            loss_fn=loss_fn,
+            want=frozenset(want),
+            observer=self.observe(prepared, len(microbatches)) if self.observe else None,
+        )
+
+    def _inputs_that_need_grad(
+        self, execution: Execution, args: Any, kwargs: Any, target: Any
+    ) -> list[tuple[Tensor, InputPlace]]:
+        # A tensor that comes twice is there twice: each argument has micro-batches of its own.
+        given = list(leaves((args, kwargs, target)))
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
+            return []
+        sizes = [m.size for m in execution.microbatches]
+        places = input_places(
+            args,
+            kwargs,
+            target,
+            sizes,
+            dims_for(self.preparer.model, self.options.batch_dims, args, kwargs),
+        )
+        return [
+            (leaf, place)
+            for leaf, place in zip(given, places, strict=True)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+
+    def _give_input_gradients(
+        self, execution: Execution, args: Any, kwargs: Any, target: Any
+    ) -> None:
+        inputs = self._inputs_that_need_grad(execution, args, kwargs, target)
+        if not inputs:
+            return
+        found = input_gradients(execution, inputs)
+        _give([(tensor, gradient) for (tensor, _), gradient in zip(inputs, found, strict=True)])
+
+
+def _check_call() -> None:
+    """Raise :class:`UsageError` where a pipeline cannot be called."""
+    exporting = "torch.export" if torch.compiler.is_exporting() else None
+    if exporting or torch._C._get_tracing_state() is not None:
+        raise UsageError(
+            f"{exporting or 'torch.jit.trace'} cannot see the stages of a pipeline "
+            f"({users_line()}); call unplace(), and give it pipe.module"
+        )
+    if _cursor.get() is not None:
+        raise UsageError(
+            "a pipeline was called inside a forward that Blockpipe runs; mark the inner "
+            f"model's modules as blocks of the outer one instead ({users_line()})"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UsageError(
+            "torch.func transforms cannot go through a pipeline; transform the model's "
+            f"own functions, or use the plain model ({users_line()})"
+        )
+    if forward_ad._current_level >= 0:
+        raise UsageError(
+            "forward-mode AD cannot go through a pipeline: its graph is cut between the "
+            f"stages; use the plain model ({users_line()})"
+        )
+
+
+def _cut_off(arguments: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+    """Arguments with a leaf in the place of each tensor that needs grad, and the pairs of both.
+
+    Each micro-batch has a backward of its own, and the caller's graph behind an input bears one.
+    """
+    leaf_of: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def cut(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        pair = leaf_of.setdefault(id(tensor), (tensor, tensor.detach().requires_grad_()))
+        return pair[1]
+
+    return map_tensors(cut, arguments), list(leaf_of.values())
+
+
+def _give(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Take gradients of inputs into the caller's graph, at once."""
+    given = [(tensor, gradient) for tensor, gradient in gradients if gradient is not None]
+    if given:
+        torch.autograd.backward([t for t, _ in given], [g for _, g in given])
+
+
+class _start_over:  # noqa: N801 - a context manager that reads as a verb
+    """While entered, each call of the model begins on stage 0: ``generate`` calls it many times."""
+
+    def __init__(self, model: nn.Module, journey: FreeJourney) -> None:
+        def start(*_: Any) -> None:
+            journey.cursor.move(0, None)
+            journey.cursor.highest = -1
+            journey.forget_calls()
+
+        self._handle = model.register_forward_pre_hook(start, prepend=True)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *failure: Any) -> None:
+        self._handle.remove()

@@ -1,0 +1,5 @@
+"""Where to cut: stages of equal cost, within memory.
+
+In: a recording, devices, a number of stages. Out: a plan that says what its stages cost, also as
+code to paste. Read first: ``balance``; ``cut_points`` says where a recording can be cut at all.
+"""

@@ -1,0 +1,221 @@
+"""Deferred batch norm: running statistics of the whole mini-batch, committed once a step.
+
+In a loop over micro-batches batch norm updates its running statistics once for each of them: they
+move further than one batch would have them move, and follow the last micro-batches most. Deferred,
+they are what the whole batch would have given. What a forward normalizes by is not changed by it:
+that is the micro-batch's own, as in the loop, for the whole batch is not there yet.
+
+The obvious way adds up sums and sums of squares. Their difference, the variance, cancels where the
+mean is large: at a mean of 1e4 and a variance of 1 nothing of it is left in float32. Here each
+micro-batch is centered before it is squared, and micro-batches are merged by their means and
+squared distances.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .._common.nested import tensors
+from .._common.thread_state import ours
+from ..crossing.interception import active_glue
+from ..stages.marks import current_microbatch, is_recomputing
+
+Forward = Callable[..., Any]
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Statistics(NamedTuple):
+    """Of some samples, for each channel: enough to merge them with others'.
+
+    ``mean`` and ``squares`` (the sum of squared distances from the mean) have shape
+    ``[channels]``, in double precision where the device has it.
+    """
+
+    samples: int
+    mean: Tensor
+    squares: Tensor
+
+
+def statistics(x: Tensor) -> Statistics:
+    """The statistics of a tensor of shape ``[batch, channels, ...]``.
+
+    Nothing of the tensor's size is made in double precision: what is left of the rounded mean after
+    it was subtracted is small, so that single precision holds it well.
+    """
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    double = torch.float32 if x.device.type == "mps" else torch.float64
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    samples = x.numel() // x.shape[1]
+    mean = x.mean(dims, keepdim=True, dtype=wide)
+    centered = x - mean
+    rest = centered.mean(dims).to(double)
+    squares = centered.square_().sum(dims).to(double)
+    return Statistics(samples, mean.flatten().to(double) + rest, squares - samples * rest.square())
+
+
+def merged(parts: list[Statistics]) -> Statistics:
+    """The statistics of all samples of some parts.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+    sample variances" (1979).
+    """
+    samples, mean, squares = parts[0]
+    for more in parts[1:]:
+        total = samples + more.samples
+        distance = more.mean - mean
+        mean = mean + distance * (more.samples / total)
+        squares = squares + more.squares + distance.square() * (samples * more.samples / total)
+        samples = total
+    return Statistics(samples, mean, squares)
+
+
+class _Step:
+    """What a step has seen so far."""
+
+    def __init__(self) -> None:
+        # By module, then by micro-batch: of each of its calls. One thread runs a micro-batch.
+        self.seen: dict[_BatchNorm, dict[int, list[Statistics]]] = {}
+
+
+class DeferredBatchNorm:
+    """Holds back the running statistics of a model's batch norms.
+
+    The normalization is left to the modules, whose classes may have their own. SyncBatchNorm is
+    left alone: its statistics are of several processes, and each takes part in every update.
+
+    Args:
+        model: whose batch norms are meant: those that are in training mode when they are called,
+            and have running statistics.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.under_way: _Step | None = None
+        self._turn = RLock()  # two threads' steps would take each other's clones for the buffers
+        self.modules = {
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        }
+        self._synchronized = synchronized(model)
+
+    def stand_ins(self) -> dict[str, Callable[[Forward], Forward]]:
+        """For each module's path: from its forward to what is called instead. Outside of a step
+        that is the forward."""
+        return {path: partial(self._stand_in, module) for path, module in self.modules.items()}
+
+    def _stand_in(self, module: _BatchNorm, forward: Forward) -> Forward:
+        return _StandIn(module, forward, partial(self._call, module, forward))
+
+    def _call(self, module: _BatchNorm, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """A batch norm's forward; before it, a look at its input."""
+        step, microbatch = self.under_way, _counted_microbatch()
+        if (
+            step is not None
+            and microbatch is not None
+            and module.training
+            and module.track_running_stats
+            and module.running_mean is not None
+        ):
+            with ours(), torch.no_grad():
+                given, glue = next(tensors((args, kwargs))), active_glue()
+                seen = statistics((given if glue is None else glue.read(given)).detach())
+            step.seen.setdefault(module, {}).setdefault(microbatch, []).append(seen)
+        return forward(*args, **kwargs)
+
+    def notes(self) -> list[str]:
+        """What is deferred and what not, for the summary."""
+        notes = [f"batch norm deferred: {len(self.modules)} modules"]
+        if self._synchronized:
+            notes.append(f"not deferred, SyncBatchNorm: {', '.join(self._synchronized)}")
+        return notes
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What forwards see is committed at the end, if nothing failed. Reentrant.
+
+        Meanwhile forwards write to clones of the buffers. They serve for the whole step: some
+        subclasses read what the micro-batches before have left there, and a recomputation puts
+        back what there was, as for every buffer.
+        """
+        with self._turn:
+            yield from self._taken_step()
+
+    def _taken_step(self) -> Iterator[None]:
+        outer, step = self.under_way, _Step()
+        self.under_way = step
+        own = {module: dict(module._buffers) for module in self.modules.values()}
+        try:
+            for module, buffers in own.items():
+                there = {n: b for n in _BUFFERS if (b := buffers.get(n)) is not None}
+                module._buffers.update({n: b.detach().clone() for n, b in there.items()})
+            yield
+        finally:
+            for module, buffers in own.items():
+                module._buffers.update(buffers)
+            self.under_way = outer
+        _commit(step)
+
+
+class _StandIn:
+    """Stands in for a module's forward. A copy of the module has the module's own again."""
+
+    def __init__(self, module: _BatchNorm, forward: Forward, call: Forward) -> None:
+        self.module = module
+        self.forward = forward
+        # The graph of a compiled module around this one ends here: what is Python runs each time.
+        self._call: Forward = torch.compiler.disable(call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.forward, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _forward_of, (self.module,)
+
+
+def _forward_of(module: nn.Module) -> Forward:
+    forward: Forward = type(module).forward.__get__(module)
+    return forward
+
+
+def synchronized(model: nn.Module) -> list[str]:
+    """The paths of a model's SyncBatchNorms, which are not deferred."""
+    return [path for path, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)]
+
+
+def _counted_microbatch() -> int | None:
+    """The micro-batch whose forward is under way; ``None`` for what is computed again."""
+    return None if is_recomputing() else current_microbatch()
+
+
+@torch.no_grad()
+def _commit(step: _Step) -> None:
+    """Update running statistics as one forward of the whole batch does. Reads no values: on an
+    accelerator the host does not wait."""
+    for module, seen in step.seen.items():
+        calls = itertools.zip_longest(*(seen[microbatch] for microbatch in sorted(seen)))
+        for parts in calls:
+            _update(module, merged([part for part in parts if part is not None]))
+
+
+def _update(module: _BatchNorm, whole: Statistics) -> None:
+    factor: float | Tensor | None = module.momentum
+    tracked = module.num_batches_tracked
+    if tracked is not None:
+        tracked.add_(1)
+    if factor is None:  # the average over all steps
+        factor = 0.0 if tracked is None else 1 / tracked.to(whole.mean)
+    variance = whole.squares / max(whole.samples - 1, 1)
+    for running, value in ((module.running_mean, whole.mean), (module.running_var, variance)):
+        if running is not None:
+            running.copy_(running.to(value).lerp_(value, factor))

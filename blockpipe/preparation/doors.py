@@ -1,0 +1,192 @@
+"""Doors: what stands around sealed modules during a step.
+
+A *door* stands in for the ``forward`` of a sealed module and looks only at what goes in and comes
+out; inside of it the glue is off. Doors are instance attributes, set for a step and taken off after
+it: hooks of the user's run outside of them, and between steps the model is exactly the user's.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from .._common.modules import StandIn, is_compiled
+from .._common.process_changes import Shared
+from ..crossing.interception import active_glue
+from ..crossing.recompute import Again
+from ..recording.plan_resolution import Stages, planned_stage
+from ..recording.recording import Call, Recording
+
+
+class Door(StandIn):
+    """Stands in for a module's ``forward`` during a step.
+
+    Args:
+        forward: what it stands in for.
+        hops: the hops on which the module is sealed.
+        stages: from the module's call to the stage that a plan gives it, overriding the marks.
+        again: how its call is recomputed; ``None``: it is not.
+        waits: whether its call makes the host wait for a device.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        hops: frozenset[int],
+        stages: Mapping[int | None, int] | None = None,
+        again: Again | None = None,
+        *,
+        waits: bool = False,
+    ) -> None:
+        self.forward = forward
+        self.hops = hops
+        self.stages = stages
+        self.again = again
+        self.waits = waits
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        glue = active_glue()
+        if glue is None:
+            return self.forward(*args, **kwargs)
+        journey = glue.journey
+        if glue.inside:
+            if self.stages is not None:
+                journey.count_call(self)  # a later one may be outside of what is sealed
+            return self.forward(*args, **kwargs)
+        if self.stages is not None:
+            call = journey.count_call(self)
+            journey.cursor.move(planned_stage(self.stages, call, journey.cursor.stage), None)
+        if self.hops and journey.is_sealed(self.hops):
+            return glue.call_sealed(self.forward, args, kwargs, self.again, waits=self.waits)
+        return self.forward(*args, **kwargs)
+
+
+class Doors(Shared):
+    """The doors of one recording; entered for each step, reentrant.
+
+    Args:
+        model: whose modules they are of.
+        sealed: from a module's path to the hops on which it is sealed.
+        planned: from a module's path and call to the stage that a plan gives it.
+        inner: what else stands in for modules' forwards meanwhile, inside of the door where there
+            is one: from a module's path to a function that makes it from the forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recording: Recording,
+        planned: Stages | None = None,
+        inner: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] | None = None,
+    ) -> None:
+        planned, inner = _outside_of_sealed(recording, planned or {}), inner or {}
+        sealed = recording.sealed
+        modules = dict(model.named_modules())
+        waiting = {call.path for call in recording.calls if call.waits}
+        self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
+        self._sealed: list[tuple[str, nn.Module, Door, Callable[..., Any]]] = []
+        for path in sorted({*sealed, *planned, *inner}):
+            module = modules[path]
+            # A module compiled in place runs its compiled call instead of `forward`.
+            compiled = module.__dict__.get("_compiled_call_impl")
+            name = "forward" if compiled is None else "_compiled_call_impl"
+            forward = getattr(module, name)
+            if path in inner:
+                forward = inner[path](forward)
+            if path not in sealed and path not in planned:
+                self._places.append((module.__dict__, name, forward))
+                continue
+            again = self._again(f"module {path or '(the model)'!r}", path, recording, modules)
+            hops = sealed.get(path, frozenset())
+            door = Door(forward, hops, planned.get(path), again, waits=path in waiting)
+            self._places.append((module.__dict__, name, door))
+            if door.hops and not is_compiled(module):
+                self._sealed.append((path, module, door, door.forward))
+        self.functions = {
+            key: (hops, self._again(f"function {key}", key, recording, modules), key in waiting)
+            for key, hops in recording.sealed_functions.items()
+        }
+        self._before: list[Any] = []
+
+    def _again(
+        self, what: str, path: str, recording: Recording, modules: Mapping[str, nn.Module]
+    ) -> Again | None:
+        about = recording.recomputable.get(path)
+        if about is None or not about.is_run_again:
+            return None
+        buffers = []
+        for held in recording.buffers:
+            if held.name in about.buffers:
+                outer, _, key = held.name.rpartition(".")
+                buffers.append((modules[outer]._buffers, key, held.written))
+        for module in modules[path].modules() if path in modules else ():
+            # There is no tensor yet; the forward may make one.
+            buffers += [
+                (module._buffers, key, True) for key, b in module._buffers.items() if b is None
+            ]
+        waits = any(call.waits for call in recording.calls if call.path == path)
+        return Again(what, about, buffers, waits)
+
+    def stand_in(
+        self,
+        wrap: Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any] | None],
+        *,
+        recomputes: bool,
+    ) -> list[str]:
+        """Have the doors call something else than the sealed modules' forwards.
+
+        Args:
+            wrap: from a module's path, the module and its forward to what is called instead;
+                ``None``: as it is.
+            recomputes: whether what stands in can be run again for its activations.
+
+        Returns:
+            The paths of the modules that something stands in for.
+        """
+        found = []
+        for path, module, door, forward in self._sealed:
+            new = wrap(path, module, forward)
+            if new is not None:
+                door.forward = new
+                door.again = door.again if recomputes else None
+                found.append(path)
+        return found
+
+    def put_on(self) -> None:
+        """Every door in its place."""
+        self._before = [names.get(name, _MISSING) for names, name, _ in self._places]
+        for names, name, door in self._places:
+            names[name] = door
+
+    def take_off(self) -> None:
+        """What was in their places."""
+        for (names, name, door), before in zip(self._places, self._before, strict=False):
+            if names.get(name) is not door:
+                continue  # the user's forward set its own meanwhile: it is theirs
+            if before is _MISSING:
+                del names[name]
+            else:
+                names[name] = before
+
+
+_MISSING = object()
+
+
+def _outside_of_sealed(recording: Recording, planned: Stages) -> Stages:
+    """A plan without modules that only ever run inside of sealed calls: those run untouched (and
+    compiled ones would be compiled anew around our doors)."""
+
+    def is_sealed(call: Call) -> bool:
+        doors = recording.sealed_functions if call.is_function else recording.sealed
+        return call.sealed and call.hop in doors.get(call.path, ())
+
+    outside: set[str] = set()
+    inside: dict[int, bool] = {}  # ids of calls: whether what they call is
+    called = set()
+    for call in recording.calls:
+        is_in = call.parent is not None and inside[id(call.parent)]
+        inside[id(call)] = is_in or is_sealed(call)
+        called.add(call.path)
+        if not is_in:
+            outside.add(call.path)
+    return {path: s for path, s in planned.items() if path in outside or path not in called}

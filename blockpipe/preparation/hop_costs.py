@@ -1,0 +1,64 @@
+"""What hops cost on the devices of their stages, in seconds and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from ..costs.probing import copy_line, rates_of
+from ..costs.rates import Rates
+from ..devices.devices import is_asynchronous
+from ..recording.recording import Kept, Recording
+from ..schedules.simulation import Costs
+
+
+def rates_of_stages(devices: Sequence[torch.device], lanes: int) -> list[Rates]:
+    """For each stage the rates of its device; they are measured when they are used.
+
+    Args:
+        devices: of the stages.
+        lanes: that run at once: on the CPU they share its threads.
+    """
+    alone = any(map(is_asynchronous, devices))
+    threads = torch.get_num_threads() if alone else max(1, torch.get_num_threads() // lanes)
+    return [rates_of(device, threads) for device in devices]
+
+
+def hop_costs(
+    recording: Recording,
+    regimes: Sequence[Kept],
+    devices: Sequence[torch.device],
+    rates: Sequence[Rates],
+    offloaded: Collection[int] = (),
+) -> Costs:
+    """What the hops of a recording cost.
+
+    Args:
+        recording: of what.
+        regimes: what each hop keeps, as it is recomputed.
+        devices: of the stages.
+        rates: of these.
+        offloaded: hops whose activations are in host memory meanwhile.
+    """
+    hops = recording.hops
+    backward = [rates[hop.stage].backward(hop.work) for hop in hops]
+    sent = [0.0] * len(hops)
+    for crossing in recording.crossings:
+        line = copy_line(devices[crossing.from_stage], devices[crossing.to_stage])
+        sent[crossing.to_hop - 1] += line.seconds(crossing.bytes)
+    restore = [
+        rates[hop.stage].forward(kept.again) for hop, kept in zip(hops, regimes, strict=True)
+    ]
+    for hop in offloaded:
+        line = copy_line(torch.device("cpu"), devices[hops[hop].stage])
+        restore[hop] += line.seconds(regimes[hop].full)
+    return Costs(
+        forward=[rates[hop.stage].forward(hop.work) for hop in hops],
+        backward=backward,
+        weight=[seconds / 2 for seconds in backward],
+        transfer=sent,
+        activation=[float(kept.full) for kept in regimes],
+        restore=restore,
+        dropped=[float(kept.full - kept.bytes) for kept in regimes],
+    )

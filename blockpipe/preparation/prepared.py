@@ -1,0 +1,443 @@
+"""What is worked out once for each recording, and used by every step: homes, doors, lanes,
+schedules, and whether threads pay."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._common.text import bytes_text
+from ..costs.meter import ASKS_HOST
+from ..costs.rates import Rates, together
+from ..crossing.host_stores import AHEAD
+from ..crossing.tags import Home
+from ..devices.devices import is_asynchronous
+from ..devices.rng_streams import Source, host_sources, sources_of, torchs_of
+from ..errors import ScheduleError
+from ..recording.recording import Hop, Kept, Recording
+from ..schedules.builders import Choice, ScheduleOption, choose, make_schedule
+from ..schedules.schedule import Schedule
+from ..schedules.simulation import Costs, validate
+from .batch_norm import DeferredBatchNorm
+from .compiled import Compiled
+from .doors import Doors
+from .hop_costs import hop_costs, rates_of_stages
+from .unwritten import Unwritten
+
+_log = logging.getLogger(__name__)
+
+# What threads on the CPU need to gain anything, in seconds by a roofline of round numbers. Below,
+# the interpreter lock is handed over too often, or waking threads takes as long as the work itself.
+# All were calibrated together on two cores by examples/benchmarks/small_operations.py; see
+# docs/benchmarks.md. Measured rates have no part in it: how a step runs must not depend on what
+# else the machine did while they were measured.
+SMALL_OPERATION = 25e-6
+SMALL_HOP = 1.2e-3
+_FLOPS, _BYTES, _OPERATION = 4e10, 1e10, 4e-6  # a second; of one core; seconds of any operation
+
+
+def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hashable]:
+    """For each stage what names its lane: the accelerator device, or on the CPU the stage itself;
+    CPU devices with an index (``"cpu:0"``) are lanes that stages may share.
+
+    Args:
+        devices: one for each stage, checked.
+        names: the same as the user gave them.
+    """
+    given = [torch.device(name) for name in names]
+    return [
+        device if is_asynchronous(device) else stage if named.index is None else named
+        for stage, (device, named) in enumerate(zip(devices, given, strict=True))
+    ]
+
+
+def is_small(recording: Recording, hops: int | None = None) -> bool:
+    """Whether a recording's operations, or hops, are too small for threads to pay on the CPU.
+
+    Args:
+        recording: what runs.
+        hops: in how many; ``None``: as it is recorded.
+    """
+    seconds = sum(map(roofline, recording.hops))
+    operations = sum(hop.kernels for hop in recording.hops)
+    return seconds < max(SMALL_OPERATION * operations, SMALL_HOP * (hops or len(recording.hops)))
+
+
+def goes_one_by_one(schedule: ScheduleOption, microbatches: int, *, has_one_lane: bool) -> bool:
+    """Whether each micro-batch goes out and comes back before the next, in one thread.
+
+    Args:
+        schedule: as asked for; one of the user's own is played as it is.
+        microbatches: of a step.
+        has_one_lane: whether nothing can overlap, or threads would cost more than that gains.
+    """
+    return isinstance(schedule, str) and (
+        microbatches == 1 or schedule in ("sequential", "uncut") or has_one_lane
+    )
+
+
+def roofline(hop: Hop) -> float:
+    """What a hop's forward would take one core of round numbers: to tell small ones by, alone."""
+    return sum(
+        count * (_OPERATION + max(operation.flops / _FLOPS, operation.bytes / _BYTES))
+        for operation, count in hop.work.forward.items()
+    )
+
+
+@dataclass
+class Prepared:
+    """A recording, carried out: the model is placed, and steps can run."""
+
+    model: nn.Module
+    recording: Recording
+    route: list[int]
+    homes: dict[int, Home]
+    devices: list[torch.device]
+    lane_of_stage: Sequence[Hashable]
+    doors: Doors
+    planned: bool
+    in_flight: int | None = None
+    checkpoint: str = "never"
+    offload: frozenset[int] = frozenset()  # stages
+    compiled: Compiled | None = None
+    batch_norm: DeferredBatchNorm | None = None
+    steps: int = 0  # that were run with it
+    microbatches: int = 0  # of the last of them
+    choices: dict[int, Choice] = field(default_factory=dict)  # of "auto", by micro-batches
+    loss_draws: dict[Any, bool] = field(default_factory=dict)  # by loss function, once known
+    _schedules: dict[Any, Schedule] = field(default_factory=dict)
+    _own_schedule: Any = None  # the last of the user's, which _schedules has as "own"
+
+    @cached_property
+    def lane_of_hop(self) -> tuple[int, ...]:
+        """The number of each hop's lane."""
+        lanes: dict[Hashable, int] = {}
+        return tuple(lanes.setdefault(self.lane_of_stage[s], len(lanes)) for s in self.route)
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """For each hop, which of the forward's marks it began with."""
+        return [hop.mark for hop in self.recording.hops]
+
+    @cached_property
+    def is_asynchronous(self) -> bool:
+        """Whether any stage is on an accelerator."""
+        return any(is_asynchronous(device) for device in self.devices)
+
+    @cached_property
+    def waiting(self) -> frozenset[str]:
+        """The names of the torch functions in glue that make the host wait for a device."""
+        if not self.is_asynchronous:
+            return frozenset()
+        return frozenset(self.recording.waiting) | ASKS_HOST
+
+    @cached_property
+    def on_one_device(self) -> bool:
+        """Whether all stages that the route visits are on one device."""
+        return len({self.devices[stage] for stage in self.route}) == 1
+
+    @cached_property
+    def unwritten(self) -> Unwritten:
+        """What no forward of this recording writes."""
+        return Unwritten(self.model, self.recording)
+
+    @cached_property
+    def is_one_hop(self) -> bool:
+        """Whether nothing can cross: the recording saw no mark move the cursor."""
+        return len(self.route) == 1 and not self.recording.moves
+
+    @cached_property
+    def sources(self) -> list[list[Source]]:
+        """What each hop draws random numbers from."""
+        return [
+            sources_of(sorted(hop.draws), self.devices[hop.stage]) for hop in self.recording.hops
+        ]
+
+    @cached_property
+    def all_sources(self) -> list[list[Source]]:
+        """What each hop could draw from."""
+        kinds = ["torch", *host_sources()]
+        return [sources_of(kinds, self.devices[stage]) for stage in self.route]
+
+    @cached_property
+    def generators(self) -> list[Source]:
+        """torch's, of the host and of the stages' devices."""
+        return list(dict.fromkeys(s for device in self.devices for s in torchs_of(device)))
+
+    def draws_after_all(self, hop: int | None = None, kind: str = "torch") -> None:
+        """A forward drew random numbers that it did not draw when it was recorded: from the next
+        step on it takes turns.
+
+        Args:
+            hop: where; ``None``: nobody knows (a dropout that was 0 until now).
+            kind: of generator.
+        """
+        for info in self.recording.hops if hop is None else [self.recording.hops[hop]]:
+            info.draws.add(kind)
+        self.__dict__.pop("sources", None)
+
+    @cached_property
+    def rereads(self) -> frozenset[int]:
+        """Hops with functions that may read what they saved more than once."""
+        return frozenset(hop.index for hop in self.recording.hops if hop.reruns)
+
+    def recomputes(self, microbatch: int, microbatches: int) -> bool:
+        """Whether a micro-batch is recomputed where no mark says otherwise."""
+        if self.checkpoint == "except_last":
+            return microbatch < microbatches - 1
+        return self.checkpoint == "always"
+
+    @cached_property
+    def restores(self) -> bool:
+        """Whether any hop has something to make again, or bring back, before its backward."""
+        return any(self._restores(hop, 0, 2) for hop in range(len(self.route)))
+
+    def _restores(self, hop: int, microbatch: int, microbatches: int) -> bool:
+        calls = self.regime(hop, microbatch, microbatches).calls
+        return bool(calls) or hop in self.offloaded
+
+    def regime(self, hop: int, microbatch: int, microbatches: int) -> Kept:
+        """What a hop keeps of a micro-batch, as it is recomputed."""
+        info = self.recording.hops[hop]
+        found = info.always if self.recomputes(microbatch, microbatches) else info.asked
+        return found if found.calls else info.never
+
+    def kept(
+        self, hop: int, microbatch: int, microbatches: int, *, is_split: bool = False
+    ) -> tuple[int, int]:
+        """In bytes, what a hop keeps of a micro-batch, and that with what is made again.
+
+        Args:
+            hop: which.
+            microbatch: of so many.
+            microbatches: so many.
+            is_split: its backward is in two parts.
+        """
+        kept = self.regime(hop, microbatch, microbatches)
+        # What an earlier hop keeps as well is there once, where it has not moved; on the CPU the
+        # inputs are the caller's.
+        there = kept.shared if self.on_one_device else 0
+        there += 0 if is_asynchronous(self.devices[self.route[hop]]) else kept.inputs
+        if hop in self.offloaded and is_asynchronous(self.devices[self.route[hop]]):
+            if kept.calls or is_split:
+                return 0, kept.full - there
+            # In its backward: what is read, and what is on its way.
+            return 0, sum(kept.largest[: 1 + AHEAD])
+        return kept.bytes - there, kept.full - there
+
+    @cached_property
+    def offloaded(self) -> frozenset[int]:
+        """The hops whose activations are in host memory meanwhile."""
+        return frozenset(hop for hop, stage in enumerate(self.route) if stage in self.offload)
+
+    def stays(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is a parameter's or a buffer's."""
+        return storage._cdata in self._own_storages
+
+    @cached_property
+    def _own_storages(self) -> set[int]:
+        return {
+            home.tensor.untyped_storage()._cdata
+            for home in self.homes.values()
+            if home.tensor.layout is torch.strided
+        }
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether operations, or hops, on the CPU are too small for threads to pay."""
+        return not self.is_asynchronous and is_small(self.recording)
+
+    @cached_property
+    def has_one_lane(self) -> bool:
+        """Whether nothing can overlap, or threads would cost more than that gains."""
+        return len(set(self.lane_of_hop)) == 1 or self.is_small
+
+    def goes_one_by_one(self, schedule: ScheduleOption, microbatches: int) -> bool:
+        """Whether each micro-batch goes out and comes back before the next, in one thread."""
+        return goes_one_by_one(schedule, microbatches, has_one_lane=self.has_one_lane)
+
+    @property
+    def rates(self) -> list[Rates]:
+        """Of each stage's device, as the lanes have it."""
+        lanes = 1 if self.has_one_lane else len(set(self.lane_of_hop))
+        return rates_of_stages(self.devices, lanes)
+
+    @property
+    def costs(self) -> Costs:
+        """What the hops cost, in seconds: predicted. Rates that are not known yet are measured."""
+        regimes = [self.regime(hop, 0, 2) for hop in range(len(self.route))]
+        far = [hop for hop in self.offloaded if is_asynchronous(self.devices[self.route[hop]])]
+        return hop_costs(self.recording, regimes, self.devices, self.rates, far)
+
+    def compile(self, options: Mapping[str, Any] | None, *, cuda_graphs: bool) -> None:
+        """Have compiled modules, or CUDA graphs, stand in for the sealed ones."""
+        self.compiled = Compiled(self.doors, options, cuda_graphs=cuda_graphs)
+        _log.info("compiled: %s", ", ".join(self.compiled.paths) or "nothing")
+        self.steps = 0
+        self._schedules.clear()
+        for call in self.recording.calls:
+            if call.path in self.compiled.paths and call.hop is not None:
+                whole = self.recording.hops[call.hop]
+                whole.whole = whole.whole or f"compiled module {call.path or '(the model)'}"
+
+    def cautions(self, option: ScheduleOption) -> Iterator[str]:
+        """What cannot be meant so, for a warning and the summary.
+
+        Args:
+            option: the schedule that is asked for.
+        """
+        used = {self.lane_of_stage[stage] for stage in self.route}
+        named = dict.fromkeys(n for n in self.lane_of_stage if not isinstance(n, int))
+        idle = [str(name) for name in named if name not in used]
+        if idle:
+            verb, count = "has" if len(idle) == 1 else "have", self.recording.num_stages
+            yield (
+                f"{', '.join(idle)} {verb} no stage: the forward has {count} "
+                f"stage{'s' if count > 1 else ''}; mark more, or pass fewer devices"
+            )
+        if option in ("interleaved", "zb-v") and self.is_chain_of_lanes and len(self.route) > 1:
+            beside, twice = (
+                ("1f1b", "devices=[…] * 2")
+                if option == "interleaved"
+                else ("zb-h1", "devices=[a, b, b, a]")
+            )
+            yield (
+                f"schedule={option!r} gains nothing over {beside!r} where each device has one "
+                f"stage, and keeps more; mark twice as many stages and pass {twice}"
+            )
+
+    @cached_property
+    def is_chain_of_lanes(self) -> bool:
+        """Whether each lane has one hop."""
+        return len(set(self.lane_of_hop)) == len(self.lane_of_hop)
+
+    def notes(self) -> list[str]:
+        """What was decided for it, for the summary."""
+        notes = [f"auto ({m} micro-batches): {choice}" for m, choice in self.choices.items()]
+        if notes:
+            notes.append(f"auto: by rates {together(rates.source for rates in self.rates)}")
+        if self.is_small and len(self.route) > 1:
+            notes.append("operations are small: steps run in one thread, as the plain loop does")
+        if self.restores:
+            notes += self._recomputation()
+        if self.batch_norm is not None:
+            notes += self.batch_norm.notes()
+        if self.compiled is not None:
+            notes += self.compiled.notes()
+        return notes
+
+    def _recomputation(self) -> Iterator[str]:
+        glue: dict[int, int] = {}
+        for hop in self.recording.hops:
+            if self.regime(hop.index, 0, 2).calls:
+                glue[hop.stage] = glue.get(hop.stage, 0) + hop.glue_bytes
+        for stage, kept in glue.items():
+            if kept:
+                yield f"recomputation: glue keeps {bytes_text(kept)} a micro-batch on stage {stage}"
+        for path, about in self.recording.recomputable.items():
+            if about.refuses:
+                yield f"{path or 'the model'} is not recomputed: {about.refuses}"
+
+    def schedule(self, option: ScheduleOption, microbatches: int) -> Schedule:
+        """The schedule that an option asks for, checked against the route.
+
+        Raises:
+            ScheduleError: a user's own schedule does not fit; names the first action that cannot
+                be.
+        """
+        key = option if isinstance(option, str) else "own", microbatches
+        if not isinstance(option, str) and option is not self._own_schedule:
+            self._own_schedule = option
+            self._schedules = {k: s for k, s in self._schedules.items() if k[0] != "own"}
+        known = self._schedules.get(key)
+        if known is None:
+            known = self._make(option, microbatches)
+            if self.restores:
+                known = known.with_restored(partial(self._restores, microbatches=microbatches))
+            self._schedules[key] = known
+            _log.info(
+                "schedule %s for %d micro-batches: %d lanes, %d in flight%s",
+                known.name,
+                microbatches,
+                len(known.lanes),
+                known.in_flight(),
+                f" (auto: {self.choices[microbatches]})" if option == "auto" else "",
+            )
+        return known
+
+    def _make(self, option: ScheduleOption, microbatches: int) -> Schedule:
+        if option == "auto":
+            choice = self.choices[microbatches] = choose(
+                self.lane_of_hop,
+                microbatches,
+                self.costs,
+                in_flight=self.in_flight,
+                separable=self.recording.separable,
+                restores=partial(self._restores, microbatches=microbatches),
+            )
+            return choice.schedule
+        if isinstance(option, str):
+            # Where threads would not pay there are none that could idle.
+            one = option == "sequential" and self.is_small
+            return make_schedule(
+                option,
+                [0] * len(self.route) if one else self.lane_of_hop,
+                microbatches,
+                in_flight=self.in_flight,
+                separable=self.recording.separable,
+            )
+        try:
+            made = (
+                option if isinstance(option, Schedule) else option(self.lane_of_hop, microbatches)
+            )
+        except Exception as error:
+            error.add_note(
+                f"blockpipe: in the function given as schedule=, called with lane_of_hop="
+                f"{self.lane_of_hop} and microbatches={microbatches}"
+            )
+            raise
+        self._check(made, microbatches)
+        return made
+
+    def _check(self, schedule: object, microbatches: int) -> None:
+        if not isinstance(schedule, Schedule):
+            raise ScheduleError(
+                "a schedule of one's own is a Schedule, or a function (lane_of_hop, microbatches) "
+                f"-> Schedule, but the function returned {type(schedule).__name__}"
+            )
+        name = schedule.name
+        if len(schedule.lane_of_hop) != len(self.route):
+            raise ScheduleError(
+                f"schedule {name!r} is for {len(schedule.lane_of_hop)} hops, but the route is "
+                f"{self.route} ({len(self.route)} hops)"
+            )
+        if schedule.microbatches != microbatches:
+            raise ScheduleError(
+                f"schedule {name!r} is for {schedule.microbatches} micro-batches, but this batch "
+                f"makes {microbatches}; pass a function (lane_of_hop, microbatches) -> Schedule "
+                "where their number varies"
+            )
+        validate(schedule)
+        for a, lane_a in enumerate(schedule.lane_of_hop):
+            for b, lane_b in enumerate(schedule.lane_of_hop[:a]):
+                on = self.devices[self.route[a]]
+                shares = self.route[a] == self.route[b] or (
+                    is_asynchronous(on) and on == self.devices[self.route[b]]
+                )
+                if shares and lane_a != lane_b:
+                    raise ScheduleError(
+                        f"schedule {name!r} has hops {b} and {a} on lanes {lane_b} and {lane_a}, "
+                        f"but both are on {on} (stages {self.route[b]} and {self.route[a]}): a "
+                        "device, or a stage on the CPU, does one thing at a time"
+                    )
+        if self.in_flight is not None and schedule.in_flight() > self.in_flight:
+            raise ScheduleError(
+                f"schedule {name!r} has {schedule.in_flight()} micro-batches in flight, but "
+                f"in_flight={self.in_flight}"
+            )

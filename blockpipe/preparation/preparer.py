@@ -1,0 +1,470 @@
+"""A model recorded, placed and prepared: everything that comes before a step.
+
+Reads as the flow does: record → plan → place.
+"""
+
+import inspect
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .._common.callsite import users_line, warn
+from .._common.nested import leaves
+from .._common.text import bytes_text
+from ..batches.microbatch import BatchDims, Microbatch, dims_of_call, split
+from ..crossing.tags import Home
+from ..devices.devices import checked_devices, default_devices
+from ..devices.ownership import Owner, set_owner
+from ..errors import PlanError, StateError, UsageError
+from ..recording.plan_resolution import planned_by
+from ..recording.record import record_planned
+from ..recording.recording import Recording
+from ..schedules.builders import ScheduleOption
+from ..stages.plan import StagePlan
+from ..weights.materialize import PendingValues
+from ..weights.placement import Fingerprint, Placement
+from .batch_norm import DeferredBatchNorm
+from .doors import Doors
+from .options import PipelineOptions, check_plan
+from .prepared import Prepared, lanes_of
+from .steering import Steering
+
+MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
+
+_numbers = itertools.count()
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """How modules are compiled."""
+
+    options: dict[str, Any] | None  # for torch.compile; None: they are captured only
+    cuda_graphs: bool
+
+
+class Preparer:
+    """What a pipeline knows of its model, and what it has worked out for it.
+
+    Args:
+        model: the user's.
+        devices: as they were given.
+        plan: stages that override the marks.
+        values: of a model on the meta device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        devices: Sequence[Any] | None,
+        plan: StagePlan | None,
+        values: PendingValues,
+    ) -> None:
+        check_plan(plan)
+        self.model = model
+        self.given_plan = plan
+        self.given_devices = given = checked_devices(devices)
+        self._given_lanes = None if given is None else lanes_of(given, devices or ())
+        self._values = values
+        self._number = next(_numbers)
+        self.known: OrderedDict[Any, Prepared] = OrderedDict()  # the latest used is the last
+        self.compiles: Compiling | None = None
+        self._placement: Placement | None = None
+        self._fingerprint: Fingerprint | None = None
+        self._steering = Steering(model)
+        self._has_warned_of_recordings = False
+        self._has_cautioned = False
+
+    # --- what is known
+
+    @property
+    def recording(self) -> Recording | None:
+        """The latest call's recording; ``None`` before the first call under its plan."""
+        last = None
+        for prepared in () if self.is_replanned() else self.known.values():
+            last = prepared.recording
+        return last
+
+    @property
+    def plan(self) -> StagePlan | None:
+        """Which module call is on which stage; before the recording what was given, or ``None``."""
+        recording = self.recording
+        if recording is not None or self.given_plan is not None:
+            return self.given_plan if recording is None else recording.plan
+        planned = planned_by(self.model, None)
+        return None if planned is None else planned.plan
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each stage.
+
+        Raises:
+            UsageError: no devices were given, and nothing is recorded yet.
+        """
+        if self._placement is not None:
+            return list(self._placement.devices)
+        if self.given_devices is None:
+            raise UsageError(
+                "the stages are not known before the recording; pass devices=…, or sample=…, or "
+                "call the pipeline first"
+            )
+        return list(self.given_devices)
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where the first stage is. Inputs may be anywhere: they are moved."""
+        return self.devices[0]
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where joined outputs and the loss are: the last stage's device."""
+        recording = self.recording
+        return self.devices[-1 if recording is None else recording.route[-1]]
+
+    def placed(self) -> list[torch.device] | None:
+        placement = self._placement
+        if placement is None or self.is_replanned() or placement.is_disturbed():
+            return None
+        return placement.devices
+
+    def is_replanned(self) -> bool:
+        """Whether a plan was set or taken off since the model was placed."""
+        known = self._fingerprint
+        return self.given_plan is None and known is not None and known.is_replanned()
+
+    # --- record → plan → place
+
+    def prepare(self, batch: Microbatch, options: PipelineOptions) -> Prepared:
+        """The recording that fits a micro-batch, and the model placed by it."""
+        if self.is_replanned():
+            self.unplace()
+            self._fingerprint = None
+        if self._fingerprint is None or not self._fingerprint.fits():
+            if self._fingerprint is not None:
+                _log.info("recording anew: modules or parameters were changed, or moved")
+            self._forget_if_moved()
+            self.known.clear()  # the model was changed: record anew
+            self._fingerprint, self._steering = Fingerprint(self.model), Steering(self.model)
+        if self._steering.has_turned(self._changing()):
+            _log.info("recording anew: a number on a module was set, by which a forward may turn")
+            self.known.clear()
+        key = self._key(batch, self._fingerprint)
+        prepared = self.known.get(key)
+        if prepared is None:
+            if self.known:
+                _log.info("recording once more: other modes, grad mode or arguments than before")
+            recording = self._record(batch, options)
+            devices = self.placed() or self._choose_devices(recording)
+            recording.check(len(devices), in_order=self._placement is None)
+            _check_state(recording, options.schedule)
+            prepared = self._place(recording, devices, options)
+            self._compile(prepared)
+            self._forget_oldest(batch)
+            key = self._key(batch, self._fingerprint)  # the recording may have more questions
+            self.known[key] = prepared
+            self._fingerprint = Fingerprint(self.model)
+            self._caution_once(prepared, options)
+        self.known.move_to_end(key)
+        return prepared
+
+    def _changing(self) -> set[str]:
+        """Attributes that forwards set themselves, by name."""
+        return set[str]().union(*(p.recording.changing for p in self.known.values()))
+
+    def _caution_once(self, prepared: Prepared, options: PipelineOptions) -> None:
+        """Say what was hardly meant so, at the first step of a pipeline."""
+        if not self._has_cautioned:
+            self._has_cautioned = True
+            for text in (*prepared.recording.unreached, *prepared.cautions(options.schedule)):
+                warn(f"{text} ({users_line()})")
+
+    def _forget_oldest(self, batch: Microbatch) -> None:
+        """Before another one comes: no more than so many are kept, the latest used."""
+        while len(self.known) >= MOST_RECORDINGS:
+            self.known.popitem(last=False)
+            if self._has_warned_of_recordings:
+                continue
+            self._has_warned_of_recordings = True
+            plain = [leaf for leaf in leaves((batch.args, batch.kwargs)) if _is_plain(leaf)]
+            warn(
+                f"the model has been recorded for {MOST_RECORDINGS} different kinds of calls, and "
+                "once more now, which makes this step slow; each value of the arguments that are "
+                f"no tensors (here {plain}) has a recording of its own, for it may lead the "
+                "forward another way: pass what changes from call to call as a tensor "
+                f"({users_line()})"
+            )
+
+    def _forget_if_moved(self) -> None:
+        if self._placement is not None and self._placement.is_disturbed():
+            self._placement = None
+            warn(
+                "the model was moved since this pipeline had placed it, and is placed anew "
+                f"({users_line()}); call unplace() before it is used elsewhere: of two pipelines "
+                "over one model on different devices each moves it at each call"
+            )
+
+    def _record(self, batch: Microbatch, options: PipelineOptions) -> Recording:
+        with self._steering.asked():
+            recording = record_planned(
+                self.model,
+                batch.args,
+                batch.kwargs,
+                planned_by(self.model, self.given_plan),
+                devices=self.placed(),
+                intended=self.given_devices or default_devices(),
+                cut=options.cuts,
+                share=batch.share,
+            )
+        recording.samples = batch.size
+        return recording
+
+    def _choose_devices(self, recording: Recording) -> list[torch.device]:
+        devices = self.given_devices or default_devices()
+        return devices or [torch.device("cpu")] * recording.num_stages
+
+    def _place(
+        self, recording: Recording, devices: list[torch.device], options: PipelineOptions
+    ) -> Prepared:
+        if self._placement is None:
+            self._values.fill(recording, devices)
+            self._placement = Placement(self.model, devices)
+        homes = self._placement.place(recording)
+        for key, earlier in list(self.known.items()):
+            if any(h.tensor.device != earlier.devices[h.stage] for h in earlier.homes.values()):
+                _log.info("another kind of call reads a parameter on another stage first")
+                del self.known[key]
+        prepared = self._make(recording, homes, devices, options)
+        if _log.isEnabledFor(logging.INFO):
+            self._tell(prepared)
+        return prepared
+
+    def _tell(self, prepared: Prepared) -> None:
+        recording = prepared.recording
+        held = (*recording.parameters, *recording.buffers)
+        for stage in range(recording.num_stages):
+            own = [h for h in held if h.stage == stage]
+            size = bytes_text(sum(h.bytes for h in own))
+            _log.info(
+                "stage %d on %s: %d tensors, %s", stage, prepared.devices[stage], len(own), size
+            )
+        for note in prepared.notes():
+            _log.info("%s", note)
+        if prepared.offloaded:
+            _log.info("offloaded hops: %s", sorted(prepared.offloaded))
+
+    def _make(
+        self,
+        recording: Recording,
+        homes: Mapping[int, tuple[Tensor, int, int, str]],
+        devices: list[torch.device],
+        options: PipelineOptions,
+    ) -> Prepared:
+        planned = planned_by(self.model, self.given_plan)
+        batch_norm = DeferredBatchNorm(self.model) if options.deferred_batch_norm else None
+        stand_ins = None if batch_norm is None else batch_norm.stand_ins()
+        return Prepared(
+            self.model,
+            recording,
+            recording.route,
+            {key: Home(*where) for key, where in homes.items()},
+            devices,
+            self._given_lanes or lanes_of(devices, devices),
+            Doors(self.model, recording, planned.stages if planned else None, stand_ins),
+            planned=planned is not None,
+            in_flight=options.in_flight,
+            checkpoint=options.checkpoint,
+            offload=_offloaded(recording, options.offload),
+            batch_norm=batch_norm,
+        )
+
+    def _key(self, batch: Microbatch, fingerprint: Fingerprint) -> Any:
+        """What a recording depends on: modes, grad mode, structure, and the values of what is no
+        tensor: they may lead to another module on the same route, which nothing would notice.
+        Sizes are not in it: a micro-batch whose size leads elsewhere is noticed by its route."""
+        shape = tuple(
+            (leaf.dtype, leaf.dim(), leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else (type(leaf), leaf if _is_plain(leaf) else None)
+            for leaf in leaves((batch.args, batch.kwargs))
+        )
+        names = tuple(batch.kwargs)
+        answers = self._steering.answers()
+        modes = fingerprint.modes()
+        return answers, modes, torch.is_grad_enabled(), len(batch.args), names, shape
+
+    def look_again(
+        self, prepared: Prepared, batch: Microbatch, options: PipelineOptions, written: list[str]
+    ) -> None:
+        """After a step that wrote what it did not write when it was recorded: is that of one hop?
+
+        Raises:
+            StateError: several hops share it, or other things cross than those that the step knew.
+        """
+        if not written:
+            return
+        _log.info("recording anew: %s", f"{', '.join(written)} is written by now")
+        for key in [key for key, known in self.known.items() if known is prepared]:
+            del self.known[key]
+        recording = self._record(batch, options)
+        try:
+            _check_state(recording, options.schedule)
+            if _crossings(recording) != _crossings(prepared.recording):
+                raise StateError("other tensors cross between the stages by now")
+        except StateError as error:
+            raise StateError(
+                f"{', '.join(written)} was written during the step, which it was not when the "
+                f"model was recorded, and this step's gradients may not be the plain loop's: "
+                f"{error} ({users_line()})"
+            ) from None
+
+    def own_storages(self, prepared: Prepared) -> int:
+        """Say whose the parameters and buffers are, for the stage sanitizer; returns by which
+        number it knows them."""
+        for home in prepared.homes.values():
+            set_owner(home.tensor, Owner(self._number, home.stage))
+        return self._number
+
+    def sketch(self, batch: Microbatch, options: PipelineOptions) -> Prepared:
+        """As :meth:`prepare`, but nothing is placed."""
+        recording = self._record(batch, options)
+        devices = self.placed() or self._choose_devices(recording)
+        recording.check(len(devices))
+        return self._make(recording, {}, devices, options)
+
+    def unplace(self) -> nn.Module:
+        """Move the model's parameters and buffers back to where they were; returns the model.
+
+        What was on the meta device stays on its stage's device: it may be larger than any other.
+        """
+        if self._placement is not None:
+            self._placement.unplace()
+            self._placement = None
+        self.known.clear()
+        return self.model
+
+    def compile(self, compiling: Compiling) -> None:
+        """Compile what stays on one stage, in what is prepared and in what will be."""
+        self.compiles = compiling
+        for prepared in self.known.values():
+            self._compile(prepared)
+
+    def _compile(self, prepared: Prepared) -> None:
+        if self.compiles is not None:
+            prepared.compile(self.compiles.options, cuda_graphs=self.compiles.cuda_graphs)
+
+    @contextmanager
+    def apart(
+        self, known: OrderedDict[Any, Prepared] | None = None, *, compiles: bool = True
+    ) -> Iterator[None]:
+        """While entered, steps are prepared anew, for other options or another mode of the model.
+
+        Args:
+            known: what is prepared there already, and will be.
+            compiles: whether modules are compiled.
+        """
+        before = self.known, self.compiles
+        self.known = OrderedDict() if known is None else known
+        self.compiles = self.compiles if compiles else None
+        try:
+            yield
+        finally:
+            self.known, self.compiles = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles take the model and the options along, and record anew."""
+        state = dict(self.__dict__)
+        state.update(known=OrderedDict(), _placement=None, _fingerprint=None)
+        del state["_steering"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._steering = Steering(self.model)
+
+
+def _check_state(recording: Recording, schedule: ScheduleOption) -> None:
+    """Buffers that the forward writes are read in the plain loop's order, and generators of the
+    user's are drawn from in it, or it is an error."""
+    for drawn in recording.shared_generators:
+        if schedule not in ("uncut", "sequential"):
+            raise StateError(
+                f"a torch.Generator is drawn from on hops {drawn.hops} ({drawn.where}): which "
+                "micro-batch gets which numbers would depend on timing; give each stage a "
+                "generator of its own, draw from torch's global one, or use "
+                "schedule='sequential'"
+            )
+    for held in recording.shared_state:
+        on = [held.stage, *held.also_read_on]
+        if schedule == "uncut" or (schedule == "sequential" and len(on) == 1):
+            continue
+        remedy = "'sequential'" if len(on) == 1 else "'uncut'"
+        what = "buffer" if held.is_buffer else "parameter"
+        raise StateError(
+            f"{what} {held.name!r} is written by the forward and read on hops {held.hops} "
+            f"(stages {on}; {held.where}): micro-batches under way at once would mix in it; "
+            f"read and write it on one hop, or use schedule={remedy}"
+        )
+    for shared in recording.shared_changes:
+        if schedule not in ("uncut", "sequential"):
+            raise StateError(
+                f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops} "
+                f"({shared.where}): micro-batches under way at once would change it for each "
+                f"other; {shared.remedy}, or use schedule='sequential'"
+            )
+
+
+def _offloaded(recording: Recording, offload: frozenset[int] | Literal[True]) -> frozenset[int]:
+    stages = frozenset(range(recording.num_stages)) if offload is True else offload
+    if not stages:
+        return stages
+    beyond = sorted(stage for stage in stages if stage >= recording.num_stages)
+    if beyond:
+        raise PlanError(
+            f"offload names stages {beyond}, but the model has stages 0.."
+            f"{recording.num_stages - 1}; name some of these, or pass offload=True"
+        )
+    if recording.unhookable:
+        raise PlanError(
+            "offload hooks into what autograd saves, which torch.func does not bear, and "
+            f"{recording.unhookable} use it; pass offload=False, or checkpoint= instead"
+        )
+    return stages
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | None)
+
+
+def split_call(
+    model: nn.Module,
+    options: PipelineOptions,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+) -> list[Microbatch]:
+    """A batch in micro-batches, as the model's arguments and a target for the loss."""
+    dims = dims_for(model, options.batch_dims, args, kwargs)
+    return split(args, kwargs, target, options.chunks, dims, cut=options.cuts)
+
+
+def dims_for(
+    model: nn.Module, dims: BatchDims, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> BatchDims:
+    """``batch_dims`` as these arguments are passed."""
+    if not isinstance(dims, Mapping):
+        return dims
+    return dims_of_call(dims, inspect.signature(model.forward).parameters, args, kwargs)
+
+
+def _crossings(recording: Recording) -> tuple[Any, ...]:
+    """What a step goes by: where the forward goes, what is sealed, and what crosses."""
+    crossings = [(c.from_hop, c.to_hop, c.dtype, len(c.shape)) for c in recording.crossings]
+    return recording.route, recording.sealed, recording.sealed_functions, crossings

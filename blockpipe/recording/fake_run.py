@@ -1,0 +1,295 @@
+"""A forward recorded on fake tensors: no device memory, no arithmetic, and no device either.
+
+They are on the kind of device that the stages will be on, if it is known and this machine has it:
+kernels differ by device, and so does what autograd saves for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.stateless import _reparametrize_module
+
+from .._common.callsite import failing_line
+from .._common.model_turns import alone_with
+from .._common.modules import named_slots
+from .._common.nested import map_tensors
+from .._common.thread_state import as_ours
+from ..devices.devices import is_on_meta
+from ..devices.rng_streams import every_source, kept
+from ..errors import BlockpipeError, IsolationError, RecordingError
+from ..restoring.leaked_tensors import TrackedFakes
+from ..restoring.model_state import ModelState, RealWritesUndone
+from ..restoring.restored_thread import leaves_intact
+from ..stages.plan import StagePlan
+from .plan_resolution import Planned, planned_by
+from .recording import Recording
+from .sample import signature
+from .watched_run import counting_writes, hooked, run_watched
+
+
+@leaves_intact
+@as_ours
+@counting_writes()
+def record_on_fake_devices(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    placed: Recording,
+    devices: list[torch.device],
+    plan: StagePlan | None = None,
+) -> Recording:
+    """Record with every tensor on a fake device of its stage; they need not be there.
+
+    Args:
+        model: as for :func:`record`.
+        args: as for :func:`record`.
+        kwargs: as for :func:`record`.
+        placed: an earlier recording: says which stage each parameter lives on.
+        devices: one for each stage.
+        plan: stages that override the marks.
+
+    Raises:
+        IsolationError: an operation got tensors of two devices.
+        RecordingError: the forward does not run on fake tensors.
+    """
+    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
+        args = (args,)
+    homes = {
+        name: devices[held.stage]
+        for held in (*placed.parameters, *placed.buffers)
+        for name in held.names
+    }
+    planned = planned_by(model, plan)
+    kwargs = dict(kwargs or {})
+    try:
+        with alone_with(model):
+            return hooked(
+                lambda unhookable: _record_fake(
+                    model, tuple(args), kwargs, planned, devices, homes, unhookable=unhookable
+                )
+            )
+    except BlockpipeError:
+        raise
+    except Exception as error:
+        if _is_device_mismatch(error):
+            raise IsolationError(
+                f"on one device a stage this forward mixes devices: {error} "
+                f"({failing_line(error.__traceback__)}); create tensors with device=x.device, and "
+                "register constants as buffers"
+            ) from error
+        raise RecordingError(
+            f"{type(model).__name__}'s forward does not run on fake tensors "
+            f"({signature(args, kwargs)}): {type(error).__name__}: {error}; a model that reads "
+            "values can be checked by Pipeline(..., isolate=True)"
+        ) from error
+
+
+def _is_device_mismatch(error: Exception) -> bool:
+    # A class of its own since torch 2.12 or so; before, a RuntimeError with these words.
+    known = ("found two different devices", "found at least two devices")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in known)
+
+
+def record_there(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    planned: Planned | None,
+    devices: list[torch.device] | None,
+    *,
+    intended: Sequence[torch.device] | None,
+    cut: bool,
+) -> Recording:
+    """Record with fake tensors on the kind of device that the stages will be on, or else where the
+    model is."""
+    here = partial(_record_anywhere, model, args, kwargs, planned, devices, cut=cut)
+    kinds = {device.type for device in intended or ()}
+    own = {t.device.type for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
+    if devices is not None or not intended or kinds == (own or {"cpu"}) == {"cpu"}:
+        return here()
+    slots = ("_parameters", "_buffers")
+    names = [name for slot in slots for name, _ in named_slots(model, slot)]
+    homes, places, first = dict.fromkeys(names, intended[0]), None, None
+    if len(kinds) > 1:  # which of them each parameter is on depends on its stage
+        first, places = here(), list(intended)
+        if first.num_stages > len(places):
+            return first
+        held = (*first.parameters, *first.buffers)
+        homes = {name: places[h.stage] for h in held for name in h.names}
+    try:
+        return hooked(
+            lambda unhookable: _record_fake(
+                *(model, args, kwargs, planned, places, homes),
+                sample_device=intended[0],
+                cut=cut,
+                unhookable=unhookable,
+            )
+        )
+    except BlockpipeError:
+        raise
+    except Exception as error:
+        found = first or here()
+        found.why_elsewhere = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return found
+
+
+def _record_anywhere(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    planned: Planned | None,
+    devices: list[torch.device] | None,
+    *,
+    cut: bool,
+) -> Recording:
+    """Record with fake tensors. A model that was placed for another plan is recorded as if it were
+    whole, and one that was placed for another kind of call, which reads a parameter on another
+    stage first or not at all, as if it were placed for this one."""
+
+    def attempt(
+        homes: Mapping[str, torch.device] | None, devices: list[torch.device] | None
+    ) -> Recording:
+        return hooked(
+            lambda unhookable: _record_fake(
+                model, args, kwargs, planned, devices, homes, cut=cut, unhookable=unhookable
+            )
+        )
+
+    try:
+        return attempt(None, devices)
+    except Exception as error:
+        if not _is_device_mismatch(error):
+            raise
+        slots = ("_parameters", "_buffers")
+        names = [name for slot in slots for name, _ in named_slots(model, slot)]
+        whole = attempt(dict.fromkeys(names, torch.device("cpu")), None)
+        if devices is None or whole.num_stages > len(devices):
+            return whole
+        held = (*whole.parameters, *whole.buffers)
+        homes = {name: devices[h.stage] for h in held for name in h.names}
+        return attempt(homes, devices)
+
+
+def _record_fake(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    planned: Planned | None,
+    devices: list[torch.device] | None,
+    homes: Mapping[str, torch.device] | None = None,
+    *,
+    sample_device: torch.device | None = None,
+    cut: bool = True,
+    unhookable: frozenset[str],
+) -> Recording:
+    mode = TrackedFakes()
+    recording = _record_with(
+        mode,
+        *(model, args, kwargs, planned, devices, homes),
+        sample_device=sample_device,
+        cut=cut,
+        unhookable=unhookable,
+    )
+    mode.check_nothing_is_left()
+    return recording
+
+
+def _record_with(
+    mode: TrackedFakes,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    planned: Planned | None,
+    devices: list[torch.device] | None,
+    homes: Mapping[str, torch.device] | None,
+    *,
+    sample_device: torch.device | None,
+    cut: bool,
+    unhookable: frozenset[str],
+) -> Recording:
+    fakes: dict[int, Tensor] = {}
+
+    def faked(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        found = fakes.get(id(tensor))
+        if found is None:
+            if device is None and tensor.is_meta:
+                device = torch.device("cpu")  # so that what the forward makes itself fits in
+            if device is None:
+                found = mode.from_tensor(tensor)
+            elif type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+                with torch.no_grad():
+                    found = mode.from_tensor(tensor).to(device)
+                found.requires_grad_(tensor.requires_grad)
+            else:
+                with mode, torch.no_grad():
+                    moved = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                    )
+                found = moved.requires_grad_(tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter):
+                    found = nn.Parameter(found, tensor.requires_grad)
+            fakes[id(tensor)] = found
+        return found
+
+    state = ModelState(model, values=False)
+    on_meta = is_on_meta(model)
+    swapped = {
+        name: faked(tensor, None if homes is None else homes.get(name))
+        for name, tensor in (*named_slots(model, "_parameters"), *named_slots(model, "_buffers"))
+    }
+    with ExitStack() as stack:
+        stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
+        stack.enter_context(state)
+        stack.enter_context(state)  # an interrupt can spoil one of them
+        with kept(every_source()), _reparametrize_module(model, swapped, tie_weights=False):
+            # There a model takes any sample: only its shapes count.
+            in_one_place = on_meta or (homes is not None and devices is None)
+            if sample_device is None and in_one_place:
+                sample_device = torch.device("cpu")
+            fake_args, fake_kwargs = map_tensors(lambda t: faked(t, sample_device), (args, kwargs))
+            with mode, _quiet(), RealWritesUndone():
+                return run_watched(
+                    model,
+                    fake_args,
+                    fake_kwargs,
+                    planned,
+                    devices,
+                    fake=True,
+                    cut=cut,
+                    unhookable=unhookable,
+                    objects=state.objects(),
+                )
+
+
+class _NotOfThread(logging.Filter):
+    """Lets through what other threads log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return threading.get_ident() != self._thread
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """While entered, torch does not log what this thread's fake tensors cannot do: either it is
+    raised, and then said once, or the forward runs for real."""
+    logger, filter_ = logging.getLogger("torch._subclasses.fake_tensor"), _NotOfThread()
+    logger.addFilter(filter_)
+    try:
+        yield
+    finally:
+        logger.removeFilter(filter_)

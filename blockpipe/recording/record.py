@@ -1,0 +1,251 @@
+"""The recording pass: one micro-batch's forward, run once to be watched.
+
+With fake tensors it takes no device memory and does no arithmetic; where a model reads values
+(``if x.sum() > 0``), it runs for real. The model is left as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._common.callsite import users_line
+from .._common.model_turns import alone_with
+from .._common.nested import map_tensors
+from .._common.thread_state import as_ours
+from ..batches.microbatch import Share
+from ..devices.copies import carry
+from ..devices.devices import is_on_meta
+from ..devices.rng_streams import every_source, kept
+from ..errors import BlockpipeError, RecordingError
+from ..restoring.model_state import ModelState, WritesUndone
+from ..restoring.restored_thread import leaves_intact
+from ..stages.plan import StagePlan
+from .fake_run import record_there
+from .plan_resolution import Planned, planned_by
+from .recording import Recording
+from .sample import check_initialized, remedy, signature, what_failed
+from .watched_run import counting_writes, hooked, run_watched
+
+_log = logging.getLogger(__name__)
+
+
+def record(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    fake: bool = True,
+    plan: StagePlan | None = None,
+    devices: list[torch.device] | None = None,
+    intended: Sequence[torch.device] | None = None,
+    cut: bool = True,
+) -> Recording:
+    """Run a model's forward once and write down what is on which stage.
+
+    The model is left as it was: parameters, buffers, attributes, random states.
+
+    Args:
+        model: a marked model (or an unmarked one: everything is on stage 0). On the meta device
+            too.
+        args: the forward's positional arguments; a single tensor may come bare.
+        kwargs: its keyword arguments.
+        fake: use fake tensors: no device memory, no arithmetic. A model that reads values is run
+            for real instead, and :attr:`Recording.why_real` says what it asked for; with
+            ``False`` it runs for real at once.
+        plan: stages that override the marks, and a plan that was set on the model, or inside of it:
+            of each call that the forward makes, or only where stages begin.
+        devices: where the stages of a placed model are.
+        intended: where they will be, of a model that is not placed yet, by devices of this machine:
+            the fake tensors are on such devices. Kernels differ by device (of attention, dropout,
+            batch norm), and so does what they save for the backward.
+        cut: whether autograd is cut between the stages, as all schedules but ``"uncut"`` do.
+
+    Returns:
+        A :class:`Recording`.
+
+    Raises:
+        RecordingError: the forward does what no pipeline can do, or does not run on the sample
+            (then with the forward's own error as its cause).
+        PlanError: the plan names a module that is not there, or does not fit the forward; plans set
+            on two models inside, or on one with marks outside of it.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> print(bp.record(torch.nn.Linear(4, 2), torch.zeros(1, 4)).route)
+        [0]
+    """
+    if not isinstance(model, nn.Module):
+        raise RecordingError(
+            f"record takes an nn.Module, but {type(model).__name__} came ({users_line()})"
+        )
+    planned = planned_by(model, plan)
+    return record_planned(
+        *(model, args, kwargs, planned),
+        fake=fake,
+        devices=devices,
+        intended=intended,
+        cut=cut,
+    )
+
+
+def record_planned(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    planned: Planned | None,
+    *,
+    fake: bool = True,
+    devices: list[torch.device] | None = None,
+    intended: Sequence[torch.device] | None = None,
+    cut: bool = True,
+    share: Share | None = None,
+) -> Recording:
+    """As :func:`record`, by a plan that is resolved, and checked against what it gives.
+
+    Args:
+        share: which part of a batch the arguments are, where a batch was split.
+    """
+    check_initialized(model)
+    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
+        args = (args,)
+    kwargs = dict(kwargs or {})
+    with alone_with(model):
+        recording = _record(
+            *(model, tuple(args), kwargs, planned, devices, share),
+            fake=fake,
+            intended=intended,
+            cut=cut,
+        )
+    if planned is not None:
+        planned.check(recording)
+    return recording
+
+
+@leaves_intact
+@as_ours
+@counting_writes()
+def _record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    planned: Planned | None,
+    devices: list[torch.device] | None,
+    share: Share | None,
+    *,
+    fake: bool,
+    intended: Sequence[torch.device] | None,
+    cut: bool,
+) -> Recording:
+    """Record with fake tensors, or for real where that does not go."""
+    why_real: str | None = None
+    began = time.perf_counter()
+    if fake:
+        try:
+            recording = record_there(
+                *(model, args, kwargs, planned, devices), intended=intended, cut=cut
+            )
+            _tell(recording, args, kwargs, began)
+            return recording
+        except BlockpipeError:
+            raise
+        except Exception as error:
+            if is_on_meta(model):
+                raise RecordingError(
+                    f"{what_failed(model, args, kwargs, share)} as fake tensors, and on the meta "
+                    f"device it cannot run for real: {type(error).__name__}: {error}; "
+                    f"{remedy(error, model, args, kwargs, share)}"
+                ) from error
+            why_real = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    try:
+        recording = hooked(
+            lambda unhookable: _record_real(
+                model, args, kwargs, planned, devices, cut=cut, unhookable=unhookable
+            )
+        )
+    except BlockpipeError:
+        raise
+    except Exception as error:
+        raise RecordingError(
+            f"{what_failed(model, args, kwargs, share)}: {type(error).__name__}: {error}; "
+            f"{remedy(error, model, args, kwargs, share)}"
+        ) from error
+    recording.why_real = why_real
+    _tell(recording, args, kwargs, began)
+    return recording
+
+
+def _tell(recording: Recording, args: Any, kwargs: Mapping[str, Any], began: float) -> None:
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    _log.info(
+        "recorded %s(%s) in %.2f s%s: %d module calls, route %s, %d crossings, %d sealed modules",
+        recording.model,
+        signature(args, dict(kwargs)),
+        time.perf_counter() - began,
+        "" if recording.fake else " for real",
+        len(recording.calls),
+        recording.route,
+        len(recording.crossings),
+        len(recording.sealed),
+    )
+    if recording.why_real is not None:
+        _log.info("it ran for real, for on fake tensors it fails: %s", recording.why_real)
+    for path in recording.unhookable:
+        _log.debug("%s does not bear saved-tensor hooks", path or "the model")
+    for hop in recording.hops:
+        _log.debug(
+            "hop %d on stage %d: %d operations, %.3g FLOPs, keeps %d bytes a micro-batch%s (%s)",
+            hop.index,
+            hop.stage,
+            hop.operations,
+            hop.flops,
+            hop.never.bytes,
+            f", its backward is whole: {hop.whole}" if hop.whole else "",
+            hop.where,
+        )
+
+
+def _record_real(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    planned: Planned | None,
+    devices: list[torch.device] | None,
+    *,
+    cut: bool,
+    unhookable: frozenset[str],
+) -> Recording:
+    state = ModelState(model, values=True)
+    # An interrupt can spoil one of them.
+    with state, state, kept(every_source()), WritesUndone(model):
+        # Copies: the forward may write to its inputs, and it will run again.
+        where = _one_device_of(model) if devices is None else None
+        args, kwargs = map_tensors(partial(_copy_of, where=where), (args, kwargs))
+        return run_watched(
+            model,
+            args,
+            kwargs,
+            planned,
+            devices,
+            fake=False,
+            cut=cut,
+            unhookable=unhookable,
+            objects=state.objects(),
+        )
+
+
+def _one_device_of(model: nn.Module) -> torch.device | None:
+    """Where a model is that is not spread out yet: a batch may be elsewhere, and goes there."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _copy_of(tensor: Tensor, where: torch.device | None) -> Tensor:
+    return carry(tensor, where, copy=True).requires_grad_(tensor.requires_grad)

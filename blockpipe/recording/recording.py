@@ -1,0 +1,427 @@
+"""A recording: what a forward does, stage by stage, as data.
+
+It holds no tensor and no module, so that it can be kept, compared, printed and saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .._common.callsite import remembers_caller
+from ..costs.meter import HostSync
+from ..costs.work import Work
+from ..crossing.recompute import Recomputable
+from ..errors import PlanError
+from ..stages.plan import Assignment, StagePlan, gaps, too_few_devices
+
+if TYPE_CHECKING:
+    from ..reports.summary.summary import Summary
+
+
+@dataclass
+class Kept:
+    """What a hop keeps of one micro-batch between its forward and its backward."""
+
+    bytes: int = 0
+    shared: int = 0  # of these, what an earlier hop keeps as well: once, where both are on a device
+    inputs: int = 0  # of these, the micro-batch's: a part of the caller's batch, where it is there
+    full: int = 0  # once what is recomputed is there again
+    largest: tuple[int, ...] = ()  # of its storages, the sizes of the largest few
+    calls: int = 0  # that are recomputed
+    again: Work = field(default_factory=Work)  # that recomputing does
+
+
+@dataclass
+class Hop:
+    """One unbroken visit of the forward to a stage."""
+
+    index: int
+    stage: int
+    name: str | None
+    where: str
+    begun_by: str | None = None  # the call with which a plan begins it
+    mark: int = 0  # which of the forward's marks it began with; 0: none
+    operations: int = 0
+    kernels: int = 0  # operations below autograd that do more than make a view
+    flops: float = 0.0  # of one micro-batch's forward
+    work: Work = field(default_factory=Work)
+    largest_bytes: int = 0  # of what a single operation makes
+    glue_bytes: int = 0  # of what it keeps, what is outside of sealed calls: never recomputed
+    never: Kept = field(default_factory=Kept)  # recomputing nothing
+    asked: Kept = field(default_factory=Kept)  # recomputing what marks ask for
+    always: Kept = field(default_factory=Kept)  # recomputing all that marks do not exempt
+    weight_bytes: int = 0  # of gradients, kept between the two parts of a split backward
+    draws: set[str] = field(default_factory=set)  # random numbers: "torch", "random", "numpy"
+    reruns: bool = False  # its backward may run forward code: torch.utils.checkpoint
+    whole: str | None = None  # why its backward is not split in two parts; None: it can be
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module, or of a :func:`BlockFunction`: its path, which of its calls, and where
+    it ran."""
+
+    path: str
+    kind: str
+    call: int
+    depth: int
+    where: str
+    hop: int | None = None  # of its first operation; None: it did nothing
+    last_hop: int | None = None
+    sealed: bool = True
+    parent: Call | None = field(default=None, repr=False)
+    stage: int = 0
+    under_way: bool = field(default=True, repr=False)
+    is_function: bool = False
+    checkpoint: bool | None = None  # what the mark in effect says
+    draws: bool = False
+    buffers: set[str] = field(default_factory=set, repr=False)  # that it reads or writes
+    refuses: str | None = None  # why it cannot be run again
+    saved_bytes: int = 0  # by autograd, in it, and by no earlier call of the hop
+    flops: float = 0.0
+    mark: str | None = None  # the line of the mark in effect; None: none, or a plan
+    mark_name: str | None = None
+    inbound: list[Call] = field(default_factory=list, repr=False)  # that made its arguments
+    is_run_again: bool = False  # where recomputation is on: it is sealed, and that gains something
+    work: dict[int, Work] = field(default_factory=dict, repr=False)  # by stage
+    outputs: list[tuple[int, ...]] = field(default_factory=list, repr=False)  # shapes of tensors
+    opened: str | None = None  # why it is not sealed
+    waits: bool = False  # for a device: a tensor's value is asked for in it
+
+    @property
+    def is_module(self) -> bool:
+        """Whether a plan can assign it: a module inside of the model."""
+        return bool(self.path) and not self.is_function
+
+    def repeats(self, mode: bool) -> bool:
+        """Whether it is recomputed where the pipeline recomputes, or does not."""
+        return self.is_run_again and (mode if self.checkpoint is None else self.checkpoint)
+
+    def open(self, why: str) -> None:
+        """It is not sealed; the first reason counts."""
+        self.sealed = False
+        self.opened = self.opened or why
+
+
+@dataclass
+class Piece:
+    """What runs from the beginning of one call to that of the next: the least that a stage can be.
+
+    Calls that begin without an operation between them begin one piece together.
+    """
+
+    index: int
+    calls: list[int] = field(default_factory=list)  # that begin with it: indices, outermost first
+    why_not: str | None = None  # why no stage can begin with it
+    operations: int = 0
+    kernels: int = 0
+    flops: float = 0.0
+    work: Work = field(default_factory=Work)
+    largest_bytes: int = 0
+    held: list[str] = field(default_factory=list)  # names of parameters and buffers that it reads
+
+
+@dataclass
+class Saved:
+    """What autograd saves in the same pieces."""
+
+    pieces: tuple[int, ...]  # ascending
+    bytes: int
+    is_input: bool = False  # a part of the micro-batch
+
+
+@dataclass
+class Flow:
+    """A tensor that is made in one piece and read in later ones."""
+
+    made: int
+    read: list[int]  # ascending
+    bytes: int
+    needs_grad: bool
+
+
+@dataclass
+class Held:
+    """A parameter or buffer: all its names, its size, and who reads it."""
+
+    names: list[str]
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    elements: int
+    trainable: bool
+    is_buffer: bool
+    stage: int = 0
+    hop: int | None = None  # the first that reads it; None: no call does
+    hops: list[int] = field(default_factory=list)  # all that read it
+    also_read_on: list[int] = field(default_factory=list)  # stages other than its own
+    written: bool = False  # in place, by the forward
+    where: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.names[0]
+
+
+@dataclass
+class CrossingInfo:
+    """A tensor read on another hop than the one it was made on, or lives on."""
+
+    from_hop: int
+    to_hop: int
+    from_stage: int
+    to_stage: int
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    needs_grad: bool
+    what: str | None  # the name, for a parameter or buffer
+    where: str
+    reader: Call | None = field(default=None, repr=False, compare=False)  # the innermost call
+
+
+@dataclass
+class Output:
+    """A tensor that the forward returns."""
+
+    name: str  # of what it is in: "output 1", "output 'logits'"
+    shape: tuple[int, ...]
+    dtype: str
+    is_loss: bool = False  # the model's own
+    is_given: bool = False  # a parameter, a buffer, or an argument: no micro-batch makes another
+
+
+@dataclass
+class Unmarked:
+    """Operations that belong to no mark: before the first, or after an outermost block's end."""
+
+    stage: int
+    where: str
+    operations: int
+    after: str | None
+
+
+@dataclass
+class Drawn:
+    """A generator of the user's that the forward draws from."""
+
+    hops: list[int]
+    where: str
+
+
+@dataclass
+class SharedChange:
+    """Something that the forward changes while it runs and that several hops see."""
+
+    what: str
+    seen: str  # how the hops see it, in words
+    hops: list[int]
+    where: str
+    remedy: str
+
+
+@dataclass
+class Recording:
+    """What a forward does, stage by stage. Plain data: it holds no tensor and no module.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> recording = bp.record(net, torch.zeros(8, 4))
+        >>> recording.route, recording.num_stages, recording.crossings[0].bytes
+        ([0, 1], 2, 128)
+    """
+
+    model: str
+    fake: bool
+    hops: list[Hop] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    parameters: list[Held] = field(default_factory=list)
+    buffers: list[Held] = field(default_factory=list)
+    crossings: list[CrossingInfo] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list, repr=False)
+    samples: int | None = None  # of the micro-batch that it is of; None: that is not known
+    unmarked: list[Unmarked] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list, repr=False)
+    flows: list[Flow] = field(default_factory=list, repr=False)
+    saved: list[Saved] = field(default_factory=list, repr=False)
+    sealed: dict[str, frozenset[int]] = field(default_factory=dict)
+    sealed_functions: dict[str, frozenset[int]] = field(default_factory=dict)
+    recomputable: dict[str, Recomputable] = field(default_factory=dict)
+    unhookable: list[str] = field(default_factory=list)  # calls that use torch.func
+    custom_functions: list[str] = field(default_factory=list)
+    recomputes: bool = False
+    shared_generators: list[Drawn] = field(default_factory=list)  # on several hops
+    shared_changes: list[SharedChange] = field(default_factory=list)
+    changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name
+    changes_process: bool = False  # where it prints to, or what it warns of, for a while
+    writes_across: bool = False  # whether it writes in place to a tensor of another hop
+    host_syncs: list[HostSync] = field(default_factory=list)
+    waiting: set[str] = field(default_factory=set)  # names of torch functions that wait, in glue
+    moves: bool = False  # whether a mark ever asked for another stage
+    planned: bool = False  # whether a plan overrode the marks
+    planned_at: str | None = None  # the line that set it on the model; None: it was passed along
+    marks: dict[str, Call | None] = field(default_factory=dict, repr=False)
+    """The lines of those met, heeded or not, and the innermost call that each was first met in."""
+    unreached: list[str] = field(default_factory=list)
+    """Marks of ``BeginBlock`` on modules that the forward did not call, in words."""
+    why_real: str | None = None
+    why_elsewhere: str | None = None
+    """Why it did not run on fake tensors of the devices that the stages will be on."""
+
+    def __repr__(self) -> str:
+        elements = sum(held.elements for held in self.parameters)
+        return (
+            f"<Recording of {self.model}: {self.num_stages} stages, {len(self.hops)} hops, "
+            f"{len(self.calls)} calls, {elements:,} parameters>"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.summary()._repr_html_()
+
+    @property
+    def route(self) -> list[int]:
+        """The stage of each hop."""
+        return [hop.stage for hop in self.hops]
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return max(self.route, default=0) + 1
+
+    @property
+    def separable(self) -> list[bool]:
+        """For each hop, whether its backward can be split in two parts, as zero-bubble schedules
+        have it: gradients of what came in, and gradients of parameters."""
+        return [hop.whole is None for hop in self.hops]
+
+    @property
+    def plan(self) -> StagePlan:
+        """Which module call is on which stage."""
+        entries: dict[int, Assignment] = {}
+        for call in self.calls:
+            if not call.is_module:
+                continue
+            entry = Assignment(call.path, call.call, call.stage, call.kind)
+            entries[id(call)] = entry
+            outer = call.parent
+            while outer is not None and not outer.is_module:
+                outer = outer.parent
+            if outer is not None:
+                entries[id(outer)].inside.append(entry)
+        return StagePlan(list(entries.values()))
+
+    @property
+    def tied(self) -> list[Held]:
+        """Parameters that have several names, or are read on several stages."""
+        return [p for p in self.parameters if len(p.names) > 1 or p.also_read_on]
+
+    @property
+    def shared_state(self) -> list[Held]:
+        """Buffers and parameters that the forward writes and that several hops read: micro-batches
+        under way at once would mix in them."""
+        return [h for h in (*self.buffers, *self.parameters) if h.written and len(h.hops) > 1]
+
+    @property
+    def unused(self) -> list[Held]:
+        """Parameters that no call reads."""
+        return [p for p in self.parameters if p.hop is None]
+
+    def check(self, devices: int | None = None, *, in_order: bool = True) -> None:
+        """Raise one :class:`PlanError` for stages that leave gaps, or are not numbered in the order
+        in which the forward reaches them first, and for too few devices.
+
+        Args:
+            devices: how many there are, if known.
+            in_order: whether the order counts: where another mode has numbered them, it does not.
+        """
+        problems = gaps(self.route) or (list(self.begun_too_early()) if in_order else [])
+        if devices is not None and self.num_stages > devices:
+            problems.append(too_few_devices(self.num_stages, devices))
+        if problems:
+            begins = [f"stage {h.stage} at {h.begun_by or h.where}" for h in self.hops]
+            if self.planned_at is not None:
+                begins.append(f"set at {self.planned_at}")
+            problems[-1] += f" ({', '.join(begins)})"
+        if problems:
+            raise PlanError("; ".join(problems))
+
+    def begun_too_early(self) -> Iterator[str]:
+        """Stages that begin before the one below: how they are numbered, whatever numbers them."""
+        highest = -1
+        for hop in self.hops:
+            if hop.stage > highest + 1:
+                at = hop.where if hop.begun_by is None else f"{hop.begun_by}, {hop.where}"
+                yield (
+                    f"stage {hop.stage} begins ({at}) before stage {highest + 1} has run; "
+                    "number stages in the order in which they are reached first (returning to a "
+                    "lower one is fine)"
+                )
+            highest = max(highest, hop.stage)
+
+    @remembers_caller
+    def summary(
+        self,
+        devices: Sequence[object] | None = None,
+        *,
+        depth: int | None = None,
+        columns: Iterable[str] | None = None,
+    ) -> Summary:
+        """What is on which stage, what it costs, what crosses, what to look at.
+
+        Args:
+            devices: of each stage, or their names: a column, and what times are predicted for.
+                ``None``: no column, and times are a CPU's.
+            depth: modules above it in the tree of calls are opened (the model itself is at 0);
+                ``None``: those that span stages.
+            columns: what to show of a module, out of ``"stage"``, ``"device"``, ``"parameters"``,
+                ``"trainable"``, ``"bytes"`` (of parameters and buffers), ``"activations"`` (bytes
+                that autograd saves), ``"flops"`` (of the forward), ``"forward_ms"``,
+                ``"backward_ms"``, ``"share"`` (of the stage's time), ``"output"`` (the shape).
+
+        Returns:
+            A :class:`blockpipe.reports.summary.summary.Summary`; ``str()`` is a table,
+            ``to_dict()`` data.
+
+        Raises:
+            UsageError: an unknown column, a depth that is none, too few devices.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+            >>> net[1] = bp.BeginBlock(net[1], stage=1)
+            >>> recording = bp.record(net, torch.zeros(8, 4))
+            >>> recording.summary(columns=["parameters", "output"]).stages[1].parameters
+            10
+        """
+        from ..reports.summary.summary import summarize
+
+        return summarize(self, depth=depth, columns=columns, devices=devices)
+
+    @remembers_caller
+    def explain(self, path: str) -> str:
+        """Why a module, or a parameter, is where it is.
+
+        Args:
+            path: of a module, a parameter or a buffer; ``""``: the model.
+
+        Returns:
+            For each of a module's calls: what put it on its stage, whether it runs untouched, what
+            crosses into it, whether it is recomputed; and where its parameters live, and why.
+
+        Raises:
+            UsageError: nothing of that name; the message has near misses.
+
+        Example:
+            >>> import torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+            >>> print(bp.record(net, torch.zeros(8, 4)).explain("1.weight").splitlines()[0])
+            1.weight (parameter, float32 [2, 4], 32 B) lives on stage 0
+        """
+        from ..reports.summary.explain import explain
+
+        return explain(self, path)

@@ -1,0 +1,162 @@
+"""What a forward was given, in words, and what may be wrong with it where the forward fails.
+
+A forward that runs on the whole batch may fail on a micro-batch, so what the split made of the
+arguments is said with them. Values are never shown: shapes tell more in less room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .._common.callsite import users_line
+from .._common.nested import leaves, tensors
+from ..batches.microbatch import Share
+from ..errors import RecordingError
+
+_SHOWN = 8  # of a container's members, or a forward's parameters
+
+
+def signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The arguments of a call, tensors by dtype and shape.
+
+    Example:
+        >>> import torch
+        >>> signature(([torch.zeros(3, 8), torch.zeros(3, 8)],), {"scale": 2.0})
+        'list[2 × float32[3, 8]], scale=2.0'
+    """
+    parts = [_shown(a) for a in args] + [f"{k}={_shown(v)}" for k, v in kwargs.items()]
+    return ", ".join(parts)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        members = [_shown(item) for item in value]
+        if len(members) > 1 and len(set(members)) == 1 and any(True for _ in tensors(value)):
+            return f"{type(value).__name__}[{len(members)} × {members[0]}]"
+        begin, end = "[]" if isinstance(value, list) else "()"
+        return f"{begin}{_listed(members)}{end}"
+    if isinstance(value, Mapping):
+        return f"{{{_listed([f'{key!r}: {_shown(item)}' for key, item in value.items()])}}}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        members = [f"{name}={_shown(getattr(value, name))}" for name in fields]
+        return f"{type(value).__name__}({_listed(members)})"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(value, Tensor) or (isinstance(shape, tuple) and dtype is not None):
+        kind = "" if isinstance(value, Tensor) else f"{type(value).__name__} of "
+        return f"{kind}{str(dtype).removeprefix('torch.')}{list(shape or ())}"
+    return repr(value)[:40]
+
+
+def _listed(members: list[str]) -> str:
+    return ", ".join(members[:_SHOWN] + ["…"] * (len(members) > _SHOWN))
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Raise :class:`RecordingError` for lazy modules that have no parameters yet."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise RecordingError(
+            f"{type(model).__name__} has lazy modules, whose parameters have no shapes before the "
+            f"first call: {_listed(lazy)} ({users_line()}); run the plain model once first, on a "
+            "small batch"
+        )
+
+
+def what_failed(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], share: Share | None
+) -> str:
+    """``Net's forward fails on the sample (…)``, and which part of the batch that is.
+
+    Args:
+        model: whose forward.
+        args: of the call that failed.
+        kwargs: of the same.
+        share: which part of a batch they are; ``None``: they came as they are.
+    """
+    text = f"{type(model).__name__}'s forward fails on the sample ({signature(args, kwargs)})"
+    if share is None or share.count == 1:
+        return text
+    first, *others = [_argument(model, name) for name in share.dims]
+    text += (
+        f", the first of {share.count} micro-batches ({share.size} of the batch's {share.batch} "
+        f"samples): {first} was split on dim {next(iter(share.dims.values()))}"
+    )
+    if others:
+        whole = ", ".join(f"{name!r}: None" for name in list(share.dims)[1:])
+        them = "it" if len(others) == 1 else "them"
+        text += f", {_listed(others)} too (batch_dims={{{whole}}} gives {them} whole)"
+    return text
+
+
+def _argument(model: nn.Module, name: int | str) -> str:
+    parameters = _parameters(model)
+    if isinstance(name, str):
+        return name
+    return parameters[name] if name < len(parameters) else f"argument {name}"
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    """The names of what a forward takes; none where Python cannot tell."""
+    try:
+        found = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in found if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD]
+
+
+def remedy(
+    error: Exception,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    share: Share | None,
+) -> str:
+    """What to do about a forward that failed; arguments as for :func:`what_failed`."""
+    if "on the same device" in str(error):
+        return (
+            "a device that the forward names itself (x.to('cuda:0')) is none of Blockpipe's "
+            "business: leave the move out, for tensors follow the stages, or write x.device"
+        )
+    is_split = share is not None and share.count > 1
+    if is_split and "Expected more than 1 value per channel" in str(error):
+        assert share is not None
+        return (
+            "batch norm in training needs several values of each channel in a micro-batch: pass "
+            f"fewer chunks (chunks={max(share.batch // 2, 1)} or less for this batch)"
+        )
+    if not _fits(model, args, kwargs):
+        takes = f"its forward takes ({_listed(_parameters(model))})"
+        if not args and not kwargs:
+            return f"{takes}: pass a sample of that"
+        if share is not None and len(args) > 1:
+            return f"{takes}; pass what a loss_fn compares the output with by name: target=…"
+        return takes
+    shape = next((a for a in args if _is_shape(a)), None)
+    if shape is not None and not any(True for _ in tensors((args, kwargs))):
+        return f"pass tensors, not their shapes: torch.zeros{tuple(shape)}"
+    if is_split:
+        return "if the forward runs on the whole batch, look at how its arguments were split"
+    return "pass what the forward takes"
+
+
+def _fits(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # it has none that Python could tell
+        pass
+    return True
+
+
+def _is_shape(value: Any) -> bool:
+    numbers = list(leaves(value)) if isinstance(value, tuple | list) else []
+    return bool(numbers) and all(isinstance(n, int) for n in numbers)

@@ -1,0 +1,212 @@
+"""What autograd saves of a forward: which storages, on which hop, inside of which call.
+
+Seen through saved-tensor hooks in the recording: the tensors are fake, but which of them share a
+storage is not, so what is counted is what stays in memory. Adding up what operations make was no
+alternative: much of that is gone as soon as the next operation has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..crossing.recompute import Recomputable
+from .recording import Call, Hop, Kept, Saved
+
+_Key = int  # which storage
+_FEW = 8  # storages whose sizes are kept
+
+
+class Activations:
+    """Collects what is saved while its hooks are on.
+
+    Args:
+        skipped: parameters and buffers, which are there anyway.
+    """
+
+    def __init__(self, skipped: Iterable[Tensor]) -> None:
+        self._skipped = {key for t in skipped if (key := _key_of(t)) is not None}
+        self._storages: dict[_Key, tuple[Any, int]] = {}  # kept alive, so that a key stays its own
+        self._saved: list[tuple[int, Call | None, _Key, int]] = []
+        self._given: dict[int, set[_Key]] = {}  # from the id of a call to what it was given
+        self._sharing: set[int] = set()  # ids of calls that were given views of one storage
+        self._versions: list[tuple[Call, Tensor, int]] = []
+        self._inputs: set[_Key] = set()
+        self._hop = 0
+        self._call: Call | None = None
+        self._piece = 0
+
+    def put_on(self) -> None:
+        """Hook into what autograd saves in this thread from here on."""
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
+
+    def take_off(self) -> None:
+        """The other way; these are the last hooks that were put on."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def inputs(self, tensors: Iterable[Tensor]) -> None:
+        """These are the micro-batch's inputs: slices of the caller's batch."""
+        for tensor in tensors:
+            key = _key_of(tensor)
+            if key is not None and key not in self._skipped:
+                size = tensor.numel() * tensor.element_size()
+                self._storages[key] = tensor.untyped_storage(), size
+                self._inputs.add(key)
+
+    def at(self, hop: int, call: Call | None, piece: int) -> None:
+        """What is saved next is saved here."""
+        self._hop, self._call, self._piece = max(hop, 0), call, piece
+
+    def given(self, call: Call, tensors: Iterable[Tensor]) -> None:
+        """A call begins, with these arguments."""
+        keys = self._given.setdefault(id(call), set())
+        with torch._C.DisableTorchFunction():
+            for tensor in {id(t): t for t in tensors}.values():
+                key = self._noted(tensor)
+                if key is not None:
+                    if key in keys:
+                        self._sharing.add(id(call))
+                    keys.add(key)
+                if not tensor.is_inference():
+                    self._versions.append((call, tensor, tensor._version))
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            key = self._noted(tensor)
+            if key is not None:
+                self._saved.append((self._hop, self._call, key, self._piece))
+            # Not the tensor itself: a node that saves its own result would be a cycle.
+            return tensor if tensor.is_leaf else tensor.detach()
+
+    def _noted(self, tensor: Tensor) -> _Key | None:
+        key = _key_of(tensor)
+        if key is None or key in self._skipped:
+            return None
+        if key not in self._storages:
+            storage = tensor.untyped_storage()
+            self._storages[key] = storage, storage.nbytes()
+        return key
+
+    def conclude(self, hops: list[Hop], door_of: Mapping[int, Call]) -> dict[str, Recomputable]:
+        """Fill in what the hops keep; returns what running sealed calls again takes, by path.
+
+        Args:
+            hops: of the route.
+            door_of: from the id of a call to the sealed call that it is, or is inside of.
+        """
+        doors = list({id(door): door for door in door_of.values()}.values())
+        about: dict[str, Recomputable] = {}
+        written = {id(c) for c, tensor, version in self._versions if tensor._version != version}
+        for door in doors:
+            known = about.setdefault(door.path, Recomputable())
+            known.keeps_inputs |= id(door) in written
+            # Which call drew from Python's or numpy's generator is not known, but on which hop.
+            known.buffers |= door.buffers
+            known.draws |= door.draws or bool(hops[door.hop or 0].draws - {"torch"})
+            known.refuses = known.refuses or door.refuses
+            if id(door) in written and id(door) in self._sharing:
+                known.refuses = "it writes to arguments that share memory"
+        for door, saved, freed in self._gains(doors, door_of):
+            # Running it again has to gain something: a convolution saves its input alone.
+            about[door.path].pays |= 20 * freed > saved > 0
+        for door in doors:
+            door.is_run_again = about[door.path].is_run_again
+        self._fill_in(hops, doors, door_of)
+        return about
+
+    def by_call(self) -> None:
+        """Fill in what the calls save.
+
+        A storage that several calls of a hop save is there once, and counts in the first of them.
+        So what a call saves is the sum of what the calls in it do, and of its own.
+        """
+        first: dict[tuple[int, _Key], Call | None] = {}
+        for hop, call, key, _ in self._saved:
+            first.setdefault((hop, key), call)
+        for (_, key), saver in first.items():
+            call = saver
+            while call is not None:
+                call.saved_bytes += self._storages[key][1]
+                call = call.parent
+
+    def by_pieces(self) -> list[Saved]:
+        """What is saved in which pieces; what is saved in the same ones stands together."""
+        pieces: dict[_Key, set[int]] = {}
+        for _, _, key, piece in self._saved:
+            pieces.setdefault(key, set()).add(piece)
+        found: dict[tuple[tuple[int, ...], bool], int] = {}
+        for key, savers in pieces.items():
+            where = tuple(sorted(savers)), key in self._inputs
+            found[where] = found.get(where, 0) + self._storages[key][1]
+        return [Saved(at, size, is_input) for (at, is_input), size in found.items()]
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        self._storages.clear()
+        self._versions.clear()
+
+    def _gains(
+        self, doors: list[Call], door_of: Mapping[int, Call]
+    ) -> Iterable[tuple[Call, int, int]]:
+        """For each sealed call the bytes that it saves, and those that only it keeps alive."""
+        inside: dict[int, set[_Key]] = {id(door): set() for door in doors}
+        others: set[_Key] = set().union(*(self._given.get(id(door), set()) for door in doors))
+        for _, call, key, _ in self._saved:
+            door = door_of.get(id(call))
+            (others if door is None else inside[id(door)]).add(key)
+        for door in doors:
+            keys = inside[id(door)]
+            yield door, self._bytes(keys), self._bytes(keys - others)
+
+    def _fill_in(self, hops: list[Hop], doors: list[Call], door_of: Mapping[int, Call]) -> None:
+        glue: list[set[_Key]] = [set() for _ in hops]
+        never: list[set[_Key]] = [set() for _ in hops]
+        always: list[set[_Key]] = [set() for _ in hops]
+        asked: list[set[_Key]] = [set() for _ in hops]
+        for at, call, key, _ in self._saved:
+            hop = min(at, len(hops) - 1)
+            door = door_of.get(id(call))
+            never[hop].add(key)
+            if door is None:
+                glue[hop].add(key)
+            if door is None or not door.repeats(True):
+                always[hop].add(key)
+            if door is None or not door.repeats(False):
+                asked[hop].add(key)
+        for door in doors:
+            hop = door.hop or 0
+            for mode, keys, kept in (
+                (True, always[hop], hops[hop].always),
+                (False, asked[hop], hops[hop].asked),
+            ):
+                if door.repeats(mode):
+                    keys |= self._given.get(id(door), set())
+                    kept.calls += 1
+                    for work in door.work.values():
+                        kept.again.add(work)
+        for hop in range(len(hops)):
+            hops[hop].glue_bytes = self._bytes(glue[hop])
+        for regime, of_hops in (("never", never), ("always", always), ("asked", asked)):
+            earlier: set[_Key] = set()
+            for info, keys, all_keys in zip(hops, of_hops, never, strict=True):
+                result: Kept = getattr(info, regime)
+                result.bytes = self._bytes(keys)
+                result.shared = self._bytes(keys & earlier)
+                result.full = self._bytes(keys | all_keys)
+                result.largest = tuple(sorted(self._storages[k][1] for k in keys)[: -_FEW - 1 : -1])
+                result.inputs = self._bytes(keys & self._inputs - earlier)
+                earlier |= keys
+
+    def _bytes(self, keys: Iterable[_Key]) -> int:
+        return sum(self._storages[key][1] for key in keys)
+
+
+def _key_of(tensor: Tensor) -> _Key | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,162 @@
+"""What a forward changes for a while, and several of its hops see: micro-batches that are under way
+at once would change it for each other.
+
+Looked for whenever a module is called and an operation runs, for what is put back before the
+forward ends (``functional_call``, ``sdpa_kernel``) leaves nothing to find afterwards.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._common.callsite import users_line
+from ..restoring.process_state import process_state
+from .recording import Held, Recording, SharedChange
+
+_UNSET = object()
+_DOORS = ("forward", "_compiled_call_impl")  # ours, during a recording
+_SLOTS = ("_parameters", "_buffers", "_modules")
+_SETS_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+_SWITCHES: dict[str, Callable[[], object]] = {  # the process's
+    "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": (
+        torch.backends.cuda.mem_efficient_sdp_enabled
+    ),
+    "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
+    "torch.backends.cuda.cudnn_sdp_enabled()": torch.backends.cuda.cudnn_sdp_enabled,
+    "torch.backends.cuda.matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": (
+        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    ),
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
+        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    ),
+    "torch.backends.cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
+    "torch.backends.cudnn.enabled": lambda: torch.backends.cudnn.enabled,
+    "torch.backends.cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
+    "torch.backends.cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
+    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
+    "torch.get_default_dtype()": torch.get_default_dtype,
+    "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
+}
+_OWN = "give each stage a module of its own (the parameters may be shared)"
+_LOCAL = f"keep it in a local variable, {_OWN}"
+_DETACH = "detach what must get no gradient instead"
+_AROUND = "change it around the whole step instead"
+
+
+class SharedChanges:
+    """Watches one forward for such changes.
+
+    Args:
+        model: as it is when the forward begins.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._attributes = {path: _attributes(module) for path, module in model.named_modules()}
+        self._slots = {path: _slots(module) for path, module in model.named_modules()}
+        self._switches, self._process = _switches(), process_state()
+        self.changes_process = False
+        self._changed: dict[tuple[str, str], Tensor | None] = {}  # (path, name): what was there
+        self._toggled: dict[int, str] = {}  # id of a parameter: the line
+        self._switched: dict[str, tuple[set[int], str]] = {}  # the hops, and the first line
+
+    def at_call(self, path: str, module: nn.Module) -> None:
+        """A module is called: is anything of it other than when the forward began?"""
+        if path in self._slots:
+            self._compare(path, self._attributes[path], _attributes(module))
+            self._compare(path, self._slots[path], _slots(module))
+
+    def _compare(self, path: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+        for name in before.keys() | now.keys():
+            then = before.get(name, _UNSET)
+            if _differ(then, now.get(name, _UNSET)):
+                held = then if isinstance(then, Tensor) else None
+                self._changed.setdefault((path, name), held)
+
+    def at_operation(self, hop: int) -> None:
+        """An operation runs: under which of torch's switches?"""
+        self.changes_process = self.changes_process or process_state() != self._process
+        now = _switches()
+        if now == self._switches:
+            return
+        for name, value in now.items():
+            if value != self._switches[name]:
+                self._switched.setdefault(name, (set(), users_line()))[0].add(hop)
+
+    def at_function(self, function: object, args: tuple[Any, ...]) -> None:
+        """A torch function is called: does it say what gets gradients?"""
+        if function in _SETS_REQUIRES_GRAD and args[0].is_leaf:
+            asked = args[1] if len(args) > 1 else True
+            if args[0].requires_grad != asked:
+                self._toggled.setdefault(id(args[0]), users_line())
+
+    def found(self, result: Recording, held: Mapping[int, Held]) -> Iterator[SharedChange]:
+        """What several hops see of it, when the forward is over.
+
+        Args:
+            result: with its hops and calls.
+            held: the parameters and buffers by id, with the hops that read them.
+        """
+        for path, module in self._model.named_modules():
+            # What was not put back; parameters and buffers that stay replaced are state.
+            if path in self._attributes:
+                self._compare(path, self._attributes[path], _attributes(module))
+        result.changes_process = self.changes_process
+        result.changing = {f"{path}.{name}" for path, name in self._changed}
+        hops: dict[str, set[int]] = {}
+        where: dict[str, str] = {}
+        for call in result.calls:
+            if not call.is_function and call.hop is not None:
+                hops.setdefault(call.path, set()).add(call.hop)
+                where.setdefault(call.path, call.where)
+        for (path, name), tensor in sorted(self._changed.items(), key=lambda item: item[0]):
+            readers = set(held[id(tensor)].hops) if id(tensor) in held else set()
+            seen = sorted(hops.get(path, set()) | readers)
+            if len(seen) > 1 and path in where:
+                remedy = _LOCAL if tensor is None else _OWN
+                what = f"{path}.{name}"
+                yield SharedChange(what, f"calls {path!r}", seen, where[path], remedy)
+        for key, line in self._toggled.items():
+            if key in held and len(held[key].hops) > 1:
+                name = held[key].name
+                yield SharedChange(
+                    f"{name}.requires_grad", f"reads {name!r}", held[key].hops, line, _DETACH
+                )
+        if len(result.hops) > 1:
+            for name, (on, line) in self._switched.items():
+                yield SharedChange(name, "runs under it", sorted(on), line, _AROUND)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's plain attributes."""
+    outside = (*_DOORS, *_SLOTS)
+    return {name: value for name, value in vars(module).items() if name not in outside}
+
+
+def _slots(module: nn.Module) -> dict[str, Any]:
+    """Its parameters, buffers and submodules."""
+    return {name: value for slots in _SLOTS for name, value in vars(module)[slots].items()}
+
+
+def _switches() -> dict[str, object]:
+    return {name: _or_none(look) for name, look in _SWITCHES.items()}
+
+
+def _or_none(look: Callable[[], object]) -> object:
+    try:
+        return look()
+    except RuntimeError:  # of two ways to set a precision one has been used, and this is the other
+        return None
+
+
+def _differ(then: object, now: object) -> bool:
+    plain = (bool, int, float, str)
+    return then is not now and not (
+        type(then) is type(now) and isinstance(then, plain) and then == now
+    )

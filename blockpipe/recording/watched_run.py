@@ -1,0 +1,201 @@
+"""One watched run of a forward: what is put around the model, and taken off again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._common.modules import is_compiled
+from .._common.nested import map_tensors, tensors
+from .._common.progress import Progress
+from .._common.text import short
+from .._common.thread_state import as_ours, theirs
+from ..batches.losses import own_loss_or_none
+from ..costs.meter import Meter
+from ..crossing.tags import Step
+from ..crossing.torch_patches import GeneratorStates
+from ..crossing.user_checkpoints import intercepting
+from ..restoring.model_state import is_users
+from ..stages.marks import mark_of, set_cursor
+from .outside_state import OutsideState
+from .plan_resolution import Planned
+from .recorder import FreeRecorder, Recorder, RecordingDoor, RecordingGlue, WatchedCursor, hold
+from .recording import Hop, Output, Recording
+from .saved_tensors import Activations
+from .sealing import conclude
+from .shared_changes import SharedChanges
+
+
+@as_ours
+def run_watched(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    planned: Planned | None,
+    devices: list[torch.device] | None,
+    *,
+    fake: bool,
+    cut: bool,
+    unhookable: frozenset[str],
+    objects: Iterable[Any],
+) -> Recording:
+    result = Recording(type(model).__name__, fake, planned=planned is not None)
+    result.planned_at = None if planned is None else planned.where
+    cursor = WatchedCursor(follow_marks=planned is None)
+    stages = {} if planned is None else planned.stages
+    differentiable = torch.is_grad_enabled()
+    step = Step([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
+    result.unhookable = sorted(unhookable)
+    activations = Activations([*model.parameters(), *model.buffers()])
+    kind = Recorder if cut else FreeRecorder
+    recorder = kind(step, cursor, result, activations, unhookable)
+    recorder.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
+    hold(model, recorder)
+    held = (*model.parameters(), *model.buffers())
+    versions = {id(t): (t, t._version) for t in held if not t.is_inference()}
+    recorder.changes = SharedChanges(model)
+    recorder.outside = OutsideState(objects, dict(model.named_modules()))
+    recorder.users = {p for p, module in model.named_modules() if is_users(type(module).__module__)}
+    for path, module in model.named_modules():
+        names = module.__dict__
+        names["forward"] = RecordingDoor(module.forward, path, module, recorder, stages.get(path))
+        names.pop("_compiled_call_impl", None)
+    before = set_cursor(cursor)
+    try:
+        args, kwargs = _as_inputs(recorder, (args, kwargs))
+        meter = Meter(
+            recorder.spent, recorder.waited, recorder.drew, recorder.wrote, recorder.given
+        )
+        modules = sum(1 for _ in model.modules())
+        with Progress(f"recording {result.model}", modules, "module calls") as recorder.progress:
+            with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
+                with theirs(), RecordingGlue(recorder), meter:
+                    output = model(*args, **kwargs)
+                recorder.notice_writes()
+                for tensor in tensors(output):
+                    recorder.newest(tensor)
+        recorder.note_whole(output)
+        given = recorder.held.keys() | {id(tensor) for tensor in tensors((args, kwargs))}
+        result.outputs = list(_outputs(output, given))
+        recorder.keepers = _keepers(model, recorder)
+        recorder.outside.look(recorder.hop)
+        result.shared_changes = [
+            *recorder.changes.found(result, recorder.held),
+            *recorder.outside.found(result),
+        ]
+    finally:
+        set_cursor(before)
+        recorder.abandon()
+    if not result.hops:
+        result.hops.append(Hop(0, 0, None, "the start"))
+    try:
+        conclude(model, recorder, versions)
+    finally:
+        activations.forget()
+    if planned is None:
+        result.unreached = list(_unreached(model, {call.path for call in result.calls}))
+    return result
+
+
+def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
+    """The tensors that a forward returns, by the key or position of what they are in."""
+    loss = own_loss_or_none(output)
+    named: Iterable[tuple[Any, Any]] = [("the output", output)]
+    if isinstance(output, Mapping):
+        named = ((f"output {key!r}", value) for key, value in output.items())
+    elif isinstance(output, tuple | list):
+        named = ((f"output {index}", value) for index, value in enumerate(output))
+    for name, value in named:
+        for tensor in tensors(value):
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            yield Output(name, shape, dtype, tensor is loss, id(tensor) in given)
+
+
+def _unreached(model: nn.Module, called: Container[str]) -> Iterator[str]:
+    """The marks on modules that were not called, in words."""
+    for path, module in model.named_modules():
+        mark = mark_of(module)
+        if mark is not None and path not in called:
+            stage = "the next stage" if mark.stage is None else f"stage {mark.stage}"
+            yield f"{path!r} is marked as {stage} ({short(mark.where)}), but never called"
+
+
+@contextlib.contextmanager
+def counting_writes() -> Iterator[None]:
+    """Around a recording: no gradients instead of inference mode, whose tensors do not count what
+    is written to them."""
+    grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
+class HooksRefusedError(Exception):
+    """A module's forward, or a function, that cannot run under saved-tensor hooks."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+def hooked(attempt: Callable[[frozenset[str]], Recording]) -> Recording:
+    """Record, without saved-tensor hooks in those calls that turn out not to bear them."""
+    unhookable: frozenset[str] = frozenset()
+    while True:
+        try:
+            return attempt(unhookable)
+        except HooksRefusedError as refused:
+            unhookable |= {refused.path}
+
+
+@contextlib.contextmanager
+def _saving_watched(recorder: Recorder) -> Iterator[None]:
+    recorder.begin()
+    try:
+        yield
+    except RuntimeError as error:
+        call = recorder.failed_in
+        path = "" if call is None else call.path
+        if "support saved tensor hooks" in str(error) and path not in recorder.unhookable:
+            raise HooksRefusedError(path) from error
+        raise
+    finally:
+        recorder.end()
+
+
+def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:
+    """Modules on which the forward left a tensor with a gradient path: the next micro-batch will
+    read it there, so their calls are looked into."""
+    return [
+        path
+        for path, module in model.named_modules()
+        for value in module.__dict__.values()
+        if isinstance(value, Tensor | list | tuple)
+        and any(t.requires_grad and recorder.made(t) for t in tensors(value))
+    ]
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled modules run as they were written, so that their marks and reads are seen."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _as_inputs(recorder: Recorder, value: Any) -> Any:
+    """Inputs are made on hop 0, before there is one: tagged so, on stage 0's device."""
+    memo: dict[int, Tensor] = {}
+
+    def taken(tensor: Tensor) -> Tensor:
+        if id(tensor) in recorder.held:
+            return tensor
+        if id(tensor) not in memo:
+            memo[id(tensor)] = recorder.take_input(tensor)
+        return memo[id(tensor)]
+
+    inputs = map_tensors(taken, value)
+    recorder.activations.inputs(memo.values())
+    return inputs

@@ -1,0 +1,265 @@
+"""Why something is where it is: what a recording says of one module, parameter or buffer.
+
+A summary shows where everything is. This answers the question that comes next, from what was
+written down when it happened; working the reasons out again from the result would be guessing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ..._common.callsite import users_line
+from ..._common.text import bytes_text, one_line, short, stages_text
+from ...errors import UsageError
+
+if TYPE_CHECKING:  # a recording can explain itself; that needs only its fields
+    from ...recording.recording import Call, Held, Recording
+
+_MOST_HELD = 6  # of a module's parameters that are told one by one
+
+
+def explain(
+    recording: Recording,
+    path: str,
+    *,
+    devices: Sequence[object] | None = None,
+    checkpoint: str | None = None,
+) -> str:
+    """Say why a module, or a parameter, is where it is.
+
+    Args:
+        recording: that saw it.
+        path: of a module, a parameter or a buffer; ``""``: the model.
+        devices: of the stages; ``None``: not known.
+        checkpoint: the pipeline's option; ``None``: not known.
+
+    Raises:
+        UsageError: nothing of that name.
+    """
+    held = next((h for h in _held(recording) if path in h.names), None)
+    if held is not None:
+        return _about_held(recording, held, devices)
+    if isinstance(path, str):
+        calls = [c for c in recording.calls if path in (c.path, _function_name(c))]
+        inside = [h for h in _held(recording) if _is_inside(h, path)]
+        if calls:
+            return _about_module(recording, calls, inside, devices, checkpoint)
+        if inside:
+            lines = [f"{path} is not called itself", *_about_inside(path, inside)]
+            return _text(lines)
+    known = list(dict.fromkeys(c.path for c in recording.calls))
+    names = [*known, *(name for h in _held(recording) for name in h.names)]
+    near = get_close_matches(str(path), names, n=3, cutoff=0.4)
+    raise UsageError(
+        f"explain takes the path of a module that the forward calls, or of a parameter or buffer, "
+        f"but {path!r} came; "
+        + (f"did you mean {', '.join(map(repr, near))}?" if near else f"there are {known[1:9]}")
+        + f" ({users_line()})"
+    )
+
+
+def _text(lines: Sequence[str]) -> str:
+    return "\n  ".join(map(one_line, lines))
+
+
+def _held(recording: Recording) -> list[Held]:
+    return [*recording.parameters, *recording.buffers]
+
+
+def _function_name(call: Call) -> str | None:
+    """A function is known by its name and line; its name is enough to ask for it."""
+    return call.path.partition(" (")[0] if call.is_function else None
+
+
+def _is_inside(held: Held, path: str) -> bool:
+    return not path or any(name.startswith(f"{path}.") for name in held.names)
+
+
+def _on(stage: int, devices: Sequence[object] | None) -> str:
+    return f"stage {stage}" + (f" ({devices[stage]})" if devices is not None else "")
+
+
+# --- a module
+
+
+def _about_module(
+    recording: Recording,
+    calls: list[Call],
+    inside: list[Held],
+    devices: Sequence[object] | None,
+    checkpoint: str | None,
+) -> str:
+    path = calls[0].path
+    name = f"{path or recording.model} ({calls[0].kind})"
+    told = [_about_call(recording, call, devices, checkpoint) for call in calls]
+    if len(calls) == 1:
+        lines = [f"{name} {told[0][0]}", *told[0][1:]]
+    else:
+        lines = [f"{name} is called {len(calls)} times"]
+        for _, group in groupby(zip(calls, told, strict=True), key=lambda pair: pair[1]):
+            alike = list(group)
+            first, last = alike[0][0].call, alike[-1][0].call
+            which = f"call {first}" if first == last else f"calls {first} to {last}"
+            head, *rest = alike[0][1]
+            lines += [f"{which} {head}", *(f"  {line}" for line in rest)]
+    return _text([*lines, *_about_inside(path, inside)])
+
+
+def _about_call(
+    recording: Recording,
+    call: Call,
+    devices: Sequence[object] | None,
+    checkpoint: str | None,
+) -> list[str]:
+    route = recording.route
+    stages = [call.stage]
+    if call.hop is not None and call.last_hop is not None:
+        stages = list(dict.fromkeys(route[call.hop : call.last_hop + 1]))
+    where = ", ".join(_on(stage, devices) for stage in stages)
+    lines = [f"spans {where}" if len(stages) > 1 else f"is on {where}"]
+    lines.append(f"stage: {_why_there(recording, call)}")
+    if call.parent is not None:
+        lines.append(f"called by: {call.parent.path or recording.model}, at {short(call.where)}")
+    lines.append(f"door: {_door_says(recording, call)}")
+    lines += [f"arguments: {text}" for text in _arguments(route, call)]
+    lines += [f"crosses into it: {text}" for text in _crosses(recording, call)]
+    lines.append(f"recomputed: {_recomputed(recording, call, checkpoint)}")
+    return lines
+
+
+def _why_there(recording: Recording, call: Call) -> str:
+    if call.hop is None:
+        by = "it begins there" if call.mark is None else f"the mark at {short(call.mark)} is before"
+        return f"it computes nothing, and the forward is on stage {call.stage} then ({by})"
+    hop = recording.hops[call.hop]
+    on_it = (c for c in recording.calls if c.hop == call.hop and c.parent is not None)
+    first = next(on_it, call)
+    begins = "" if first is call else f"; {first.path} was the first call there"
+    if recording.planned:
+        at = "" if recording.planned_at is None else f" set at {short(recording.planned_at)}"
+        put = f"the plan{at} put the forward on stage {hop.stage}"
+    elif hop.where == "the start":
+        return f"no mark came before it, and a forward begins on stage {hop.stage}"
+    else:
+        name = f" {hop.name!r}" if hop.name else ""
+        put = f"the mark{name} at {short(hop.where)} put the forward on stage {hop.stage}"
+    since = f"{put}{begins}; nothing moved it before this call"
+    if call.mark is not None and call.mark != hop.where and not recording.planned:
+        since += f" (the mark at {short(call.mark)} is in effect, and is of the same stage)"
+    return since
+
+
+def _door(recording: Recording, call: Call | None) -> Call | None:
+    """The outermost sealed call that a call is, or is inside of."""
+    found = None
+    while call is not None:
+        sealed = recording.sealed_functions if call.is_function else recording.sealed
+        if call.sealed and (call.hop or 0) in sealed.get(call.path, ()):
+            found = call
+        call = call.parent
+    return found
+
+
+def _door_says(recording: Recording, call: Call) -> str:
+    door = _door(recording, call)
+    if door is call:
+        return "sealed: it runs untouched, for it stays on one stage and is given all it reads"
+    if door is not None:
+        return f"it runs untouched, inside of {door.path or 'the model'}, which is sealed"
+    why = call.opened or "another of its calls, on this stage, is"
+    return f"open, its operations are looked at: {why}"
+
+
+def _arguments(route: list[int], call: Call) -> Iterator[str]:
+    for source in call.inbound[:_MOST_HELD]:
+        made = source.stage if source.last_hop is None else route[source.last_hop]
+        beside = "the same stage" if made == call.stage else f"stage {made}"
+        yield f"computed from what {source.path} returns, on {beside}"
+
+
+def _crosses(recording: Recording, call: Call) -> Iterator[str]:
+    into = [c for c in recording.crossings if _is_around(call, c.reader)]
+    if not into:
+        yield "nothing"
+    for crossing in into:
+        what = f"{crossing.what}, " if crossing.what else ""
+        back = "and its gradient goes back" if crossing.needs_grad else "without a gradient"
+        yield (
+            f"{what}{crossing.dtype} {list(crossing.shape)} ({bytes_text(crossing.bytes)}) from "
+            f"stage {crossing.from_stage} to {crossing.to_stage}, {back} "
+            f"(read at {short(crossing.where)})"
+        )
+
+
+def _is_around(call: Call, inner: Call | None) -> bool:
+    while inner is not None and inner is not call:
+        inner = inner.parent
+    return inner is call
+
+
+def _recomputed(recording: Recording, call: Call, checkpoint: str | None) -> str:
+    door = _door(recording, call)
+    if door is None:
+        return "never as a whole: only sealed calls can be run again"
+    whole = "it" if door is call else door.path
+    about = recording.recomputable.get(door.path)
+    if about is not None and about.refuses:
+        return f"never: {about.refuses}"
+    if about is None or not about.pays:
+        return f"never: {whole} keeps hardly more than what it is given, so nothing is gained"
+    if door.checkpoint is not None:
+        return f"{'yes' if door.checkpoint else 'no'}: its mark says checkpoint={door.checkpoint}"
+    if checkpoint is None:
+        return "where a pipeline's checkpoint= asks for it; its mark says nothing"
+    return f"{'no' if checkpoint == 'never' else 'yes'}: the pipeline's checkpoint={checkpoint!r}"
+
+
+# --- parameters and buffers
+
+
+def _about_inside(path: str, inside: list[Held]) -> Iterator[str]:
+    """A module's own one by one, if they are few; else how much is where, and what stands out."""
+    noun = "parameters and buffers"
+    if len(inside) > _MOST_HELD:
+        for stage in sorted({h.stage for h in inside}):
+            here = [h for h in inside if h.stage == stage]
+            size = bytes_text(sum(h.bytes for h in here))
+            yield f"{noun}: {len(here)} live on stage {stage}, {size}"
+        inside = [h for h in inside if h.hop is None or h.also_read_on or len(h.names) > 1]
+    for held in inside[:_MOST_HELD]:
+        own = next(n for n in held.names if not path or n.startswith(f"{path}."))
+        yield f"{own}: on stage {held.stage}, {'; '.join(_reasons(held))}"
+    if len(inside) > _MOST_HELD:
+        yield f"… {len(inside) - _MOST_HELD} more that no call reads, or that are shared"
+
+
+def _about_held(recording: Recording, held: Held, devices: Sequence[object] | None) -> str:
+    kind = "buffer" if held.is_buffer else "parameter" if held.trainable else "frozen parameter"
+    about = f"{kind}, {held.dtype} {list(held.shape)}, {bytes_text(held.bytes)}"
+    lines = [f"{held.name} ({about}) lives on {_on(held.stage, devices)}", *_reasons(held)]
+    if held.hop is not None:
+        hop = recording.hops[held.hop]
+        if recording.planned:
+            lines.append("a plan put the forward there")
+        elif hop.where != "the start":
+            lines.append(f"the mark at {short(hop.where)} put the forward there")
+    return _text(lines)
+
+
+def _reasons(held: Held) -> list[str]:
+    if held.hop is None:
+        reasons = ["no call reads it: it is where its module, or the nearest around that, runs"]
+    else:
+        reasons = [f"first read there, at {short(held.where)}"]
+    if len(held.names) > 1:
+        reasons.append(f"tied: {' = '.join(held.names)} are one")
+    if held.also_read_on:
+        back = ", and its gradient comes home" if held.trainable and not held.is_buffer else ""
+        on = f"stage {stages_text(held.also_read_on)}"
+        reasons.append(f"also read on {on}: a copy of the value goes there{back}")
+    if held.written:
+        reasons.append("the forward writes to it")
+    return reasons

@@ -1,0 +1,46 @@
+"""A trace as an interactive page: one file with everything in it, that asks no network.
+
+The page is ``timeline.html`` beside this file, with the data put in as JSON. A plotting library
+from the web would not work offline, and one that is included would be larger than the page.
+"""
+
+import html
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from ..._common.text import one_line
+from .trace import Trace, journeys
+
+
+def page(views: Sequence[Trace]) -> str:
+    """The page for some views of one thing: what was measured, and predictions.
+
+    Args:
+        views: the first is shown first.
+    """
+    data = json.dumps([_view(view) for view in views], separators=(",", ":"))
+    title = html.escape(one_line(views[0].title or "timeline"))
+    template = files(__package__).joinpath("timeline.html").read_text(encoding="utf-8")
+    # In a script only "</script" and "<!--" would end it.
+    head, _, rest = template.partition("__TITLE__")
+    between, _, end = rest.partition("__DATA__")
+    return f"{head}{title}{between}{data.replace('<', chr(92) + 'u003c')}{end}"
+
+
+def frame(document: str, *, lanes: int) -> str:
+    """The page in a frame of its own, for a notebook: its styles and keys stay inside."""
+    height = min(900, 420 + 62 * lanes)
+    return (
+        f'<iframe title="timeline" srcdoc="{html.escape(document)}" sandbox="allow-scripts" '
+        f'style="width:100%;height:{height}px;border:0"></iframe>'
+    )
+
+
+def _view(trace: Trace) -> dict[str, Any]:
+    found = trace.to_dict()
+    index = {id(event): n for n, event in enumerate(trace.events)}
+    found["events"] = [list(event) for event in trace.events]
+    found["journeys"] = [(index[id(a)], index[id(b)]) for a, b in journeys(trace.events)]
+    return found

@@ -1,0 +1,326 @@
+"""What happened when, as data: the events of steps, and what they add up to.
+
+A trace comes from a real run or from a schedule played out; pictures are drawn from either. It
+holds numbers and names, and no tensor.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+from ..._common.callsite import users_line
+from ...errors import UsageError
+from ...schedules.schedule import KINDS, Schedule
+from ...schedules.simulation import Costs
+
+EventKind = Literal["F", "B", "W", "R", "copy", "wait", "stall"]
+
+
+class Event(NamedTuple):
+    """One thing that took time.
+
+    Attributes:
+        kind: an action's (``"F"``, ``"B"``, ``"W"``, ``"R"``); ``"copy"``, a tensor that crosses
+            between hops; ``"wait"``, a journey that waits for its turn on a hop; ``"stall"``, a
+            lane that stands still in an action until what it reads has arrived.
+        lane: where: for a copy or a wait the lane of the hop that it is for.
+        hop: which one; for a copy, where it goes.
+        stage: the hop's.
+        microbatch: whose.
+        step: in which step of the trace, from 0.
+        start: in the trace's unit, from its first event on.
+        end: likewise.
+        source: of a copy, the hop that it comes from; -1: the caller.
+        bytes: of a copy, the tensor's size, whether it was copied or only aliased.
+    """
+
+    kind: EventKind
+    lane: int
+    hop: int
+    stage: int
+    microbatch: int
+    step: int
+    start: float
+    end: float
+    source: int = -1
+    bytes: int = 0
+
+    @property
+    def duration(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        if self.kind in KINDS:
+            return f"{self.kind}{self.hop}.{self.microbatch}"
+        came = f" from {'the caller' if self.source < 0 else f'hop {self.source}'}"
+        to = f" to hop {self.hop}.{self.microbatch}"
+        return f"{self.kind}{came if self.kind == 'copy' else ''}{to}"
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What runs one action at a time.
+
+    Attributes:
+        name: for people, such as ``"cuda:0"`` or ``"cpu, stage 1"``.
+        device: where it is; empty for a schedule that has not run.
+    """
+
+    name: str
+    device: str = ""
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What a step was.
+
+    Attributes:
+        schedule: the order it went by.
+        lanes: which lane of the trace each lane of the schedule is.
+        costs: what its hops cost by the recording's estimate; ``None``: not known.
+        inline: whether one thread did all.
+        forward_only: whether there was no backward.
+        failed: whether something in it did not end.
+    """
+
+    schedule: Schedule
+    lanes: tuple[int, ...]
+    costs: Costs | None = None
+    inline: bool = False
+    forward_only: bool = False
+    failed: bool = False
+
+
+@dataclass
+class LaneTotals:
+    """What one lane did in a step, in the trace's unit; over several steps, the mean.
+
+    Attributes:
+        busy: time in actions, without stalls.
+        idle: the share of the step in which it was not busy, 0 to 1.
+        by_kind: time in actions of each kind.
+        copies: time in copies to it; they may run beside each other and beside actions.
+        copied: bytes that came to it.
+        waits: what journeys waited for their turns on it, added up.
+        stalls: what it stood still in actions.
+    """
+
+    busy: float = 0.0
+    idle: float = 0.0
+    by_kind: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    copies: float = 0.0
+    copied: float = 0.0
+    waits: float = 0.0
+    stalls: float = 0.0
+
+
+@dataclass
+class Trace:
+    """Events, and what they add up to. Steps are counted from 0, or from the last: -1.
+
+    Attributes:
+        events: ordered by their start.
+        lanes: what they ran on.
+        steps: what the steps were.
+        unit: ``"s"``, or empty where costs have none.
+        title: for pictures.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    lanes: list[Lane] = field(default_factory=list)
+    steps: list[StepInfo] = field(default_factory=list)
+    unit: str = "s"
+    title: str = ""
+
+    def actions(self, step: int | None = None) -> list[Event]:
+        """The forwards, backwards, weight parts and recomputations; of one step, or of all."""
+        step = step if step is None else self._index(step)
+        return [e for e in self.events if e.kind in KINDS and step in (None, e.step)]
+
+    def span(self, step: int) -> float:
+        """From the start of a step's first action to the end of its last."""
+        actions = self.actions(step)
+        if not actions:
+            return 0.0
+        return max(e.end for e in actions) - min(e.start for e in actions)
+
+    @property
+    def step_time(self) -> float:
+        """What a step takes, in the mean."""
+        return sum(map(self.span, self._ran())) / max(1, len(self._ran()))
+
+    def busy(self, step: int | None = None) -> list[float]:
+        """For each lane, its time in actions, without stalls: of one step, or the mean."""
+        return [lane.busy for lane in self.totals(step)]
+
+    def bubble(self, step: int | None = None) -> float:
+        """The share of all lanes' time in which they are not busy, 0 to 1."""
+        steps = self._ran() if step is None else [step]
+        spans = sum(map(self.span, steps)) / max(1, len(steps))
+        # A lane that is always busy may round to more than its span.
+        return max(0.0, 1 - sum(self.busy(step)) / (len(self.lanes) * spans)) if spans else 0.0
+
+    def imbalance(self, step: int | None = None) -> float:
+        """The busiest lane's time over the mean of all; 1: all alike."""
+        busy = self.busy(step)
+        return max(busy) * len(busy) / sum(busy) if any(busy) else 1.0
+
+    def totals(self, step: int | None = None) -> list[LaneTotals]:
+        """For each lane what it did: in one step, or in the mean of all."""
+        steps = self._ran() if step is None else [self._index(step)]
+        found = [LaneTotals() for _ in self.lanes]
+        share = 1 / max(1, len(steps))
+        stalled = self._stalled()
+        for event in self.events:
+            if event.step not in steps:
+                continue
+            lane, took = found[event.lane], share * event.duration
+            if event.kind in KINDS:
+                took = share * _net(event, stalled[event.lane])
+                lane.by_kind[event.kind] += took
+                lane.busy += took
+                lane.stalls += share * event.duration - took
+            elif event.kind == "copy":
+                lane.copies += took
+                lane.copied += share * event.bytes
+            elif event.kind == "wait":
+                lane.waits += took
+        span = sum(map(self.span, steps)) * share
+        for lane in found:
+            lane.idle = max(0.0, 1 - lane.busy / span) if span else 0.0
+        return found
+
+    def costs(self, step: int = -1) -> Costs | None:
+        """What each hop cost in steps like this one, by the median over their micro-batches: for
+        :func:`blockpipe.simulate`. ``None`` where a hop has no forward.
+
+        A transfer counts where copies run beside the actions; elsewhere it is a part of them.
+        """
+        if not self.steps:
+            return None
+        info = self.steps[self._index(step)]
+        alike = {n for n, other in enumerate(self.steps) if other.schedule == info.schedule}
+        hops = range(len(info.schedule.lane_of_hop))
+        took: dict[tuple[str, int], list[float]] = {}
+        sent: dict[tuple[int, int, int], float] = {}
+        stalled = self._stalled()
+        for event in self.events:
+            if event.step not in alike:
+                continue
+            if event.kind in KINDS:
+                net = _net(event, stalled[event.lane])
+                took.setdefault((event.kind, event.hop), []).append(net)
+            elif event.kind == "copy" and event.hop == event.source + 1 and event.source >= 0:
+                key = event.source, event.microbatch, event.step
+                sent[key] = sent.get(key, 0.0) + event.duration
+        if any(("F", hop) not in took for hop in hops):
+            return None
+
+        def of(kind: str) -> list[float]:
+            return [median(took.get((kind, hop), [0.0])) for hop in hops]
+
+        overlaps = any(event.kind == "stall" for event in self.events)
+        links = [[t for (h, _, _), t in sent.items() if h == hop] for hop in hops]
+        weight = of("W")
+        return Costs(
+            forward=of("F"),
+            backward=[b + w for b, w in zip(of("B"), weight, strict=True)],
+            weight=weight,
+            transfer=[median(link) if link and overlaps else 0.0 for link in links],
+            restore=of("R"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as what JSON can hold."""
+        steps = range(len(self.steps))
+        return {
+            "title": self.title,
+            "unit": self.unit,
+            "lanes": [{"name": lane.name, "device": lane.device} for lane in self.lanes],
+            "steps": [
+                {
+                    "schedule": info.schedule.name,
+                    "microbatches": info.schedule.microbatches,
+                    "inline": info.inline,
+                    "forward_only": info.forward_only,
+                    "failed": info.failed,
+                    "span": self.span(step),
+                    "bubble": self.bubble(step),
+                    "imbalance": self.imbalance(step),
+                    "lanes": [vars(lane) for lane in self.totals(step)],
+                }
+                for step, info in zip(steps, self.steps, strict=True)
+            ],
+            "step_time": self.step_time,
+            "bubble": self.bubble(),
+            "imbalance": self.imbalance(),
+            "totals": [vars(lane) for lane in self.totals()],
+            "events": [event._asdict() for event in self.events],
+        }
+
+    def _index(self, step: int) -> int:
+        """A step's number, counted from 0."""
+        count = len(self.steps)
+        if not isinstance(step, int) or not -count <= step < count:
+            raise UsageError(
+                f"this timeline has {count} steps, counted from 0 (or -1 from the last), but step "
+                f"{step!r} was asked for ({users_line()}); take one of these"
+            )
+        return step % count
+
+    def _ran(self) -> list[int]:
+        """The steps that count for means: those that did not fail, if there are any."""
+        good = [step for step, info in enumerate(self.steps) if not info.failed]
+        return good or list(range(len(self.steps)))
+
+    def _stalled(self) -> list[list[tuple[float, float]]]:
+        """For each lane when it stood still, in order and without overlaps."""
+        found: list[list[tuple[float, float]]] = [[] for _ in self.lanes]
+        for event in sorted((e for e in self.events if e.kind == "stall"), key=lambda e: e.start):
+            row = found[event.lane]
+            if row and event.start <= row[-1][1]:
+                row[-1] = row[-1][0], max(row[-1][1], event.end)
+            else:
+                row.append((event.start, event.end))
+        return found
+
+
+def _net(event: Event, stalls: list[tuple[float, float]]) -> float:
+    """An action's time without what its lane stood still in it."""
+    took = event.duration
+    if stalls:
+        at = max(0, bisect_left(stalls, (event.start, event.start)) - 1)
+        while at < len(stalls) and stalls[at][0] < event.end:
+            start, end = stalls[at]
+            took -= max(0.0, min(end, event.end) - max(start, event.start))
+            at += 1
+    return took
+
+
+def in_rows(events: Iterable[Event]) -> list[list[Event]]:
+    """Events in as few rows as it takes for none to overlap in a row."""
+    rows: list[list[Event]] = []
+    for event in sorted(events, key=lambda e: (e.start, e.end)):
+        row = next((row for row in rows if row[-1].end <= event.start), None)
+        if row is None:
+            rows.append([event])
+        else:
+            row.append(event)
+    return rows
+
+
+def journeys(events: Iterable[Event]) -> list[tuple[Event, Event]]:
+    """Which action follows which in a micro-batch's journey, where it is on another hop."""
+    paths: dict[tuple[int, int], list[Event]] = {}
+    for event in events:
+        if event.kind in ("F", "B"):
+            paths.setdefault((event.step, event.microbatch), []).append(event)
+    found = []
+    for path in paths.values():
+        path.sort(key=lambda e: (e.start, e.end))
+        found += [(a, b) for a, b in pairwise(path) if a.hop != b.hop]
+    return found

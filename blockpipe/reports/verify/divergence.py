@@ -1,0 +1,362 @@
+"""Where two runs of a model part: every module call's result, as a few numbers.
+
+Keeping all results of one run to compare them with the other's would need the memory of all
+micro-batches' activations at once. A *sketch* of a tensor is enough: a checksum of its bits, which
+any change changes, and its inner products with some fixed rows of signs, whose differences say how
+far two tensors are apart (in expectation, exactly).
+
+Source: Alon, Matias and Szegedy, "The space complexity of approximating the frequency moments"
+(1996).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..._common.modules import is_compiled
+from ..._common.nested import tensors
+from ...crossing.interception import active_glue
+from ...crossing.tags import TAG
+from ...devices.ownership import copying
+from ...stages.marks import current_microbatch, current_stage, is_recomputing
+
+_ROWS = 16
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # of the golden ratio: scatters the bits of an index
+
+
+class Sketch(NamedTuple):
+    """What is kept of a tensor."""
+
+    shape: tuple[int, ...]
+    checksum: int
+    products: tuple[float, ...]
+    norm: float
+
+    def apart(self, other: Sketch) -> float:
+        """About how far they are apart, relative to the first's norm; 0: the same to the bit."""
+        if self.shape != other.shape:
+            return math.inf
+        if self.checksum == other.checksum:
+            return 0.0
+        squares = [(a - b) ** 2 for a, b in zip(self.products, other.products, strict=True)]
+        distance = math.sqrt(sum(squares) / len(squares))
+        found = distance / self.norm if self.norm else math.inf
+        # Bits differ: never nothing, be it lost in the sums or not a number.
+        return max(found, 5e-324) if not math.isnan(found) else math.inf
+
+
+def sketch(tensor: Tensor) -> Sketch:
+    """A sketch, the same on every device for the same values."""
+    with torch.no_grad(), copying(), torch.autocast("cpu", enabled=False):
+        values = tensor.detach()
+        if values.layout is not torch.strided:
+            values = values.to_dense()
+        if values.is_complex():
+            values = torch.view_as_real(values.resolve_conj())
+        flat = values.reshape(-1).cpu().double() + 0.0  # no negative zeros
+        index = (torch.arange(flat.numel()) + 1) * _ODD
+        index ^= index >> 29
+        bits = index * _ODD
+        checksum = int((flat.view(torch.int64) * (2 * bits + 1)).sum())
+        products = tuple(
+            float(flat @ (1.0 - 2.0 * (bits >> (20 + row) & 1).double())) for row in range(_ROWS)
+        )
+        return Sketch(tuple(tensor.shape), checksum, products, float(flat.norm()))
+
+
+class Key(NamedTuple):
+    """A module call of one micro-batch."""
+
+    microbatch: int
+    path: str
+    call: int
+
+
+@dataclass
+class Seen:
+    """What was seen of a module call."""
+
+    stage: int | None
+    given: list[Sketch]
+    result: list[Sketch] = field(default_factory=list)
+    gradients: dict[int, Sketch] = field(default_factory=dict)  # by result, of those made in it
+    from_stages: set[int] = field(default_factory=set)  # other ones that its arguments came from
+    reads: set[Key] = field(default_factory=set)  # calls that made its arguments
+
+
+@dataclass
+class Parting:
+    """The first place where a pipelined run is not what the plain one is.
+
+    Attributes:
+        phase: "forward", "recomputation" or "backward".
+        path: the module; ``""``: the model itself, its own code between its modules' calls.
+        call: which of its calls; ``None``: what parts belongs to none (a parameter, a buffer).
+        stage: where it ran.
+        microbatch: of which micro-batch, where that is known.
+        apart: about how far, relative to the plain run's.
+        why: what agrees still, and where to look, in words.
+    """
+
+    phase: str
+    path: str
+    call: int | None
+    stage: int | None
+    microbatch: int | None
+    apart: float
+    why: str
+
+    def __str__(self) -> str:
+        of = "" if self.microbatch is None else f" of micro-batch {self.microbatch}"
+        call = "" if self.call is None else f" (call {self.call})"
+        stage = "" if self.stage is None else f" on stage {self.stage}"
+        name = shown(self.path)
+        return f"{self.phase}{of}, {name}{call}{stage}: {self.why}"
+
+
+def shown(path: str) -> str:
+    """A module's path, in a sentence."""
+    return repr(path) if path else "the model itself"
+
+
+class Watch:
+    """Sketches of every module call of a step; entered around it.
+
+    Args:
+        model: whose modules are watched. Scripted ones, and those inside of compiled ones, are not:
+            they run without Python.
+        opaque: paths of further modules that are not looked into.
+    """
+
+    def __init__(self, model: nn.Module, opaque: Sequence[str] = ()) -> None:
+        self.seen: dict[Key, Seen] = {}  # in the order in which calls ended
+        self.again: list[tuple[str, int | None, list[Sketch]]] = []  # recomputed: path, stage
+        self._model = model
+        self._opaque = set(opaque)
+        self._counts: dict[tuple[int, str], int] = {}
+        self._under_way: dict[int, list[Seen]] = {}
+        self._made: dict[int, dict[int, tuple[Any, Key]]] = {}  # by micro-batch and node
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While entered, calls are written down."""
+        handles = []
+        try:
+            for path, module in self._visible():
+                before, after = partial(self._begin, path), partial(self._end, path)
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(after))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._made.clear()
+
+    def _visible(self) -> Iterator[tuple[str, nn.Module]]:
+        closed: list[str] = []
+        for path, module in self._model.named_modules():
+            if any(path.startswith(f"{outer}." if outer else "") for outer in closed):
+                continue
+            is_script = isinstance(module, torch.jit.ScriptModule)
+            if path in self._opaque or is_compiled(module) or is_script:
+                closed.append(path)
+            if not is_script:  # they bear no hooks
+                yield path, module
+
+    # --- forward
+
+    def _begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        m = current_microbatch()
+        if m is None or is_recomputing() or torch.compiler.is_compiling():
+            return
+        glue = active_glue()
+        with torch._C.DisableTorchFunction():
+            given = [t for t in tensors((args, kwargs)) if _has_values(t)]
+            if glue is not None:  # what an operation here would read: it may have been written to
+                given = [glue.journey.newest(t) for t in given]
+            stage = current_stage()
+            seen = Seen(stage, [sketch(t) for t in given])
+            made = self._made.setdefault(m, {})
+            for tensor in given:
+                tag = getattr(tensor, TAG, None)
+                if tag is not None and tag.stage != stage:
+                    seen.from_stages.add(tag.stage)
+                if id(tensor.grad_fn) in made:
+                    seen.reads.add(made[id(tensor.grad_fn)][1])
+        self._under_way.setdefault(m, []).append(seen)
+
+    def _end(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
+        m = current_microbatch()
+        if torch.compiler.is_compiling():
+            return
+        with torch._C.DisableTorchFunction():
+            found = [t for t in tensors(result) if _has_values(t)]
+            sketches = [sketch(t) for t in found]
+            if is_recomputing():
+                self.again.append((path, current_stage(), sketches))
+                return
+            if m is None:
+                return  # a backward runs it again: torch.utils.checkpoint
+            call = self._counts.get((m, path), 0)
+            self._counts[m, path] = call + 1
+            seen = self._under_way[m].pop()
+            seen.stage, seen.result = current_stage(), sketches
+            key = Key(m, path, call)
+            self.seen[key] = seen
+            made = self._made.setdefault(m, {})
+            for index, tensor in enumerate(found):
+                node = tensor.grad_fn
+                # What an inner call has made is that one's.
+                if node is not None and id(node) not in made:
+                    made[id(node)] = node, key
+                    node.register_prehook(
+                        partial(_arrived, seen.gradients, index, tensor.output_nr)
+                    )
+
+    def calls(self, microbatch: int) -> list[Key]:
+        """The calls of a micro-batch, in the order in which they ended."""
+        return [key for key in self.seen if key.microbatch == microbatch]
+
+
+def _arrived(
+    gradients: dict[int, Sketch], index: int, output: int, arriving: tuple[Tensor | None, ...]
+) -> None:
+    # In a backward of two parts a node may run twice, on the same gradient.
+    gradient = arriving[output]
+    if gradient is not None and index not in gradients:
+        gradients[index] = sketch(gradient)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not tensor.is_meta
+
+
+# --- where they part
+
+Differs = Callable[[float], bool]
+
+
+def first_parting(plain: Watch, piped: Watch, differs: Differs) -> Parting | None:
+    """The first module call, in execution order, that is not what it is in the plain run.
+
+    Args:
+        plain: of the plain run.
+        piped: of the pipelined one.
+        differs: whether so large a difference is one.
+    """
+    return (
+        _in_forward(plain, piped, differs)
+        or _in_recomputation(plain, piped, differs)
+        or _in_backward(plain, piped, differs)
+    )
+
+
+def _apart(a: Sequence[Sketch], b: Sequence[Sketch]) -> float:
+    if len(a) != len(b):
+        return math.inf
+    return max((x.apart(y) for x, y in zip(a, b, strict=True)), default=0.0)
+
+
+def _in_forward(plain: Watch, piped: Watch, differs: Differs) -> Parting | None:
+    order = sorted(plain.seen, key=lambda key: key.microbatch)  # stable
+    before: Key | None = None
+    for key in order:
+        expected, found = plain.seen[key], piped.seen.get(key)
+        if found is None:
+            why = "the plain run calls it, the pipeline does not"
+            return Parting("forward", key.path, key.call, None, key.microbatch, math.inf, why)
+        apart = _apart(expected.result, found.result)
+        if differs(apart):
+            given = differs(_apart(expected.given, found.given))
+            why = _why_forward(key, before, found, apart, given=given)
+            return Parting("forward", key.path, key.call, found.stage, key.microbatch, apart, why)
+        if before is None or before.microbatch == key.microbatch:
+            before = key
+    extra = next((key for key in piped.seen if key not in plain.seen), None)
+    if extra is None:
+        return None
+    stage = piped.seen[extra].stage
+    why = "the pipeline calls it, the plain run does not"
+    return Parting("forward", extra.path, extra.call, stage, extra.microbatch, math.inf, why)
+
+
+def _why_forward(key: Key, before: Key | None, found: Seen, apart: float, *, given: bool) -> str:
+    behind = "" if before is None else f" behind {shown(before.path)}"
+    if given:
+        return (
+            f"what it is given differs already, and so does its result ({apart:.1e}), but every "
+            f"call before it agrees: look at what is between the calls{behind}, and at how it "
+            f"comes to stage {found.stage}"
+        )
+    way = ""
+    if found.from_stages:
+        stages = ", ".join(map(str, sorted(found.from_stages)))
+        way = f", or on the way of its arguments from stage {stages}"
+    what = "in code of its own" if not key.path else "in it"
+    return f"its result differs ({apart:.1e}), what it is given agrees: they part {what}{way}"
+
+
+def _in_recomputation(plain: Watch, piped: Watch, differs: Differs) -> Parting | None:
+    results: dict[str, list[list[Sketch]]] = {}
+    for key, seen in plain.seen.items():
+        results.setdefault(key.path, []).append(seen.result)
+    for path, stage, result in piped.again:
+        apart = min((_apart(known, result) for known in results.get(path, [])), default=0.0)
+        if differs(apart):
+            why = (
+                f"run again for its activations it gives something else ({apart:.1e}) than in any "
+                "forward: it reads what has changed since"
+            )
+            return Parting("recomputation", path, None, stage, None, apart, why)
+    return None
+
+
+def _in_backward(plain: Watch, piped: Watch, differs: Differs) -> Parting | None:
+    for m in sorted({key.microbatch for key in plain.seen}):
+        calls = plain.calls(m)
+        for key in reversed(calls):
+            expected, found = plain.seen[key].gradients, piped.seen[key].gradients
+            pairs = ((one, found.get(index)) for index, one in expected.items())
+            apart = max((math.inf if b is None else a.apart(b) for a, b in pairs), default=0.0)
+            if differs(apart):
+                return _backward_parting(plain, piped, key, calls, apart)
+    return None
+
+
+def _backward_parting(
+    plain: Watch, piped: Watch, key: Key, calls: list[Key], apart: float
+) -> Parting:
+    """The gradient that arrives at a call's result differs: who sent it?"""
+    readers = [k for k in calls if key in plain.seen[k].reads]
+    inner = [k for k in readers if not any(_is_inside(o, k) for o in readers)]
+    here, m = piped.seen[key].stage, key.microbatch
+    if not inner:
+        why = (
+            f"the gradient that arrives at its result differs ({apart:.1e}), those of all calls "
+            "after it agree: look at what reads it"
+        )
+        return Parting("backward", key.path, key.call, here, m, apart, why)
+    reader = inner[-1]
+    stage = piped.seen[reader].stage
+    others = ", ".join(shown(k.path) for k in inner[:-1])
+    why = (
+        f"the gradient that it is given agrees, but what arrives behind it, at the result of "
+        f"{shown(key.path)} on stage {here}, does not ({apart:.1e}): they part in its backward"
+    )
+    why += f", or on the way from stage {stage} to stage {here}" if stage != here else ""
+    why += f", or in that of {others}, which read this as well" if others else ""
+    return Parting("backward", reader.path, reader.call, stage, m, apart, why)
+
+
+def _is_inside(inner: Key, outer: Key) -> bool:
+    return inner.path != outer.path and inner.path.startswith(
+        f"{outer.path}." if outer.path else ""
+    )

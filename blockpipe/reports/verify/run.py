@@ -1,0 +1,369 @@
+"""Three runs from one state: the pipeline's step, the plain loop's, and the whole batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._common.callsite import users_line
+from ..._common.modules import is_compiled
+from ..._common.nested import leaves, map_tensors, tensors
+from ..._common.thread_state import Ambient, intra_operation_threads, theirs
+from ...batches.joining import join, output_dim
+from ...batches.losses import own_or_mean_square
+from ...batches.microbatch import split, weights_of
+from ...crossing.hop_backward import run_engine
+from ...devices.devices import check_device
+from ...devices.rng_streams import Source, Streams, torchs_of
+from ...errors import UsageError
+from ...execution.step_runner import StepRunner
+from ...preparation.batch_norm import DeferredBatchNorm
+from ...preparation.options import PipelineOptions
+from ...preparation.preparer import dims_for
+from ...restoring.preserved import Untouched, moved_copy
+from ...stages.marks import set_microbatch
+from .divergence import Watch
+from .result import Outcome
+
+_IDENTITY: Any = object.__eq__
+
+
+class Verifier:
+    """Runs a pipeline's step and the plain one, alike from the same state.
+
+    Args:
+        runner: of the pipeline's steps.
+        args: of the model, for the whole batch.
+        kwargs: of the model.
+        target: for the loss.
+        loss_fn: as the step's.
+        device: where the plain run is; ``"stages"``: where the stages are, uncut.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        loss_fn: Callable[..., Any] | None,
+        device: Any,
+    ) -> None:
+        self.runner, self.preparer, self.options = runner, runner.preparer, runner.options
+        self.args, self.kwargs, self.target = args, kwargs, target
+        self.loss = loss_fn if isinstance(loss_fn, nn.Module) else None
+        self.modules = [self.preparer.model, *([self.loss] if self.loss is not None else [])]
+        self.trains = torch.is_grad_enabled() and (
+            any(p.requires_grad for module in self.modules for p in module.parameters())
+            or any(t.requires_grad for t in tensors((args, kwargs)))
+        )
+        microbatches = runner.split(args, kwargs, target)
+        with torch.set_grad_enabled(self.trains):  # as it will run: each mode has a recording
+            self.prepared = self.preparer.prepare(microbatches[0], self.options)
+        self.last = self.prepared.devices[self.prepared.route[-1]]
+        if self.loss is not None:
+            self.loss.to(self.last)  # as a step does
+        self.loss_fn = loss_fn if loss_fn is not None else own_or_mean_square
+        self.notes: list[str] = []
+        self.count = len(microbatches)
+        self.wanted = device
+        self.device: torch.device | None = None  # ``None``: on the stages
+        self.choose_reference()
+        devices = [*self.prepared.devices, *([self.device] if self.device else [])]
+        sources: list[Source] = [s for device in devices for s in torchs_of(device)]
+        self.untouched = Untouched(self.modules, sources)
+
+    # --- what is compared with what
+
+    @property
+    def draws(self) -> bool:
+        """Whether the forward draws random numbers."""
+        return any(self.prepared.sources)
+
+    def all_modules(self) -> list[nn.Module]:
+        """Of the model and the loss, with what they contain."""
+        return [inner for module in self.modules for inner in module.modules()]
+
+    def choose_reference(self) -> None:
+        """Say where the plain run is. A step may have drawn that the recording did not see draw."""
+        self.device = self._reference_device()
+        note = "the forward draws random numbers on several devices: the reference is on these"
+        if self.device is None and self.wanted != "stages" and note not in self.notes:
+            self.notes.append(note)
+
+    def _reference_device(self) -> torch.device | None:
+        stages = {self.prepared.devices[stage] for stage in self.prepared.route}
+        if self.wanted == "stages":
+            return None
+        if self.wanted is None:
+            chosen = self.prepared.devices[self.prepared.route[0]]
+        else:
+            chosen = check_device(self.wanted)
+        # Each device draws numbers of its own: only the stages themselves draw these again.
+        if self.draws and stages != {chosen}:
+            if self.wanted is not None:
+                raise UsageError(
+                    f"the forward draws random numbers on {sorted(map(str, stages))}, which "
+                    f"{str(chosen)!r} cannot draw; leave device= out (the reference is then on the "
+                    f"stages, uncut), or set dropout to 0 ({users_line()})"
+                )
+            return None
+        return chosen
+
+    @property
+    def exact(self) -> bool:
+        """Whether equality to the bit is promised."""
+        devices = {*self.prepared.devices, self.device or self.prepared.devices[0]}
+        is_host = all(device.type == "cpu" for device in devices)
+        # What is compiled as it runs may be other code the next time.
+        changes = self.prepared.compiled is not None or any(
+            is_compiled(m) or isinstance(m, torch.jit.ScriptModule)
+            for module in self.modules
+            for m in module.modules()
+        )
+        return is_host and not changes
+
+    @property
+    def lanes(self) -> int:
+        """How many the pipelined run has."""
+        option = self.options.schedule
+        one = self.prepared.goes_one_by_one(option, self.count)
+        return 1 if one else len(self.prepared.schedule(option, self.count).lanes)
+
+    def described(self) -> str:
+        """What the pipelined run is."""
+        option = self.options.schedule
+        name = option if isinstance(option, str) else "schedule of one's own"
+        if self.lanes > 1:
+            name = self.prepared.schedule(option, self.count).name
+        how = f"on {self.lanes} lanes" if self.lanes > 1 else "in one thread"
+        return f"{name} {how}, {self.count} micro-batches, checkpoint={self.options.checkpoint!r}"
+
+    def reference(self) -> str:
+        """What it is compared with."""
+        if self.device is None:
+            return "one uncut graph over the stages' devices, one micro-batch at a time"
+        return f"the plain loop on {self.device}, micro-batch by micro-batch"
+
+    # --- the runs
+
+    @contextmanager
+    def stricter(self) -> Iterator[None]:
+        """While entered, the schedule runs on its lanes also where operations are so small that a
+        step would take one thread: what is verified is meant for larger machines too."""
+        known = self.preparer.known
+        key = next(key for key, prepared in known.items() if prepared is self.prepared)
+        before, strict = self.prepared, replace(self.prepared)
+        strict.__dict__["is_small"] = False
+        try:
+            known[key] = self.prepared = strict
+            yield
+        finally:
+            self.prepared = before
+            if key in known:
+                known[key] = before
+
+    def pipelined(self, watch: Watch | None = None) -> Outcome:
+        """A step of the pipeline."""
+        with self.untouched.run(), ExitStack() as stack:
+            if watch is not None:
+                stack.enter_context(watch.watching())
+            return self._run_step()
+
+    def plain(self, watch: Callable[[nn.Module], Watch] | None = None) -> tuple[Outcome, Any]:
+        """The same step without a pipeline; with a watch on it, if one is wanted."""
+        threads = torch.get_num_threads()
+        if not self.prepared.is_asynchronous:
+            threads = max(1, threads // self.lanes)  # as a lane has: sums differ by it
+        with intra_operation_threads(threads):
+            return self._plain(watch)
+
+    def _plain(self, watch: Callable[[nn.Module], Watch] | None) -> tuple[Outcome, Any]:
+        if self.device is None:
+            with self._uncut():
+                watching = None if watch is None else watch(self.preparer.model)
+                return self.pipelined(watching), watching
+        with self.untouched.run():
+            model, *losses = [moved_copy(module, self.device) for module in self.modules]
+            watching = None if watch is None else watch(model)
+            with ExitStack() as stack:
+                if watching is not None:
+                    stack.enter_context(watching.watching())
+                return self._run_plain(model, *losses), watching
+
+    def _given(self, device: torch.device | None) -> tuple[Any, Any, Any, dict[str, Tensor]]:
+        """Arguments of their own for each run: a forward may write to them; and those that need
+        gradients."""
+        leaves_: dict[int, Tensor] = {}
+
+        def own(tensor: Tensor) -> Tensor:
+            found = leaves_.get(id(tensor))
+            if found is None:
+                found = tensor.detach().to(device or tensor.device, copy=True)
+                found = leaves_[id(tensor)] = found.requires_grad_(tensor.requires_grad)
+            return found
+
+        args, kwargs, target = map_tensors(own, (self.args, self.kwargs, self.target))
+        named = {
+            f"{name}[{i}]" if i else str(name): tensor
+            for name, value in [*enumerate(args), *kwargs.items(), ("target", target)]
+            for i, tensor in enumerate(tensors(value))
+            if tensor.requires_grad
+        }
+        return args, kwargs, target, named
+
+    def _run_step(self) -> Outcome:
+        args, kwargs, target, inputs = self._given(None)
+        outcome = Outcome()
+        if not self.trains:
+            with torch.no_grad():
+                self._put_outputs(outcome, self.runner.forward(args, kwargs))
+        else:
+            result = self.runner.forward_backward(
+                args, kwargs, target, self.loss_fn, return_outputs=True
+            )
+            self._put_outputs(outcome, result.outputs)
+            outcome.put("loss", [("loss", result.loss)])
+        self._put_state(outcome, self.modules, inputs)
+        return outcome
+
+    def whole(self) -> Outcome:
+        """The step of the whole batch in one forward."""
+        if self.device is None:
+            with self._uncut(chunks=1):
+                return self.pipelined()
+        with self.untouched.run():
+            moved = [moved_copy(module, self.device) for module in self.modules]
+            return self._run_plain(*moved, chunks=1)
+
+    @contextmanager
+    def anew(self) -> Iterator[None]:
+        """While entered, the step is recorded for the model as it is now."""
+        before = self.prepared, self.untouched
+        with self.preparer.apart():
+            try:
+                sources = self.untouched.sources
+                microbatches = self.runner.split(self.args, self.kwargs, self.target)
+                self.prepared = self.preparer.prepare(microbatches[0], self.options)
+                self.untouched = Untouched(self.modules, sources)
+                yield
+            finally:
+                self.prepared, self.untouched = before
+
+    @contextmanager
+    def _uncut(self, chunks: int | None = None) -> Iterator[None]:
+        """While entered, a step is one ordinary graph over the stages, without what changes it."""
+        before = self.runner
+        options = PipelineOptions(
+            chunks=chunks or self.options.chunks,
+            schedule="uncut",
+            deferred_batch_norm=self.options.deferred_batch_norm,
+            batch_dims=self.options.batch_dims,
+            loss_reduction=self.options.loss_reduction,
+        )
+        self.runner = replace(before, options=options)
+        try:
+            with self.preparer.apart(compiles=False):
+                yield
+        finally:
+            self.runner = before
+
+    def _run_plain(
+        self, model: nn.Module, *losses: nn.Module, chunks: int | None = None
+    ) -> Outcome:
+        args, kwargs, target, inputs = self._given(self.device)
+        loss_fn: Callable[..., Any] = losses[0] if losses else self.loss_fn
+        options, ambient = self.options, Ambient()
+        dims = dims_for(self.preparer.model, options.batch_dims, args, kwargs)
+        microbatches = split(args, kwargs, target, chunks or options.chunks, dims, cut=False)
+        with theirs():
+            weights = weights_of(microbatches, options.loss_reduction)
+        sources = [*dict.fromkeys(s for hop in self.prepared.sources for s in hop)]
+        sources = sources or (torchs_of(self.last) if self._loss_draws else [])
+        streams = Streams(sources, len(microbatches))
+        outputs, total = [], None
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.trains))
+            if options.deferred_batch_norm:
+                stack.enter_context(_deferred(model))
+            for m, (batch, weight) in enumerate(zip(microbatches, weights, strict=True)):
+                outer = set_microbatch(m)
+                streams.enter(m, sources)
+                try:
+                    with theirs(), ambient.uncached_autocast():
+                        output = model(*batch.args, **batch.kwargs)
+                        if self.trains:
+                            given = () if batch.target is None else (batch.target,)
+                            loss = loss_fn(output, *given)
+                finally:
+                    streams.leave(m)
+                    set_microbatch(outer)
+                outputs.append(map_tensors(lambda t: t.detach().clone(), output))
+                if self.trains and weight:
+                    root = torch.full_like(loss, weight)
+                    with ambient.no_autocast():
+                        run_engine((loss,), (root,), False, False, (), True, True)
+                    part = loss.detach().reshape(()) * weight
+                    total = part if total is None else total + part
+        outcome = Outcome()
+        sizes = [m.size for m in microbatches]
+        dim = output_dim(options.batch_dims, outputs, sizes)
+        self._put_outputs(outcome, join(outputs, sizes, weights, self.device, dim)[0])
+        if total is not None:
+            outcome.put("loss", [("loss", total)])
+        self._put_state(outcome, [model, *losses], inputs)
+        return outcome
+
+    @property
+    def _loss_draws(self) -> bool:
+        return any(self.prepared.loss_draws.values())
+
+    def _put_outputs(self, outcome: Outcome, outputs: Any) -> None:
+        found = []
+        for value in leaves(outputs):
+            if type(value).__eq__ is _IDENTITY:  # one of each run: a cache of keys, say
+                note = f"not compared: a {type(value).__name__} in the outputs"
+                self.notes += [] if note in self.notes else [note]
+            else:
+                found.append(value)
+        one = len(found) == 1
+        named = [("output" if one else f"output {i}", value) for i, value in enumerate(found)]
+        outcome.put("outputs", [(n, v.detach() if isinstance(v, Tensor) else v) for n, v in named])
+
+    def _put_state(
+        self, outcome: Outcome, modules: list[nn.Module], inputs: dict[str, Tensor]
+    ) -> None:
+        for prefix, module in zip(("", "loss_fn."), modules, strict=False):
+            if self.trains:
+                outcome.put(
+                    "gradients",
+                    [(prefix + n, p.grad) for n, p in module.named_parameters() if p.requires_grad],
+                )
+            buffers = [(prefix + n, b.detach().clone()) for n, b in module.named_buffers()]
+            outcome.put("buffers", buffers)
+        if self.trains:
+            outcome.put("input gradients", [(name, t.grad) for name, t in inputs.items()])
+
+
+@contextmanager
+def _deferred(model: nn.Module) -> Iterator[None]:
+    """Running statistics once a step, of the whole batch, in the plain loop as well."""
+    deferred = DeferredBatchNorm(model)
+    names = [(module.__dict__, dict(module.__dict__)) for module in deferred.modules.values()]
+    try:
+        for path, make in deferred.stand_ins().items():
+            module = deferred.modules[path]
+            module.__dict__["forward"] = make(module.forward)
+        with deferred.step():
+            yield
+    finally:
+        for now, before in names:
+            if "forward" in before:
+                now["forward"] = before["forward"]
+            else:
+                now.pop("forward", None)

@@ -1,0 +1,127 @@
+"""Is the pipelined step that of the whole batch in one forward?
+
+Micro-batch by micro-batch it may be exact and still not what the user meant: split on a wrong dim,
+weighed by the wrong numbers, or with a loss that looks at all samples at once. Only the batch in
+one piece shows that, and only to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .result import Difference, Outcome, WholeBatch, compared
+from .run import Verifier
+
+KINDS = ("outputs", "loss", "gradients", "input gradients")
+
+
+def against_whole_batch(verifier: Verifier, piped: Outcome) -> WholeBatch | str:
+    """Compare, or say why that cannot be.
+
+    Args:
+        verifier: of the pipeline; nothing is left changed.
+        piped: what the pipelined step came to.
+    """
+    notes = []
+    with ExitStack() as stack:
+        if verifier.draws or any(map(_normalizes_batches, verifier.all_modules())):
+            # Micro-batches draw numbers, and have statistics, of their own: without both the
+            # split and the weights can be seen.
+            stack.enter_context(_in_evaluation(verifier.all_modules()))
+            stack.enter_context(verifier.anew())
+            if verifier.draws:
+                return "the forward draws random numbers in evaluation mode too"
+            notes.append(
+                "compared in evaluation mode: random draws and batch norm differ by design"
+            )
+            try:
+                piped = verifier.pipelined()
+            except Exception as error:
+                return f"in evaluation mode the step fails ({type(error).__name__}: {error})"
+        try:
+            whole = verifier.whole()
+        except torch.OutOfMemoryError:
+            return "it does not fit in one piece"
+        except Exception as error:
+            return f"in one piece it fails ({type(error).__name__}: {error})"
+    whole, piped = _rounded(whole), _rounded(piped)
+    rtol = _tolerance([whole, piped])
+    differences = [found for found in compared(whole, piped, rtol, 0.0) if found.kind in KINDS]
+    cause = _cause(differences, whole, verifier)
+    return WholeBatch(differences, rtol, cause, notes)
+
+
+def _rounded(outcome: Outcome) -> Outcome:
+    """Floating-point numbers only: an argmax may turn over by rounding."""
+    kept = {
+        kind: {
+            name: value
+            for name, value in named.items()
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        }
+        for kind, named in outcome.values.items()
+    }
+    return Outcome(kept)
+
+
+def _tolerance(outcomes: Iterable[Outcome]) -> float:
+    """The square root of the coarsest precision: sums over micro-batches round in another order,
+    and what is meant differently is further apart."""
+    coarsest = max(
+        (
+            torch.finfo(value.dtype).eps
+            for outcome in outcomes
+            for named in outcome.values.values()
+            for value in named.values()
+        ),
+        default=0.0,
+    )
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled():
+        coarsest = max(coarsest, torch.finfo(torch.bfloat16).eps)
+    return float(coarsest**0.5)
+
+
+def _cause(differences: list[Difference], whole: Outcome, verifier: Verifier) -> str | None:
+    """What to look at first."""
+    bad = {found.kind for found in differences if found.verdict == "different"}
+    if not bad:
+        return None
+    if any(_normalizes_batches(module) for module in verifier.all_modules()):
+        return "batch norm without running statistics normalizes each micro-batch by its own"
+    outputs = whole.values.get("outputs", {})
+    numbers = {name for name, value in outputs.items() if value.dim() == 0}
+    wide = [
+        found
+        for found in differences
+        if found.kind == "outputs" and found.verdict == "different" and found.name not in numbers
+    ]
+    if wide:
+        return (
+            "batch_dims (is every argument split where its samples are?), or a layer that looks at "
+            "several samples at once"
+        )
+    return (
+        "loss_reduction (what is the loss a mean over? labels of -100 do not count), or a loss "
+        "that needs the whole batch"
+    )
+
+
+def _normalizes_batches(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+@contextmanager
+def _in_evaluation(modules: list[nn.Module]) -> Iterator[None]:
+    before = [(module, module.training) for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

@@ -1,0 +1,96 @@
+"""Iterators that a forward advances: a recording is lent copies, for none of them can be put back.
+
+A copy shares nothing that advances with its original: not the iterators that this one reads from,
+nor what it has stored. A generator cannot be copied, so what stands in for one raises an error as
+soon as it is advanced, and the generator stays where it was.
+"""
+
+import functools
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from .._common.callsite import users_line
+from ..errors import RecordingError
+
+_MODULES = frozenset(["builtins", "itertools", "_collections", "array"])
+_BOUND = (types.MethodWrapperType, types.BuiltinMethodType)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it is one of Python's own, generators too: what a class of the user's made has
+    attributes, which can be put back."""
+    kind = type(value)
+    return kind.__module__ in _MODULES and hasattr(kind, "__next__")
+
+
+def bound_iterator(value: Any) -> Any:
+    """The iterator that a method is bound to (``itertools.count().__next__``); None: to no such."""
+    owner = value.__self__ if isinstance(value, _BOUND) else None
+    return owner if is_iterator(owner) else None
+
+
+class StandIns:
+    """What stands in for iterators while a forward is recorded: one for each, however often it is
+    held."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}  # by the original's id: whoever asks keeps it alive
+
+    def of(self, value: Any) -> Any:
+        """What stands in for a value: the value itself, unless an iterator is in it."""
+        kind = type(value)
+        if kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+            members = [self.of(member) for member in value]
+            if all(a is b for a, b in zip(members, value, strict=True)):
+                return value
+            return tuple.__new__(kind, members)
+        if kind is functools.partial:
+            function, args = self.of(value.func), self.of(value.args)
+            if function is value.func and args is value.args:
+                return value
+            return functools.partial(function, *args, **value.keywords)
+        if (iterator := bound_iterator(value)) is not None:
+            return getattr(self.of(iterator), value.__name__)
+        if not is_iterator(value):
+            return value
+        if id(value) not in self._made:
+            self._made[id(value)] = self._made_for(value)
+        return self._made[id(value)]
+
+    def _made_for(self, iterator: Any) -> Any:
+        if isinstance(iterator, types.GeneratorType):
+            is_suspended = iterator.gi_frame is not None and not iterator.gi_running
+            code = iterator.gi_code
+            what = f"{iterator.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+            return _refusing(f"the generator {what}") if is_suspended else iterator
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, in Python 3.12
+                make, args, *state = iterator.__reduce__()
+        except TypeError:
+            return _refusing(f"an iterator, {type(iterator).__qualname__}")
+        copy = make(*self.of(args))
+        if state and state[0] is not None:
+            copy.__setstate__(self._state(state[0]))
+        return copy
+
+    def _state(self, state: Any) -> Any:
+        """Of its own: ``cycle`` goes on adding to the list in it."""
+        if isinstance(state, tuple):
+            return tuple(self._state(member) for member in state)
+        return list(state) if isinstance(state, list) else self.of(state)
+
+
+def _refusing(what: str) -> Iterator[NoReturn]:
+    return (_refuse(what) for _ in range(1))
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RecordingError(
+        f"a recording runs the forward once more and leaves no trace, but this forward advances "
+        f"{what}, which can be neither copied nor put back, at {users_line()}; count in an "
+        "attribute of the model and compute the value from that, or pass the value to the forward "
+        "as an argument"
+    )

@@ -1,0 +1,119 @@
+"""Tensors of a recording that are still alive after it, and who holds them.
+
+A recording puts back what it can find (:mod:`blockpipe.restoring.model_state`). This is the net
+below that: a fake tensor that stays in somebody's hands would be read by the next step, which then
+computes nothing, without an error. What functions cache by their arguments is not state: a table
+that a ``functools.lru_cache`` keeps is made anew.
+"""
+
+import functools
+import gc
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from .._common.nested import tensors
+from ..errors import RecordingError
+
+_DEPTH = 4
+_OURS = __name__.partition(".")[0] + "."
+# What leads on from a function's values to everything else that there is.
+_NO_VALUES = (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)
+
+
+class TrackedFakes(FakeTensorMode):
+    """Remembers the tensors that it makes, without holding them."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._made: list[weakref.ref[FakeTensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._made += [weakref.ref(t) for t in tensors(result) if isinstance(t, FakeTensor)]
+        return result
+
+    def check_nothing_is_left(self) -> None:
+        """Raise :class:`RecordingError` for a tensor that somebody holds."""
+        if not self._is_any_left():
+            return
+        gc.collect()
+        if not self._is_any_left():
+            return
+        self.empty_caches(gc.get_objects())
+        for made in self._made:
+            tensor = made()
+            # What no object holds is torch's own (autocast's cache of casts, by parameter).
+            if tensor is not None and (holder := _holder(tensor)):
+                raise RecordingError(
+                    f"the forward left a tensor of shape {tuple(tensor.shape)} of the recording in "
+                    f"{holder}, where Blockpipe cannot put back what was there before, "
+                    "and a later step would compute with it; keep state on a module of the model, "
+                    "or in a global of the module that defines it"
+                )
+
+    def empty_caches(self, among: Iterable[object]) -> None:
+        """Empty each ``functools.lru_cache`` that keeps one of the tensors: only time is lost.
+
+        Args:
+            among: where to look for caches.
+        """
+        for found in among:
+            if type(found) is functools._lru_cache_wrapper and self._is_in(found):
+                found.cache_clear()
+
+    def _is_any_left(self) -> bool:
+        return any(made() is not None for made in self._made)
+
+    def _is_in(self, cache: object) -> bool:
+        """Whether a tensor is among what a function has returned, or its arguments."""
+        level = gc.get_referents(cache)
+        for _ in range(_DEPTH):
+            if any(isinstance(held, FakeTensor) and held.fake_mode is self for held in level):
+                return True
+            level = gc.get_referents(*(held for held in level if not isinstance(held, _NO_VALUES)))
+        return False
+
+
+def _holder(value: object) -> str:
+    """In words: what holds it, and what holds that; empty where no object of Python's does."""
+    steps: list[str] = []
+    for _ in range(_DEPTH):
+        found = _holding(value)
+        if found is None:
+            break
+        if isinstance(found, dict):
+            key = _key_of(found, value)
+            owner = _holding(found)
+            if isinstance(owner, types.ModuleType):
+                return ", in ".join([*steps, f"{owner.__name__}.{key}"])
+            if getattr(owner, "__dict__", None) is found:
+                return ", in ".join([*steps, f"{type(owner).__name__}.{key}"])
+            steps.append(f"a dict under {key!r}")
+        elif isinstance(found, tuple) and not steps:
+            return ""  # of arguments: of a call under way, in another thread perhaps
+        elif type(found).__module__.startswith(_OURS):
+            return ""  # our own, held by another thread's call that waits for the recording's end
+        else:
+            steps.append(f"a {type(found).__name__}")
+        value = found
+    return ", in ".join(steps)
+
+
+def _holding(value: object) -> Any:
+    """One of the objects that hold another, but no call under way."""
+    for found in gc.get_referrers(value):
+        if not isinstance(found, types.FrameType):
+            return found
+    return None
+
+
+def _key_of(found: dict[Any, Any], value: object) -> Any:
+    for key, member in found.items():
+        if member is value:
+            return key
+    return None

@@ -1,0 +1,89 @@
+"""A model as it was: for steps that are run to look at it, and are not a part of its training.
+
+A recording puts back what a forward changes (:mod:`blockpipe.restoring.model_state`). A step
+changes more: gradients, parameters (``nn.Embedding(max_norm=…)`` writes to its weight), generators;
+and hooks that update parameters in the backward would train the model.
+"""
+
+import copy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..devices.rng_streams import Source, kept
+from .model_state import ModelState
+
+
+class Untouched:
+    """What some modules were when this was made.
+
+    Args:
+        modules: the model, and what else has parameters (a loss).
+        sources: the generators that a step may draw from, besides Python's and numpy's.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], sources: Sequence[Source]) -> None:
+        self._state = ModelState(*modules, values=True)
+        host = ["random", *(["numpy"] if "numpy" in sys.modules else [])]
+        self.sources: list[Source] = [*dict.fromkeys([*sources, *host])]
+        parameters = {id(p): p for module in modules for p in module.parameters()}.values()
+        self._gradients = [(p, p.grad) for p in parameters]
+        # On the host: beside a model that nearly fills its devices there is no room for another.
+        self._values = [
+            (p, p.data, p.detach().to("cpu", copy=True)) for p in parameters if not p.is_inference()
+        ]
+        self._steppers: list[dict[Any, Any]] = [
+            hooks
+            for p in parameters
+            if (hooks := getattr(p, "_post_accumulate_grad_hooks", None)) is not None
+        ]
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """A run that begins without gradients; all is as it was at its end, failed or not."""
+        steppers = [dict(hooks) for hooks in self._steppers]
+        with kept(self.sources), self._state:
+            try:
+                for hooks in self._steppers:
+                    hooks.clear()  # an optimizer's step in the backward
+                for parameter, _ in self._gradients:
+                    parameter.grad = None
+                yield
+            finally:
+                self._put_back_values()
+                for parameter, gradient in self._gradients:
+                    parameter.grad = gradient
+                for hooks, before in zip(self._steppers, steppers, strict=True):
+                    hooks.update(before)
+
+    def _put_back_values(self) -> None:
+        # Whether a forward has written to them no version says: it may be by way of .data.
+        with torch.no_grad():
+            for parameter, data, value in self._values:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
+                if not torch.equal(data.to("cpu"), value):
+                    data.copy_(value)
+
+
+def moved_copy(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a module with all of its tensors on a device; they are never twice on their own.
+
+    Args:
+        module: what to copy; itself comes back if all of it is there already.
+        device: where to.
+    """
+    slots = [*module.parameters(), *module.buffers()]
+    if all(tensor.device == device for tensor in slots):
+        return module
+    memo: dict[int, Any] = {}
+    for tensor in slots:
+        moved: Tensor = tensor.detach().to(device, copy=True)
+        if isinstance(tensor, nn.Parameter):
+            moved = nn.Parameter(moved, tensor.requires_grad)
+        memo[id(tensor)] = moved
+    return copy.deepcopy(module, memo)

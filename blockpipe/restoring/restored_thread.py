@@ -1,0 +1,99 @@
+"""A call that fails leaves its thread as it was, wherever an interrupt came.
+
+Each context manager puts back what it changed; but a ``KeyboardInterrupt`` may come between the
+change and the line that would see to its undoing. So the outermost call knows what was there
+before it changed anything, and puts that back if it fails. It does so twice: one interrupt can
+spoil one of them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _python_dispatch as dispatch
+
+from .._common.model_turns import how_often_entered, leave_modules
+from .._common.process_changes import leave_changes
+from .._common.thread_state import enter_modes, give_baton, in_thread, leave_modes
+from ..devices.rng_streams import end_turn, is_own_turn
+from ..stages.marks import current_microbatch, recomputing, set_cursor, set_microbatch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Before:
+    """What a thread has; put back at the end of a block that fails."""
+
+    def __init__(self) -> None:
+        self._cursor = set_cursor(None)
+        set_cursor(self._cursor)
+        self._microbatch, self._recomputing = current_microbatch(), recomputing.get()
+        self._glue, self._modes, self._baton = in_thread.glue, in_thread.modes, in_thread.baton
+        self._function_modes = _get_current_function_mode_stack()
+        self._dispatch_modes = torch._C._len_torch_dispatch_stack()
+        self._hooks = _saved_tensor_hooks()
+        self._grad = torch.is_grad_enabled()
+        self._has_turn = is_own_turn()
+        self._alone, self._shared = how_often_entered(), len(in_thread.entered)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, *traceback: object) -> None:
+        if error is None:
+            return
+        self._put_back()
+        interrupt = _interrupt_behind(error)
+        if interrupt is not None:
+            raise interrupt
+
+    def _put_back(self) -> None:
+        set_cursor(self._cursor)
+        set_microbatch(self._microbatch)
+        recomputing.set(self._recomputing)
+        in_thread.glue, in_thread.modes = self._glue, self._modes
+        if self._baton is None:
+            give_baton()
+        if _get_current_function_mode_stack() != self._function_modes:
+            leave_modes()
+            enter_modes(self._function_modes)
+        while torch._C._len_torch_dispatch_stack() > self._dispatch_modes:
+            dispatch._pop_mode()
+        while (now := _saved_tensor_hooks()) is not None and now != self._hooks:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch.set_grad_enabled(self._grad)
+        if not self._has_turn:
+            end_turn()
+        leave_changes(self._shared)
+        leave_modules(self._alone)
+
+
+def _interrupt_behind(error: BaseException) -> BaseException | None:
+    """What really came, where a function mode that it had kept from being there was missed."""
+    if not isinstance(error, IndexError | RuntimeError):
+        return None  # a class of the user's own may have no text
+    if "pop from empty mode stack" not in str(error):
+        return None
+    behind = error.__context__
+    while behind is not None and not isinstance(behind, KeyboardInterrupt):
+        behind = behind.__context__
+    return behind
+
+
+def _saved_tensor_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def leaves_intact(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorates what runs forwards and backwards in the caller's thread."""
+
+    @functools.wraps(call)
+    def outermost(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = _Before()
+        with before, before:
+            return call(*args, **kwargs)
+
+    return outermost

@@ -1,0 +1,230 @@
+"""What a pipeline is as a module: its model's state, and no moves.
+
+The keys of a ``state_dict`` are the plain model's, so that checkpoints go both ways; what would
+treat the stages as one module on one device (``.to(device)``, ``torch.compile``,
+``DistributedDataParallel``) is refused at once.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from .._common.callsite import users_line
+from .._common.hints import ALL_REDUCE, where_model_has
+from .._common.nested import map_tensors
+from ..devices.devices import is_on_meta
+from ..errors import UsageError
+from ..recording.recording import Recording
+from .materialize import PendingValues, load_in_place
+from .save import save_weights
+from .sources import Weights
+from .validation import load_checked, stages_of, to_be_loaded
+
+
+class ModuleInterface(nn.Module):
+    """A module that holds the user's model as ``module``, and stands for it."""
+
+    module: nn.Module
+    _values: PendingValues
+
+    @property
+    def recording(self) -> Recording | None:
+        """What is known of the stages."""
+        return None
+
+    @property
+    def _initialize_hook(self) -> None:
+        # What torch.compile asks a module for first.
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo"):
+            raise AttributeError("_initialize_hook")
+        raise UsageError(
+            "torch.compile around a pipeline cannot see its stages; pipe.compile() compiles the "
+            f"modules inside the stages ({users_line()})"
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> None:
+        # What DistributedDataParallel asks a module for first; anybody else has no such attribute.
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.nn.parallel"):
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
+        raise UsageError(
+            "DistributedDataParallel around a pipeline would reduce gradients once for each "
+            f"micro-batch ({users_line()}); {ALL_REDUCE}"
+        )
+
+    def _replicate_for_data_parallel(self) -> None:
+        # What DataParallel asks each module for, on every call.
+        raise UsageError(
+            "DataParallel around a pipeline would copy it to each device at each call, but its "
+            f"stages have devices of their own ({users_line()}); take it off"
+        )
+
+    def __prepare_scriptable__(self) -> None:
+        # What torch.jit.script asks a module for first.
+        raise UsageError(
+            f"torch.jit.script cannot see the stages of a pipeline ({users_line()}); call "
+            "unplace(), and give it pipe.module"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            hint = where_model_has(self.__dict__.get("_modules", {}).get("module"), name)
+            if hint is None:
+                raise
+            raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise UsageError(
+            f"a pipeline has no items, as its model may ({users_line()}); write "
+            f"pipe.module[{key!r}]"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # What `to`, `to_empty`, `cuda` and a module around the pipeline end in.
+        probe = fn(torch.empty(0))
+        if probe.device.type != "cpu":
+            self._refuse_device(probe.device)
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _refuse_device(self, device: torch.device) -> None:
+        raise UsageError(
+            f"a pipeline's stages have devices of their own, but .to({str(device)!r}) came; "
+            "pass devices=[…] to Pipeline, or call unplace() and move the model "
+            f"({users_line()})"
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Dtypes only: ``pipe.to(torch.bfloat16)``.
+
+        Raises:
+            UsageError: a device: each stage has its own.
+        """
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            self._refuse_device(device)
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> Self:
+        """Refused, as :meth:`to` a device is."""
+        return self.to(torch.device("cuda" if device is None else device))
+
+    def cpu(self) -> Self:
+        """Refused, as :meth:`to` a device is."""
+        return self.to(torch.device("cpu"))
+
+    # --- values, in and out
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain model's, with its keys; tensors are on their stages' devices."""
+        found = self.module.state_dict(*args, **kwargs)
+        prefix, versions = kwargs.get("prefix", ""), getattr(found, "_metadata", {})
+        if prefix:  # a module around the pipeline asks for them by the names of its own children
+            for name in [name for name in versions if f"{name}.".startswith(prefix)]:
+                inner = f"{prefix}module{name[len(prefix) - 1 :]}"
+                versions.setdefault(inner, versions[name])
+        return found
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As the plain model's, but what does not fit is found before anything changes.
+
+        A model that is still on the meta device keeps the dictionary's tensors until it is placed:
+        do not write to them before. What the dictionary lacks, ``init=`` must fill then.
+
+        Args:
+            state_dict: from a pipeline of any stages, or from the plain model. A tied tensor may
+                come under one of its names alone.
+            strict: whether missing and unexpected names are errors; wrong shapes always are.
+            assign: refused.
+
+        Returns:
+            What torch returns: the missing and the unexpected keys.
+
+        Raises:
+            WeightsError: every name and shape that does not fit, with its stage.
+            UsageError: ``assign=True``.
+        """
+        if assign:
+            raise UsageError(
+                "a pipeline's parameters stay the same objects on their stages' devices, but "
+                "assign=True would put the dictionary's tensors in their place; leave it out, or "
+                f"load into pipe.module before the first call ({users_line()})"
+            )
+        if not isinstance(state_dict, Mapping):
+            raise UsageError(
+                f"a state dict is a mapping from names to values, but {type(state_dict).__name__} "
+                f"came; for a file call load_weights(path) ({users_line()})"
+            )
+        if is_on_meta(self.module):
+            given, keys = to_be_loaded(self.module, state_dict, strict=strict)
+            self._values.keep(given)
+            return keys
+        keys = load_checked(self.module, state_dict, strict=strict, recording=self.recording)
+        self._values.forget_weights()
+        return keys
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # A module around the pipeline loads: torch goes through its children and asks for the keys
+        # of "module", which `state_dict` leaves out.
+        own = [name for name in state_dict if name.startswith(prefix)]
+        values = {name.removeprefix(prefix): state_dict.pop(name) for name in own}
+        if not is_on_meta(self.module):
+            self._values.forget_weights()
+        elif values:  # the children have no place for them, and say only what is missing
+            self._values.keep(to_be_loaded(self.module, values, strict=False)[0])
+            values = map_tensors(lambda tensor: tensor.to("meta"), values)
+        state_dict.update((f"{prefix}module.{name}", value) for name, value in values.items())
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def load_weights(self, weights: Weights) -> None:
+        """Load a checkpoint, checked first, tensor by tensor, to where the model's tensors are.
+
+        A model that is still on the meta device is loaded when it is placed.
+
+        Args:
+            weights: as for :class:`Pipeline`: a path, or a mapping from names to tensors.
+
+        Raises:
+            WeightsError: it cannot be read, or does not fit (then nothing has changed).
+
+        Example:
+            >>> import tempfile, torch, blockpipe as bp
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+            >>> pipe = bp.Pipeline(bp.begin_blocks(net, {"1": 1}), devices=["cpu"] * 2, chunks=2)
+            >>> with tempfile.TemporaryDirectory() as directory:
+            ...     pipe.save_weights(directory)
+            ...     pipe.load_weights(directory)
+        """
+        if is_on_meta(self.module):
+            self._values.keep(weights)
+        else:
+            load_in_place(self.module, weights, self.recording)
+            self._values.forget_weights()
+
+    def save_weights(
+        self, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 1000**3
+    ) -> None:
+        """Save the weights as safetensors, as ``from_pretrained`` and ``load_weights`` read them.
+
+        One file, or shards with an index; tied tensors once; at most one tensor at a time in host
+        memory. What the directory held under these names is replaced at the end.
+
+        Args:
+            directory: where to; made if it is not there.
+            max_shard_bytes: of one file, unless a single tensor is larger.
+
+        Raises:
+            WeightsError: tensors without values, or what safetensors cannot hold.
+
+        Source: the layout is that of Hugging Face's ``save_pretrained``.
+        """
+        save_weights(self.module, directory, stages_of(self.recording), max_shard_bytes)

@@ -1,0 +1,206 @@
+"""Parameters and buffers to their stage's device, and back.
+
+In place: the same ``Parameter`` objects get other data, so an optimizer made before goes on
+working. ``Module.to`` on submodules was no alternative: a stage is no submodule, and a parameter
+tied across stages has one home.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._common.modules import StandIn, named_slots
+from ..errors import PlanError, UsageError
+from ..recording.plan_resolution import kept_plan
+from ..recording.recording import Recording
+from ..stages.marks import MARK
+
+
+class Placement:
+    """Where a model's tensors are, and where each came from.
+
+    Args:
+        model: whose parameters and buffers.
+        devices: one for each stage.
+    """
+
+    def __init__(self, model: nn.Module, devices: list[torch.device]) -> None:
+        self.model = model
+        self.devices = devices
+        self._origins: dict[int, tuple[Tensor, torch.device]] = {}
+        self._there: dict[int, tuple[Tensor, torch.device]] = {}  # where it was moved to
+
+    def place(self, recording: Recording) -> dict[int, tuple[Tensor, int, int, str]]:
+        """Move what is not where the recording wants it.
+
+        Args:
+            recording: says which stage each parameter and buffer lives on. What it does not read
+                stays where an earlier one had it.
+
+        Returns:
+            From ``id`` to (tensor, first hop, stage, name), for all that some call reads.
+        """
+        named = dict(named_slots(self.model, "_parameters"))
+        named |= dict(named_slots(self.model, "_buffers"))
+        on_meta = [name for name, t in named.items() if t.device.type == "meta"]
+        if on_meta:
+            raise PlanError(
+                f"a pipeline needs values, but {on_meta[:3]} of {type(self.model).__name__} are on "
+                "the meta device; pass weights=… (a checkpoint) or init=… to Pipeline, or call "
+                "blockpipe.materialize (record() and summaries work on the meta device)"
+            )
+        computed = [name for name, t in named.items() if t.grad_fn is not None]
+        if computed:
+            raise UsageError(
+                f"a pipeline's parameters are leaves, but {computed[:3]} are computed from others "
+                "(functional_call?): each micro-batch's backward would run through that; use "
+                "parametrizations, which compute them in the forward"
+            )
+        homes: dict[int, tuple[Tensor, int, int, str]] = {}
+        for held in (*recording.parameters, *recording.buffers):
+            tensor = named[held.name]
+            if held.hop is not None or id(tensor) not in self._origins:
+                self._move(tensor, self.devices[held.stage])
+            if held.hop is not None:
+                homes[id(tensor)] = tensor, held.hop, held.stage, held.name
+        return homes
+
+    def is_disturbed(self) -> bool:
+        """Whether somebody has moved since what was placed."""
+        return any(tensor.device != there for tensor, there in self._there.values())
+
+    def unplace(self) -> None:
+        """Move everything back to where it came from."""
+        for tensor, device in list(self._origins.values()):
+            _to(tensor, device)
+        self._origins.clear()
+        self._there.clear()
+
+    def _move(self, tensor: Tensor, device: torch.device) -> None:
+        self._there[id(tensor)] = tensor, device
+        self._origins.setdefault(id(tensor), (tensor, tensor.device))
+        if tensor.device != device:
+            follow_with_optimizer_state()
+            _to(tensor, device)
+
+
+def _to(tensor: Tensor, device: torch.device) -> None:
+    tensor.data = tensor.data.to(device)
+    if tensor.grad is not None:
+        tensor.grad.data = tensor.grad.data.to(device)
+
+
+_following: list[object] = []
+
+
+def follow_with_optimizer_state() -> None:
+    """From now on: state that an optimizer loaded before goes where its parameter is."""
+    if not _following:
+        _following.append(register_optimizer_step_pre_hook(_move_optimizer_state))
+
+
+def _move_optimizer_state(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor):
+            continue
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.is_meta and not parameter.is_meta:
+                raise UsageError(
+                    f"an optimizer's state has values, but {key!r} of {type(optimizer).__name__} "
+                    f"for a parameter of shape {list(parameter.shape)} is on the meta device: it "
+                    "was made or loaded before the model had values, and is lost; make and load "
+                    "the optimizer after the placement (pass sample= to Pipeline)"
+                )
+            # 0-d `step` counters stay on the CPU by torch's own choice.
+            if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
+                state[key] = value.to(parameter.device)
+
+
+_COMPILED = "_compiled_call_impl"
+
+
+class Fingerprint:
+    """What a recording knows of a model, cheap to compare before each step.
+
+    Its modules with their code, marks and parameters are compared; the *modes* are part of what a
+    recording is known by: switches, which a forward may ask for where it turns.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # What is in a scripted module is TorchScript's, and is asked for anew each time.
+        modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._modules = modules
+        self._children = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
+        self._held = [
+            (names, key, tensor, tensor.device)
+            for m in modules
+            for names in (m._parameters,)
+            for key, tensor in names.items()
+            if tensor is not None
+        ]
+        self._counts = [(m._parameters, len(m._parameters)) for m in modules]
+        self._plans = [kept_plan(module) for module in modules]
+        self._code = [_code_of(module) for module in modules]
+        self._classes = [(kind, kind.forward) for kind in {type(module) for module in modules}]
+        self._switches = [
+            (vars(module), name)
+            for module in modules
+            for name, value in vars(module).items()
+            if isinstance(value, bool | str) or _is_rate(name, value)
+        ]
+        self._values: list[Any] = []
+        self._modes: tuple[Any, ...] = ()
+
+    def fits(self) -> bool:
+        """Whether the model's modules, with their code and marks, are what they were, and its
+        parameters are what and where they were."""
+        if any(kind.forward is not forward for kind, forward in self._classes):
+            return False
+        for module, own, kind, forward, compiled, mark in self._code:
+            if type(module) is not kind or own.get(MARK) is not mark:
+                return False
+            found = own.get("forward")
+            if found is not forward and not isinstance(found, StandIn):  # of a step under way
+                return False
+            if own.get(_COMPILED) is not compiled and not isinstance(own.get(_COMPILED), StandIn):
+                return False
+        for now, then in self._children:
+            if list(now.values()) != then:
+                return False
+        for names, key, tensor, device in self._held:
+            if names.get(key) is not tensor or tensor.device != device:
+                return False
+        return all(len(names) == count for names, count in self._counts)
+
+    def is_replanned(self) -> bool:
+        """Whether a plan was set or taken off since, on any of the modules."""
+        return any(kept_plan(m) is not k for m, k in zip(self._modules, self._plans, strict=True))
+
+    def modes(self) -> tuple[Any, ...]:
+        """Attributes of modules that are switches (``training`` among them), and whether a rate of
+        dropout is above zero."""
+        values = [own.get(name) for own, name in self._switches]
+        if not self._modes or not all(map(operator.is_, values, self._values)):
+            self._values, self._modes = values, tuple(map(_switch, values))
+        return self._modes
+
+
+def _code_of(module: nn.Module) -> tuple[nn.Module, dict[str, Any], type, Any, Any, Any]:
+    """A module, its attributes, and what decides which code runs where it is called."""
+    own = vars(module)
+    return module, own, type(module), own.get("forward"), own.get(_COMPILED), own.get(MARK)
+
+
+def _is_rate(name: str, value: object) -> bool:
+    """Whether a module's attribute is a rate of dropout: at 0 nothing is drawn."""
+    return isinstance(value, float) and (name == "p" or "drop" in name)
+
+
+def _switch(value: object) -> object:
+    if isinstance(value, bool | str):
+        return value
+    return value > 0 if isinstance(value, float) else type(value)
