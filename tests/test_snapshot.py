@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.errors import RecordingError
+from blockpipe.restoring import iterators
 from blockpipe.restoring import model_state as snapshot
 from blockpipe.restoring.model_state import ModelState, WritesUndone
 
@@ -594,6 +595,35 @@ def test_a_tensor_that_somebody_else_keeps_is_found():
         RecordingError, match=r"left a tensor of shape \(2, 4\) .* in a list, in a builtin"
     ):
         bp.record(nn.Sequential(Hides(4, 4)), torch.ones(2, 4))
+
+
+def test_an_iterator_that_nobody_advances_need_not_bear_a_copy() -> None:
+    """One of pairs, and one whose dictionary has changed since."""
+    table = {1: 1}
+    net = Ticks(lambda net: 1, reads=False)
+    net.held = held = [iter(table), itertools.pairwise([1, 2])]
+    table[2] = 2
+    before = list(held)
+    bp.record(net, torch.randn(2, 4))
+    assert all(a is b for a, b in zip(held, before, strict=True))
+    assert next(held[1]) == (1, 2)
+
+
+def test_an_interrupt_while_iterators_are_lent_leaves_them_where_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was lent so far comes back."""
+    net = Ticks(lambda net: 1, reads=False)
+    net.held = held = [itertools.count(1), itertools.pairwise([])]
+    before = list(held)
+
+    def interrupt(what: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(iterators, "_refusing", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bp.record(net, torch.randn(2, 4))
+    assert all(a is b for a, b in zip(held, before, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from blockpipe.weights.safetensors_file import DTYPES, read_entries, write_tensors
-from blockpipe.weights.sources import _open_file, open_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,6 +18,8 @@ import blockpipe as bp
 from blockpipe._common.replaced_files import part_of
 from blockpipe.errors import UsageError, WeightsError
 from blockpipe.weights import save as saving
+from blockpipe.weights.safetensors_file import DTYPES, read_entries, write_tensors
+from blockpipe.weights.sources import _open_file, open_weights
 
 from .devices import assert_close, equal, examples, stages
 

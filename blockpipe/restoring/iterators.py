@@ -69,7 +69,7 @@ class StandIns:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, in Python 3.12
                 make, args, *state = iterator.__reduce__()
-        except TypeError:
+        except Exception:  # no copies of its kind, or of one whose dictionary has changed since
             return _refusing(f"an iterator, {type(iterator).__qualname__}")
         copy = make(*self.of(args))
         if state and state[0] is not None:

@@ -86,10 +86,15 @@ class ModelState:
         self._lends = False
 
     def __enter__(self) -> None:
-        if self._has_iterators and not self._lends:
-            self._lends, stand_ins = True, StandIns()
+        if not self._has_iterators or self._lends:
+            return
+        self._lends, stand_ins = True, StandIns()
+        try:
             for holder in self._holders:
                 holder.lend(stand_ins)
+        except BaseException:  # an interrupt
+            self.restore()
+            raise
 
     def __exit__(self, *failure: object) -> None:
         self.restore()
