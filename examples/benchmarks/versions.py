@@ -31,6 +31,7 @@ from workloads import WORKLOADS
 import blockpipe
 
 NAME = "blockpipe_other"
+KINDS = ("peers", "one_stage", "small")
 Runs = dict[str, Callable[[], object]]
 
 
@@ -41,15 +42,18 @@ def main() -> None:
     )
     parser.add_argument("--other", type=Path, required=True, help="a checkout of another version")
     parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument(
+        "--only", nargs="+", choices=KINDS, default=KINDS, help="some kinds of cases"
+    )
     options = parser.parse_args()
     other = load(options.other)
     print(machine())
     print(f"{'':<28} plain, ms   other / plain   this / plain   this / other")
-    for workload in WORKLOADS:
-        for chunks in (4, 16):
-            tell(f"{workload}, {chunks}", peers(workload, chunks, other), options.repeats)
-    tell("one stage", single(other), 10 * options.repeats)
-    for width, rows, layers in small_operations.CASES:
+    for workload in WORKLOADS if "peers" in options.only else ():
+        tell(f"{workload}, 8 micro-batches", peers(workload, 8, other), options.repeats)
+    if "one_stage" in options.only:
+        tell("one stage", single(other), 10 * options.repeats)
+    for width, rows, layers in small_operations.CASES if "small" in options.only else ():
         runs = small(width, rows, layers, other)
         tell(f"small: {width} x {rows}, {layers}", runs, options.repeats)
 
