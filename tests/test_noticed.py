@@ -548,6 +548,40 @@ def test_collecting_is_fine():
     assert sorted(seen) == ["0.5"] * 4 + ["2.0"] * 4
 
 
+def test_counting_is_fine():
+    """What counts calls is on several stages, and nobody reads it meanwhile."""
+    calls = {"n": 0}
+
+    def count(net: _Uses, h: Tensor, k: float) -> Tensor:
+        calls["n"] += 1
+        return h * 2
+
+    _pipe(_Uses(count)).forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    assert calls["n"] == 8
+
+
+def test_a_buffer_that_is_assigned_anew_each_time_is_recorded_once():
+    class Averages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.register_buffer("mean", torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                h = self.a(x)
+                self.mean = self.mean * 0.9 + h.detach().mean(0) * 0.1
+            with bp.Block(stage=1):
+                return self.b(h)
+
+    pipe = _pipe(Averages())
+    pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    first = pipe.recording
+    for _ in range(3):
+        pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    assert pipe.recording is first
+
+
 def test_where_the_process_prints_to_is_as_before():
     """``redirect_stdout`` of two threads at once: all that was printed later was gone."""
 
@@ -641,6 +675,6 @@ def test_a_buffer_that_is_written_later_is_recorded_anew(is_read: bool):
     for _ in range(2):
         pipe.forward_backward(x, loss_fn=torch.sum)
         plain_step(plain, (x,), {}, None, torch.sum, 4)
-    assert pipe.recording is not before
+    assert pipe.recording is not before, "and is known until the next one"
     assert_same_gradients(net, plain)
     assert_close(net[0].mean, plain[0].mean)

@@ -107,6 +107,7 @@ class Prepared:
     offload: frozenset[int] = frozenset()  # stages
     compiled: Compiled | None = None
     batch_norm: DeferredBatchNorm | None = None
+    written: frozenset[str] = frozenset()  # names of what later steps were seen to write
     steps: int = 0  # that were run with it
     microbatches: int = 0  # of the last of them
     choices: dict[int, Choice] = field(default_factory=dict)  # of "auto", by micro-batches
@@ -145,7 +146,7 @@ class Prepared:
     @cached_property
     def unwritten(self) -> Unwritten:
         """What no forward of this recording writes."""
-        return Unwritten(self.model, self.recording)
+        return Unwritten(self.model, self.recording, self.written)
 
     @cached_property
     def is_one_hop(self) -> bool:

@@ -80,6 +80,7 @@ class Preparer:
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
         self._steering = Steering(model)
+        self._written = frozenset[str]()  # by steps that had not written it when recorded
         self._has_warned_of_recordings = False
         self._has_cautioned = False
 
@@ -283,6 +284,7 @@ class Preparer:
             checkpoint=options.checkpoint,
             offload=_offloaded(recording, options.offload),
             batch_norm=batch_norm,
+            written=self._written,
         )
 
     def _key(self, batch: Microbatch, fingerprint: Fingerprint) -> Any:
@@ -311,8 +313,8 @@ class Preparer:
         if not written:
             return
         _log.info("recording anew: %s", f"{', '.join(written)} is written by now")
-        for key in [key for key, known in self.known.items() if known is prepared]:
-            del self.known[key]
+        self._written |= frozenset(written)
+        self._fingerprint = None  # the next step records anew; until then, this is what is known
         recording = self._record(batch, options)
         try:
             _check_state(recording, options.schedule)

@@ -6,7 +6,7 @@ spoilt; else the model has to be recorded anew, for others may read it now
 (:meth:`Unwritten.written` says which).
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -27,21 +27,22 @@ class Unwritten:
     Args:
         model: the user's.
         recording: says what several hops read, and what is written.
+        but: names of what later steps were seen to write.
     """
 
-    def __init__(self, model: nn.Module, recording: Recording) -> None:
+    def __init__(self, model: nn.Module, recording: Recording, but: Collection[str] = ()) -> None:
         held = {n: h for h in (*recording.parameters, *recording.buffers) for n in h.names}
         self._shared: list[tuple[Held, _Slots, str]] = []
         self._others: list[tuple[str, _Slots, str]] = []
         self._modules = [(path, vars(module)) for path, module in model.named_modules()]
-        self._changing = set(recording.changing)
+        self._changing = recording.changing | set(but)
         for name, slots, key, tensor in _named(model):
             found = held.get(name)
             if found is None or found.written:
                 continue
             if len(found.hops) > 1:
                 self._shared.append((found, slots, key))
-            elif found.is_buffer or not tensor.requires_grad:
+            elif name not in self._changing and (found.is_buffer or not tensor.requires_grad):
                 # What has a gradient may be written by an optimizer in the backward.
                 self._others.append((name, slots, key))
 

@@ -238,5 +238,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _is_growth(then: Any, now: Any) -> bool:
-    """Whether a list has only collected more."""
-    return isinstance(then, _Content) and isinstance(now, _Content) and then.starts(now)
+    """Whether something has only collected more, or counted up."""
+    if isinstance(then, _Content) and isinstance(now, _Content):
+        return then.starts(now)
+    return type(then) is int and type(now) is int and now > then

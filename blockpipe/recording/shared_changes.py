@@ -109,6 +109,7 @@ class SharedChanges:
                 self._compare(path, self._attributes[path], _attributes(module))
         result.changes_process = self.changes_process
         result.changing = {f"{path}.{name}" for path, name in self._changed}
+        result.changing |= set(self._rebound())
         hops: dict[str, set[int]] = {}
         where: dict[str, str] = {}
         for call in result.calls:
@@ -131,6 +132,14 @@ class SharedChanges:
         if len(result.hops) > 1:
             for name, (on, line) in self._switched.items():
                 yield SharedChange(name, "runs under it", sorted(on), line, _AROUND)
+
+    def _rebound(self) -> Iterator[str]:
+        """Parameters and buffers that the forward has assigned anew, by name."""
+        for path, module in self._model.named_modules():
+            now, before = _slots(module), self._slots.get(path, {})
+            for name, value in before.items():
+                if isinstance(value, Tensor) and now.get(name) is not value:
+                    yield f"{path}.{name}" if path else name
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
