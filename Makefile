@@ -31,9 +31,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick
-	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated --one-in 3
+	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated --one-in 4
 
-# On the simulated accelerator: make test runs one test in three there.
+# On the simulated accelerator: make test runs one test in four there.
 test-devices: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated
 

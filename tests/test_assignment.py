@@ -888,6 +888,7 @@ def test_the_table_goes_to_print(capsys):
 # --- models that people use
 
 
+@pytest.mark.slow
 def test_a_torchvision_model_set_and_trained():
     """ResNet with stages set inside of residual blocks: the plain loop's gradients."""
     torchvision = pytest.importorskip("torchvision")

@@ -484,6 +484,7 @@ def _huggingface(name: str) -> tuple[nn.Module, dict]:
     return entry.build(), entry.batch()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 @pytest.mark.parametrize("by", ["time", "flops"])

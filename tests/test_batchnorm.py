@@ -512,6 +512,7 @@ def test_resnet():
     assert difference(model, plain, loss, expected).same
 
 
+@pytest.mark.slow
 def test_timm():
     """timm's BatchNormAct2d, with a forward of its own."""
     timm = pytest.importorskip("timm")

@@ -339,6 +339,7 @@ def test_arguments_that_are_one_tensor_stay_one():
     assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).same
 
 
+@pytest.mark.slow
 @pytest.mark.cpu("it is the CPU's autocast")
 def test_autocast_is_the_forwards():
     """The caller's, and what the forward enters around a call."""

@@ -312,6 +312,7 @@ def test_a_real_profile(profiled):
     ]
 
 
+@pytest.mark.slow
 def test_in_a_notebook(browser, timeline, tmp_path):
     """The page is in a frame of its own, and works there."""
     path = tmp_path / "notebook.html"

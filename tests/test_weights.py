@@ -1055,6 +1055,7 @@ def test_hugging_face(tmp_path, kind):
     assert same_state(fresh.state_dict(), plain.state_dict())
 
 
+@pytest.mark.slow
 def test_timm():
     """Buffers that no checkpoint holds come from the modules' ``reset_parameters``."""
     timm = pytest.importorskip("timm")
