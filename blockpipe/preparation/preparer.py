@@ -119,18 +119,8 @@ class Preparer:
             )
         return list(self.given_devices)
 
-    @property
-    def input_device(self) -> torch.device:
-        """Where the first stage is. Inputs may be anywhere: they are moved."""
-        return self.devices[0]
-
-    @property
-    def output_device(self) -> torch.device:
-        """Where joined outputs and the loss are: the last stage's device."""
-        recording = self.recording
-        return self.devices[-1 if recording is None else recording.route[-1]]
-
     def placed(self) -> list[torch.device] | None:
+        """The device of each stage, where the model is placed and nobody has disturbed that."""
         placement = self._placement
         if placement is None or self.is_replanned() or placement.is_disturbed():
             return None
@@ -176,9 +166,10 @@ class Preparer:
         self.known.move_to_end(key)
         return prepared
 
-    def _changing(self) -> set[str]:
+    def _changing(self) -> Iterator[str]:
         """Attributes that forwards set themselves, by name."""
-        return set[str]().union(*(p.recording.changing for p in self.known.values()))
+        for prepared in self.known.values():
+            yield from prepared.recording.changing
 
     def _caution_once(self, prepared: Prepared, options: PipelineOptions) -> None:
         """Say what was hardly meant so, at the first step of a pipeline."""

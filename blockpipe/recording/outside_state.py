@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._common.modules import StandIn
-from ..restoring.model_state import is_users, names_in
+from ..restoring.model_state import is_users, names_in, slot_members
 from .recording import Recording, SharedChange
 
 MOST_OBJECTS = 2_000  # the nearest: each is looked at for every operation of the user's code
@@ -154,9 +154,9 @@ def _members(value: Any) -> Iterator[tuple[Any, Any]]:
         yield None, value.tobytes() if value.nbytes <= _MOST_BYTES else None
     else:
         yield from vars(value).items() if hasattr(value, "__dict__") else ()
-        for name in _slots(type(value)):
-            if hasattr(value, name):
-                yield name, getattr(value, name)
+        for slot in slot_members(type(value)):
+            if hasattr(value, slot.__name__):
+                yield slot.__name__, getattr(value, slot.__name__)
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -208,13 +208,6 @@ def _said_anywhere(value: Any) -> Iterator[Any]:
 def _ndarray() -> Any:
     numpy = sys.modules.get("numpy")
     return getattr(numpy, "ndarray", None)
-
-
-def _slots(kind: type) -> Iterator[str]:
-    for base in kind.__mro__:
-        for name, member in vars(base).items():
-            if isinstance(member, types.MemberDescriptorType):
-                yield name
 
 
 class _Content:

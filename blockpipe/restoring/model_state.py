@@ -192,7 +192,7 @@ class ModelState:
         if f"{kind.__module__}.".startswith(_FOREIGN) and not isinstance(value, nn.Module | Tensor):
             return ()
         if kind not in self._slots:
-            self._slots[kind] = _slots_of(kind)
+            self._slots[kind] = slot_members(kind)
         slots = self._slots[kind]
         held = self._hold(SlotsHolder(value, slots)) if slots else []
         try:
@@ -312,7 +312,7 @@ def _unwrapped(member: Any) -> tuple[Any, ...]:
     return (member.fget, member.fset) if isinstance(member, property) else (member,)
 
 
-def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+def slot_members(kind: type) -> tuple[types.MemberDescriptorType, ...]:
     """What sets each slot, whatever the class makes of ``__setattr__``."""
     bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]  # not of C
     members = (member for base in bases for member in base.values())

@@ -4,7 +4,7 @@ A schedule is a plain value, so that a test can write one out, a person can prin
 can bring one along, as a value or as CSV. The actions of a lane are packed into an array of
 numbers: as tuples, those of 1000 stages and 10 000 micro-batches would not fit in memory.
 
-What makes schedules is in ``scheduler.py``, what plays them out in ``simulate.py``.
+What makes schedules is in ``builders.py``, what plays them out in ``simulation.py``.
 """
 
 import re

@@ -2,8 +2,9 @@
 
     python examples/benchmarks/small_operations.py
 
-Blockpipe runs small models on the CPU in one thread (``blockpipe.prepared``: ``SMALL_OPERATION``,
-``SMALL_HOP``). Here the lanes are forced, so that one can see where they begin to gain.
+Blockpipe runs small models on the CPU in one thread (``blockpipe.preparation.prepared``:
+``SMALL_OPERATION``, ``SMALL_HOP``). Here the lanes are forced, so that one can see where they begin
+to gain.
 """
 
 import copy
