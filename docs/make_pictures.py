@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.scheduler import make_schedule
+from blockpipe.schedules import make_schedule
 
 PICTURES = Path(__file__).parent / "pictures"
 

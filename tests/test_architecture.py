@@ -183,3 +183,22 @@ def test_importing_changes_nothing():
         "assert threading.active_count() == 1"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_the_repository_imports_of_the_package_is_there():
+    """Examples, benchmarks, tests, and the scripts of the pages."""
+    seen = 0
+    for folder in ("docs", "examples", "tests"):
+        for path in (PACKAGE.parent / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and _is_ours(node.module) and not node.level:
+                    module = importlib.import_module(node.module or "")
+                    for alias in node.names:
+                        if not hasattr(module, alias.name):
+                            importlib.import_module(f"{node.module}.{alias.name}")
+                    seen += 1
+    assert seen > 100
+
+
+def _is_ours(module: str | None) -> bool:
+    return (module or "").partition(".")[0] == "blockpipe"
