@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from . import __version__
 from ._common.callsite import say_caller
 from .cli.commands import add_commands
-from .cli.model_arguments import WordsError
+from .cli.model_arguments import CommandLineError
 from .errors import BlockpipeError
 
 _EXAMPLES = """\
@@ -68,7 +68,7 @@ def main(words: Sequence[str] | None = None) -> int:
         kind = "" if isinstance(error, BlockpipeError) else f"{type(error).__name__}: "
         said = f"{kind}{' '.join(str(error).split())}".removesuffix(": ")
         print(f"blockpipe {options.name}: {said}", file=sys.stderr)
-        return 2 if isinstance(error, WordsError) else 1
+        return 2 if isinstance(error, CommandLineError) else 1
     return 0
 
 

@@ -35,9 +35,9 @@ from .preparation.options import (
     checked_offload,
 )
 from .preparation.prepared import Prepared
-from .preparation.preparer import Compiling, Preparer
+from .preparation.preparer import CompileOptions, Preparer
 from .recording.recording import Recording
-from .reports.find_chunks import Batch, ChunksReport, Options, find_chunks
+from .reports.find_chunks import ChunksReport, SearchOptions, StepArguments, find_chunks
 from .reports.inspector import Inspector, described
 from .reports.summary.summary import Summary
 from .reports.timeline.profiling import Profile, collected
@@ -305,7 +305,7 @@ class Pipeline(ModuleInterface):
             target: given to ``loss_fn`` after the output; split like the inputs. One that needs a
                 gradient gets it, as the inputs do.
             loss_fn: ``(output, target) -> loss`` (``(output) -> loss`` without a target), one
-                element. It runs in the journey, on the last hop. ``None``: the model's own loss.
+                element. It runs in the run, on the last hop. ``None``: the model's own loss.
             return_outputs: also join the outputs.
             **kwargs: the model's keyword arguments.
 
@@ -518,7 +518,7 @@ class Pipeline(ModuleInterface):
                 f"without it works on every device ({users_line()})"
             )
         given = None if cuda_graphs and not options else dict(options)
-        self._preparer.compile(Compiling(given, cuda_graphs))
+        self._preparer.compile(CompileOptions(given, cuda_graphs))
 
     # --- whether it is right, and fast
 
@@ -640,8 +640,8 @@ class Pipeline(ModuleInterface):
             [1, 2, 4]
         """
         check_loss(loss_fn, target)
-        batch = Batch(args, kwargs, target, loss_fn)
-        options = Options(candidates, schedules, repeats, optimizer, limit)
+        batch = StepArguments(args, kwargs, target, loss_fn)
+        options = SearchOptions(candidates, schedules, repeats, optimizer, limit)
         return find_chunks(self._runner, batch, options)
 
     def __repr__(self) -> str:

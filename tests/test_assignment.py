@@ -547,7 +547,7 @@ def test_no_doors_inside_of_what_runs_untouched():
     plan.assign("1", 1)
     pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, plan=plan, sample=(X,))
     (prepared,) = pipe._preparer.known.values()
-    with prepared.doors:
+    with prepared.sealed_forwards:
         assert "forward" in vars(net[0])
         assert "forward" not in vars(inner)
 

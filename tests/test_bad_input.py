@@ -505,7 +505,7 @@ def test_training_without_grad(mode: Any) -> None:
 
 
 def test_line_in_errors_of_a_model_without_own_code() -> None:
-    """Where no frame of the user's is in a journey, an error names the user's call."""
+    """Where no frame of the user's is in a run, an error names the user's call."""
     with pytest.raises(UsageError, match=HERE) as caught:
         pipeline().forward_backward(x(), target=x(), loss_fn=torch.sub)
     text = "".join([str(caught.value), *caught.value.__notes__])

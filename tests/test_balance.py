@@ -47,10 +47,10 @@ class Skips(nn.Module):
 def _plan_at(recording: bp.Recording, begins: tuple[int, ...]) -> bp.StagePlan:
     """Every call's stage, if stages begin with these pieces."""
     found = []
-    for piece in recording.pieces:
-        for call in map(recording.calls.__getitem__, piece.calls):
+    for segment in recording.segments:
+        for call in map(recording.calls.__getitem__, segment.calls):
             if call.is_module:
-                stage = sum(begin <= piece.index for begin in begins)
+                stage = sum(begin <= segment.index for begin in begins)
                 found.append(bp.Assignment(call.path, call.call, stage))
     return bp.StagePlan(found)
 
@@ -82,7 +82,7 @@ def test_no_other_cut_is_better(by: str, stages: int, speeds: list[float] | None
     whole = bp.record(net, x, plan=bp.StagePlan([]))
     found = _of_recording(bp.record(net, x, plan=plan), by, speeds or [1.0] * stages)
     others = []
-    for begins in combinations(range(1, len(whole.pieces)), stages - 1):
+    for begins in combinations(range(1, len(whole.segments)), stages - 1):
         recording = bp.record(net, x, plan=_plan_at(whole, begins))
         assert recording.route == list(range(stages))
         others.append(_of_recording(recording, by, speeds or [1.0] * stages))

@@ -341,7 +341,7 @@ def test_with_recomputation(schedule, checkpoint, kind):
         pipe = deferred(model, {"1": 1}, chunks=3, schedule=schedule, checkpoint=mode)
         for _ in range(2):
             pipe.forward_backward(x, loss_fn=loss_of)
-        assert any(c.is_run_again for c in pipe.recording.calls)
+        assert any(c.is_recomputed for c in pipe.recording.calls)
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert equal(a.grad, b.grad)
     for a, b in zip(models[0].buffers(), models[1].buffers(), strict=True):
@@ -427,7 +427,7 @@ def test_other_methods_update_at_once():
 # --- models
 
 
-class Shared(nn.Module):
+class ProcessChange(nn.Module):
     """One batch norm, called twice: on one hop, or on two hops of its stage."""
 
     def __init__(self, between: int) -> None:
@@ -452,7 +452,7 @@ class Shared(nn.Module):
 def test_called_twice(between, schedule):
     """Two calls of one module are two updates, in their order."""
     x = torch.randn(9, 3) + 4
-    model = Shared(between)
+    model = ProcessChange(between)
     full = copy.deepcopy(model)
     pipe = bp.Pipeline(
         model, devices=stages(2), chunks=3, schedule=schedule, deferred_batch_norm=True

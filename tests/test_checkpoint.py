@@ -640,7 +640,7 @@ def test_nothing_stays(schedule):
 
 
 def test_the_summary_says_what_glue_keeps():
-    """Glue is never recomputed: how much that is stands in the notes."""
+    """CrossingMode is never recomputed: how much that is stands in the notes."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -925,7 +925,7 @@ def test_buffers_that_no_operation_of_the_glue_reads(module, schedule):
         results += [(model, pipe.forward_backward(x, loss_fn=square).loss) for _ in range(2)][1:]
     (first, expected), (other, loss) = results
     assert difference(other, first, loss, expected).same
-    assert pipe.recording.recomputable["1"].is_run_again
+    assert pipe.recording.recomputable["1"].is_recomputed
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -1163,7 +1163,7 @@ def test_frames_are_made_where_it_recomputes_only(monkeypatch):
     """Never means never: not even the hooks are on."""
     made = []
     monkeypatch.setattr(
-        checkpoints.Frame, "run", lambda self, args, kwargs: made.append(self) or 1 / 0
+        checkpoints.RecomputedCall, "run", lambda self, args, kwargs: made.append(self) or 1 / 0
     )
     step(layers(), torch.randn(8, 16), checkpoint="never")
     assert not made
@@ -1185,26 +1185,26 @@ def test_a_failure_in_a_recomputation_locks_nobody_out(place, monkeypatch):
     def fails(*_, **__):
         raise KeyboardInterrupt
 
-    again = checkpoints.Again(
+    again = checkpoints.RecomputeSpec(
         "it",
         Recomputable(),
         [(net._buffers, "running_mean", True), (net._buffers, "running_var", True)],
     )
     comparisons = digests.Comparisons()
     x = torch.randn(4, 8)
-    frame = checkpoints.Frame(again, 0, 0, [], function, (x,), {}, comparisons=comparisons)
+    frame = checkpoints.RecomputedCall(again, 0, 0, [], function, (x,), {}, comparisons=comparisons)
     y = frame.run((x,), {})
     mean = net.running_mean.clone()
     with monkeypatch.context() as patch:
         wrong.append(place)
         if place == "argument":
-            patch.setattr(checkpoints._Kept, "entered", fails)
+            patch.setattr(checkpoints._SavedArgument, "entered", fails)
         elif place == "buffer":
             patch.setattr(checkpoints, "_copy_of", fails)
         elif place == "digest":
             patch.setattr(comparisons, "digest", fails)
         elif place == "collect":
-            patch.setattr(checkpoints.Frame, "collect", fails)
+            patch.setattr(checkpoints.RecomputedCall, "collect", fails)
         elif place == "surroundings":
             patch.setattr(frame._surroundings, "run", fails)
         with pytest.raises(KeyboardInterrupt):

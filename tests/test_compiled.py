@@ -166,7 +166,7 @@ def test_a_compiled_hop_is_not_split():
     pipe = bp.Pipeline(make_net(), devices=["cpu"] * 2, chunks=2, schedule="zb-h1")
     x = torch.randn(4, 6)
     pipe.forward_backward(x, loss_fn=loss_fn)
-    assert pipe.recording.separable == [False, True]
+    assert pipe.recording.splits_backward == [False, True]
     pipe.compile(backend="eager")
     assert pipe.recording.hops[1].whole == "compiled module 1"
 

@@ -300,7 +300,7 @@ def test_failure_under_isolation(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_other_journeys_stop(schedule: str) -> None:
+def test_other_runs_stop(schedule: str) -> None:
     """After a failure on the first stage no later micro-batch begins, nor any backward."""
     bomb, net, plain, pipe = make(schedule)
     bomb.visits.clear()
@@ -312,9 +312,9 @@ def test_other_journeys_stop(schedule: str) -> None:
     assert_recovers(net, plain, pipe, bomb)
 
 
-@pytest.mark.cpu("one journey at a time runs Python on accelerators")
+@pytest.mark.cpu("one run at a time runs Python on accelerators")
 def test_the_first_of_two_failures_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When two journeys fail, the caller gets the one that failed first."""
+    """When two runs fail, the caller gets the one that failed first."""
     bomb, net, plain, pipe = make("gpipe")
     second_is_under_way, first_has_failed = threading.Event(), threading.Event()
     failed = Turns.fail
@@ -452,7 +452,7 @@ def test_failure_in_loss_reduction(schedule: str, error: type[BaseException]) ->
     assert_recovers(net, plain, pipe, bomb)
 
 
-# --- an interrupt delivered to the main thread while journeys run in others
+# --- an interrupt delivered to the main thread while runs run in others
 
 
 class Gate:
@@ -490,7 +490,7 @@ PLACES = [
 def test_interrupt_of_the_main_thread(
     schedule: str, place: tuple[str, int, int], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while journeys run in other threads ends the step, and the next call works."""
+    """Ctrl-C while runs run in other threads ends the step, and the next call works."""
     bomb, net, plain, pipe = make(schedule)
     gate = Gate(_signal_main)
     failed = Turns.fail
@@ -516,18 +516,18 @@ def test_interrupt_of_the_main_thread(
 @pytest.mark.parametrize("deliver", [_raise_signal, _thread.interrupt_main])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("place", "how"), PLACES, ids=str)
-def test_interrupt_sent_by_a_journey(
+def test_interrupt_sent_by_a_run(
     deliver: Callable[[], None], schedule: str, place: tuple[str, int, int], how: str
 ) -> None:
-    """An interrupt that a journey sends, which wakes nobody, is raised by the end of the step."""
+    """An interrupt that a run sends, which wakes nobody, is raised by the end of the step."""
     bomb, net, plain, pipe = make(schedule)
 
-    class Sent(Bomb):
+    class PendingCopy(Bomb):
         def visit(self, place: str, stage: int, microbatch: int | None) -> None:
             if (place, stage, microbatch) == self.at:
                 deliver()
 
-    sender = Sent()
+    sender = PendingCopy()
     sender.at = place
     bomb.visit = sender.visit  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
@@ -575,7 +575,7 @@ def test_interrupt_before_the_caller_waits(monkeypatch: pytest.MonkeyPatch) -> N
     try:
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
             step(pipe, bomb, "forward_backward")
-        assert ended.is_set(), "the call returned while its journeys were still running"
+        assert ended.is_set(), "the call returned while its runs were still running"
     finally:
         release.set()
     monkeypatch.undo()

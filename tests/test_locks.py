@@ -28,7 +28,7 @@ from .parity import plain_step
 PACKAGE = str(Path(bp.__file__).parent)
 # What lets go of something, whatever has happened. It is not what may fail, but what must not.
 LETS_GO = {
-    "_common/thread_state": {"give_baton", "enter_modes", "__exit__"},
+    "_common/thread_state": {"give_forward_lock", "enter_modes", "__exit__"},
     "stages/marks": {"set_cursor", "set_microbatch"},
     "crossing/tags": {"settle"},
     "_common/model_turns": {"__exit__", "_leave"},
@@ -145,8 +145,8 @@ def raising_at(place: tuple[str, str], once: Iterator[bool]) -> Callable[..., An
 
 
 def assert_nothing_stays() -> None:
-    assert in_thread.baton is None
-    assert in_thread.glue is None
+    assert in_thread.forward_lock is None
+    assert in_thread.mode is None
     assert in_thread.modes == ()
     assert blocks._cursor.get() is None
     assert torch._C._len_torch_function_stack() == 0

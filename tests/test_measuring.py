@@ -14,7 +14,7 @@ from blockpipe.devices.stopwatch import Stopwatch
 from blockpipe.errors import UsageError
 from blockpipe.partitioning import segment_timing as measuring
 from blockpipe.partitioning.cut_points import why_closed
-from blockpipe.partitioning.segment_timing import PieceTimes, _corrected, _in_a_crowd, measured
+from blockpipe.partitioning.segment_timing import SegmentTimes, _corrected, _in_a_crowd, measured
 
 
 class Clock:
@@ -64,7 +64,7 @@ class Slow(nn.Module):
         return _Slow.apply(x * self.weight, *self.seconds)
 
 
-def _measured(model: nn.Module, *args: Tensor, **options: object) -> PieceTimes:
+def _measured(model: nn.Module, *args: Tensor, **options: object) -> SegmentTimes:
     recording = bp.record(model, args, plan=bp.StagePlan([]))
     cuts = [i for i, why in enumerate(why_closed(recording)) if why is None]
     given = {"device": torch.device("cpu"), "repeats": 1, **options}
@@ -166,7 +166,7 @@ def test_a_compiled_module_is_measured_as_one() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
     net[1].compile(backend="eager")
     compiled = net[1]._compiled_call_impl
-    assert bp.record(net, torch.ones(2, 4), plan=bp.StagePlan([])).pieces[1].why_not is None
+    assert bp.record(net, torch.ones(2, 4), plan=bp.StagePlan([])).segments[1].why_not is None
     times = _measured(net, torch.ones(2, 4))
     assert times.forward[1] > 0.0
     assert times.forward[2] == times.backward[2] == 0.0  # inside of it

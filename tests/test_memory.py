@@ -136,7 +136,7 @@ def test_the_peak_is_that_of_the_schedule(depth, chunks, schedule, mode, in_flig
     x = torch.randn(2 * chunks, 32)
     report = pipe.memory(x)
     prepared = pipe._preparer.sketch(pipe._runner.split((x,), {})[0], pipe._options)
-    one_by_one = prepared.goes_one_by_one(schedule, chunks)
+    one_by_one = prepared.runs_inline(schedule, chunks)
     made = prepared.schedule("sequential" if one_by_one else schedule, chunks)
     gradients = [hop.weight_bytes for hop in prepared.recording.hops]
     a_row, rows = 32 * 4, 2

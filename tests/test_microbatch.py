@@ -11,7 +11,7 @@ from torch import nn
 
 import blockpipe as bp
 from blockpipe._common.nested import leaves, map_tensors, tensors
-from blockpipe.batches.joining import Joint, join
+from blockpipe.batches.joining import JoinedLeaf, join
 from blockpipe.batches.microbatch import split, weights_of
 from blockpipe.errors import MicrobatchError
 
@@ -100,7 +100,7 @@ def test_join_keeps_reduces_and_lists():
 
 def test_what_has_no_weight_counts_for_nothing():
     """Neither its value, which may be no number, nor its gradient."""
-    joint = Joint.of([torch.tensor(2.0), torch.tensor(torch.nan)], [1, 1], [1.0, 0.0], 0)
+    joint = JoinedLeaf.of([torch.tensor(2.0), torch.tensor(torch.nan)], [1, 1], [1.0, 0.0], 0)
     assert joint.value(None) == 2
     assert joint.gradients(torch.tensor(3.0)) == [3, None]
 
@@ -137,8 +137,8 @@ def test_what_has_no_batch_goes_whole_inside_of_containers_too(container):
     x, scalar, table = torch.arange(4), torch.tensor(2.0), torch.ones(3, 2)
     parts = split((container([x, scalar, table]),), {}, None, 2)
     for i, part in enumerate(parts):
-        piece, same_scalar, same_table = tensors(part.args)
-        assert piece.tolist() == [2 * i, 2 * i + 1]
+        segment, same_scalar, same_table = tensors(part.args)
+        assert segment.tolist() == [2 * i, 2 * i + 1]
         assert same_scalar is scalar
         assert same_table is table
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
 from blockpipe.crossing import offload
-from blockpipe.crossing.interception import Glue
+from blockpipe.crossing.interception import CrossingMode
 
 from .alike import Scripted, square
 from .devices import is_simulated, stages
@@ -199,7 +199,7 @@ def _offload_everything(monkeypatch):
 def test_our_own_reading_does_not_go_through_the_glue(name, way, monkeypatch):
     """Nor through a mode that the forward itself has entered."""
     seen = []
-    original = Glue.__torch_function__
+    original = CrossingMode.__torch_function__
 
     def watched(self, func, types, args=(), kwargs=None, modes=()):
         by = caller(sys._getframe(1))
@@ -207,7 +207,7 @@ def test_our_own_reading_does_not_go_through_the_glue(name, way, monkeypatch):
             seen.append((getattr(func, "__name__", str(func)), by))
         return original(self, func, types, args, kwargs, modes)
 
-    monkeypatch.setattr(Glue, "__torch_function__", watched)
+    monkeypatch.setattr(CrossingMode, "__torch_function__", watched)
     Spy.inner = Spy()
     use(make(name), way)
     assert sorted(set(seen)) == []

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.costs.work import Work
-from blockpipe.recording.recording import Piece
+from blockpipe.recording.recording import Segment
 
 
 class Residual(nn.Module):
@@ -24,7 +24,7 @@ class Residual(nn.Module):
 def test_flows_say_where_tensors_are_made_and_read() -> None:
     """The skip from ``a`` to the sum in ``b``'s piece, and the sum itself, are flows with their bytes."""
     recording = bp.record(Residual(), torch.zeros(4, 8))
-    names = [[recording.calls[c].path for c in piece.calls] for piece in recording.pieces]
+    names = [[recording.calls[c].path for c in segment.calls] for segment in recording.segments]
     assert names == [["", "a"], ["b"], ["c"]]
     assert [(f.made, f.read, f.bytes) for f in recording.flows] == [(0, [1], 128), (1, [2], 128)]
 
@@ -60,11 +60,11 @@ def test_pieces_add_up_to_the_hops(stage: int) -> None:
     net.layer3 = bp.BeginBlock(net.layer3, stage=stage)
     recording = bp.record(net, torch.zeros(2, 3, 64, 64))
     for name in ("operations", "kernels", "flops"):
-        of_pieces = sum(getattr(piece, name) for piece in recording.pieces)
+        of_pieces = sum(getattr(segment, name) for segment in recording.segments)
         assert of_pieces == pytest.approx(sum(getattr(hop, name) for hop in recording.hops)), name
     parts = [Work(), Work(), Work()]
-    of_root = [Piece(0, work=work) for work in recording.calls[0].work.values()]
-    for whole, those in zip(parts, (recording.pieces, recording.hops, of_root), strict=True):
+    of_root = [Segment(0, work=work) for work in recording.calls[0].work.values()]
+    for whole, those in zip(parts, (recording.segments, recording.hops, of_root), strict=True):
         for part in those:
             whole.add(part.work)
     assert parts[0] == parts[1] == parts[2]
@@ -75,7 +75,7 @@ def test_pieces_add_up_to_the_hops(stage: int) -> None:
 
 def test_every_parameter_is_read_in_some_piece() -> None:
     recording = bp.record(torchvision.models.resnet18(), torch.zeros(2, 3, 64, 64))
-    read = {name for piece in recording.pieces for name in piece.held}
+    read = {name for segment in recording.segments for name in segment.held}
     assert read == {h.name for h in (*recording.parameters, *recording.buffers)}
 
 
@@ -92,7 +92,7 @@ def test_no_stage_begins_inside_of_a_compiled_module_or_a_recomputed_region() ->
     net = Net()
     net.a.compile(backend="eager")
     recording = bp.record(net, torch.zeros(2, 4, requires_grad=True))
-    why = {recording.calls[p.calls[-1]].path: p.why_not for p in recording.pieces}
+    why = {recording.calls[p.calls[-1]].path: p.why_not for p in recording.segments}
     assert why["a.1"] == "it is inside of compiled module a"
     assert "recomputed" in (why["b.1"] or "")
 

@@ -216,7 +216,7 @@ def test_what_has_no_size_crosses():
 
 
 def test_waits_are_between_forwards():
-    """A journey's wait for a hop ends where the hop begins, and it follows the hop before."""
+    """A run's wait for a hop ends where the hop begins, and it follows the hop before."""
     pipe = made()
     with pipe.profile() as t:
         step(pipe)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import blockpipe as bp
 from blockpipe.costs.meter import Meter
 from blockpipe.devices import rng_streams as randomness
-from blockpipe.devices.rng_streams import Streams, current, every_source, moved, replayed
+from blockpipe.devices.rng_streams import RngStreams, current, every_source, moved, replayed
 from blockpipe.errors import PlanError, StateError
 
 from .devices import equal, stages
@@ -355,7 +355,7 @@ def test_streams_do_not_depend_on_the_order(visits, rng):
 
     def numbers(order):
         torch.set_rng_state(begin)
-        streams = Streams([CPU], 4)
+        streams = RngStreams([CPU], 4)
         drawn = {m: [] for m in range(4)}
         for m, count in order:
             streams.enter(m, [CPU])

@@ -345,7 +345,7 @@ def test_the_models_batch_norm_counts_once_where_it_is_deferred():
 
 
 def test_nothing_stays():
-    """Not even without the garbage collector: a checkpoint does not keep the journey it is in."""
+    """Not even without the garbage collector: a checkpoint does not keep the run it is in."""
     kept = []
 
     def forward(s, x):

@@ -132,10 +132,10 @@ def test_1f1b_holds_no_more_than_its_hops(route, microbatches):
 @given(st.sampled_from(["zb-h1", "zb-v"]), routes, counts, st.data())
 def test_what_is_not_separable_has_no_weight_part(name, route, microbatches, data):
     """Its backward is whole; the others' are split."""
-    separable = data.draw(st.lists(st.booleans(), min_size=len(route), max_size=len(route)))
-    schedule = make_schedule(name, route, microbatches, separable=separable)
+    splits_backward = data.draw(st.lists(st.booleans(), min_size=len(route), max_size=len(route)))
+    schedule = make_schedule(name, route, microbatches, splits_backward=splits_backward)
     validate(schedule)
-    split = {(h, m) for h, yes in enumerate(separable) if yes for m in range(microbatches)}
+    split = {(h, m) for h, yes in enumerate(splits_backward) if yes for m in range(microbatches)}
     assert schedule.split() == split
 
 
@@ -229,7 +229,7 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ScheduleError, match="has 1,048,576 hops and 1,099,.* 1,000,000,000 and 1"):
         make_schedule("gpipe", range(10**9), 1)
     with pytest.raises(ScheduleError, match="one entry for each of 2 hops"):
-        make_schedule("zb-h1", [0, 1], 1, separable=[True])
+        make_schedule("zb-h1", [0, 1], 1, splits_backward=[True])
     with pytest.raises(ScheduleError, match="whole numbers from 0 on, but .* and '2' came"):
         Schedule("mine", (0,), "2", ([],))
     with pytest.raises(ScheduleError, match="takes a Schedule and Costs, but str and Costs came"):
@@ -332,7 +332,7 @@ def test_auto_takes_the_fastest(route, microbatches, in_flight):
 
 def test_auto_does_not_split_what_cannot_be():
     """With no separable hop no zero-bubble schedule is tried; of equals, 1F1B keeps less."""
-    choice = choose([0, 1, 2], 8, Costs(), separable=[False] * 3)
+    choice = choose([0, 1, 2], 8, Costs(), splits_backward=[False] * 3)
     assert {c.schedule.name for c in choice.candidates} == {"1f1b", "gpipe"}
     assert choice.schedule.name == "1f1b"
 
@@ -340,7 +340,7 @@ def test_auto_does_not_split_what_cannot_be():
 def test_auto_counts_what_is_made_again():
     """Where something is recomputed, all that is tried has its R actions, and takes their time."""
     kept = choose([0, 1], 4, Costs())
-    again = choose([0, 1], 4, Costs(), restores=lambda hop, microbatch: microbatch < 3)
+    again = choose([0, 1], 4, Costs(), recomputes=lambda hop, microbatch: microbatch < 3)
     assert {found.schedule.name for found in kept.candidates} == {
         found.schedule.name for found in again.candidates
     }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blockpipe.crossing.host_stores import AHEAD, Links, Store
+from blockpipe.crossing.host_stores import AHEAD, HostLinks, Store
 from blockpipe.crossing.offload import Offload
 from blockpipe.errors import StateError
 
@@ -40,7 +40,7 @@ def _far_ahead():
 
 @pytest.fixture
 def links():
-    made = Links()
+    made = HostLinks()
     yield made
     made.close()
 

@@ -267,7 +267,7 @@ def test_a_module_stands_below_the_one_that_calls_it() -> None:
 
 
 def test_a_function_that_calls_itself_is_counted_once() -> None:
-    class Again(nn.Module):
+    class RecomputeSpec(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             @bp.BlockFunction(0)
             def again(x: Tensor, left: int) -> Tensor:
@@ -275,7 +275,7 @@ def test_a_function_that_calls_itself_is_counted_once() -> None:
 
             return again(x, 3)
 
-    summary = bp.record(Again(), torch.zeros(8, 8)).summary(depth=9)
+    summary = bp.record(RecomputeSpec(), torch.zeros(8, 8)).summary(depth=9)
     assert [(row.calls, row.flops) for row in summary.modules] == [(1, 3 * 2 * 8**3)] * 2
 
 

@@ -27,10 +27,10 @@ def drawn(draw):
     time = st.integers(0, 9).map(float)
     per_hop = st.lists(time, min_size=len(route), max_size=len(route))
     forward, backward, transfer, restore = (draw(per_hop) for _ in range(4))
-    costs = Costs(forward, backward, [b / 2 for b in backward], transfer, restore=restore)
+    costs = Costs(forward, backward, [b / 2 for b in backward], transfer, recompute=restore)
     schedule = make_schedule(draw(st.sampled_from(SCHEDULES)), route, draw(st.integers(1, 6)))
     if draw(st.booleans()):
-        schedule = schedule.with_restored(lambda hop, m: (hop + m) % 2 == 0)
+        schedule = schedule.with_recomputed(lambda hop, m: (hop + m) % 2 == 0)
     return schedule, costs
 
 
@@ -60,7 +60,7 @@ def test_a_schedules_timeline_is_its_simulation(case):
 def test_costs_come_back(case):
     """What a timeline says that the hops cost plays out as what it was made with."""
     schedule, costs = case
-    free = Costs(costs.forward, costs.backward, costs.weight, restore=costs.restore)
+    free = Costs(costs.forward, costs.backward, costs.weight, recompute=costs.recompute)
     timeline = Timeline.of(schedule, free)
     again = timeline.predicted()
     assert again.step_time == pytest.approx(timeline.step_time)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import blockpipe as bp
 from blockpipe.devices.copies import carry, send
+from blockpipe.devices.copy_lifetimes import CopySources
 from blockpipe.devices.devices import is_asynchronous
-from blockpipe.devices.lending import Lent
 
 from .devices import assert_close, is_simulated, stages
 from .parity import assert_same_gradients, plain_step
@@ -317,7 +317,7 @@ def test_values_and_strides_survive(kind, way):
 def test_what_is_lent_is_settled_once():
     """An owner's streams wait for the copies of its tensors, and then nothing is kept."""
     device, other = map(torch.device, stages(2))
-    lent = Lent()
+    lent = CopySources()
     source = torch.ones(4, device=device)
     lent.add("a", send(source, other))
     assert bool(lent) == is_asynchronous(device)

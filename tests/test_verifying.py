@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe.crossing import microbatch_run as journey
+from blockpipe.crossing import microbatch_run as run
 from blockpipe.errors import UsageError, VerificationError
 from blockpipe.preparation import prepared
 from blockpipe.reports.verify.divergence import Sketch, sketch
@@ -194,9 +194,9 @@ def test_lanes_run_for_small_models(monkeypatch: pytest.MonkeyPatch):
 def _assert_parts(found: Verification, phase: str, path: str, stage: int) -> None:
     assert not found
     assert not found.ok
-    parting = found.first_difference
-    assert parting is not None
-    assert (parting.phase, parting.path, parting.stage) == (phase, path, stage)
+    divergence = found.first_difference
+    assert divergence is not None
+    assert (divergence.phase, divergence.path, divergence.stage) == (phase, path, stage)
     assert f"{path!r}" in str(found)
     assert f"stage {stage}" in str(found)
     with pytest.raises(VerificationError, match="not the plain one"):
@@ -302,7 +302,7 @@ def test_a_wrong_weight_gradient():
 @pytest.mark.parametrize("microbatch", [0, 2])
 def test_a_corrupted_crossing(monkeypatch: pytest.MonkeyPatch, microbatch: int):
     """One tensor arrives changed: the module is named that reads it, and from where it came."""
-    honest = journey.Journey._imported
+    honest = run.MicrobatchRun._imported
 
     def corrupt(self: Any, tensor: Tensor, tag: Any) -> Tensor:
         value = honest(self, tensor, tag)
@@ -317,7 +317,7 @@ def test_a_corrupted_crossing(monkeypatch: pytest.MonkeyPatch, microbatch: int):
     pipe = bp.Pipeline(net, devices=stages(3), chunks=3, isolate=True)
     x = torch.randn(6, 8)
     pipe.forward_backward(x, loss_fn=torch.sum)
-    monkeypatch.setattr(journey.Journey, "_imported", corrupt)
+    monkeypatch.setattr(run.MicrobatchRun, "_imported", corrupt)
     found = pipe.verify(x)
     _assert_parts(found, "forward", "2", 2)
     assert found.first_difference is not None

@@ -141,7 +141,7 @@ def run(net, schedule, *, plain=None, steps=2, isolate=False):
 def test_gradients_equal_plain_in_two_parts(schedule, middle, isolate, parts):
     """To the bit; parameters that no incoming tensor leads to (an embedding, queries) too."""
     pipe = run(Parts(middle), schedule, isolate=isolate)
-    assert pipe.recording.separable == [False, True, True]
+    assert pipe.recording.splits_backward == [False, True, True]
     assert parts == {"split": 2 * 2 * 4, "whole": 0}
 
 
@@ -150,7 +150,7 @@ def test_a_frozen_first_stage(parts):
     net = Parts(embedding)
     net.first.requires_grad_(False)
     pipe = run(net, "zb-h1")
-    assert pipe.recording.separable == [False, False, True]
+    assert pipe.recording.splits_backward == [False, False, True]
     assert parts["split"] == 2 * 4
 
 
@@ -192,7 +192,7 @@ def with_checkpoint(net, x):
 def test_what_cannot_be_split_is_whole(schedule, middle, why, parts):
     """Gradients are the plain ones, and the recording and its summary say why."""
     pipe = run(Parts(middle), schedule)
-    assert pipe.recording.separable == [False, False, True]
+    assert pipe.recording.splits_backward == [False, False, True]
     assert pipe.recording.hops[1].whole.startswith(why)
     assert why in str(pipe.summary())
     assert parts["split"] == 2 * 4
@@ -290,7 +290,7 @@ def test_saved_tensor_hooks_around_the_step_unpack_once():
     net.zero_grad()
     plain_step(plain, (x,), {}, None, loss_fn, 4)
     plain.zero_grad()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: [t], lambda box: box.pop()):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: [t], lambda slot: slot.pop()):
         loss = pipe.forward_backward(x, loss_fn=loss_fn).loss
     expected = plain_step(plain, (x,), {}, None, loss_fn, 4)
     assert difference(net, plain, loss, expected).same

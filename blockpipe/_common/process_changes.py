@@ -12,7 +12,7 @@ from .thread_state import in_thread
 _lock = threading.RLock()
 
 
-class Shared:
+class ProcessChange:
     """A change that any number of threads enter; the last one to leave takes it off."""
 
     _threads: tuple[int, ...] = ()  # that have it entered: once for each time

@@ -22,15 +22,15 @@ R = TypeVar("R")
 
 
 class ThreadState(threading.local):
-    """What a thread of ours is doing: the glue of the journey that runs in it, the baton, if it
+    """What a thread of ours is doing: the glue of the run that runs in it, the forward lock, if it
     holds that (at most one thread runs forward code for accelerators at a time), the function
     modes that are off meanwhile, and what it has entered that all threads see."""
 
     def __init__(self) -> None:
         self.entered: list[Any] = []
 
-    glue: Any = None
-    baton: "threading.Lock | None" = None
+    mode: Any = None
+    forward_lock: "threading.Lock | None" = None
     modes: "Sequence[TorchFunctionMode]" = ()  # the user's, while what runs is ours
 
 
@@ -145,34 +145,35 @@ class theirs:  # noqa: N801
         in_thread.modes = self._modes
 
 
-def take_baton(baton: "threading.Lock") -> None:
-    """Wait for the baton; then this thread holds it."""
-    baton.acquire()
-    in_thread.baton = baton
+def take_forward_lock(forward_lock: "threading.Lock") -> None:
+    """Wait for the forward lock; then this thread holds it."""
+    forward_lock.acquire()
+    in_thread.forward_lock = forward_lock
 
 
-def give_baton() -> None:
-    """Let another thread have the baton, if this one holds it."""
-    held, in_thread.baton = in_thread.baton, None
+def give_forward_lock() -> None:
+    """Let another thread have the forward lock, if this one holds it."""
+    held, in_thread.forward_lock = in_thread.forward_lock, None
     if held is not None:
         held.release()
 
 
 @contextmanager
 def waiting_for_device() -> Iterator[None]:
-    """While entered, this thread stands still for a device, or for another thread: the baton is
-    free meanwhile, for who holds it while it waits keeps every other device from being given work.
+    """Release the forward lock while this thread waits for a device or another thread.
+
+    A thread that waits with the lock held keeps every other device from being given work.
     """
-    baton = in_thread.baton
-    give_baton()
+    forward_lock = in_thread.forward_lock
+    give_forward_lock()
     try:
         yield
     finally:
-        if baton is not None:
-            take_baton(baton)
+        if forward_lock is not None:
+            take_forward_lock(forward_lock)
 
 
-class Surroundings:
+class CallContext:
     """What is around one call in a forward, so that it can be run again as it ran: autocast,
     context variables, function modes.
 
@@ -190,7 +191,7 @@ class Surroundings:
         return self._context.copy().run(self._run, function)
 
     def _run(self, function: Callable[[], R]) -> R:
-        glue, in_thread.glue = in_thread.glue, None
+        mode, in_thread.mode = in_thread.mode, None
         try:
             with ours(), ExitStack() as stack:
                 in_thread.modes = self._modes
@@ -202,7 +203,7 @@ class Surroundings:
                         )
                 return function()
         finally:
-            in_thread.glue = glue
+            in_thread.mode = mode
 
 
 def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
@@ -212,7 +213,7 @@ def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
     ]
 
 
-class Ambient:
+class CallerState:
     """What the caller's thread had when it called: grad and inference mode, autocast, modes,
     saved-tensor hooks, context variables, current streams."""
 

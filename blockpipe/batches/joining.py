@@ -23,7 +23,7 @@ def join(
     device: torch.device | None,
     dim: int | Literal["list"] = 0,
     on_host: Sequence[Sequence[bool]] = (),
-) -> tuple[Any, list["Joint"]]:
+) -> tuple[Any, list["JoinedLeaf"]]:
     """One result out of the micro-batches', on a device.
 
     A tensor with a micro-batch's size on ``dim`` is concatenated; a 0-d floating-point tensor is
@@ -54,7 +54,7 @@ def join(
             f"{[len(c) for c in columns]} members; return the same members each time"
         )
     joints = [
-        Joint.of([column[i] for column in columns], sizes, weights, dim, i)
+        JoinedLeaf.of([column[i] for column in columns], sizes, weights, dim, i)
         for i in range(len(columns[0]))
     ]
     devices = [None if stays else device for stays in hosts[0]]
@@ -62,7 +62,7 @@ def join(
     return map_leaves(lambda _: next(values), results[0]), joints
 
 
-def _joined(result: Any, at: int, joint: "Joint", device: torch.device | None) -> Any:
+def _joined(result: Any, at: int, joint: "JoinedLeaf", device: torch.device | None) -> Any:
     """The joined leaf number ``at`` of results such as this one."""
     try:
         return joint.value(device)
@@ -86,7 +86,7 @@ def _joined_lists(
     columns: list[list[Any]],
     device: torch.device | None,
     on_host: Sequence[Sequence[bool]],
-) -> tuple[Any, list["Joint"]]:
+) -> tuple[Any, list["JoinedLeaf"]]:
     for result, size in zip(results, sizes, strict=True):
         if not isinstance(result, list | tuple) or len(result) != size:
             what = f"{len(result)} elements" if isinstance(result, list | tuple) else "no list"
@@ -98,7 +98,8 @@ def _joined_lists(
     joints = []
     for m, column in enumerate(columns):
         joints += [
-            Joint("same", [leaf], [sizes[m]], [1.0], 0, [(m, i)]) for i, leaf in enumerate(column)
+            JoinedLeaf("same", [leaf], [sizes[m]], [1.0], 0, [(m, i)])
+            for i, leaf in enumerate(column)
         ]
     stays = itertools.chain.from_iterable(on_host)
     values = iter([j.value(None if s else device) for j, s in zip(joints, stays, strict=True)])
@@ -147,7 +148,7 @@ def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 @dataclass
-class Joint:
+class JoinedLeaf:
     """How leaves of the micro-batches' results become one: values forward, gradients back.
 
     Attributes:
@@ -174,7 +175,7 @@ class Joint:
         weights: Sequence[float],
         dim: int,
         leaf: int = 0,
-    ) -> "Joint":
+    ) -> "JoinedLeaf":
         """Choose how the same leaf of all micro-batches is joined."""
         first = parts[0]
         how: Literal["cat", "sum", "same", "list"]

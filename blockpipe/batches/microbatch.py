@@ -25,7 +25,7 @@ LossReduction = str | Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchPart:
     """What the first micro-batch is of its batch, for messages.
 
     Attributes:
@@ -49,7 +49,7 @@ class Microbatch:
     kwargs: dict[str, Any]
     target: Any
     size: int
-    share: Share | None = None  # of the first one
+    share: BatchPart | None = None  # of the first one
 
 
 def split(
@@ -150,7 +150,7 @@ def split(
     rows = zip(every_args, every_kwargs, parts("target", target), bounds, strict=True)
     microbatches = list(itertools.starmap(Microbatch, rows))
     split_on.pop("target", None)
-    microbatches[0].share = Share(count, bounds[0], size, split_on)
+    microbatches[0].share = BatchPart(count, bounds[0], size, split_on)
     return microbatches
 
 

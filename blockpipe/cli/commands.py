@@ -28,8 +28,8 @@ from ..stages.marks import begin_blocks
 from ..stages.plan import StagePlan
 from .model_arguments import (
     MOST_DIGITS,
-    Given,
-    WordsError,
+    CommandLineError,
+    ModelInputs,
     begins,
     build_model,
     literals,
@@ -41,14 +41,14 @@ MOST_ACTIONS = 100_000
 """Stages times micro-batches of a schedule that is played out: seconds of work."""
 
 
-class Answer(NamedTuple):
+class CommandOutput(NamedTuple):
     """What a command found: to read, and to process."""
 
     text: str
     data: Any
 
 
-Command = Callable[[argparse.Namespace], Answer]
+Command = Callable[[argparse.Namespace], CommandOutput]
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -180,26 +180,26 @@ def _mark_options() -> argparse.ArgumentParser:
 # --- the commands
 
 
-def _summary(options: argparse.Namespace) -> Answer:
+def _summary(options: argparse.Namespace) -> CommandOutput:
     recording = _recorded(options)
     if options.explain is not None:
         try:
             text = recording.explain(options.explain)
         except UsageError as error:
-            raise WordsError(str(error)) from error
-        return Answer(text, {"path": options.explain, "why": text})
+            raise CommandLineError(str(error)) from error
+        return CommandOutput(text, {"path": options.explain, "why": text})
     summary = recording.summary(depth=options.depth, columns=options.columns)
-    return Answer(str(summary), summary.to_dict())
+    return CommandOutput(str(summary), summary.to_dict())
 
 
-def _plan(options: argparse.Namespace) -> Answer:
+def _plan(options: argparse.Namespace) -> CommandOutput:
     recording = _recorded(options)
     plan = recording.plan
     _save_plan(plan, options.save)
-    return Answer(f"{plan}\n\nlayout: {plan.layout}", json.loads(plan.to_json()))
+    return CommandOutput(f"{plan}\n\nlayout: {plan.layout}", json.loads(plan.to_json()))
 
 
-def _balance(options: argparse.Namespace) -> Answer:
+def _balance(options: argparse.Namespace) -> CommandOutput:
     measured = options.by == "time" and not options.estimate
     _check_actions(options.stages, options.chunks)
     model, given = _model_and_inputs(options, meta=not measured)
@@ -215,10 +215,10 @@ def _balance(options: argparse.Namespace) -> Answer:
         training=not options.eval,
     )
     _save_plan(plan, options.save)
-    return Answer(f"{plan}\n\n{plan.marks()}", plan.to_dict())
+    return CommandOutput(f"{plan}\n\n{plan.marks()}", plan.to_dict())
 
 
-def _simulate(options: argparse.Namespace) -> Answer:
+def _simulate(options: argparse.Namespace) -> CommandOutput:
     costs = Costs(options.forward, options.backward, options.weight, options.transfer)
     lanes = options.lanes or range(options.stages)
     _check_actions(len(lanes), options.chunks)
@@ -234,7 +234,7 @@ def _simulate(options: argparse.Namespace) -> Answer:
         except ScheduleError as error:
             why_not = error  # it is not for these lanes
     if why_not is not None and (options.schedule != "all" or not played):
-        raise WordsError(str(why_not)) from why_not  # there are only words to be wrong
+        raise CommandLineError(str(why_not)) from why_not  # there are only words to be wrong
     data = [
         {
             "schedule": s.schedule.name,
@@ -252,14 +252,14 @@ def _simulate(options: argparse.Namespace) -> Answer:
             for s in played
         ]
         if options.save is not None:
-            raise WordsError("--save is of one schedule; name it instead of 'all'")
-        return Answer("\n".join([head, *rows]), data)
+            raise CommandLineError("--save is of one schedule; name it instead of 'all'")
+        return CommandOutput("\n".join([head, *rows]), data)
     timeline = Timeline.of(played[0].schedule, costs)
     _save_picture(timeline, options.save)
-    return Answer(str(timeline), data[0])
+    return CommandOutput(str(timeline), data[0])
 
 
-def _trace(options: argparse.Namespace) -> Answer:
+def _trace(options: argparse.Namespace) -> CommandOutput:
     model, given = _model_and_inputs(options, meta=False)
     plan = _marked(model, options)
     pipe = Pipeline(
@@ -285,7 +285,7 @@ def _trace(options: argparse.Namespace) -> Answer:
             for _ in range(options.steps):
                 step()
     _save_picture(timeline, options.save)
-    return Answer(str(timeline), timeline.to_dict())
+    return CommandOutput(str(timeline), timeline.to_dict())
 
 
 # --- what they share
@@ -293,7 +293,7 @@ def _trace(options: argparse.Namespace) -> Answer:
 
 def _check_actions(stages: int, chunks: int) -> None:
     if stages * chunks > MOST_ACTIONS:
-        raise WordsError(
+        raise CommandLineError(
             f"stages times chunks is {MOST_ACTIONS:,} at the most, but {stages:,} and {chunks:,} "
             "came; play a larger schedule out from Python, by blockpipe.simulate"
         )
@@ -308,10 +308,10 @@ def _recorded(options: argparse.Namespace) -> Recording:
     return recording
 
 
-def _model_and_inputs(options: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, Given]:
+def _model_and_inputs(options: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, ModelInputs]:
     given = make_inputs(options.input, literals(options.argument, "--argument"))
     if not given.args and not given.kwargs:
-        raise WordsError("a forward needs an input; pass --input 8,3,224,224, say")
+        raise CommandLineError("a forward needs an input; pass --input 8,3,224,224, say")
     arguments = literals(options.model_argument, "--model-argument")
     model = build_model(options.model, arguments, meta=meta)
     return model.train(not options.eval), given
@@ -326,7 +326,7 @@ def _marked(model: nn.Module, options: argparse.Namespace) -> StagePlan | None:
         if layout is not None:
             Planned(model, layout)  # are the modules there?
     except (MarkError, PlanError) as error:
-        raise WordsError(str(error)) from error
+        raise CommandLineError(str(error)) from error
     return layout if options.plan is None else StagePlan.load(options.plan)
 
 

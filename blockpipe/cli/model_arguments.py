@@ -29,11 +29,11 @@ MOST_VALUES = 1 << 28
 _WHOLE = re.compile(rf"\s*[0-9]{{1,{MOST_DIGITS}}}\s*")
 
 
-class WordsError(UsageError):
+class CommandLineError(UsageError):
     """Words of a command line that cannot be meant."""
 
 
-class Given(NamedTuple):
+class ModelInputs(NamedTuple):
     """What is passed to the model's forward."""
 
     args: tuple[Any, ...]
@@ -44,7 +44,7 @@ def find_callable(text: str) -> Callable[..., Any]:
     """What ``module:name`` stands for: a class, a function, or a module that is built already.
 
     Raises:
-        WordsError: no such module or name (with near misses), or nothing that can be called.
+        CommandLineError: no such module or name (with near misses), or nothing that can be called.
 
     Example:
         >>> find_callable("torch.nn:Linear").__name__
@@ -52,22 +52,22 @@ def find_callable(text: str) -> Callable[..., Any]:
     """
     module_name, colon, name = text.partition(":")
     if not colon or not module_name or not name:
-        raise WordsError(
+        raise CommandLineError(
             f"a model is given as module:callable, but {text!r} came; write "
             "torchvision.models:resnet50, say"
         )
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
-        raise WordsError(f"{text!r} does not import: {error}") from error
+        raise CommandLineError(f"{text!r} does not import: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             near = get_close_matches(part, dir(found), n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
-            raise WordsError(f"{module_name!r} has no {name!r}{hint}")
+            raise CommandLineError(f"{module_name!r} has no {name!r}{hint}")
         found = getattr(found, part)
     if not callable(found):
-        raise WordsError(
+        raise CommandLineError(
             f"{text!r} is {type(found).__name__}, but a model is a class or a function that makes "
             "one"
         )
@@ -84,7 +84,7 @@ def build_model(text: str, arguments: Mapping[str, Any], *, meta: bool) -> nn.Mo
             built is built on the CPU instead.
 
     Raises:
-        WordsError: it makes no ``nn.Module``.
+        CommandLineError: it makes no ``nn.Module``.
     """
     make = find_callable(text)
     if isinstance(make, nn.Module):
@@ -99,7 +99,7 @@ def build_model(text: str, arguments: Mapping[str, Any], *, meta: bool) -> nn.Mo
     if model is None:
         model = make(**arguments)
     if not isinstance(model, nn.Module):
-        raise WordsError(f"{text!r} returned {type(model).__name__}, not an nn.Module")
+        raise CommandLineError(f"{text!r} returned {type(model).__name__}, not an nn.Module")
     return model
 
 
@@ -114,7 +114,7 @@ def literals(words: Iterable[str], option: str) -> dict[str, Any]:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier():
-            raise WordsError(f"{option} takes NAME=VALUE, but {word!r} came")
+            raise CommandLineError(f"{option} takes NAME=VALUE, but {word!r} came")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -144,21 +144,21 @@ def begins(words: Iterable[str]) -> dict[str, int]:
         path, equals, text = word.rpartition("=")
         stage = whole_number(text)
         if not equals or not path or stage is None:
-            raise WordsError(f"--begin takes PATH=STAGE (layer3=1), but {word!r} came")
+            raise CommandLineError(f"--begin takes PATH=STAGE (layer3=1), but {word!r} came")
         if path in found:
-            raise WordsError(f"--begin {path} is given twice")
+            raise CommandLineError(f"--begin {path} is given twice")
         found[path] = stage
     return found
 
 
-def make_inputs(words: Iterable[str], others: Mapping[str, Any]) -> Given:
+def make_inputs(words: Iterable[str], others: Mapping[str, Any]) -> ModelInputs:
     """The forward's arguments: tensors by their sizes, and other keyword arguments.
 
     A tensor is ``[NAME=]SIZES[:DTYPE[:HIGH]]``: ``8,3,224,224``, or ``input_ids=4,128:int64:1000``
     for whole numbers below 1000 (below 2 where no limit is given). Values are random, from seed 0.
 
     Raises:
-        WordsError: a word that is no such tensor.
+        CommandLineError: a word that is no such tensor.
 
     Example:
         >>> make_inputs(["2,3", "mask=2:bool"], {}).kwargs["mask"].dtype
@@ -172,10 +172,10 @@ def make_inputs(words: Iterable[str], others: Mapping[str, Any]) -> Given:
         if name is None:
             args.append(tensor)
         elif name in kwargs:
-            raise WordsError(f"{name!r} is given twice")
+            raise CommandLineError(f"{name!r} is given twice")
         else:
             kwargs[name] = tensor
-    return Given(tuple(args), kwargs)
+    return ModelInputs(tuple(args), kwargs)
 
 
 def _tensor(word: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
@@ -183,7 +183,7 @@ def _tensor(word: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
     sizes = match["sizes"].split(",") if match and match["sizes"] else []
     shape = [size for size in map(whole_number, sizes) if size is not None]
     if match is None or len(shape) < len(sizes):
-        raise WordsError(
+        raise CommandLineError(
             f"an input is [NAME=]SIZES[:DTYPE[:HIGH]], but {word[:100]!r} came; write 8,3,224,224, "
             f"or input_ids=4,128:int64:1000; numbers have {MOST_DIGITS} digits at the most"
         )
@@ -192,19 +192,19 @@ def _tensor(word: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
     if not isinstance(dtype, torch.dtype):
         near = [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
         hint = get_close_matches(kind, near, n=3)
-        raise WordsError(
+        raise CommandLineError(
             f"{kind!r} in input {word!r} is no dtype of torch"
             + (f"; did you mean {', '.join(hint)}?" if hint else "")
         )
     limit = whole_number(high) if high else 2
     if not limit:
-        raise WordsError(
+        raise CommandLineError(
             f"the limit in input {word[:100]!r} is a whole number from 1 on, of {MOST_DIGITS} "
             f"digits at the most, not {high[:100]!r}"
         )
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
     if high and not is_whole:
-        raise WordsError(f"input {word!r} is not of whole numbers, and takes no limit")
+        raise CommandLineError(f"input {word!r} is not of whole numbers, and takes no limit")
     if math.prod(shape) > MOST_VALUES:
         return match["name"], torch.empty(shape, dtype=dtype, device="meta")
     if not is_whole:

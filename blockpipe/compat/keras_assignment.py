@@ -17,7 +17,7 @@ from torch import nn
 from .._common.callsite import remembers_caller, users_line
 from ..errors import PlanError, UsageError
 from ..pipeline import Pipeline
-from ..recording.plan_resolution import KeptPlan, Planned, keep_plan, resolve
+from ..recording.plan_resolution import AttachedPlan, Planned, attach_plan, resolve
 from ..recording.record import record, record_planned
 from ..recording.recording import Recording
 from ..stages.plan import Assignment, StagePlan
@@ -127,7 +127,7 @@ def set_pipeline_stage_assignment(
     planned = Planned(module, plan, where, every_module=True)
     if has_sample:
         record_planned(module, args, kwargs, planned)
-    keep_plan(module, KeptPlan(copy.deepcopy(plan), where))
+    attach_plan(module, AttachedPlan(copy.deepcopy(plan), where))
     return copy.deepcopy(plan)
 
 
@@ -147,7 +147,7 @@ def reset_pipeline_stage_assignment(model: nn.Module) -> None:
         >>> bp.record(net, torch.zeros(1, 4)).route
         [0]
     """
-    keep_plan(_model_of(model), None)
+    attach_plan(_model_of(model), None)
 
 
 def recording_of(

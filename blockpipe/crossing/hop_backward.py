@@ -38,12 +38,12 @@ def run_whole(graph: HopGraph) -> None:
         return
     edges, gradients = zip(*graph.roots, strict=True)
     for crossing in graph.crossings:
-        crossing.box.open = True
+        crossing.slot.open = True
     # torch.autograd.backward, less its check of the gradients, which (in torch 2.11) cannot
     # look at an edge into a custom function such as ours.
     run_engine(edges, gradients, False, False, (), True, True)
     for crossing in graph.crossings:
-        crossing.box.open = False
+        crossing.slot.open = False
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ def run_input_part(graph: HopGraph) -> WeightPart | None:
             for handle in handles:
                 handle.remove()
         for crossing, gradient in zip(graph.crossings, found, strict=True):
-            crossing.box.gradient = gradient
+            crossing.slot.gradient = gradient
     return rest
 
 

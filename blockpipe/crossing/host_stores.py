@@ -30,7 +30,7 @@ from .tags import version_of
 AHEAD = 2
 
 
-class Link:
+class HostLink:
     """One step's traffic between a device and host memory.
 
     Args:
@@ -95,16 +95,16 @@ def _streams_of(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     return torch.Stream(device), torch.Stream(device)
 
 
-class Links:
+class HostLinks:
     """A step's links, by device."""
 
     def __init__(self) -> None:
-        self._links: dict[torch.device, Link] = {}
+        self._links: dict[torch.device, HostLink] = {}
 
-    def of(self, device: torch.device) -> Link:
+    def of(self, device: torch.device) -> HostLink:
         """A device's."""
         link = self._links.get(device)
-        return self._links.setdefault(device, Link(device)) if link is None else link
+        return self._links.setdefault(device, HostLink(device)) if link is None else link
 
     def close(self) -> None:
         """The step is over: nothing is under way any more."""
@@ -145,7 +145,7 @@ class Store:
         before: the one that was made before it, and that a backward reads after it.
     """
 
-    def __init__(self, tensor: Tensor, links: Links, before: Store | None = None) -> None:
+    def __init__(self, tensor: Tensor, links: HostLinks, before: Store | None = None) -> None:
         storage = tensor.untyped_storage()
         self.device = storage.device
         self.readers = 0  # how many are going to read it
@@ -157,7 +157,7 @@ class Store:
         self._on: torch.Stream | None = None  # what that was allocated on
         self._arrived: torch.Event | None = None
         self._is_awaited = False
-        self._link: Link | None = None
+        self._link: HostLink | None = None
         self._departure: _Departure | None = None
         if is_asynchronous(self.device):
             self._link = links.of(self.device)

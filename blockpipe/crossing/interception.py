@@ -1,4 +1,4 @@
-"""Interception: what stands between the user's ``forward`` and its journey.
+"""Interception: what stands between the user's ``forward`` and its run.
 
 The *glue* is a ``TorchFunctionMode`` that is active in the Python between module calls. It sees
 each operation before autograd does, and can hand it another tensor. A dispatch mode was no
@@ -28,8 +28,8 @@ from .._common.thread_state import (
     leave_modes,
     waiting_for_device,
 )
-from .microbatch_run import Journey
-from .recompute import Again
+from .microbatch_run import MicrobatchRun
+from .recompute import RecomputeSpec
 
 # Questions that need no copy, and hooks, which belong on the tensor itself.
 _PROPERTIES = """shape dtype ndim layout requires_grad is_leaf grad_fn names is_meta is_sparse
@@ -43,9 +43,9 @@ _NOTHING = nullcontext()
 
 def watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """``Tensor.register_hook`` in a sealed module: noted, for there nobody looks."""
-    glue = active_glue()
-    if glue is not None and glue.inside:
-        glue.journey.hooked.add(glue.journey.hop)
+    mode = active_mode()
+    if mode is not None and mode.inside:
+        mode.run.hooked.add(mode.run.hop)
     return _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
 
 
@@ -104,38 +104,38 @@ def looks_at_graph(function: Callable[..., Any]) -> bool:
     return function in _LOOKS_AT_GRAPH
 
 
-def active_glue() -> "Glue | None":
+def active_mode() -> "CrossingMode | None":
     """The glue of this thread."""
-    return cast("Glue | None", in_thread.glue)
+    return cast("CrossingMode | None", in_thread.mode)
 
 
-class Glue(TorchFunctionMode):
+class CrossingMode(TorchFunctionMode):
     """Hands every operation in the glue what it may read, and claims what it makes.
 
     Its own reading goes through no function mode: see the module's docstring.
 
     Args:
-        journey: whose forward it is.
+        run: whose forward it is.
     """
 
-    def __init__(self, journey: Journey) -> None:
+    def __init__(self, run: MicrobatchRun) -> None:
         super().__init__()
-        self.journey = journey
+        self.run = run
         self.inside = False  # of a sealed module, where this mode is off
-        self._is_mixed = journey.step.is_mixed
+        self._is_mixed = run.step.is_mixed
 
-    def __enter__(self) -> "Glue":
+    def __enter__(self) -> "CrossingMode":
         self._hooks = _saved_tensor_hooks()
-        self._outer = in_thread.glue
-        in_thread.glue = self
+        self._outer = in_thread.mode
+        in_thread.mode = self
         super().__enter__()  # type: ignore[no-untyped-call]
-        self.journey.cursor.on_call = self.call_function
+        self.run.cursor.on_call = self.call_function
         return self
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
-        self.journey.cursor.on_call = None
-        in_thread.glue = self._outer
+        self.run.cursor.on_call = None
+        in_thread.mode = self._outer
         self._outer = None
 
     def is_on(self) -> bool:
@@ -154,11 +154,11 @@ class Glue(TorchFunctionMode):
         if how_many_modes():
             return self.apart(func, types, args, kwargs)
         kwargs = kwargs or {}
-        journey = self.journey
+        run = self.run
         if func in _QUESTIONS:
             return self._answered(func, args, kwargs, modes)
-        journey.arrive()
-        local = journey.handed(func, args, kwargs) if func in _ON_ITSELF else journey.local
+        run.arrive()
+        local = run.handed(func, args, kwargs) if func in _ON_ITSELF else run.local
         args = tuple(
             [
                 local(a)
@@ -178,15 +178,15 @@ class Glue(TorchFunctionMode):
                 else v
                 for k, v in kwargs.items()
             }
-        foreign = journey.take_foreign()
-        waiting = journey.step.waiting
+        foreign = run.take_foreign()
+        waiting = run.step.waiting
         with waiting_for_device() if waiting and func.__name__ in waiting else _NOTHING:
             result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
         if foreign:
-            journey.check_written(foreign)
+            run.check_written(foreign)
         if self._is_mixed and self._asks_for_host(func, args, kwargs):
-            result = journey.keep_on_host(result, args)
-        journey.claim(result)
+            result = run.keep_on_host(result, args)
+        run.claim(result)
         return result
 
     def apart(
@@ -212,12 +212,12 @@ class Glue(TorchFunctionMode):
         device = kwargs.get("device", args[1] if func is Tensor.to and len(args) > 1 else None)
         if isinstance(device, str):
             device = torch.device(device)
-        elif device is self.journey.step.device_of(self.journey.stage):
+        elif device is self.run.step.device_of(self.run.stage):
             return False
         if func is Tensor.cpu or (isinstance(device, torch.device) and device.type == "cpu"):
             return True
         given = list(tensors((args, kwargs)))
-        return bool(given) and all(map(self.journey.stays, given))
+        return bool(given) and all(map(self.run.stays, given))
 
     def _answered(
         self,
@@ -227,24 +227,24 @@ class Glue(TorchFunctionMode):
         modes: Sequence[TorchFunctionMode],
     ) -> Any:
         """What needs no copy. Where a tensor is, is where the stage that asks would read it."""
-        journey = self.journey
-        if func in _HOOKS or journey.wrote_foreign:
-            args = (journey.newest(args[0]), *args[1:])
+        run = self.run
+        if func in _HOOKS or run.wrote_foreign:
+            args = (run.newest(args[0]), *args[1:])
         if func in _LOOKS_AT_GRAPH:
-            journey.hooked.add(journey.hop_of(args[0]))
+            run.hooked.add(run.hop_of(args[0]))
         where = _WHERE.get(func)
         if where is None:
             return call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
-        return where(journey.device_of(args[0] if args else kwargs["input"]))
+        return where(run.device_of(args[0] if args else kwargs["input"]))
 
     def read(self, tensor: Tensor) -> Tensor:
         """What an operation here is handed in the place of a tensor; function modes are off."""
         if self.inside:
             return tensor
-        journey = self.journey
-        journey.arrive()
-        found = journey.local(tensor)
-        journey.take_foreign()
+        run = self.run
+        run.arrive()
+        found = run.local(tensor)
+        run.take_foreign()
         return found
 
     def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
@@ -261,18 +261,18 @@ class Glue(TorchFunctionMode):
         self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a function that is a block: like a module, it may be sealed."""
-        journey = self.journey
-        hops, again, waits = journey.step.sealed_functions.get(key, (frozenset(), None, False))
-        if self.inside or not hops or not journey.is_sealed(hops):
+        run = self.run
+        hops, recompute_spec, waits = run.step.sealed_functions.get(key, (frozenset(), None, False))
+        if self.inside or not hops or not run.is_sealed(hops):
             return function(*args, **kwargs)
-        return self.call_sealed(function, args, kwargs, again, waits=waits)
+        return self.call_sealed(function, args, kwargs, recompute_spec, waits=waits)
 
     def call_sealed(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        again: Again | None = None,
+        recompute_spec: RecomputeSpec | None = None,
         *,
         waits: bool = False,
     ) -> Any:
@@ -285,34 +285,38 @@ class Glue(TorchFunctionMode):
             again: how it is recomputed, if it can be.
             waits: whether it makes the host wait for the device.
         """
-        journey = self.journey
+        run = self.run
         modes: Sequence[TorchFunctionMode] = leave_modes()
         theirs = () if modes == [self] else [mode for mode in modes if mode is not self]
         self.inside = True
         try:
-            journey.arrive()
+            run.arrive()
             own = _Containers()
-            args = own.localize(journey.local, args)
-            kwargs = own.localize(journey.local, kwargs) if kwargs else kwargs
-            foreign = journey.take_foreign()
-            frame = None
-            if again is not None and journey.repeats() and _saved_tensor_hooks() == self._hooks:
-                frame = journey.frame(again, function, args, kwargs, theirs)
-            journey.sealed += 1
+            args = own.localize(run.local, args)
+            kwargs = own.localize(run.local, kwargs) if kwargs else kwargs
+            foreign = run.take_foreign()
+            recomputed = None
+            if (
+                recompute_spec is not None
+                and run.is_recomputing()
+                and _saved_tensor_hooks() == self._hooks
+            ):
+                recomputed = run.recomputed(recompute_spec, function, args, kwargs, theirs)
+            run.sealed += 1
             try:
                 with waiting_for_device() if waits else _NOTHING:
-                    if frame is not None:
-                        result = frame.run(args, kwargs)
+                    if recomputed is not None:
+                        result = recomputed.run(args, kwargs)
                     elif theirs:
                         result = call_under(theirs, function, args, kwargs)
                     else:
                         result = function(*args, **kwargs)
                 if foreign:
-                    journey.check_written(foreign)
+                    run.check_written(foreign)
             finally:
-                journey.sealed -= 1
+                run.sealed -= 1
                 own.write_back()
-            journey.claim(result)
+            run.claim(result)
             return result
         finally:
             self.inside = False

@@ -1,6 +1,6 @@
-"""A journey: one micro-batch's trip along the route, forward and back.
+"""A run: one micro-batch's trip along the route, forward and back.
 
-A journey answers one question for the glue: *may this tensor be read here?* A tensor made on this
+A run answers one question for the glue: *may this tensor be read here?* A tensor made on this
 hop may. One made on another hop is imported: a copy on this hop's device, cut from the graph it
 came from, whose gradient is carried back when this hop's backward has run. So every (hop,
 micro-batch) has a small graph of its own, and its backward is an action like any other.
@@ -25,9 +25,9 @@ from torch.overrides import TorchFunctionMode
 from .._common.callsite import users_line
 from .._common.nested import map_tensors, tensors
 from .._common.thread_state import ours
-from ..devices.copies import Sent
+from ..devices.copies import PendingCopy
+from ..devices.copy_lifetimes import CopySources, ReadCopies
 from ..devices.devices import mark
-from ..devices.lending import Lent, Taken
 from ..devices.observer import Watch
 from ..devices.ownership import Owner, owner_of, set_owner
 from ..devices.rng_streams import torchs_of
@@ -35,19 +35,19 @@ from ..errors import CrossingError, RouteError, StateError
 from ..stages.marks import Cursor
 from .hop_backward import WeightPart, run_input_part, run_whole
 from .offload import Offload
-from .recompute import Again, Frame
+from .recompute import RecomputedCall, RecomputeSpec
 from .tags import (
     RECORDING,
     TAG,
     UNCUT,
     Aliases,
-    Box,
     Crossing,
-    Home,
+    GradientSlot,
     HopGraph,
     Import,
-    JourneyKey,
-    Step,
+    MicrobatchKey,
+    ParameterHome,
+    StepContext,
     Tag,
     aliases_of,
     edge_of,
@@ -63,8 +63,8 @@ Reader = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a journey is in its forward: its hop, and what was called how many times."""
+class ForwardPosition:
+    """Where a run is in its forward: its hop, and what was called how many times."""
 
     hop: int
     stage: int
@@ -72,7 +72,7 @@ class Standing:
     calls: dict[int, int]
 
 
-class Journey:
+class MicrobatchRun:
     """One micro-batch under way.
 
     Args:
@@ -81,9 +81,9 @@ class Journey:
         cursor: where the marks of its forward move.
     """
 
-    def __init__(self, step: Step, microbatch: int, cursor: Cursor) -> None:
+    def __init__(self, step: StepContext, microbatch: int, cursor: Cursor) -> None:
         self.step = step
-        self.key = JourneyKey(step.number, microbatch)
+        self.key = MicrobatchKey(step.number, microbatch)
         self.microbatch = microbatch
         self.cursor = cursor
         self.hop = -1
@@ -95,11 +95,11 @@ class Journey:
         self.hooked: set[int] = set()  # hops whose graphs have hooks on activations
         self.wrote_foreign = False  # whether any foreign tensor was written to
         self.recomputes = False  # whether what this micro-batch saves is dropped, and made again
-        self.frames: dict[int, list[Frame]] = {}  # by hop: what is recomputed
+        self.recomputed_calls: dict[int, list[RecomputedCall]] = {}  # by hop: what is recomputed
         self.offload: Offload | None = None  # what is in host memory meanwhile
         self._left: dict[int, torch.Event | None] = {}  # by hop: what was made there is there
-        self._lent = Lent()  # by hop: what other hops are copying
-        self._taken = Taken()  # by hop: copies that it reads
+        self._lent = CopySources()  # by hop: what other hops are copying
+        self._taken = ReadCopies()  # by hop: copies that it reads
         self._home_imports: dict[int, dict[int, Import]] = {}
         self._weights: dict[int, WeightPart] = {}
         self._calls: dict[int, int] = {}
@@ -111,7 +111,7 @@ class Journey:
         self.on_arrival: list[Callable[[int], None]] = []  # told the stage, behind a border
         cursor.on_move = self._marked
 
-    # --- where the journey is
+    # --- where the run is
 
     def arrive(self) -> int:
         """Be on the hop that the cursor asks for; crosses the border if it moved."""
@@ -146,19 +146,19 @@ class Journey:
         return hop in hops
 
     def count_call(self, what: object) -> int:
-        """How many times this was called before in this journey."""
+        """How many times this was called before in this run."""
         count = self._calls.get(id(what), 0)
         self._calls[id(what)] = count + 1
         return count
 
-    def standing(self) -> Standing:
-        """Where it is, for another journey to go on from."""
-        return Standing(self.hop, self.stage, self.cursor.copy(), dict(self._calls))
+    def position(self) -> ForwardPosition:
+        """Where it is, for another run to go on from."""
+        return ForwardPosition(self.hop, self.stage, self.cursor.copy(), dict(self._calls))
 
-    def go_on_from(self, standing: Standing) -> None:
-        """Be where another journey was; the cursor is there already, and moves nobody at once."""
-        self.hop, self.stage = standing.hop, standing.stage
-        self._calls = dict(standing.calls)
+    def resume_at(self, position: ForwardPosition) -> None:
+        """Be where another run was; the cursor is there already, and moves nobody at once."""
+        self.hop, self.stage = position.hop, position.stage
+        self._calls = dict(position.calls)
         self.cursor.on_move = None
 
     def forget_calls(self) -> None:
@@ -251,7 +251,7 @@ class Journey:
         self._outside.append((tensor, version_of(tensor)))
         return tensor
 
-    def _at_home(self, tensor: Tensor, home: Home) -> Tensor:
+    def _at_home(self, tensor: Tensor, home: ParameterHome) -> Tensor:
         if home.hop == self.hop:
             return self._followed(tensor) if home.is_adopted else tensor
         if home.stage == self.stage and not (tensor.requires_grad and self.step.differentiable):
@@ -339,7 +339,7 @@ class Journey:
             self._lent.settle_on(tensor.device)  # an alias, and it may be written
         return self.receive(self.hop, sent)
 
-    def receive(self, hop: int, sent: Sent) -> Tensor:
+    def receive(self, hop: int, sent: PendingCopy) -> Tensor:
         """What was sent to a hop, there to be read until the hop is over."""
         return self._taken.receive(hop, sent)
 
@@ -361,11 +361,11 @@ class Journey:
             for hop, earlier in imports.items():
                 if source <= hop < self.hop and earlier.is_entry:
                     source, from_ = hop, earlier.value
-            box = Box()
-            value = enter_graph(box, value)
+            slot = GradientSlot()
+            value = enter_graph(slot, value)
             entry = edge_of(value) if self.step.splits else None
             on_host = self.stays(tensor)
-            crossing = Crossing(entry, box, source, edge_of(from_), on_host)
+            crossing = Crossing(entry, slot, source, edge_of(from_), on_host)
             self._graph(self.hop).crossings.append(crossing)
         elif value is tensor:
             value = tensor.detach()
@@ -522,25 +522,25 @@ class Journey:
 
     # --- recomputation
 
-    def repeats(self) -> bool:
-        """Whether a call that can be recomputed is, where the journey is now."""
+    def is_recomputing(self) -> bool:
+        """Whether a call that can be recomputed is, where the run is now."""
         asked = self.cursor.checkpoint
         mode = self.recomputes if asked is None else asked
         return mode and self.step.differentiable and torch.is_grad_enabled()
 
-    def frame(
+    def recomputed(
         self,
-        again: Again,
+        recompute_spec: RecomputeSpec,
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
         modes: Sequence[TorchFunctionMode],
-    ) -> Frame:
+    ) -> RecomputedCall:
         """A call on this hop that will be recomputed."""
         known = self.step.sources[self.hop] if self.step.sources else []
         device = self.step.device_of(self.stage) or torch.device("cpu")
-        frame = Frame(
-            again,
+        recomputed = RecomputedCall(
+            recompute_spec,
             self.stage,
             self.microbatch,
             known or torchs_of(device),
@@ -551,33 +551,33 @@ class Journey:
             offload=self.offload,
             comparisons=self.step.comparisons,
         )
-        self.frames.setdefault(self.hop, []).append(frame)
-        return frame
+        self.recomputed_calls.setdefault(self.hop, []).append(recomputed)
+        return recomputed
 
     def restore(self, hop: int) -> None:
         """Bring back what a hop has saved, or make it again: before the gradient is there."""
-        frames = self.frames.get(hop, [])
-        for at, frame in enumerate(frames):
-            for following in frames[at : at + 2]:
+        recomputed_calls = self.recomputed_calls.get(hop, [])
+        for at, recomputed in enumerate(recomputed_calls):
+            for following in recomputed_calls[at : at + 2]:
                 following.fetch()
-            frame.recompute()
+            recomputed.recompute()
         if self.offload is not None:
             self.offload.fetch(hop)
 
     # --- inputs, results, and the way back
 
     def take_input(self, tensor: Tensor, index: int = 0) -> Tensor:
-        """A micro-batch's slice of an input, as if made on the hop where the journey is: on the
+        """A micro-batch's slice of an input, as if made on the hop where the run is: on the
         first one before it has begun, on the last one for the target."""
         hop, stage = self._where_inputs_are()
         value = self.receive(hop, self.step.lend(tensor, stage, self._watch(tensor, -1, hop)))
         if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
             value = value.data  # a slice of the batch: a write to it is none to the others
         if tensor.requires_grad and self.step.differentiable:
-            box = Box()
-            value = enter_graph(box, value)
+            slot = GradientSlot()
+            value = enter_graph(slot, value)
             edge = edge_of(value)  # stands for the caller: -1 - index
-            self._graph(hop).crossings.append(Crossing(edge, box, -1 - index, edge))
+            self._graph(hop).crossings.append(Crossing(edge, slot, -1 - index, edge))
         share_attributes(tensor, value, class_attributes(value))
         setattr(value, TAG, Tag(self.key, hop, stage))
         return value
@@ -589,7 +589,7 @@ class Journey:
         return 0, self.step.route[0] if self.step.route else 0
 
     def hop_of(self, tensor: Tensor) -> int:
-        """The hop that a result of this journey was made on."""
+        """The hop that a result of this run was made on."""
         tag: Tag | None = getattr(tensor, TAG, None)
         if tag is not None and tag.key is self.key:
             return tag.hop
@@ -612,7 +612,7 @@ class Journey:
         """Start the backward of a hop from here, too."""
         self._graph(hop).roots.append((edge, gradient))
 
-    def add_sent_root(self, hop: int, edge: GradientEdge, gradient: Sent) -> None:
+    def add_sent_root(self, hop: int, edge: GradientEdge, gradient: PendingCopy) -> None:
         """The same with a gradient that is on its way: the backward waits for it as it begins."""
         graph = self._graph(hop)
         graph.roots.append((edge, gradient.value))
@@ -658,9 +658,9 @@ class Journey:
         self.step.sent_back.settle(hop)  # of the micro-batch before
         after = self.step.mark(self.step.route[hop]) if graph.crossings else None
         for crossing in graph.crossings:
-            box = crossing.box
-            if box.gradient is not None:
-                gradient, box.gradient = box.gradient, None
+            slot = crossing.slot
+            if slot.gradient is not None:
+                gradient, slot.gradient = slot.gradient, None
                 self._send_home(crossing, gradient, hop, after)
 
     def finish_backward(self, hop: int) -> None:
@@ -672,13 +672,13 @@ class Journey:
         self._return(hop)
 
     def _drop_saved(self, hop: int) -> None:
-        self.frames.pop(hop, None)
+        self.recomputed_calls.pop(hop, None)
         if self.offload is not None:
             self.offload.forget(hop)
 
     def _keep_recomputed(self, hop: int, keeps: bool) -> None:
-        for frame in self.frames.get(hop, ()):
-            frame.keeps = keeps or hop in self.step.rereads
+        for recomputed in self.recomputed_calls.get(hop, ()):
+            recomputed.keeps = keeps or hop in self.step.hops_rerunning_forward
         if keeps and self.offload is not None:
             self.offload.keep(hop)
 
@@ -717,7 +717,7 @@ class Journey:
                 self._return(hop, None if hop in late else self._left.get(hop))
 
     def _is_read_later(self, hop: int) -> bool:
-        """Whether what was sent to a hop may be read after the journey has left it: by a later hop
+        """Whether what was sent to a hop may be read after the run has left it: by a later hop
         on the device, which has it as its own, or by a copy to another device."""
         device = self.step.device_of(self.step.route[hop])
         later = self.step.route[hop + 1 : self.hop + 1]
@@ -734,7 +734,7 @@ class Journey:
         """Let go of everything: the step has failed, or is over."""
         self.finish_forward()
         self.settle()
-        self.frames.clear()
+        self.recomputed_calls.clear()
         self.offload = None
         self.graphs.clear()
         self._weights.clear()

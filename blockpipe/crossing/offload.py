@@ -24,7 +24,7 @@ from .._common.thread_state import ours
 from ..devices.devices import is_asynchronous
 from ..devices.ownership import copying
 from ..errors import StateError
-from .host_stores import Links, Store
+from .host_stores import HostLinks, Store
 from .tags import TAG, Tag, version_of
 
 # Smaller ones stay: a copy of its own costs more than they take. A guess.
@@ -32,7 +32,7 @@ SMALLEST = 64 * 1024
 on_cpu_too = False  # for tests: on the CPU there is nothing to gain
 
 
-class Away:
+class OffloadedTensor:
     """A saved tensor whose storage is in host memory."""
 
     __slots__ = ("_dtype", "_offset", "_shape", "_store", "_stride")
@@ -62,7 +62,7 @@ class Away:
 
 
 @dataclass(slots=True)
-class _Here:
+class _ResidentTensor:
     """A saved tensor that stays where it is; autograd's own check of its version is ours now."""
 
     tensor: Tensor
@@ -84,7 +84,7 @@ class Offload:
         hop: Callable[[], int],
         hops: frozenset[int],
         stays: Callable[[torch.UntypedStorage], bool],
-        links: Links,
+        links: HostLinks,
     ) -> None:
         self._hop = hop
         self._hops = hops
@@ -101,7 +101,7 @@ class Offload:
         """The other way; these are the last hooks that were put on."""
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
-    def away(self, tensor: Tensor) -> Away | None:
+    def away(self, tensor: Tensor) -> OffloadedTensor | None:
         """A tensor's stand-in, its storage on the way to the host; ``None``: it stays."""
         with _unseen():
             hop = self._hop()
@@ -123,7 +123,7 @@ class Offload:
                 store = Store(tensor, self._links, before=last.get(tensor.device))
                 stores[key] = last[tensor.device] = store
             store.readers += 1
-            return Away(store, tensor)
+            return OffloadedTensor(store, tensor)
 
     def fetch(self, hop: int) -> None:
         """Begin to bring back what a hop's backward reads first."""
@@ -154,16 +154,16 @@ class Offload:
         with _unseen():
             # Not the tensor itself: a node that saves its own result would be a cycle.
             kept = tensor if tensor.is_leaf else tensor.detach()
-            return _Here(kept, version_of(kept))
+            return _ResidentTensor(kept, version_of(kept))
 
 
-def _unpack(packed: Away | _Here) -> Tensor:
+def _unpack(packed: OffloadedTensor | _ResidentTensor) -> Tensor:
     with ours():
         return _unpacked(packed)
 
 
-def _unpacked(packed: Away | _Here) -> Tensor:
-    if isinstance(packed, Away):
+def _unpacked(packed: OffloadedTensor | _ResidentTensor) -> Tensor:
+    if isinstance(packed, OffloadedTensor):
         return packed.tensor()
     if version_of(packed.tensor) != packed.version:
         raise _written(packed.tensor.shape)

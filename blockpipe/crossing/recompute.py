@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from .._common.callsite import users_line
 from .._common.nested import map_leaves, map_tensors
 from .._common.thread_state import (
-    Surroundings,
+    CallContext,
     call_under,
     ours,
     stash,
@@ -41,8 +41,8 @@ from ..devices.digests import Comparisons
 from ..devices.rng_streams import Source, current, moved, replayed
 from ..errors import StateError
 from ..stages.marks import Cursor, recomputing, set_cursor
-from .offload import Away, Offload
-from .tags import Box, enter_graph, version_of
+from .offload import Offload, OffloadedTensor
+from .tags import GradientSlot, enter_graph, version_of
 
 Buffers = dict[str, Tensor | None]
 
@@ -58,13 +58,13 @@ class Recomputable:
     refuses: str | None = None  # why it cannot be
 
     @property
-    def is_run_again(self) -> bool:
+    def is_recomputed(self) -> bool:
         """Whether it is recomputed where that is asked for."""
         return self.pays and self.refuses is None
 
 
 @dataclasses.dataclass
-class Again:
+class RecomputeSpec:
     """How to run a sealed call again.
 
     Attributes:
@@ -81,7 +81,7 @@ class Again:
     waits: bool = False
 
 
-class _Kept:
+class _SavedArgument:
     """An argument, kept from the call without its graph."""
 
     __slots__ = ("_enters", "_value", "_version")
@@ -89,7 +89,7 @@ class _Kept:
     def __init__(self, tensor: Tensor, offload: Offload | None, *, copies: bool) -> None:
         is_leaf = tensor.is_leaf and tensor.requires_grad
         self._enters = tensor.requires_grad and not is_leaf
-        self._value: Tensor | Away | None = None
+        self._value: Tensor | OffloadedTensor | None = None
         if offload is not None and not copies:
             self._value = offload.away(tensor)
         if self._value is None:
@@ -100,7 +100,7 @@ class _Kept:
 
     def fetch(self) -> None:
         """Begin to bring it back, if it is in host memory; does not wait."""
-        if isinstance(self._value, Away):
+        if isinstance(self._value, OffloadedTensor):
             self._value.fetch()
 
     def note_version(self) -> None:
@@ -116,30 +116,30 @@ class _Kept:
     def entered(self, *, copies: bool) -> Tensor:
         """As the call had it: no leaf where it was none, for the call may write to it in place."""
         assert self._value is not None
-        value = self._value.tensor() if isinstance(self._value, Away) else self._value
+        value = self._value.tensor() if isinstance(self._value, OffloadedTensor) else self._value
         if value.is_leaf and value.requires_grad:
             return value
         value = value.clone() if copies else value
-        return enter_graph(Box(), value) if self._enters else value.detach()
+        return enter_graph(GradientSlot(), value) if self._enters else value.detach()
 
 
-class _Slot:
+class _Placeholder:
     """What stands for a saved tensor until it is made again."""
 
-    __slots__ = ("frame", "index", "what")
+    __slots__ = ("index", "recomputed", "what")
 
-    def __init__(self, frame: Frame, tensor: Tensor) -> None:
-        self.frame = frame
-        self.index = frame.count
+    def __init__(self, recomputed: RecomputedCall, tensor: Tensor) -> None:
+        self.recomputed = recomputed
+        self.index = recomputed.count
         self.what = tensor.dtype, tensor.shape
 
 
-class _Enough(BaseException):
+class _AllRecomputed(BaseException):
     """Ends a recomputation: all that was saved is there. No ``Exception``: it is no failure that a
     user's ``except Exception`` may handle."""
 
 
-class Frame:
+class RecomputedCall:
     """One sealed call of one micro-batch, which can be run again.
 
     Args:
@@ -158,7 +158,7 @@ class Frame:
 
     def __init__(
         self,
-        again: Again,
+        recompute_spec: RecomputeSpec,
         stage: int,
         microbatch: int,
         sources: list[Source],
@@ -170,7 +170,7 @@ class Frame:
         offload: Offload | None = None,
         comparisons: Comparisons | None = None,
     ) -> None:
-        self.again = again
+        self.recompute_spec = recompute_spec
         self.stage = stage
         self.microbatch = microbatch
         self.function = function
@@ -178,20 +178,22 @@ class Frame:
         self.keeps = False  # what was made again, after it was read: it may be read once more
         self.count = 0
         self._modes = modes
-        self._surroundings = Surroundings(modes)
-        self._arguments: dict[int, _Kept] = {}  # by id: modules ask whether two arguments are one
+        self._surroundings = CallContext(modes)
+        self._arguments: dict[
+            int, _SavedArgument
+        ] = {}  # by id: modules ask whether two arguments are one
 
         def keep(tensor: Tensor) -> Any:
             kept = self._arguments.get(id(tensor))
             if kept is None:
-                kept = _Kept(tensor, offload, copies=again.about.keeps_inputs)
+                kept = _SavedArgument(tensor, offload, copies=recompute_spec.about.keeps_inputs)
                 self._arguments[id(tensor)] = kept
             return kept
 
         self._call = map_tensors(keep, _opened((args, kwargs)))
         self._buffers = [
             _copy_of(names.get(key)) if written else names.get(key)
-            for names, key, written in again.buffers
+            for names, key, written in recompute_spec.buffers
         ]
         self._random = current(sources)
         self._values: dict[int, Tensor] = {}
@@ -207,16 +209,16 @@ class Frame:
         finally:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             self._forget()  # of a gradient that the call itself has asked for
-        if not self.again.about.keeps_inputs:
+        if not self.recompute_spec.about.keeps_inputs:
             self._check_arguments("is written in place by")
-        if not self.again.about.draws:
-            self.again.about.draws = bool(moved(self._random))
-            self._random = self._random if self.again.about.draws else {}
+        if not self.recompute_spec.about.draws:
+            self.recompute_spec.about.draws = bool(moved(self._random))
+            self._random = self._random if self.recompute_spec.about.draws else {}
         return result
 
-    def _pack(self, tensor: Tensor) -> _Slot:
+    def _pack(self, tensor: Tensor) -> _Placeholder:
         with ours():
-            slot = _Slot(self, tensor)
+            slot = _Placeholder(self, tensor)
             self.count += 1
             if self.comparisons is not None:
                 self._digests.append((tensor.shape, self.comparisons.digest(tensor)))
@@ -227,7 +229,7 @@ class Frame:
             shape = kept.was_written()
             if shape is not None:
                 raise StateError(
-                    f"an input of shape {shape} {how} {self.again.what}, which is to be "
+                    f"an input of shape {shape} {how} {self.recompute_spec.what}, which is to be "
                     f"recomputed, but was not when the model was recorded ({users_line()}); give "
                     "Pipeline a sample that takes this way, or mark it with checkpoint=False"
                 )
@@ -238,8 +240,8 @@ class Frame:
         """Make what was saved again, if it is not there."""
         with self._lock:
             if self.count and not self._is_there:
-                with waiting_for_device() if self.again.waits else nullcontext():
-                    self._surroundings.run(self._run_again)
+                with waiting_for_device() if self.recompute_spec.waits else nullcontext():
+                    self._surroundings.run(self._run_recomputation)
                 self._is_there = True
 
     def fetch(self) -> None:
@@ -247,7 +249,7 @@ class Frame:
         for kept in self._arguments.values():
             kept.fetch()
 
-    def value(self, slot: _Slot) -> Tensor:
+    def value(self, slot: _Placeholder) -> Tensor:
         """What a slot stands for; made now if nobody has seen to it before."""
         with self._lock:
             if slot.index not in self._values:
@@ -267,15 +269,17 @@ class Frame:
         self._values.clear()
         self._is_there = False
 
-    def _run_again(self) -> None:
-        copies = self.again.about.keeps_inputs
+    def _run_recomputation(self) -> None:
+        copies = self.recompute_spec.about.keeps_inputs
         if not copies:
             self._check_arguments("was written in place after the call of")
         args, kwargs = map_leaves(self._argument(copies), _opened(self._call))
         with ExitStack() as stack:
             stack.callback(set_cursor, set_cursor(self._cursor()))
             stack.callback(recomputing.reset, recomputing.set(True))
-            for (names, key, written), kept in zip(self.again.buffers, self._buffers, strict=True):
+            for (names, key, written), kept in zip(
+                self.recompute_spec.buffers, self._buffers, strict=True
+            ):
                 stack.callback(names.__setitem__, key, names.get(key))
                 names[key] = _copy_of(kept) if written else kept
             if self._random:
@@ -283,18 +287,18 @@ class Frame:
             stack.enter_context(torch.enable_grad())
             stack.callback(stash, _RUNNING, _running())
             stash(_RUNNING, _Running(self))
-            packs = torch.autograd.graph.saved_tensors_hooks(_pack_again, _same)
+            packs = torch.autograd.graph.saved_tensors_hooks(_pack_recomputed, _same)
             try:
                 with packs, theirs():
                     self.function(*args, **kwargs)
-            except _Enough:
+            except _AllRecomputed:
                 pass
 
     def _argument(self, copies: bool) -> Callable[[Any], Any]:
         entered: dict[int, Any] = {}
 
         def enter(leaf: Any) -> Any:
-            if isinstance(leaf, _Kept) and id(leaf) not in entered:
+            if isinstance(leaf, _SavedArgument) and id(leaf) not in entered:
                 entered[id(leaf)] = leaf.entered(copies=copies)
             return entered.get(id(leaf), leaf)
 
@@ -312,7 +316,7 @@ class Frame:
             if self.comparisons is not None:
                 self._compare(index, tensor, self.comparisons)
         if index + 1 == self.count:
-            raise _Enough
+            raise _AllRecomputed
 
     def _compare(self, index: int, value: Tensor, comparisons: Comparisons) -> None:
         shape, seen = self._digests[index]
@@ -328,7 +332,14 @@ class Frame:
     def _difference(self, index: int, then: str, now: str) -> Callable[[], StateError]:
         """An error, for later: it does not hold the frame, which holds tensors."""
         return partial(
-            _differs, self.again.what, self.stage, self.microbatch, index, self.count, then, now
+            _differs,
+            self.recompute_spec.what,
+            self.stage,
+            self.microbatch,
+            index,
+            self.count,
+            then,
+            now,
         )
 
 
@@ -351,7 +362,7 @@ def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
 class _Running:
     """The call that runs again, and how much it has saved."""
 
-    frame: Frame
+    recomputed: RecomputedCall
     made: int = 0
 
 
@@ -364,7 +375,7 @@ def _running() -> _Running | None:
     return cast(_Running | None, stashed(_RUNNING))
 
 
-def _pack_again(tensor: Tensor) -> Tensor:
+def _pack_recomputed(tensor: Tensor) -> Tensor:
     # One function for all: a compiled module is compiled anew for hooks that it does not know.
     running = _running()
     assert running is not None
@@ -372,13 +383,13 @@ def _pack_again(tensor: Tensor) -> Tensor:
     running.made += 1
     with ours():
         value = tensor.detach()
-    running.frame.collect(index, value)
+    running.recomputed.collect(index, value)
     return value
 
 
-def _unpack(slot: _Slot) -> Tensor:
+def _unpack(slot: _Placeholder) -> Tensor:
     with ours():
-        return slot.frame.value(slot)
+        return slot.recomputed.value(slot)
 
 
 def _same(tensor: Tensor) -> Tensor:

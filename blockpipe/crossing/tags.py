@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..devices.copies import Sent, send
+from ..devices.copies import PendingCopy, send
+from ..devices.copy_lifetimes import CopySources, FinishedCopies
 from ..devices.devices import is_asynchronous, mark
 from ..devices.digests import Comparisons
-from ..devices.lending import Lent, Returned
 from ..devices.observer import Observer, Watch
 from ..devices.ownership import Owner, copying, set_owner
 from ..devices.rng_streams import Source
@@ -38,19 +38,19 @@ UNCUT = (
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class JourneyKey:
-    """Which journey a tensor belongs to; compared by identity, printed in errors."""
+class MicrobatchKey:
+    """Which run a tensor belongs to; compared by identity, printed in errors."""
 
     step: int
     microbatch: int
 
 
 class Tag:
-    """What a tensor is to a journey: whose, made on which hop, where it was imported to."""
+    """What a tensor is to a run: whose, made on which hop, where it was imported to."""
 
     __slots__ = ("hop", "imports", "is_kept", "key", "newest", "stage")
 
-    def __init__(self, key: JourneyKey, hop: int, stage: int) -> None:
+    def __init__(self, key: MicrobatchKey, hop: int, stage: int) -> None:
         self.key = key
         self.hop = hop
         self.stage = stage
@@ -89,7 +89,7 @@ class Aliases:
 
 
 @dataclass(slots=True)
-class Home:
+class ParameterHome:
     """Where a parameter or buffer lives. It holds the tensor, so that its id stays its own."""
 
     tensor: Tensor
@@ -100,7 +100,7 @@ class Home:
 
 
 @dataclass(slots=True)
-class Box:
+class GradientSlot:
     """Where a gradient arrives, while its hop's backward runs; closed at any other time."""
 
     gradient: Tensor | None = None
@@ -112,7 +112,7 @@ class Crossing:
     """One import's way back: the gradient arrives in the box and goes to an edge of a hop."""
 
     entry: GradientEdge | None  # where it arrives; kept only where backwards are split
-    box: Box
+    slot: GradientSlot
     to_hop: int
     to_edge: GradientEdge
     on_host: bool = False  # the tensor is on the host wherever it is read, and so its gradient
@@ -123,11 +123,11 @@ class HopGraph:
     """What a hop's backward starts from, and what it hands on."""
 
     roots: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)
-    arriving: list[Sent] = field(default_factory=list)  # of the roots' gradients
+    arriving: list[PendingCopy] = field(default_factory=list)  # of the roots' gradients
     crossings: list[Crossing] = field(default_factory=list)
 
 
-class Entry(torch.autograd.Function):
+class GraphEntry(torch.autograd.Function):
     """Where a crossing enters a hop's graph: keeps the gradient, and nothing of the data.
 
     Not a leaf: the user's operation may write to it in place. Its output is a ``detach`` made
@@ -135,20 +135,20 @@ class Entry(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, box: Box, phony: Tensor, value: Tensor) -> Tensor:
-        ctx.box = box
+    def forward(ctx: Any, slot: GradientSlot, phony: Tensor, value: Tensor) -> Tensor:
+        ctx.slot = slot
         ctx.set_materialize_grads(False)
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
-        if not ctx.box.open:
+        if not ctx.slot.open:
             raise CrossingError(
                 "a backward in the forward, or a second one after it, comes to where a tensor "
                 "crossed from another stage, and its graph is cut there; use schedule='uncut', or "
                 "detach() what the inner backward does not need"
             )
-        ctx.box.gradient = gradient
+        ctx.slot.gradient = gradient
         return None, None, None
 
 
@@ -156,15 +156,15 @@ class Entry(torch.autograd.Function):
 _phony = torch.zeros((), device="cpu", requires_grad=True)
 
 
-class Step:
-    """What the journeys of one step share: the homes, the devices, and values copied once."""
+class StepContext:
+    """What the runs of one step share: the homes, the devices, and values copied once."""
 
     _numbers = iter(range(1 << 62))
 
     def __init__(
         self,
         route: list[int],
-        homes: dict[int, Home],
+        homes: dict[int, ParameterHome],
         devices: list[torch.device] | None,
         *,
         differentiable: bool,
@@ -174,24 +174,28 @@ class Step:
         splits: bool = False,
         tracks_writes: bool = True,
         sealed_functions: Mapping[str, tuple[frozenset[int], Any, bool]] | None = None,
-        doors: AbstractContextManager[None] | None = None,
+        sealed_forwards: AbstractContextManager[None] | None = None,
         sources: Sequence[list[Source]] = (),
         waiting: Collection[str] = (),
-        rereads: Collection[int] = (),
+        hops_rerunning_forward: Collection[int] = (),
         is_first: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        self.number = next(Step._numbers)
+        self.number = next(StepContext._numbers)
         self.route = route
         self.begins = begins  # for each hop, which of the forward's marks it began with
         self.splits = splits  # whether backwards may be in two parts
         self.tracks_writes = tracks_writes  # whether the recording saw a write to a foreign tensor
         # By name: on which hops it is sealed, how it is recomputed, whether the host waits in it.
         self.sealed_functions = sealed_functions or {}
-        self.doors = doors or nullcontext()  # entered again where a part of a forward is run again
+        self.sealed_forwards = (
+            sealed_forwards or nullcontext()
+        )  # entered again where a part of a forward is run again
         self.sources = sources  # what each hop draws random numbers from
         self.waiting = waiting  # names of torch functions that wait for a device
-        self.rereads = rereads  # hops with functions that may read what they saved twice
+        self.hops_rerunning_forward = (
+            hops_rerunning_forward  # hops with functions that may read what they saved twice
+        )
         self.is_first = is_first  # of a recording
         self.comparisons = Comparisons() if is_first else None  # of what is recomputed
         self.observer = observer
@@ -201,13 +205,15 @@ class Step:
         self.isolate_as = isolate_as  # the pipeline's number in the sanitizer's book
         self.isolate = isolate_as is not None
         self.cut = cut
-        self.lent = Lent()  # the caller's tensors, and the model's, that are being copied
-        self.sent_back = Lent()  # by hop: gradients that are on their way
-        self.returned = Returned()
+        self.lent = CopySources()  # the caller's tensors, and the model's, that are being copied
+        self.sent_back = CopySources()  # by hop: gradients that are on their way
+        self.returned = FinishedCopies()
         self._begun: dict[torch.device, torch.Event | None] = {}
         self._lock = threading.Lock()
-        self._copies: dict[tuple[int, int], Sent] = {}
-        self._adopted: dict[int, Home] = {}  # of this step: not the model's, so not kept longer
+        self._copies: dict[tuple[int, int], PendingCopy] = {}
+        self._adopted: dict[
+            int, ParameterHome
+        ] = {}  # of this step: not the model's, so not kept longer
 
     def device_of(self, stage: int) -> torch.device | None:
         """The device of a stage, or ``None`` where nothing is placed."""
@@ -257,7 +263,7 @@ class Step:
 
     def lend(
         self, tensor: Tensor, stage: int, watch: Watch | None = None, *, on_host: bool = False
-    ) -> Sent:
+    ) -> PendingCopy:
         """Begin to copy a tensor that is the caller's, or the model's, to a stage."""
         after = self._begun.get(tensor.device)
         sent = self.send(tensor, stage, watch=watch, after=after, on_host=on_host)
@@ -274,7 +280,7 @@ class Step:
         back: bool = False,
         watch: Watch | None = None,
         on_host: bool = False,
-    ) -> Sent:
+    ) -> PendingCopy:
         """Begin to copy a tensor's values to a stage: an alias on the same device, unless isolated.
         What the user's code keeps on the host stays there. See
         :func:`blockpipe.devices.copies.send`."""
@@ -284,39 +290,39 @@ class Step:
             set_owner(sent.value, Owner(self.isolate_as, stage))
         return sent
 
-    def adopt(self, tensor: Tensor, hop: int, stage: int) -> Home:
+    def adopt(self, tensor: Tensor, hop: int, stage: int) -> ParameterHome:
         """A leaf that no module registered and that needs a gradient: its home is where it is read.
 
         A parameter of a loss function, say.
         """
         with self._lock:
-            home = Home(tensor, hop, stage, "<unregistered>", is_adopted=True)
+            home = ParameterHome(tensor, hop, stage, "<unregistered>", is_adopted=True)
             return self._adopted.setdefault(id(tensor), home)
 
-    def home_of(self, tensor: Tensor) -> Home | None:
+    def home_of(self, tensor: Tensor) -> ParameterHome | None:
         """Where a parameter or buffer lives; ``None`` for any other tensor."""
         return self.homes.get(id(tensor)) or self._adopted.get(id(tensor))
 
 
-def enter_graph(box: Box, value: Tensor) -> Tensor:
+def enter_graph(slot: GradientSlot, value: Tensor) -> Tensor:
     """A value as an entry into this hop's graph; its gradient will be in the box."""
     if torch.is_grad_enabled():
-        return cast(Tensor, Entry.apply(box, _phony, value))
+        return cast(Tensor, GraphEntry.apply(slot, _phony, value))
     # With grad also where the user's code is under no_grad: the copy is kept, and a later
     # reader may need the gradient.
     with torch.enable_grad():
-        return cast(Tensor, Entry.apply(box, _phony, value))
+        return cast(Tensor, GraphEntry.apply(slot, _phony, value))
 
 
-def aliases_of(tensor: Tensor, key: JourneyKey) -> Aliases | None:
-    """What a journey knows of a tensor's storage."""
+def aliases_of(tensor: Tensor, key: MicrobatchKey) -> Aliases | None:
+    """What a run knows of a tensor's storage."""
     storage = _storage(tensor)
     known = None if storage is None else getattr(storage, _ALIASES, None)
     return None if known is None else known.get(key)
 
 
-def set_aliases(tensor: Tensor, key: JourneyKey, aliases: Aliases) -> None:
-    """Note it, by journey: slices of one batch share a storage, and are no aliases."""
+def set_aliases(tensor: Tensor, key: MicrobatchKey, aliases: Aliases) -> None:
+    """Note it, by run: slices of one batch share a storage, and are no aliases."""
     storage = _storage(tensor)
     if storage is None:
         return

@@ -1,6 +1,6 @@
 """What of torch's is replaced while a step runs: where nothing else tells what a forward does.
 
-Each replacement is entered by any number of threads, does nothing outside of a journey, and is
+Each replacement is entered by any number of threads, does nothing outside of a run, and is
 taken off when the last of them leaves.
 """
 
@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor
 
-from .._common.process_changes import Shared
-from .interception import active_glue, watched_register_hook
-from .tags import Entry
+from .._common.process_changes import ProcessChange
+from .interception import active_mode, watched_register_hook
+from .tags import GraphEntry
 
 
-class Replacement(Shared):
+class Replacement(ProcessChange):
     """Something of torch's is replaced while this is entered, by any number of threads."""
 
     owner: Any
@@ -72,10 +72,10 @@ _original_backward: Any = torch.autograd.backward
 
 @functools.wraps(_original_backward)
 def _backward(*args: Any, **kwargs: Any) -> Any:
-    glue = active_glue()
-    if glue is None or not glue.is_on():
+    mode = active_mode()
+    if mode is None or not mode.is_on():
         return _original_backward(*args, **kwargs)
-    return glue.__torch_function__(_original_backward, (), args, kwargs)
+    return mode.__torch_function__(_original_backward, (), args, kwargs)
 
 
 class CustomFunctions(Replacement):
@@ -97,11 +97,11 @@ _original_apply: Any = torch.autograd.Function.__dict__["apply"]
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     original = _original_apply.__get__(None, cls)
-    glue = active_glue()
-    if glue is None or glue.inside or cls is Entry:
+    mode = active_mode()
+    if mode is None or mode.inside or cls is GraphEntry:
         return original(*args, **kwargs)
-    glue.saw_custom_function(cls.__qualname__)
-    return glue.call_sealed(original, args, kwargs)
+    mode.saw_custom_function(cls.__qualname__)
+    return mode.call_sealed(original, args, kwargs)
 
 
 class ScriptFunctions(Replacement):
@@ -119,11 +119,11 @@ _original_script_call: Any = torch.jit.ScriptFunction.__call__
 
 def _call_scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
     original = functools.partial(_original_script_call, function)
-    glue = active_glue()
-    if glue is None or glue.inside:
+    mode = active_mode()
+    if mode is None or mode.inside:
         return original(*args, **kwargs)
-    glue.saw_custom_function(function.name, is_scripted=True)
-    return glue.call_sealed(original, args, kwargs)
+    mode.saw_custom_function(function.name, is_scripted=True)
+    return mode.call_sealed(original, args, kwargs)
 
 
 class GeneratorStates(Replacement):
@@ -141,7 +141,7 @@ _original_set_rng_state: Any = torch.set_rng_state
 
 @functools.wraps(_original_set_rng_state)
 def _set_rng_state(new_state: Tensor) -> None:
-    glue = active_glue()
-    if glue is not None:
-        glue.saw_generator_set()
+    mode = active_mode()
+    if mode is not None:
+        mode.saw_generator_set()
     _original_set_rng_state(new_state)

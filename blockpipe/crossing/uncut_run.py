@@ -1,4 +1,4 @@
-"""A journey whose graph is not cut: for ``schedule="uncut"``, and for ``pipe.run``.
+"""A run whose graph is not cut: for ``schedule="uncut"``, and for ``pipe.run``.
 
 It is one ordinary graph over all devices, so whether a tensor can be read here is a question of its
 device alone. What is elsewhere is read through a *mirror*: a copy that autograd follows. A write to
@@ -22,8 +22,8 @@ from ..devices.devices import current_stream
 from ..devices.observer import Watch
 from ..errors import CrossingError
 from ..stages.marks import Cursor
-from .microbatch_run import Arguments, Journey, Keywords, Reader
-from .tags import TAG, Step, Tag, version_of
+from .microbatch_run import Arguments, Keywords, MicrobatchRun, Reader
+from .tags import TAG, StepContext, Tag, version_of
 from .tensor_attributes import class_attributes, share_attributes
 
 
@@ -66,16 +66,16 @@ def _write(source: Tensor, target: Tensor, *, follows: bool) -> None:
         target.copy_(source)
 
 
-class FreeJourney(Journey):
-    """A journey that may take any way, in one ordinary graph.
+class UncutRun(MicrobatchRun):
+    """A run that may take any way, in one ordinary graph.
 
     Args:
-        step: as for a journey.
-        microbatch: as for a journey.
-        cursor: as for a journey.
+        step: as for a run.
+        microbatch: as for a run.
+        cursor: as for a run.
     """
 
-    def __init__(self, step: Step, microbatch: int, cursor: Cursor) -> None:
+    def __init__(self, step: StepContext, microbatch: int, cursor: Cursor) -> None:
         super().__init__(step, microbatch, cursor)
         # By tensor, then by device. Not kept by the tensors themselves: a leaf is held by the graph
         # of its mirror, which would be a cycle.
@@ -83,7 +83,7 @@ class FreeJourney(Journey):
         self._given: list[tuple[Tensor, Mirror]] = []  # to the operation under way
         self._has_aliases = False  # whether two mirrors on a device mirror the same memory
 
-    # --- where the journey is
+    # --- where the run is
 
     def next_hop(self, stage: int) -> int:
         return self.hop + 1

@@ -1,4 +1,4 @@
-"""``torch.utils.checkpoint`` in the glue: its function runs again as one more journey.
+"""``torch.utils.checkpoint`` in the glue: its function runs again as one more run.
 
 torch runs the function of a checkpoint again in the backward, when it comes to the first tensor
 that was not kept: in autograd's thread of that device, if it is an accelerator's. Without
@@ -24,14 +24,14 @@ from torch.utils import checkpoint as torchs
 
 from .._common.thread_state import in_thread, ours, theirs
 from ..devices.devices import current_stream, is_asynchronous
-from ..devices.rng_streams import current, kept, restore
+from ..devices.rng_streams import current, preserve_rng, restore
 from ..devices.sanitizer import Sanitizer
 from ..stages.marks import Cursor, recomputing, set_cursor, set_microbatch
-from .interception import Glue, active_glue
-from .microbatch_run import Journey
-from .tags import TAG, Box, JourneyKey, Step, Tag, enter_graph
+from .interception import CrossingMode, active_mode
+from .microbatch_run import MicrobatchRun
+from .tags import TAG, GradientSlot, MicrobatchKey, StepContext, Tag, enter_graph
 from .torch_patches import Backwards, CustomFunctions, Replacement, ScriptFunctions
-from .uncut_run import FreeJourney
+from .uncut_run import UncutRun
 
 
 def is_in_checkpoint() -> bool:
@@ -41,16 +41,16 @@ def is_in_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == torchs.__name__
 
 
-class Rerun(Journey):
+class RecomputedRun(MicrobatchRun):
     """What a checkpoint runs again: reads what the forward read, where the forward read it."""
 
     def __init__(
-        self, step: Step, microbatch: int, cursor: Cursor, forward_key: JourneyKey
+        self, step: StepContext, microbatch: int, cursor: Cursor, forward_key: MicrobatchKey
     ) -> None:
         super().__init__(step, microbatch, cursor)
         self.forward_key = forward_key
 
-    def repeats(self) -> bool:
+    def is_recomputing(self) -> bool:
         return False  # it is being run again
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -76,14 +76,14 @@ class Rerun(Journey):
         checkpoint by hooks, which loses the tag."""
         value = self._constant(tensor)
         if value is not tensor and tensor.requires_grad:
-            value = enter_graph(Box(), value)
+            value = enter_graph(GradientSlot(), value)
         return value
 
 
-class FreeRerun(FreeJourney):
+class UncutRecomputedRun(UncutRun):
     """The same in one ordinary graph."""
 
-    def repeats(self) -> bool:
+    def is_recomputing(self) -> bool:
         return False
 
 
@@ -104,20 +104,20 @@ class _Arrival:
 
 
 class Checkpoint:
-    """One ``torch.utils.checkpoint`` of a journey, which can be run again.
+    """One ``torch.utils.checkpoint`` of a run, which can be run again.
 
     Args:
-        journey: of the forward. It is not kept, for its graph keeps this.
+        run: of the forward. It is not kept, for its graph keeps this.
         function: what torch calls to run the checkpoint's function again.
     """
 
-    def __init__(self, journey: Journey, function: Callable[..., Any]) -> None:
+    def __init__(self, run: MicrobatchRun, function: Callable[..., Any]) -> None:
         self._function = function
-        self._step = journey.step
-        self._microbatch = journey.microbatch
-        self._key = journey.key
-        self._standing = journey.standing()
-        begins_on = journey.step.device_of(max(journey.stage, 0))
+        self._step = run.step
+        self._microbatch = run.microbatch
+        self._key = run.key
+        self._standing = run.position()
+        begins_on = run.step.device_of(max(run.stage, 0))
         self._arrivals = [_Arrival(begins_on, begins=True)]
 
     def note_arrival(self, stage: int) -> None:
@@ -127,33 +127,35 @@ class Checkpoint:
     def __call__(self, *args: Any) -> Any:
         """Run it again; called by torch in the backward."""
         cursor = self._standing.cursor.copy()
-        journey: Journey
+        run: MicrobatchRun
         if self._step.cut:
-            journey = Rerun(self._step, self._microbatch, cursor, self._key)
+            run = RecomputedRun(self._step, self._microbatch, cursor, self._key)
         else:
-            journey = FreeRerun(self._step, self._microbatch, cursor)
-        journey.go_on_from(self._standing)
+            run = UncutRecomputedRun(self._step, self._microbatch, cursor)
+        run.resume_at(self._standing)
         arrivals = iter(self._arrivals)
 
         def arrive(*_: int) -> None:
             next(arrivals, self._arrivals[0]).enter()
             for sanitizer in _sanitizers():
-                sanitizer.stage = journey.stage
+                sanitizer.stage = run.stage
 
         with ExitStack() as stack:
             stack.enter_context(ours())
-            in_thread.modes = [mode for mode in in_thread.modes if not isinstance(mode, Glue)]
+            in_thread.modes = [
+                mode for mode in in_thread.modes if not isinstance(mode, CrossingMode)
+            ]
             stack.enter_context(_put_back(self._arrivals))
             stack.callback(set_cursor, set_cursor(cursor))
             stack.callback(set_microbatch, set_microbatch(self._microbatch))
             stack.callback(recomputing.reset, recomputing.set(True))
-            stack.callback(journey.abandon)
-            stack.enter_context(self._step.doors)
+            stack.callback(run.abandon)
+            stack.enter_context(self._step.sealed_forwards)
             stack.enter_context(intercepting())
             arrive()
-            journey.on_border = arrive
+            run.on_border = arrive
             stack.enter_context(theirs())
-            stack.enter_context(Glue(journey))
+            stack.enter_context(CrossingMode(run))
             return self._function(*args)
 
 
@@ -170,7 +172,7 @@ def _put_back(arrivals: list[_Arrival]) -> Iterator[None]:
     index = torch.accelerator.current_device_index() if devices else 0
     streams = [torch.accelerator.current_stream(device) for device in devices]
     try:
-        with kept({source for arrival in arrivals for source in arrival.draws_from}):
+        with preserve_rng({source for arrival in arrivals for source in arrival.draws_from}):
             yield
     finally:
         for stream in streams:
@@ -202,23 +204,23 @@ _OriginalHook: Any = torchs._checkpoint_hook
 
 
 class _WatchedHook(_OriginalHook):  # type: ignore[misc]
-    def __init__(self, frame: Any) -> None:
-        self._under_way: tuple[Journey, Callable[[int], None]] | None = None
-        glue = active_glue()
-        if glue is not None and not glue.inside:
-            glue.saw_checkpoint()
-            frame.recompute_fn = again = Checkpoint(glue.journey, frame.recompute_fn)
-            self._under_way = glue.journey, again.note_arrival
-        super().__init__(frame)
+    def __init__(self, recomputed: Any) -> None:
+        self._under_way: tuple[MicrobatchRun, Callable[[int], None]] | None = None
+        mode = active_mode()
+        if mode is not None and not mode.inside:
+            mode.saw_checkpoint()
+            recomputed.recompute_fn = recompute_spec = Checkpoint(mode.run, recomputed.recompute_fn)
+            self._under_way = mode.run, recompute_spec.note_arrival
+        super().__init__(recomputed)
 
     def __enter__(self) -> Any:
         if self._under_way is not None:
-            journey, note = self._under_way
-            journey.on_arrival.append(note)
+            run, note = self._under_way
+            run.on_arrival.append(note)
         return super().__enter__()
 
     def __exit__(self, *failure: Any) -> Any:
         if self._under_way is not None:
-            journey, note = self._under_way
-            journey.on_arrival.remove(note)
+            run, note = self._under_way
+            run.on_arrival.remove(note)
         return super().__exit__(*failure)

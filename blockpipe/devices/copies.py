@@ -20,7 +20,7 @@ from .observer import Watch
 from .ownership import copying
 
 
-class Sent:
+class PendingCopy:
     """A tensor's values on their way to a device.
 
     Attributes:
@@ -83,12 +83,12 @@ def send(
     after: torch.Event | None = None,
     back: bool = False,
     watch: Watch | None = None,
-) -> Sent:
+) -> PendingCopy:
     """Begin to copy a tensor's values to a device, cut off from autograd.
 
     Args:
         tensor: what to copy. Until :attr:`Sent.arrived` it must be neither written nor freed:
-            see :class:`blockpipe.devices.lending.Lent`.
+            see :class:`blockpipe.devices.copy_lifetimes.Lent`.
         device: where to; ``None``: where it is.
         copy: a real copy even on the same device (the stage sanitizer's wish), strides and all.
         after: when the tensor was there; ``None``: once all is done that is queued on its device.
@@ -101,7 +101,7 @@ def send(
     """
     stays = device is None or tensor.device == device
     if stays and not copy and watch is None and torch.is_grad_enabled():
-        return Sent(tensor.detach())
+        return PendingCopy(tensor.detach())
     # With grad on, also where the user's code has it off: autograd would forbid a later write
     # to an alias made without. What is detached gets no graph either way.
     # Without inference mode, whose tensors do not count what is written to them.
@@ -114,13 +114,13 @@ def send(
             value = _same_strides(source) if copy else source
             if watch is not None:
                 watch("arrives", here)
-            return Sent(value)
+            return PendingCopy(value)
         assert device is not None
         compact, expand = _compacted(source)
         if isinstance(source, FakeTensor) or not _has_streams(compact, device):
             if watch is not None:
                 watch("sends", None)
-            moved = Sent(compact.to(device))
+            moved = PendingCopy(compact.to(device))
             if watch is not None:
                 watch("arrives", None)
         elif not is_asynchronous(device):
@@ -159,7 +159,7 @@ def _across(
     after: torch.Event | None,
     back: bool,
     watch: Watch | None,
-) -> Sent:
+) -> PendingCopy:
     """Between two accelerators, on copy streams; compute streams wait by events only."""
     way = _ways.between(source.device, device, back)
     sending, receiving = way.sending, way.receiving
@@ -174,10 +174,12 @@ def _across(
             arrived = receiving.record_event()
             if watch is not None:
                 watch("arrives", sending)  # by the same device's clock
-    return Sent(moved, source, arrived, receiving, watch)
+    return PendingCopy(moved, source, arrived, receiving, watch)
 
 
-def _from_host(source: Tensor, device: torch.device, back: bool, watch: Watch | None) -> Sent:
+def _from_host(
+    source: Tensor, device: torch.device, back: bool, watch: Watch | None
+) -> PendingCopy:
     """From the host, on the device's copy stream, through pinned memory: a copy of pageable memory
     would wait until all that is queued on the device is done. The pinned memory is torch's cache,
     which keeps it until the copy is over; memory that the caller has pinned is copied as well, for
@@ -193,7 +195,7 @@ def _from_host(source: Tensor, device: torch.device, back: bool, watch: Watch | 
         arrived = receiving.record_event()
         if watch is not None:
             watch("arrives", receiving)
-    return Sent(moved, None, arrived, receiving, watch)
+    return PendingCopy(moved, None, arrived, receiving, watch)
 
 
 def _to_host(
@@ -202,7 +204,7 @@ def _to_host(
     after: torch.Event | None,
     back: bool,
     watch: Watch | None,
-) -> Sent:
+) -> PendingCopy:
     """To the host, on the device's copy stream, into pinned memory: the host waits for this copy
     alone, where it begins to read, and not for all that is queued on the device."""
     way = _ways.between(source.device, device, back)
@@ -218,11 +220,11 @@ def _to_host(
             arrived = sending.record_event()
             if watch is not None:
                 watch("arrives", sending)
-    return Sent(moved, source, arrived, None, watch)
+    return PendingCopy(moved, source, arrived, None, watch)
 
 
 @dataclass
-class _Way:
+class _CopyStream:
     """The copy streams from one device to another, and who may queue a copy there now."""
 
     sending: torch.Stream | None
@@ -230,24 +232,24 @@ class _Way:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class _Ways:
+class _CopyStreams:
     """Copy streams, those of the process: for each pair of devices and each direction of the step.
     What shares a stream waits for what is queued there before, though it may be ready long before:
     a skip connection, or a gradient, would wait for the activations of later micro-batches."""
 
     def __init__(self) -> None:
-        self._ways: dict[tuple[torch.device, torch.device, bool], _Way] = {}
+        self._ways: dict[tuple[torch.device, torch.device, bool], _CopyStream] = {}
 
-    def between(self, source: torch.device, target: torch.device, back: bool) -> _Way:
+    def between(self, source: torch.device, target: torch.device, back: bool) -> _CopyStream:
         key = source, target, back
         way = self._ways.get(key)
         if way is None:
             sending, receiving = (torch.Stream(d) if is_asynchronous(d) else None for d in key[:2])
-            way = self._ways.setdefault(key, _Way(sending, receiving))
+            way = self._ways.setdefault(key, _CopyStream(sending, receiving))
         return way
 
 
-_ways = _Ways()
+_ways = _CopyStreams()
 
 
 def _compacted(tensor: Tensor) -> tuple[Tensor, bool]:

@@ -28,7 +28,7 @@ class Observer(Protocol):
         """The step goes by this schedule, on lanes; not called where one thread does all."""
 
     def begins(self, kind: "Kind | Literal['wait']", hop: int, stage: int, microbatch: int) -> None:
-        """An action begins, or a journey's wait for its turn on a hop."""
+        """An action begins, or a run's wait for its turn on a hop."""
 
     def ends(self, kind: "Kind | Literal['wait']", hop: int, microbatch: int) -> None:
         """It has succeeded. What fails, or is abandoned, does not end."""

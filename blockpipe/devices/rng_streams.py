@@ -2,7 +2,7 @@
 
 Generators are the process's, and micro-batches that are under way at once would draw from them in
 the order in which threads happen to come. So each micro-batch has a stream of its own, which goes
-along on its journey: set where its forward runs, kept where it leaves. Two never draw at the same
+along on its run: set where its forward runs, kept where it leaves. Two never draw at the same
 time. A lock for each draw was no alternative: it would leave the order to chance.
 
 The first micro-batch goes on from where the generator is, and the generator goes on from where the
@@ -203,7 +203,7 @@ def restore(states: States) -> None:
         _set(source, state)
 
 
-class kept:  # noqa: N801 - a context manager that reads as a participle
+class preserve_rng:  # noqa: N801 - a context manager that reads as a participle
     """At the end generators are where they were. Others may draw meanwhile.
 
     No function that yields: after an interrupt, such a one ends when the collector finds it.
@@ -222,7 +222,7 @@ class kept:  # noqa: N801 - a context manager that reads as a participle
 @contextmanager
 def replayed(states: States) -> Iterator[None]:
     """Draw again what was drawn from these states on; then everything is as it was."""
-    with own_turn(), kept(states):
+    with own_turn(), preserve_rng(states):
         restore(states)
         yield
 
@@ -249,14 +249,14 @@ def end_turn() -> None:
 
 
 def _take_turn() -> None:
-    """Wait until no other thread draws. The baton is free meanwhile: who draws may be waiting for
-    it, so nobody waits for a turn to draw while holding it."""
+    """Wait until no other thread draws. The forward lock is released meanwhile: the
+    thread that draws may be waiting for it, so no thread waits for its turn while it holds it."""
     if not _turn.acquire(blocking=False):
         with waiting_for_device():
             _turn.acquire()
 
 
-class Streams:
+class RngStreams:
     """The streams of one step's micro-batches.
 
     Args:

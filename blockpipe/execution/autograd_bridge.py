@@ -19,7 +19,7 @@ from torch import Tensor
 from .._common.model_turns import alone_with
 from .._common.nested import leaves, map_leaves
 from .._common.thread_state import ours
-from ..batches.joining import Joint
+from ..batches.joining import JoinedLeaf
 from ..batches.microbatch import InputPlace
 from ..crossing.tags import edge_of
 from ..errors import UsageError
@@ -33,7 +33,7 @@ class _Backward:
     def __init__(
         self,
         execution: Execution,
-        joints: list[Joint],
+        joints: list[JoinedLeaf],
         inputs: list[tuple[Tensor, InputPlace]],
     ) -> None:
         self.execution: Execution | None = execution
@@ -73,7 +73,7 @@ class _Backward:
                     on_host = result.on_host[at]
                     sent = execution.step.send(piece, stage, back=True, on_host=on_host)
                     execution.step.lent.add(None, sent)
-                    execution.journeys[m].add_sent_root(hop, edge, sent)
+                    execution.runs[m].add_sent_root(hop, edge, sent)
         self.gradients.clear()
         self.joints = []
 
@@ -125,7 +125,7 @@ class _Gather(torch.autograd.Function):
 
 def attach(
     output: Any,
-    joints: list[Joint],
+    joints: list[JoinedLeaf],
     execution: Execution,
     inputs: list[tuple[Tensor, InputPlace]],
 ) -> Any:
@@ -162,7 +162,7 @@ def attach(
     return _with_joints(output, joints, new)
 
 
-def _leaves_by_joint(output: Any, joints: list[Joint]) -> list[Any]:
+def _leaves_by_joint(output: Any, joints: list[JoinedLeaf]) -> list[Any]:
     rest = iter(leaves(output))
     found = []
     for joint in joints:
@@ -173,7 +173,7 @@ def _leaves_by_joint(output: Any, joints: list[Joint]) -> list[Any]:
     return found
 
 
-def _with_joints(output: Any, joints: list[Joint], new: Any) -> Any:
+def _with_joints(output: Any, joints: list[JoinedLeaf], new: Any) -> Any:
     flat = iter(
         [
             item
@@ -190,9 +190,7 @@ def input_gradients(
     """The gradients of the inputs: micro-batches' put together, or summed where they went whole."""
     result: list[Tensor | None] = []
     for tensor, place in inputs:
-        parts = [
-            execution.journeys[m].input_gradients.get(leaf) for m, leaf in place.leaves.items()
-        ]
+        parts = [execution.runs[m].input_gradients.get(leaf) for m, leaf in place.leaves.items()]
         parts = [p if p is None else p.to(tensor.device) for p in parts]
         if all(part is None for part in parts):
             result.append(None)

@@ -1,6 +1,6 @@
 """Turns: who runs when, in which thread, and what happens when one fails.
 
-Every lane runs its actions in the schedule's order. A journey holds a thread while its forward is
+Every lane runs its actions in the schedule's order. A run holds a thread while its forward is
 under way and waits at each border for its turn; backwards are run by whoever is free. The
 alternative, a worker for each stage and a barrier at every clock tick (torchgpipe), lets the
 slowest stage's Python gate all, and cannot run a forward that is one piece of Python.
@@ -22,7 +22,7 @@ import torch
 
 from .._common.callsite import line_of_thread
 from .._common.standstill import PATIENCE, POLL, Standstill
-from .._common.thread_state import Ambient, give_baton, take_baton
+from .._common.thread_state import CallerState, give_forward_lock, take_forward_lock
 from ..errors import StateError
 from ..schedules.schedule import Action, Actions, Schedule
 
@@ -30,7 +30,7 @@ _CAN_PIN = hasattr(os, "sched_setaffinity")  # for one thread: Linux
 
 
 class Abandoned(BaseException):
-    """Ends a journey whose step has failed elsewhere; never reaches the caller.
+    """Ends a run whose step has failed elsewhere; never reaches the caller.
 
     No ``Exception``: a user's ``except Exception`` must not keep a failed step going.
     """
@@ -139,8 +139,8 @@ class Turns:
         forward: runs one micro-batch's forward; calls :meth:`cross` at its borders.
         backward: runs one action that is no forward.
         ambient: the caller's thread state.
-        queued: for each lane, whether its device is asynchronous. On these at most one journey
-            runs Python forward code at a time: the one that has the baton.
+        queued: for each lane, whether its device is asynchronous. On these at most one run
+            runs Python forward code at a time: the one that has the forward lock.
         threads: intra-operation threads for each of ours.
         only: run the forwards alone, or all but them.
     """
@@ -150,7 +150,7 @@ class Turns:
         schedule: Schedule,
         forward: Callable[[int], None],
         backward: Callable[[Action], None],
-        ambient: Ambient,
+        ambient: CallerState,
         *,
         queued: Sequence[bool],
         threads: int,
@@ -163,7 +163,7 @@ class Turns:
         self._backward = backward
         self._ambient = ambient
         self._queued = queued
-        self._baton = threading.Lock()
+        self._forward_lock = threading.Lock()
         self._threads = threads
         self._only = only
         lanes = len(self._actions)
@@ -172,8 +172,8 @@ class Turns:
         self._over = threading.Condition(self._lock)
         self._position = [0] * lanes
         self._backing = [False] * lanes  # whether a thread runs backwards of the lane
-        self._waiting: dict[Action, threading.Lock] = {}  # journeys at a border; locked till woken
-        self._hop: dict[int, int] = {}  # where each journey under way is
+        self._waiting: dict[Action, threading.Lock] = {}  # runs at a border; locked till woken
+        self._hop: dict[int, int] = {}  # where each run under way is
         self._thread_of: dict[int, int] = {}  # by its identifier
         self._skipped: set[Action] = set()
         self._finished: set[int] = set()
@@ -230,10 +230,10 @@ class Turns:
         with self._lock:
             waiting = {turn.microbatch: turn.hop for turn in self._waiting}
             under_way = self._hop.keys() - waiting.keys() - self._finished
-            standing = {m: self._thread_of[m] for m in under_way if m in self._thread_of}
+            position = {m: self._thread_of[m] for m in under_way if m in self._thread_of}
         are = "; ".join(
             f"micro-batch {m} stands at {line_of_thread(thread)}"
-            for m, thread in sorted(standing.items())
+            for m, thread in sorted(position.items())
         )
         wait = ", ".join(f"micro-batch {m} for hop {hop}" for m, hop in sorted(waiting.items()))
         return StateError(
@@ -290,7 +290,7 @@ class Turns:
     # --- whose turn it is (the lock is held)
 
     def _next_job(self, lane: int) -> _Job | None:
-        """What a free thread can do on a lane now; a journey that waits for its turn is woken."""
+        """What a free thread can do on a lane now; a run that waits for its turn is woken."""
         actions, position = self._actions[lane], self._position[lane]
         while position < len(actions) and (
             actions[position] in self._skipped
@@ -312,7 +312,7 @@ class Turns:
         elif hop == 0 and m not in self._hop and not self._has_too_many():
             self._hop[m] = -1
             self._started += 1
-            return _Job(partial(self._run_journey, m), lane, False)
+            return _Job(partial(self._run_microbatch, m), lane, False)
         return None
 
     def _has_too_many(self) -> bool:
@@ -337,28 +337,28 @@ class Turns:
 
     # --- forward
 
-    def _run_journey(self, microbatch: int) -> _Job | None:
+    def _run_microbatch(self, microbatch: int) -> _Job | None:
         self._thread_of[microbatch] = threading.get_ident()
         try:
             self._forward(microbatch)
         finally:
-            give_baton()
+            give_forward_lock()
         with self._lock:
             hop = self._hop[microbatch]
             lane = self._lane_of[max(hop, 0)]
             self._finished.add(microbatch)
             self._leave(microbatch, hop, len(self._lane_of))
             for other in {self._lane_of[0], self._lane_of[-1]} - {lane}:
-                self._go_on(other)  # a journey waited for a thread, a backward for this forward
+                self._go_on(other)  # a run waited for a thread, a backward for this forward
             return self._next_job(lane)
 
     def cross(self, microbatch: int, before: int, after: int) -> None:
-        """A journey leaves one hop (``-1``: none) and waits for its turn on another.
+        """A run leaves one hop (``-1``: none) and waits for its turn on another.
 
         Raises:
             Abandoned: the step has failed meanwhile.
         """
-        give_baton()
+        give_forward_lock()
         _move_to(self._cores[self._lane_of[after]])  # before the wait: see _shares_of_cores
         turn = Action("F", after, microbatch)
         woken: threading.Lock | None = None
@@ -377,14 +377,14 @@ class Turns:
         if self._failure is not None:
             raise Abandoned
         if self._queued[self._lane_of[after]]:
-            take_baton(self._baton)
+            take_forward_lock(self._forward_lock)
 
     def _is_head(self, lane: int, action: Action) -> bool:
         position = self._position[lane]
         return position < len(self._actions[lane]) and self._actions[lane][position] == action
 
     def _leave(self, microbatch: int, before: int, after: int) -> None:
-        """A journey is done with a hop, and will not come to those between it and the next."""
+        """A run is done with a hop, and will not come to those between it and the next."""
         if before >= 0:
             self._position[self._lane_of[before]] += 1
         for hop in range(before + 1, after):
@@ -400,10 +400,10 @@ class Turns:
             action = self._actions[lane][self._position[lane]]
             try:
                 if action.kind == "R" and self._queued[lane]:
-                    take_baton(self._baton)  # a recomputation is forward code
+                    take_forward_lock(self._forward_lock)  # a recomputation is forward code
                 self._backward(action)
             finally:
-                give_baton()
+                give_forward_lock()
             with self._lock:
                 self._done.add(action)
                 self._position[lane] += 1

@@ -2,29 +2,29 @@
 
 from collections.abc import Callable
 
-from ..crossing.microbatch_run import Journey
+from ..crossing.microbatch_run import MicrobatchRun
 from ..devices.observer import Observer
 from ..stages.marks import Cursor
 
 
 def observed_border(
-    journey: Journey, cross: Callable[[int, int], None], observer: Observer
+    run: MicrobatchRun, cross: Callable[[int, int], None], observer: Observer
 ) -> Callable[[int, int], None]:
-    """A journey's border whose crossings an observer is told of."""
-    m = journey.microbatch
+    """A run's border whose crossings an observer is told of."""
+    m = run.microbatch
 
     def cross_observed(before: int, after: int) -> None:
         if before >= 0:
             observer.ends("F", before, m)
-        observer.begins("wait", after, journey.stage, m)
+        observer.begins("wait", after, run.stage, m)
         cross(before, after)
         observer.ends("wait", after, m)
-        observer.begins("F", after, journey.stage, m)
+        observer.begins("F", after, run.stage, m)
 
     return cross_observed
 
 
-class PlainPassage:
+class PlainLoopObserver:
     """One micro-batch in the plain loop, which has no borders: a hop begins where a mark moves
     the cursor to its stage. There is one backward, which counts as the last hop's.
 

@@ -1,4 +1,4 @@
-"""One step: journeys out and back, inline in the caller's thread or on lanes.
+"""One step: runs out and back, inline in the caller's thread or on lanes.
 
 Inline where threads cannot pay (one lane, one micro-batch, ``"sequential"``): each micro-batch
 goes out and comes back before the next, which needs the least memory of all orders.
@@ -19,23 +19,23 @@ from torch.autograd.graph import GradientEdge
 
 from .._common.callsite import failing_line, users_line
 from .._common.nested import leaves, map_leaves, map_tensors, tensors
-from .._common.thread_state import Ambient, intra_operation_threads, theirs
+from .._common.thread_state import CallerState, intra_operation_threads, theirs
 from ..batches.losses import check_differentiable, checked_loss, computed_loss, kind_of
 from ..batches.microbatch import Microbatch
 from ..costs.meter import Meter
 from ..crossing.hop_backward import run_engine
-from ..crossing.host_stores import Links
-from ..crossing.interception import Glue
-from ..crossing.microbatch_run import Journey, detached
+from ..crossing.host_stores import HostLinks
+from ..crossing.interception import CrossingMode
+from ..crossing.microbatch_run import MicrobatchRun, detached
 from ..crossing.offload import Offload
-from ..crossing.tags import TAG, Step, Tag, edge_of
+from ..crossing.tags import TAG, StepContext, Tag, edge_of
 from ..crossing.torch_patches import Backwards, CustomFunctions, ScriptFunctions, TensorHooks
-from ..crossing.uncut_run import FreeJourney
+from ..crossing.uncut_run import UncutRun
 from ..crossing.user_checkpoints import Checkpoints
-from ..devices.copies import Sent
+from ..devices.copies import PendingCopy
 from ..devices.devices import is_asynchronous
 from ..devices.observer import Observer, Watch
-from ..devices.rng_streams import Source, Streams, current, moved, own_turn, sources_of
+from ..devices.rng_streams import RngStreams, Source, current, moved, own_turn, sources_of
 from ..devices.sanitizer import Sanitizer
 from ..errors import BlockpipeError, RouteError
 from ..preparation.prepared import Prepared
@@ -44,7 +44,7 @@ from ..schedules.builders import ScheduleOption
 from ..schedules.schedule import Action, Schedule
 from ..stages.marks import Cursor, Mark, set_cursor, set_microbatch
 from .lanes import Abandoned, Turns
-from .observed import PlainPassage, observed_border
+from .observed import PlainLoopObserver, observed_border
 from .whole_arguments import WholeArguments
 
 _NOTHING = nullcontext()
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Result:
+class MicrobatchResult:
     """What one micro-batch's forward came to: values cut off, and places in the graph."""
 
     loss: Tensor | None = None
@@ -82,7 +82,7 @@ class Execution:
         microbatches: list[Microbatch],
         weights: list[float],
         schedule: ScheduleOption,
-        ambient: Ambient,
+        ambient: CallerState,
         *,
         isolate_as: int | None = None,
         loss_fn: Callable[..., Any] | None = None,
@@ -101,7 +101,7 @@ class Execution:
         self.cut = schedule != "uncut"
         differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self._loss_kind = kind_of(loss_fn)
-        self.step = Step(
+        self.step = StepContext(
             prepared.route,
             prepared.homes,
             prepared.devices,
@@ -111,24 +111,24 @@ class Execution:
             begins=prepared.begins,
             splits=not isinstance(schedule, str) or schedule.startswith(("zb", "auto")),
             tracks_writes=prepared.recording.writes_across,
-            sealed_functions=prepared.doors.functions,
-            doors=prepared.doors,
+            sealed_functions=prepared.sealed_forwards.functions,
+            sealed_forwards=prepared.sealed_forwards,
             sources=self._sources(),
             waiting=prepared.waiting,
-            rereads=prepared.rereads,
+            hops_rerunning_forward=prepared.hops_rerunning_forward,
             is_first=prepared.steps == 0,
             observer=observer,
         )
         self.step.begin()
-        self._streams: Streams | None = None
+        self._streams: RngStreams | None = None
         if any(self.step.sources):
             all_of_them = [source for sources in self.step.sources for source in sources]
-            self._streams = Streams(all_of_them, len(microbatches))
-        self._links = Links()  # to host memory
-        self.results: list[Result | None] = [None] * len(microbatches)
-        self.journeys: dict[int, Journey] = {}
+            self._streams = RngStreams(all_of_them, len(microbatches))
+        self._links = HostLinks()  # to host memory
+        self.results: list[MicrobatchResult | None] = [None] * len(microbatches)
+        self.runs: dict[int, MicrobatchRun] = {}
         prepared.microbatches = len(microbatches)
-        self._one_by_one = prepared.goes_one_by_one(schedule, len(microbatches))
+        self._one_by_one = prepared.runs_inline(schedule, len(microbatches))
         # Compiling and capturing are done in one thread: the first step's.
         is_cold = prepared.compiled is not None and prepared.steps == 0
         self.inline = is_cold or self._one_by_one
@@ -188,7 +188,7 @@ class Execution:
         if streams is not None:
             streams.finish()
         elif moved(before):
-            self.prepared.draws_after_all()
+            self.prepared.mark_as_random()
 
     def _enter_stream(self, m: int, sources: list[Source]) -> None:
         if self._streams is not None:
@@ -204,15 +204,20 @@ class Execution:
         if hop == len(self.prepared.route) - 1 and self.prepared.loss_draws.get(self._loss_kind):
             kinds.discard("torch")  # it was the loss
         for kind in kinds - self.prepared.recording.hops[hop].draws:
-            self.prepared.draws_after_all(hop, kind)
+            self.prepared.mark_as_random(hop, kind)
 
     # --- the three ways through
 
     def run(self) -> None:
         """All forwards and backwards."""
         if self._is_plain():
-            needs_doors = self.prepared.compiled is not None or self.prepared.batch_norm is not None
-            with self._doors() if needs_doors else self._current_device_kept(), self._drawing():
+            needs_sealed_forwards = (
+                self.prepared.compiled is not None or self.prepared.batch_norm is not None
+            )
+            with (
+                self._sealed_forwards() if needs_sealed_forwards else self._current_device_kept(),
+                self._drawing(),
+            ):
                 try:
                     for m in range(len(self.microbatches)):
                         self._run_plain(m)
@@ -220,7 +225,7 @@ class Execution:
                     self.step.settle()
             self.prepared.steps += 1
             return
-        with self._doors(), self._cleaned_up(), self._drawing():
+        with self._sealed_forwards(), self._cleaned_up(), self._drawing():
             if not self.inline:
                 self._run_lanes(self.prepared.schedule(self.schedule, len(self.microbatches)), None)
             else:
@@ -233,7 +238,7 @@ class Execution:
 
     def run_forward(self) -> None:
         """All forwards; their graphs stay, for a backward that the caller starts."""
-        with self._doors(), self._cleaned_up(only_on_failure=True), self._drawing():
+        with self._sealed_forwards(), self._cleaned_up(only_on_failure=True), self._drawing():
             if not self.inline:
                 self._run_lanes(self.prepared.schedule("gpipe", len(self.microbatches)), "F")
             else:
@@ -243,8 +248,8 @@ class Execution:
         self.prepared.steps += 1
 
     def run_backward(self) -> None:
-        """All backwards, after roots were added to the journeys."""
-        with self._doors(), self._cleaned_up():
+        """All backwards, after roots were added to the runs."""
+        with self._sealed_forwards(), self._cleaned_up():
             if not self.inline:
                 self._run_lanes(self.prepared.schedule("gpipe", len(self.microbatches)), "B")
             else:
@@ -268,7 +273,7 @@ class Execution:
             and not self.prepared.planned
             and self.isolate_as is None
             and not self.inputs_need_grad
-            and not self.prepared.restores
+            and not self.prepared.does_recompute
             and (
                 self.prepared.is_one_hop
                 or (
@@ -287,7 +292,7 @@ class Execution:
         before, outer = set_cursor(cursor), set_microbatch(m)
         seen = None
         if self.observer is not None:
-            seen = PlainPassage(self.observer, self.prepared.route, cursor, m)
+            seen = PlainLoopObserver(self.observer, self.prepared.route, cursor, m)
         phase = "forward"
         autocasts = self.ambient.autocasts
         try:
@@ -309,7 +314,7 @@ class Execution:
             if seen is not None:
                 seen.turn_back()
             check_differentiable(loss)
-            result = self.results[m] = Result(loss.detach())
+            result = self.results[m] = MicrobatchResult(loss.detach())
             if "outputs" in self.want:
                 result.outputs = detached(output)
             del output
@@ -352,7 +357,7 @@ class Execution:
     def _backward_inline(self, m: int) -> None:
         with self.ambient.no_autocast() if self.ambient.autocasts else _NOTHING:
             for hop in reversed(range(len(self.prepared.route))):
-                if self.prepared.restores:
+                if self.prepared.does_recompute:
                     self._backward(Action("R", hop, m))
                 self._backward(Action("B", hop, m))
 
@@ -405,9 +410,9 @@ class Execution:
         return queued
 
     @contextmanager
-    def _doors(self) -> Iterator[None]:
+    def _sealed_forwards(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(self.prepared.doors)
+            stack.enter_context(self.prepared.sealed_forwards)
             if self.prepared.batch_norm is not None:
                 stack.enter_context(self.prepared.batch_norm.step())
             if self.step.splits:
@@ -451,11 +456,11 @@ class Execution:
             only_on_failure = False
             raise
         finally:
-            for journey in self.journeys.values():
+            for run in self.runs.values():
                 if only_on_failure:
-                    journey.settle()
+                    run.settle()
                 else:
-                    journey.abandon()
+                    run.abandon()
             self.step.settle()
             self._links.close()
 
@@ -463,42 +468,44 @@ class Execution:
 
     def _forward(self, m: int) -> None:
         cursor = Cursor(follow_marks=not self.prepared.planned)
-        kind = Journey if self.cut else FreeJourney
-        journey = self.journeys[m] = kind(self.step, m, cursor)
-        journey.recomputes = self.prepared.recomputes(m, len(self.microbatches))
+        kind = MicrobatchRun if self.cut else UncutRun
+        run = self.runs[m] = kind(self.step, m, cursor)
+        run.recomputes = self.prepared.recomputes(m, len(self.microbatches))
         before, outer = set_cursor(cursor), set_microbatch(m)
         try:
             sanitizer = None
             if self.isolate_as is not None:
                 sanitizer = Sanitizer(self.isolate_as, m, self.prepared.route[0], "forward")
-            journey.on_border = self._border(journey, sanitizer)
+            run.on_border = self._border(run, sanitizer)
             if self.observer is not None:
-                journey.on_border = observed_border(journey, journey.on_border, self.observer)
+                run.on_border = observed_border(run, run.on_border, self.observer)
             with sanitizer if sanitizer is not None else _NOTHING:
-                self.results[m] = self._travel(journey, self.microbatches[m])
+                self.results[m] = self._travel(run, self.microbatches[m])
             if self.observer is not None:
-                self.observer.ends("F", journey.hop, m)
+                self.observer.ends("F", run.hop, m)
         except Abandoned:
             raise
         except BaseException as error:
-            _note(error, "forward", m, max(journey.stage, 0))
+            _note(error, "forward", m, max(run.stage, 0))
             raise
         finally:
             set_cursor(before)
             set_microbatch(outer)
             try:
-                self._leave_stream(m, journey.hop)
+                self._leave_stream(m, run.hop)
             finally:
-                journey.finish_forward()
+                run.finish_forward()
 
-    def _border(self, journey: Journey, sanitizer: Sanitizer | None) -> Callable[[int, int], None]:
-        turns, m = self._turns, journey.microbatch
+    def _border(
+        self, run: MicrobatchRun, sanitizer: Sanitizer | None
+    ) -> Callable[[int, int], None]:
+        turns, m = self._turns, run.microbatch
 
         def cross(before: int, after: int) -> None:
             self._leave_stream(m, before)
             if turns is not None:
                 turns.cross(m, before, after)
-            stage = journey.stage
+            stage = run.stage
             self._be_on(stage)
             self._enter_stream(m, self.step.sources[min(after, len(self.step.sources) - 1)])
             if sanitizer is not None:
@@ -511,45 +518,45 @@ class Execution:
         if is_asynchronous(device):
             torch.accelerator.set_device_index(device.index)
 
-    def _travel(self, journey: Journey, batch: Microbatch) -> Result:
-        args, kwargs, target = self._inputs(journey, batch)
+    def _travel(self, run: MicrobatchRun, batch: Microbatch) -> MicrobatchResult:
+        args, kwargs, target = self._inputs(run, batch)
         taken = self._whole.taken(batch, args, kwargs)
-        with self._offloaded(journey):
+        with self._offloaded(run):
             if self.step.sources and self.step.sources[0] and self.step.begins[:1] == [0]:
                 # Before the first operation: what keeps the generator's state for later
                 # (torch.utils.checkpoint) reads it before that.
-                journey.arrive()
-            with theirs(), Glue(journey):
+                run.arrive()
+            with theirs(), CrossingMode(run):
                 output = self.prepared.model(*args, **kwargs)
-            if journey.hop < 0:
-                journey.arrive()
+            if run.hop < 0:
+                run.arrive()
             # The loss is computed where the forward's last operation was: an inner block may have
             # ended since, and its end moved the cursor.
-            journey.cursor.stage = journey.stage
+            run.cursor.stage = run.stage
             loss = None
             if "loss" in self.want:
-                target = self._received(journey, batch, target)
-                with theirs(), Glue(journey):
+                target = self._received(run, batch, target)
+                with theirs(), CrossingMode(run):
                     loss = self._loss(output, target)
                 loss = checked_loss(loss)
-        result = self._result(journey, output, loss)
+        result = self._result(run, output, loss)
         self._whole.check(taken)
         return result
 
     @contextmanager
-    def _offloaded(self, journey: Journey) -> Iterator[None]:
+    def _offloaded(self, run: MicrobatchRun) -> Iterator[None]:
         """What the forward saves on offloaded stages goes to the host."""
         hops = self.prepared.offloaded
         if not hops or not self.step.differentiable or not self.cut:
             yield
             return
-        key = weakref.ref(journey)  # the hooks stay in the graph, which the journey holds
+        key = weakref.ref(run)  # the hooks stay in the graph, which the run holds
 
         def hop() -> int:
             found = key()
             return -1 if found is None else found.hop
 
-        offload = journey.offload = Offload(hop, hops, self._stays, self._links)
+        offload = run.offload = Offload(hop, hops, self._stays, self._links)
         offload.put_on()
         try:
             yield
@@ -566,29 +573,29 @@ class Execution:
         batches = [(b.args, b.kwargs, b.target) for b in self.microbatches]
         return {t.untyped_storage()._cdata for t in tensors(batches) if t.layout is torch.strided}
 
-    def _inputs(self, journey: Journey, batch: Microbatch) -> tuple[Any, Any, Any]:
+    def _inputs(self, run: MicrobatchRun, batch: Microbatch) -> tuple[Any, Any, Any]:
         memo: dict[int, Tensor] = {}
         given = batch.args, batch.kwargs
         positions = self._positions_of_grad(given) if self.inputs_need_grad else {}
 
         def taken(tensor: Tensor) -> Tensor:
             if id(tensor) not in memo:
-                memo[id(tensor)] = journey.take_input(tensor, positions.get(id(tensor), 0))
+                memo[id(tensor)] = run.take_input(tensor, positions.get(id(tensor), 0))
             return memo[id(tensor)]
 
         args = map_tensors(taken, batch.args)
         kwargs = map_tensors(taken, batch.kwargs) if batch.kwargs else batch.kwargs
         last = len(self.prepared.route) - 1
 
-        def sent(tensor: Tensor) -> Tensor | Sent:
+        def sent(tensor: Tensor) -> Tensor | PendingCopy:
             if self.inputs_need_grad and tensor.requires_grad:
                 return tensor  # its gradient leaves from the hop that the loss is on
-            watch = self._watch(tensor, last, journey.microbatch)
+            watch = self._watch(tensor, last, run.microbatch)
             return self.step.lend(tensor, self.prepared.route[last], watch)
 
         return args, kwargs, map_tensors(sent, batch.target)
 
-    def _received(self, journey: Journey, batch: Microbatch, target: Any) -> Any:
+    def _received(self, run: MicrobatchRun, batch: Microbatch, target: Any) -> Any:
         """The target, on the last hop, which waits for it no earlier than it is read."""
         last = len(self.prepared.route) - 1
         given = len(list(leaves((batch.args, batch.kwargs))))
@@ -598,12 +605,12 @@ class Execution:
         def received(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 if id(leaf) not in memo:
-                    memo[id(leaf)] = journey.take_input(leaf, positions[id(leaf)])
+                    memo[id(leaf)] = run.take_input(leaf, positions[id(leaf)])
                 return memo[id(leaf)]
-            if not isinstance(leaf, Sent):
+            if not isinstance(leaf, PendingCopy):
                 return leaf
-            value = journey.receive(last, leaf)
-            setattr(value, TAG, Tag(journey.key, last, self.prepared.route[last]))
+            value = run.receive(last, leaf)
+            setattr(value, TAG, Tag(run.key, last, self.prepared.route[last]))
             return value
 
         return map_leaves(received, target)
@@ -629,23 +636,23 @@ class Execution:
         self.prepared.loss_draws[self._loss_kind] = bool(drew)
         return loss
 
-    def _result(self, journey: Journey, output: Any, loss: Tensor | None) -> Result:
-        result = Result()
-        m = journey.microbatch
-        journey.notice_writes()
+    def _result(self, run: MicrobatchRun, output: Any, loss: Tensor | None) -> MicrobatchResult:
+        result = MicrobatchResult()
+        m = run.microbatch
+        run.notice_writes()
         if loss is not None:
-            loss = journey.newest(loss)
+            loss = run.newest(loss)
             check_differentiable(loss)
             result.loss = loss.detach()
             if self.weights[m]:  # else it contributes nothing: 0 times what is no number is none
-                journey.add_root(journey.hop_of(loss), edge_of(loss), self._root(m, result.loss))
+                run.add_root(run.hop_of(loss), edge_of(loss), self._root(m, result.loss))
         if "outputs" in self.want:
             for leaf in leaves(output):
                 if self.cut and "loss" not in self.want:
-                    result.edges.append(self._edge(journey, leaf))
-                result.on_host.append(isinstance(leaf, Tensor) and journey.stays(leaf))
+                    result.edges.append(self._edge(run, leaf))
+                result.on_host.append(isinstance(leaf, Tensor) and run.stays(leaf))
             result.outputs = map_tensors(
-                lambda t: journey.newest(t).detach() if self.cut or "loss" in self.want else t,
+                lambda t: run.newest(t).detach() if self.cut or "loss" in self.want else t,
                 output,
             )
         return result
@@ -659,18 +666,18 @@ class Execution:
             self._roots[key] = torch.full_like(loss, self.weights[m])
         return self._roots[key].view(loss.shape)
 
-    def _edge(self, journey: Journey, leaf: Any) -> tuple[int, GradientEdge] | None:
+    def _edge(self, run: MicrobatchRun, leaf: Any) -> tuple[int, GradientEdge] | None:
         if not isinstance(leaf, Tensor):
             return None
-        leaf = journey.newest(leaf)
+        leaf = run.newest(leaf)
         if not leaf.requires_grad:
             return None
-        return journey.hop_of(leaf), edge_of(leaf)
+        return run.hop_of(leaf), edge_of(leaf)
 
     # --- one backward action
 
     def _backward(self, action: Action) -> None:
-        journey = self.journeys[action.microbatch]
+        run = self.runs[action.microbatch]
         hop = self.prepared.recording.hops[action.hop]
         stage = hop.stage
         phase = "recomputation" if action.kind == "R" else "backward"
@@ -679,16 +686,16 @@ class Execution:
         outer = set_cursor(cursor)  # for hooks of the user's: which stage is this?
         try:
             self._be_on(stage)
-            takes_turn = hop.reruns and self._any_draws
+            takes_turn = hop.reruns_forward and self._any_draws
             if self.isolate_as is None and not takes_turn:
-                self._run_backward(journey, action)
+                self._run_backward(run, action)
                 return
             with ExitStack() as stack:
                 if takes_turn:
                     stack.enter_context(own_turn())
                 if self.isolate_as is not None:
                     stack.enter_context(Sanitizer(self.isolate_as, action.microbatch, stage, phase))
-                self._run_backward(journey, action)
+                self._run_backward(run, action)
         except Abandoned:
             raise
         except BaseException as error:
@@ -703,19 +710,19 @@ class Execution:
         before it runs a part again, and after, also where that part draws none."""
         return any(self.step.sources)
 
-    def _run_backward(self, journey: Journey, action: Action) -> None:
+    def _run_backward(self, run: MicrobatchRun, action: Action) -> None:
         kind, hop, m = action
         if self.observer is not None:
             self.observer.begins(kind, hop, self.prepared.route[hop], m)
         if kind == "R":
-            journey.restore(hop)
+            run.restore(hop)
         elif kind == "W":
-            journey.finish_backward(hop)
+            run.finish_backward(hop)
         elif not self._split:
-            journey.backward(hop)
+            run.backward(hop)
         else:
-            split = (hop, m) in self._split and self.prepared.recording.separable[hop]
-            journey.backward(hop, split=split, before_whole=partial(self._finish_before, hop, m))
+            split = (hop, m) in self._split and self.prepared.recording.splits_backward[hop]
+            run.backward(hop, split=split, before_whole=partial(self._finish_before, hop, m))
         if self.observer is not None:
             self.observer.ends(kind, hop, m)
 
@@ -723,7 +730,7 @@ class Execution:
         """The parameters' gradients of earlier micro-batches: ``.grad`` adds up in their order,
         also where only this one's backward cannot be split."""
         for earlier in range(m):
-            self.journeys[earlier].finish_backward(hop)
+            self.runs[earlier].finish_backward(hop)
 
 
 class _FixedCursor(Cursor):

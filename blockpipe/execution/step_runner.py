@@ -12,13 +12,13 @@ from torch.autograd import forward_ad
 from .._common.callsite import users_line
 from .._common.model_turns import alone_with
 from .._common.nested import leaves, map_tensors
-from .._common.thread_state import Ambient, ours, theirs
+from .._common.thread_state import CallerState, ours, theirs
 from ..batches.joining import join, output_dim, weighted_sum
 from ..batches.losses import warn_of_some_without_a_number
 from ..batches.microbatch import InputPlace, Microbatch, input_places, weights_of
-from ..crossing.interception import Glue
-from ..crossing.tags import Step
-from ..crossing.uncut_run import FreeJourney
+from ..crossing.interception import CrossingMode
+from ..crossing.tags import StepContext
+from ..crossing.uncut_run import UncutRun
 from ..crossing.user_checkpoints import intercepting, is_in_checkpoint
 from ..devices.devices import is_asynchronous
 from ..devices.observer import Observer
@@ -77,7 +77,7 @@ class StepRunner:
         return_outputs: bool = False,
     ) -> StepResult:
         """As :meth:`blockpipe.Pipeline.forward_backward`."""
-        ambient = Ambient()
+        ambient = CallerState()
         cut_off: list[tuple[Tensor, Tensor]] = []  # inputs, and what stands for them
         if not self.options.cuts:
             (args, kwargs, target), cut_off = _cut_off((args, kwargs, target))
@@ -116,7 +116,7 @@ class StepRunner:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As :meth:`blockpipe.Pipeline.forward`."""
-        ambient = Ambient()
+        ambient = CallerState()
         cut = self.options.cuts
         if cut and torch.is_grad_enabled() and is_in_checkpoint():
             raise UsageError(
@@ -162,27 +162,27 @@ class StepRunner:
                 "run() works on a placed model; pass sample=… to Pipeline, or call it once first"
             )
         prepared = next(reversed(self.preparer.known.values()))
-        step = Step(
+        step = StepContext(
             prepared.route,
             prepared.homes,
             prepared.devices,
             differentiable=torch.is_grad_enabled(),
             cut=False,
-            doors=prepared.doors,
+            sealed_forwards=prepared.sealed_forwards,
         )
         cursor = Cursor(follow_marks=not prepared.planned)
-        journey = FreeJourney(step, 0, cursor)
+        run = UncutRun(step, 0, cursor)
         before = set_cursor(cursor)
         try:
-            args, kwargs = map_tensors(journey.take_input, (args, kwargs))
-            with prepared.doors, intercepting(), _start_over(self.preparer.model, journey):
-                with theirs(), Glue(journey):
+            args, kwargs = map_tensors(run.take_input, (args, kwargs))
+            with prepared.sealed_forwards, intercepting(), _start_over(self.preparer.model, run):
+                with theirs(), CrossingMode(run):
                     result = function(*args, **kwargs)
-                journey.notice_writes()
+                run.notice_writes()
                 return result
         finally:
             set_cursor(before)
-            journey.abandon()
+            run.abandon()
 
     # --- batches
 
@@ -208,7 +208,7 @@ class StepRunner:
         prepared: Prepared,
         microbatches: list[Microbatch],
         weights: list[float],
-        ambient: Ambient,
+        ambient: CallerState,
         want: Iterable[str],
         loss_fn: Callable[..., Any] | None = None,
     ) -> Execution:
@@ -306,11 +306,11 @@ def _give(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
 class _start_over:  # noqa: N801 - a context manager that reads as a verb
     """While entered, each call of the model begins on stage 0: ``generate`` calls it many times."""
 
-    def __init__(self, model: nn.Module, journey: FreeJourney) -> None:
+    def __init__(self, model: nn.Module, run: UncutRun) -> None:
         def start(*_: Any) -> None:
-            journey.cursor.move(0, None)
-            journey.cursor.highest = -1
-            journey.forget_calls()
+            run.cursor.move(0, None)
+            run.cursor.highest = -1
+            run.forget_calls()
 
         self._handle = model.register_forward_pre_hook(start, prepend=True)
 

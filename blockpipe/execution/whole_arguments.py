@@ -17,7 +17,7 @@ from ..batches.microbatch import Microbatch
 from ..crossing.tags import TAG, Tag, version_of
 from ..errors import StateError
 
-Taken = list[tuple[Tensor, Tensor, int]]  # as given, as the forward has it, at which version
+ReadCopies = list[tuple[Tensor, Tensor, int]]  # as given, as the forward has it, at which version
 
 
 class WholeArguments:
@@ -33,14 +33,14 @@ class WholeArguments:
         self._ids = given[0] & given[1] if len(given) > 1 else set()
         self._one_by_one = one_by_one
 
-    def taken(self, batch: Microbatch, args: Any, kwargs: Any) -> Taken:
+    def taken(self, batch: Microbatch, args: Any, kwargs: Any) -> ReadCopies:
         """What to look at when a micro-batch's forward is over."""
         if not self._ids:
             return []
         pairs = zip(tensors((batch.args, batch.kwargs)), tensors((args, kwargs)), strict=True)
         return [(g, t, version_of(t)) for g, t in pairs if id(g) in self._ids]
 
-    def check(self, taken: Taken) -> None:
+    def check(self, taken: ReadCopies) -> None:
         """A micro-batch's forward is over, and noticed what it wrote to.
 
         Raises:

@@ -1,7 +1,7 @@
 """Where to cut a model into stages: found from its recording, for any model that can be recorded.
 
-The forward is recorded as one stage. Each piece of it that a module call begins is a place to cut,
-and stages are stretches between cuts. What such a stretch costs is known for all of them, so the
+The forward is recorded as one stage. It can be cut where a module call begins a segment, and stages
+are the stretches between cuts. What such a stretch costs is known for all of them, so the
 best choice is found by a dynamic program, exactly. A heuristic would be no shorter, and others
 that balance a list of layers (torchgpipe, DeepSpeed) need the model to be one.
 """
@@ -34,11 +34,11 @@ from ..stages.marks import mark_of
 from ..stages.plan import Assignment, StagePlan
 from ..weights.module_interface import ModuleInterface
 from .balanced_plan import UNITS, BalancedPlan, StageShare
-from .cut_points import Chain, awkwardness, beginners, best_bounds, why_closed
+from .cut_points import SegmentCosts, beginners, best_bounds, cut_depth_penalty, why_closed
 from .partition import check_count, checked_number, checked_numbers
 from .plan_as_code import marks_text
-from .segment_timing import PieceTimes, measured
-from .stage_costs import Conditions, Costing
+from .segment_timing import SegmentTimes, measured
+from .stage_costs import Conditions, StageCosts
 
 
 @remembers_caller
@@ -202,27 +202,27 @@ class _Search:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.recording, self.to = recording, conditions
         self.closed = why_closed(recording)
-        nothing = [0.0] * len(recording.pieces)  # is known of times yet
+        nothing = [0.0] * len(recording.segments)  # is known of times yet
         self._cost_with(nothing, nothing)
         self.source = ""
         self.notes: list[str] = []
 
     def _cost_with(self, forward: Sequence[float], backward: Sequence[float]) -> None:
         rows = [torch.tensor(row, dtype=torch.double) for row in (forward, backward)]
-        chain = Chain(self.recording, rows[0], rows[1], self.to.devices)
-        self.costing = Costing(chain, self.to)
+        costs = SegmentCosts(self.recording, rows[0], rows[1], self.to.devices)
+        self.costing = StageCosts(costs, self.to)
 
     def estimate(self, rates: Rates) -> None:
         """Take the recording's work for the times, by a device's rates."""
-        pieces = self.recording.pieces
+        segments = self.recording.segments
         self._cost_with(
-            [rates.forward(piece.work) for piece in pieces],
-            [rates.backward(piece.work) for piece in pieces],
+            [rates.forward(segment.work) for segment in segments],
+            [rates.backward(segment.work) for segment in segments],
         )
         self.source = "estimated" if self.to.by == "time" else "from the recording"
         self.notes.append(f"times are estimated by rates {rates.source}")
 
-    def use(self, times: PieceTimes) -> None:
+    def use(self, times: SegmentTimes) -> None:
         """Take measured times."""
         self._cost_with(times.forward, times.backward)
         threads = "" if self.to.is_asynchronous else f", {times.threads} thread(s)"
@@ -231,12 +231,12 @@ class _Search:
         if times.stamped > 1.1 * times.step:
             self.notes.append(
                 f"measured, a micro-batch took {times.stamped / times.step:.2f} × its time: small "
-                "pieces are not known well"
+                "segments are not known well"
             )
 
     @property
     def open(self) -> list[int]:
-        """The pieces that a stage can begin with, but for the first."""
+        """The segments that a stage can begin with, but for the first."""
         return [index for index, why in enumerate(self.closed) if why is None]
 
     def plan(self) -> BalancedPlan:
@@ -277,7 +277,7 @@ class _Search:
         """
         bad = {}
         for cut in bounds[1:-1]:
-            stages = self._stages([0, cut, len(self.recording.pieces)])
+            stages = self._stages([0, cut, len(self.recording.segments)])
             plan = StagePlan([Assignment(path, call, s) for (path, call), s in stages.items()])
             try:
                 self._tried(plan, [0, 1])
@@ -292,20 +292,20 @@ class _Search:
         """From each module call, in order, to its stage."""
         found = {}
         for stage, (begin, end) in enumerate(pairwise(bounds)):
-            for piece in self.recording.pieces[begin:end]:
-                for call in map(self.recording.calls.__getitem__, piece.calls):
+            for segment in self.recording.segments[begin:end]:
+                for call in map(self.recording.calls.__getitem__, segment.calls):
                     if call.is_module:
                         found[call.path, call.call] = stage
         return found
 
     def _bounds(self) -> list[int]:
-        """The pieces that stages begin with, and the end."""
-        at = torch.tensor([0, *self.open, len(self.recording.pieces)])
+        """The segments that stages begin with, and the end."""
+        at = torch.tensor([0, *self.open, len(self.recording.segments)])
         if len(at) - 1 < self.to.stages:
             raise PlanError(
                 f"{self.recording.model} can be cut at {len(self.open)} places, so it has "
                 f"{len(self.open) + 1} stages at most, but stages={self.to.stages} "
-                f"({users_line()}){self._why_closed(0, len(self.recording.pieces))}"
+                f"({users_line()}){self._why_closed(0, len(self.recording.segments))}"
             )
         costs, excess = [], []
         for stage in range(self.to.stages):
@@ -318,9 +318,9 @@ class _Search:
                 excess.append(torch.full_like(cost, -torch.inf))
             costs.append(cost)
         # Of equal bytes the cut that one would write: bytes are whole, so that fractions do that.
-        nicest = awkwardness(self.recording, at[:-1].tolist()) / self.to.stages
+        nicest = cut_depth_penalty(self.recording, at[:-1].tolist()) / self.to.stages
         crossing = (
-            self.costing.chain.received[at][:, at] + nn.functional.pad(nicest, (0, 1))[:, None]
+            self.costing.costs.received[at][:, at] + nn.functional.pad(nicest, (0, 1))[:, None]
         )
         found = best_bounds(costs, crossing, slack=self.to.slack)
         if found is None:
@@ -351,7 +351,7 @@ class _Search:
         bounds: list[int],
         stages: dict[tuple[str, int], int],
     ) -> BalancedPlan:
-        chain, to = self.costing.chain, self.to
+        costs, to = self.costing.costs, self.to
         seconds, played = self.costing.step(bounds)
         shares = []
         for stage, (begin, end) in enumerate(pairwise(bounds)):
@@ -364,12 +364,12 @@ class _Search:
                     call.call if call is not None else 0,
                     1 + sum(self.closed[index] is None for index in range(begin + 1, end)),
                     float(self.costing.cost(stage)[begin, end]),
-                    float(chain.forward[begin:end].sum()) / to.speeds[stage],
-                    float(chain.backward[begin:end].sum()) / to.speeds[stage],
-                    round(float(chain.elements[begin:end].sum())),
-                    round(float(chain.parameters[begin:end].sum())),
+                    float(costs.forward[begin:end].sum()) / to.speeds[stage],
+                    float(costs.backward[begin:end].sum()) / to.speeds[stage],
+                    round(float(costs.elements[begin:end].sum())),
+                    round(float(costs.parameters[begin:end].sum())),
                     round(float(self.costing.memory(stage)[begin, end])),
-                    round(float(chain.received[begin, end])),
+                    round(float(costs.received[begin, end])),
                     None if limit == inf else round(limit),
                 )
             )
@@ -413,7 +413,7 @@ class _Search:
         told = f"the costliest stage: {worst.stage}, {show(worst.cost)}"
         if len(shares) > 1 and mean:
             told += f", {100 * (worst.cost / mean - 1):.1f} % over the mean"
-        if worst.pieces == 1:
+        if worst.segments == 1:
             return f"{told}; it cannot be split{self._why_closed(begin, end)}"
         others = []
         cuts = [index for index in range(begin + 1, end) if self.closed[index] is None]
@@ -436,8 +436,8 @@ class _Search:
                 )
         return "; ".join([told, *others])
 
-    def _name(self, piece: int) -> str:
-        found = beginners(self.recording, piece)
+    def _name(self, segment: int) -> str:
+        found = beginners(self.recording, segment)
         return found[0].path if found else "the start"
 
     def _why_closed(self, begin: int, end: int) -> str:

@@ -21,7 +21,7 @@ class StageShare:
         stage: its number.
         begins: the path of the module that begins it; the first stage: ``"the start"``.
         call: which of that module's calls.
-        pieces: what it is made of: a stage can begin at each of them, taken alone.
+        segments: what it is made of: a stage can begin at each of them, taken alone.
         cost: in the unit of ``by``, as it was balanced: with crossings, speeds and extra weight.
         forward: seconds of one micro-batch's forward, on this stage's device.
         backward: seconds of its backward.
@@ -35,7 +35,7 @@ class StageShare:
     stage: int
     begins: str
     call: int
-    pieces: int
+    segments: int
     cost: float
     forward: float
     backward: float
@@ -118,7 +118,7 @@ class BalancedPlan(StagePlan):
             holds.append(
                 [
                     str(share.stage),
-                    str(share.pieces),
+                    str(share.segments),
                     f"{share.elements:,}",
                     bytes_text(share.memory),
                     limit,

@@ -1,6 +1,6 @@
 """Where a forward can be cut, and what each choice of cuts comes to.
 
-A cut is the index of the piece that a stage begins with. Everything that adds up over pieces is
+A cut is the index of the segment that a stage begins with. Everything that adds up over segments is
 kept as a prefix sum, so that a number for *every* stage that could be (a matrix of where it begins
 and where it ends) is one subtraction.
 """
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from ..devices.devices import is_asynchronous
-from ..recording.recording import Call, Held, Recording
+from ..recording.recording import Call, Recording, TensorInfo
 
 
 def why_closed(recording: Recording) -> list[str | None]:
-    """For each piece why no stage can begin with it; ``None``: one can.
+    """For each segment why no stage can begin with it; ``None``: one can.
 
     Args:
         recording: of the model without its marks, so that it is one stage.
     """
-    found = [_why(recording, index) for index in range(len(recording.pieces))]
+    found = [_why(recording, index) for index in range(len(recording.segments))]
     written = [held for held in recording.buffers if held.written]
-    for name, pieces in _readers(recording, written).items():
-        for index in range(pieces[0] + 1, pieces[-1] + 1):
+    for name, segments in _readers(recording, written).items():
+        for index in range(segments[0] + 1, segments[-1] + 1):
             why = (
                 f"buffer {name} is written, and micro-batches would mix in it if it were torn apart"
             )
@@ -36,36 +36,36 @@ def why_closed(recording: Recording) -> list[str | None]:
 
 
 def _why(recording: Recording, index: int) -> str | None:
-    piece = recording.pieces[index]
+    segment = recording.segments[index]
     if index == 0:
         return "the forward begins there"
-    if piece.why_not is not None:
-        return piece.why_not
-    if piece.operations == 0:
+    if segment.why_not is not None:
+        return segment.why_not
+    if segment.operations == 0:
         return "nothing runs there"
     if not beginners(recording, index):
         return "no module's call begins there, and a plan names modules"
     return None
 
 
-def beginners(recording: Recording, piece: int) -> list[Call]:
-    """The module calls that begin a piece and do something, the outermost first."""
-    calls = (recording.calls[index] for index in recording.pieces[piece].calls)
+def beginners(recording: Recording, segment: int) -> list[Call]:
+    """The module calls that begin a segment and do something, the outermost first."""
+    calls = (recording.calls[index] for index in recording.segments[segment].calls)
     return sorted((c for c in calls if c.is_module and c.hop is not None), key=lambda c: c.depth)
 
 
-def _readers(recording: Recording, helds: Sequence[Held]) -> dict[str, list[int]]:
-    """From each parameter's or buffer's name to the pieces that read it."""
+def _readers(recording: Recording, helds: Sequence[TensorInfo]) -> dict[str, list[int]]:
+    """From each parameter's or buffer's name to the segments that read it."""
     wanted = {held.name for held in helds}
     found: dict[str, list[int]] = {}
-    for piece in recording.pieces:
-        for name in piece.held:
+    for segment in recording.segments:
+        for name in segment.held:
             if name in wanted:
-                found.setdefault(name, []).append(piece.index)
+                found.setdefault(name, []).append(segment.index)
     return found
 
 
-def awkwardness(recording: Recording, cuts: Sequence[int]) -> Tensor:
+def cut_depth_penalty(recording: Recording, cuts: Sequence[int]) -> Tensor:
     """How far each cut is from what one would write, below 1: inside of many modules, or at a
     module that is called several times, which a mark cannot tell apart."""
     calls = Counter(call.path for call in recording.calls)
@@ -77,16 +77,15 @@ def awkwardness(recording: Recording, cuts: Sequence[int]) -> Tensor:
 
 
 @dataclass
-class Chain:
-    """A recording's pieces as numbers, to cost stages with.
+class SegmentCosts:
+    """A recording's segments as numbers, to cost stages with.
 
-    A stage from piece ``i`` to before piece ``j`` has row ``i`` and column ``j`` of the matrices
-    (shape ``[pieces + 1, pieces + 1]``, double precision); what is no stage (``j <= i``) has any
-    number there.
+    The matrices have shape ``[segments + 1, segments + 1]`` and double precision: row ``i``, column
+    ``j`` is the stage of segments ``i`` to ``j - 1``. Entries with ``j <= i`` are undefined.
 
     Attributes:
-        forward: seconds of each piece, of one micro-batch.
-        backward: seconds of each piece.
+        forward: seconds of each segment, of one micro-batch.
+        backward: seconds of each segment.
         devices: of the stages.
     """
 
@@ -98,21 +97,21 @@ class Chain:
     def __post_init__(self) -> None:
         recording = self.recording
         held = [*recording.parameters, *recording.buffers]
-        first = {name: pieces[0] for name, pieces in _readers(recording, held).items()}
+        first = {name: segments[0] for name, segments in _readers(recording, held).items()}
 
-        def by_piece(sizes: Mapping[str, int]) -> Tensor:
-            row = torch.zeros(len(recording.pieces), dtype=torch.double)
+        def by_segment(sizes: Mapping[str, int]) -> Tensor:
+            row = torch.zeros(len(recording.segments), dtype=torch.double)
             for name, size in sizes.items():
                 row[first.get(name, 0)] += size  # what nobody reads is on the first stage
             return row
 
-        self.parameters = by_piece({h.name: h.bytes for h in recording.parameters})
-        self.elements = by_piece({h.name: h.elements for h in recording.parameters})
-        self.buffers = by_piece({h.name: h.bytes for h in recording.buffers})
-        self.trained = by_piece({h.name: h.bytes for h in recording.parameters if h.trainable})
-        self.flops = _row([p.flops for p in recording.pieces])
+        self.parameters = by_segment({h.name: h.bytes for h in recording.parameters})
+        self.elements = by_segment({h.name: h.elements for h in recording.parameters})
+        self.buffers = by_segment({h.name: h.bytes for h in recording.buffers})
+        self.trained = by_segment({h.name: h.bytes for h in recording.parameters if h.trainable})
+        self.flops = _row([p.flops for p in recording.segments])
         self.saved = self._saved()
-        self.largest = _row([p.largest_bytes for p in recording.pieces])
+        self.largest = _row([p.largest_bytes for p in recording.segments])
         self.largest_trained = torch.zeros_like(self.largest)
         for h in recording.parameters:
             if h.trainable:
@@ -140,7 +139,7 @@ class Chain:
         what the first of them saves; on the CPU the inputs are the caller's."""
         on_one_device, is_far = len(set(self.devices)) == 1, is_asynchronous(self.devices[0])
         return self._meeting(
-            (-1, saved.pieces[: 1 if on_one_device else None], saved.bytes)
+            (-1, saved.segments[: 1 if on_one_device else None], saved.bytes)
             for saved in self.recording.saved
             if is_far or not saved.is_input
         )
@@ -149,32 +148,32 @@ class Chain:
         """For every stage, the sum of what it has a part in.
 
         Args:
-            flows: of each thing: the piece that a stage must not begin before or with; the pieces
-                of which a stage must have one, ascending; what is added.
+            flows: three values each: the segment after which a stage has to begin; the segments of
+                which the stage has to contain one, ascending; the amount to add.
         """
         corners: list[tuple[int, int]] = []
         amounts: list[float] = []
-        for after, pieces, amount in flows:
+        for after, segments, amount in flows:
             # A stage that begins after `before` and not after `at` first has to do with it at `at`,
             # if it ends later. A rectangle, as the differences at its corners.
             before = after
-            for at in pieces:
+            for at in segments:
                 corners += (before + 1, at + 1), (at + 1, at + 1)
                 amounts += amount, -amount
                 before = at
-        size = len(self.recording.pieces) + 2
+        size = len(self.recording.segments) + 2
         grid = torch.zeros(size, size, dtype=torch.double)
         rows, columns = torch.tensor(corners, dtype=torch.long).reshape(-1, 2).unbind(1)
         grid.index_put_((rows, columns), _row(amounts), accumulate=True)
         return grid.cumsum(0).cumsum(1)[:-1, :-1]
 
     def total(self, row: Tensor) -> Tensor:
-        """The sum of a stage's pieces, for every stage."""
+        """The sum of a stage's segments, for every stage."""
         until = torch.cat([row.new_zeros(1), row.cumsum(0)])
         return until[None, :] - until[:, None]
 
     def most(self, row: Tensor) -> Tensor:
-        """The largest of a stage's pieces, for every stage."""
+        """The largest of a stage's segments, for every stage."""
         count = len(row)
         grid = row.new_zeros(count + 1, count + 1)
         grid[:count, 1:] = torch.triu(row.expand(count, count)).cummax(1).values

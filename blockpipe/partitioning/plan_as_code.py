@@ -13,7 +13,7 @@ from keyword import iskeyword
 from torch import nn
 
 from .._common.text import one_line
-from ..recording.plan_resolution import kept_plans
+from ..recording.plan_resolution import attached_plans
 from ..recording.recording import Call
 from ..stages.marks import mark_of
 
@@ -88,7 +88,7 @@ def marks_text(
         lines.insert(0, "bp.remove_blocks(model)")
     lines[:0] = [  # what is set would override the marks
         f"bp.reset_pipeline_stage_assignment({expression(model, path)})"
-        for path, _ in kept_plans(model)
+        for path, _ in attached_plans(model)
     ]
     notes = [f"# take out the mark at {one_line(where)}: it would count too" for where in in_code]
     return "\n".join([*notes, *lines])

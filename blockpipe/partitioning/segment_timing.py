@@ -1,9 +1,9 @@
-"""What each piece of a forward and backward takes, measured: one real micro-batch, several times.
+"""What each segment of a forward and backward takes, measured: one real micro-batch, several times.
 
-The forward is stamped where a piece begins, in front of the module call that begins it. Autograd
-runs the nodes of a graph in the reverse order in which they were made, so a piece's backward is
+The forward is stamped where a segment begins, in front of the module call that begins it. Autograd
+runs the nodes of a graph in the reverse order in which they were made, so a segment's backward is
 one unbroken stretch too, and begins with the node that was made last in it: that one gets a hook.
-Hooks on every node, or a profiler, would take longer than small pieces do; module hooks for the
+Hooks on every node, or a profiler, would take longer than small segments do; module hooks for the
 backward (``register_full_backward_hook``) put nodes of their own into the graph, and see no glue.
 
 On an accelerator stamps are events in its stream: a host clock would time the launches.
@@ -31,9 +31,9 @@ from .._common.callsite import users_line
 from .._common.modules import named_slots
 from .._common.nested import map_tensors, tensors
 from .._common.progress import Progress
-from .._common.thread_state import Ambient, intra_operation_threads
+from .._common.thread_state import CallerState, intra_operation_threads
 from ..batches.losses import computed_loss, own_loss_or_none
-from ..devices.rng_streams import every_source, kept, torchs_of
+from ..devices.rng_streams import every_source, preserve_rng, torchs_of
 from ..devices.stopwatch import Stopwatch
 from ..errors import UsageError
 from ..recording.recording import Recording
@@ -44,20 +44,20 @@ _CHAIN = 64  # operations, by which a stamp is timed: some milliseconds
 
 
 @dataclass(frozen=True)
-class PieceTimes:
-    """What pieces take, in seconds; medians.
+class SegmentTimes:
+    """What segments take, in seconds; medians.
 
     Attributes:
-        forward: of each piece. What runs between two legal cuts stands at the first of its pieces.
-        backward: of each piece.
-        step: a whole forward and backward without stamps, alone; the pieces add up to it, times
+        forward: of each segment. Where segments cannot be cut apart, the first has the time of all.
+        backward: of each segment.
+        step: a whole forward and backward without stamps, alone; the segments add up to it, times
             ``crowded``.
-        stamped: what the pieces added up to with stamps. What these cost is taken off the pieces
-            in equal parts.
+        stamped: the segments' sum as measured with stamps. The cost of the stamps is subtracted
+            from the segments in equal parts.
         device: where.
         threads: of the CPU.
         crowded: how many times as long a step takes while other threads, one for each further lane
-            of the CPU, run it as well. The pieces' times have it in them.
+            of the CPU, run it as well. The segments' times have it in them.
     """
 
     forward: list[float]
@@ -70,66 +70,66 @@ class PieceTimes:
 
 
 class _Stamped:
-    """Stands in for a module's ``forward``: stamps those of its calls that begin a piece."""
+    """Stands in for a module's ``forward``: stamps those of its calls that begin a segment."""
 
-    def __init__(self, forward: Callable[..., Any], pieces: Mapping[int, int], run: _Run) -> None:
-        self.forward, self.pieces, self.run = forward, pieces, run
+    def __init__(self, forward: Callable[..., Any], segments: Mapping[int, int], run: _Run) -> None:
+        self.forward, self.segments, self.run = forward, segments, run
         self.calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        piece = self.pieces.get(self.calls)
+        segment = self.segments.get(self.calls)
         self.calls += 1
-        if piece is not None and self.run.is_forward:  # a recomputation calls it again
-            self.run.begins(piece)
+        if segment is not None and self.run.is_forward:  # a recomputation calls it again
+            self.run.begins(segment)
         return self.forward(*args, **kwargs)
 
 
 class _Run:
-    """One forward and backward: when each piece begins in both."""
+    """One forward and backward: when each segment begins in both."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self.watch = watch
         self.is_forward = True
-        self.pieces: list[int] = []
+        self.segments: list[int] = []
         self.forward: list[Any] = []
         self.backward: dict[int, Any] = {}
         self.turned: Any = None  # the backward begins
-        self._made: list[int] = []  # autograd's count of nodes where each piece begins
+        self._made: list[int] = []  # autograd's count of nodes where each segment begins
 
-    def begins(self, piece: int) -> None:
-        """A piece begins, in the forward."""
-        self.pieces.append(piece)
+    def begins(self, segment: int) -> None:
+        """A segment begins, in the forward."""
+        self.segments.append(segment)
         self._made.append(_nodes_made())
         self.forward.append(self.watch.now())
 
     def ends(self, roots: Sequence[Tensor]) -> None:
-        """The forward is over; from now on the first node of each piece's backward is stamped."""
+        """The forward is over; from now on the first node of each segment's backward is stamped."""
         self.is_forward = False
         self.forward.append(self.watch.now())
         newest: dict[int, tuple[int, Node]] = {}
         for node in _nodes(roots):
             made = node._sequence_nr()
-            at = self.pieces[max(0, bisect_right(self._made, made) - 1)]
+            at = self.segments[max(0, bisect_right(self._made, made) - 1)]
             if at not in newest or made > newest[at][0]:
                 newest[at] = made, node
-        for piece, (_, node) in newest.items():
-            node.register_prehook(partial(self._begins_back, piece))
+        for segment, (_, node) in newest.items():
+            node.register_prehook(partial(self._begins_back, segment))
         self.turned = self.watch.now()
 
-    def _begins_back(self, piece: int, _: object) -> None:
-        self.backward[piece] = self.watch.now()
+    def _begins_back(self, segment: int, _: object) -> None:
+        self.backward[segment] = self.watch.now()
 
     def times(self, count: int, end: Any) -> tuple[list[float], list[float]]:
-        """Seconds of each of so many pieces, forward and backward."""
+        """Seconds of each of so many segments, forward and backward."""
         forward, backward = [0.0] * count, [0.0] * count
-        for piece, (begin, until) in zip(self.pieces, pairwise(self.forward), strict=True):
-            forward[piece] = self.watch.seconds(begin, until)
-        # What comes before the first node (the roots' gradients) is the last piece's, where the
+        for segment, (begin, until) in zip(self.segments, pairwise(self.forward), strict=True):
+            forward[segment] = self.watch.seconds(begin, until)
+        # What comes before the first node (the roots' gradients) is the last segment's, where the
         # loss is. Pieces that autograd does not come to have no time.
         order = sorted(self.backward, reverse=True)
-        begins = [self.turned, *(self.backward[piece] for piece in order[1:]), end]
-        for piece, (begin, until) in zip(order, pairwise(begins), strict=False):
-            backward[piece] = self.watch.seconds(begin, until)
+        begins = [self.turned, *(self.backward[segment] for segment in order[1:]), end]
+        for segment, (begin, until) in zip(order, pairwise(begins), strict=False):
+            backward[segment] = self.watch.seconds(begin, until)
         return forward, backward
 
 
@@ -165,8 +165,8 @@ def measured(
     lanes: int = 1,
     repeats: int = 5,
     training: bool = True,
-) -> PieceTimes:
-    """Run a micro-batch on a device and time its pieces.
+) -> SegmentTimes:
+    """Run a micro-batch on a device and time its segments.
 
     The model runs with copies of its buffers, and with its parameters' values (copies where they
     are on another device): its own, and their gradients, are not touched. Random states and
@@ -175,7 +175,7 @@ def measured(
     Args:
         model: has values.
         recording: of it, in one stage.
-        cuts: pieces that a stage can begin with: these are timed.
+        cuts: segments that a stage can begin with: these are timed.
         args: of one micro-batch.
         kwargs: of one micro-batch.
         target: for ``loss_fn``.
@@ -194,16 +194,16 @@ def measured(
     """
     watch = Stopwatch(device)
     begins: dict[str, dict[int, int]] = {}
-    for piece in cuts:
-        calls = map(recording.calls.__getitem__, recording.pieces[piece].calls)
+    for segment in cuts:
+        calls = map(recording.calls.__getitem__, recording.segments[segment].calls)
         call = next(call for call in calls if call.is_module)
-        begins.setdefault(call.path, {})[call.call] = piece
+        begins.setdefault(call.path, {})[call.call] = segment
     modules = dict(model.named_modules())
     places = []
-    for path, pieces in begins.items():
+    for path, segments in begins.items():
         names = modules[path].__dict__
         compiled = names.get("_compiled_call_impl") is not None
-        places.append((modules[path], "_compiled_call_impl" if compiled else "forward", pieces))
+        places.append((modules[path], "_compiled_call_impl" if compiled else "forward", segments))
 
     def step(run: _Run | None) -> tuple[Any, Any]:
         """Forward and backward; the stamps before and after."""
@@ -234,14 +234,14 @@ def measured(
     def stamped() -> tuple[list[float], list[float]]:
         run = _Run(watch)
         before = [(m.__dict__, name, m.__dict__.get(name)) for m, name, _ in places]
-        for module, name, pieces in places:
-            module.__dict__[name] = _Stamped(getattr(module, name), pieces, run)
+        for module, name, segments in places:
+            module.__dict__[name] = _Stamped(getattr(module, name), segments, run)
         try:
             _, end = step(run)
         finally:
             for names, name, value in before:
                 names.pop(name) if value is None else names.update({name: value})
-        return run.times(len(recording.pieces), end)
+        return run.times(len(recording.segments), end)
 
     with (
         _own_tensors(model, device),
@@ -269,7 +269,7 @@ def measured(
     used = threads or torch.get_num_threads()
     crowded = max(1.0, together / whole)
     forward, backward = ([crowded * t for t in times] for times in (forward, backward))
-    return PieceTimes(forward, backward, whole, with_stamps, str(device), used, crowded)
+    return SegmentTimes(forward, backward, whole, with_stamps, str(device), used, crowded)
 
 
 def _beside(step: Callable[[], float], others: int, repeats: int) -> float:
@@ -284,7 +284,7 @@ def _beside(step: Callable[[], float], others: int, repeats: int) -> float:
 @contextmanager
 def _in_a_crowd(step: Callable[[], object], others: int) -> Iterator[threading.Event]:
     """While entered, other threads take steps, one after another; the event tells if one failed."""
-    ambient, threads = Ambient(), torch.get_num_threads()
+    ambient, threads = CallerState(), torch.get_num_threads()
     is_enough, has_failed = threading.Event(), threading.Event()
     under_way = threading.Barrier(others + 1)
 
@@ -384,7 +384,7 @@ def _own_tensors(model: nn.Module, device: torch.device) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with ModelState(model, values=True), kept([*every_source(), *torchs_of(device)]):
+        with ModelState(model, values=True), preserve_rng([*every_source(), *torchs_of(device)]):
             swapped = {name: own(tensor) for name, tensor in slots}
             with _reparametrize_module(model, swapped, tie_weights=False):
                 yield

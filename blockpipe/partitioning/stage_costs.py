@@ -16,11 +16,11 @@ from torch import Tensor
 from ..costs.rates import Line
 from ..devices.devices import is_asynchronous
 from ..errors import ScheduleError
-from ..preparation.prepared import goes_one_by_one, is_small
+from ..preparation.prepared import is_small, runs_inline
 from ..schedules.builders import ScheduleOption, choose, make_schedule
 from ..schedules.schedule import HOP_MASK, HOP_SHIFT, B, F, Schedule, W
 from ..schedules.simulation import Costs, Simulation, simulate
-from .cut_points import Chain
+from .cut_points import SegmentCosts
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Conditions:
         return found
 
 
-class Costing:
+class StageCosts:
     """Costs under some conditions; matrices as :class:`Chain` has them.
 
     Args:
@@ -109,45 +109,45 @@ class Costing:
         in_flight: for each stage, the most micro-batches whose activations it holds.
     """
 
-    def __init__(self, chain: Chain, conditions: Conditions) -> None:
-        self.chain = chain
+    def __init__(self, costs: SegmentCosts, conditions: Conditions) -> None:
+        self.costs = costs
         self.conditions = conditions
         to = conditions
-        small = not to.is_asynchronous and is_small(chain.recording, to.stages)
+        small = not to.is_asynchronous and is_small(costs.recording, to.stages)
         has_one_lane = len(set(to.lanes)) == 1 or small
-        one_by_one = goes_one_by_one(to.schedule, to.chunks, has_one_lane=has_one_lane)
+        one_by_one = runs_inline(to.schedule, to.chunks, has_one_lane=has_one_lane)
         self.one_thread = one_by_one and has_one_lane
         held = held_at_once(to.made(Costs()))
         self.in_flight = [1] * to.stages if one_by_one else held
 
     def cost(self, stage: int) -> Tensor:
         """What is balanced, of one stage."""
-        chain, to = self.chain, self.conditions
+        costs, to = self.costs, self.conditions
         extra = to.extra[0] * (stage == 0) + to.extra[1] * (stage == to.stages - 1)
         if to.by == "memory":
             return self.memory(stage) + extra
         if to.by == "time":
-            moved = chain.received + chain.returned if to.training else chain.received
-            return (chain.seconds + extra) / to.speeds[stage] + moved * to.link.per_unit
-        row = chain.parameters if to.by == "parameters" else chain.flops
-        return (chain.total(row) + extra) / to.speeds[stage]
+            moved = costs.received + costs.returned if to.training else costs.received
+            return (costs.seconds + extra) / to.speeds[stage] + moved * to.link.per_unit
+        row = costs.parameters if to.by == "parameters" else costs.flops
+        return (costs.total(row) + extra) / to.speeds[stage]
 
     def memory(self, stage: int) -> Tensor:
         """One stage's peak, in bytes."""
         to = self.conditions
-        return self.chain.memory(self.in_flight[stage], to.copies, training=to.training)
+        return self.costs.memory(self.in_flight[stage], to.copies, training=to.training)
 
     def step(self, bounds: Sequence[int]) -> tuple[float, Simulation | None]:
         """The predicted time of a step, and the schedule played out; in one thread there is none.
 
         Args:
-            bounds: pieces that they begin with, and the end.
+            bounds: segments that they begin with, and the end.
         """
         to = self.conditions
         pairs = list(pairwise(bounds))
         forward, backward = (
             [float(row[a:b].sum()) / v for (a, b), v in zip(pairs, to.speeds, strict=True)]
-            for row in (self.chain.forward, self.chain.backward)
+            for row in (self.costs.forward, self.costs.backward)
         )
         if to.by == "time":
             forward[0] += to.extra[0] / to.speeds[0]
@@ -158,9 +158,9 @@ class Costing:
             forward=forward,
             backward=backward,
             weight=[seconds / 2 for seconds in backward],
-            transfer=[to.link.seconds(float(self.chain.received[a, b])) for a, b in pairs[1:]]
+            transfer=[to.link.seconds(float(self.costs.received[a, b])) for a, b in pairs[1:]]
             + [0.0],
-            activation=[float(self.chain.saved[a, b]) for a, b in pairs],
+            activation=[float(self.costs.saved[a, b]) for a, b in pairs],
         )
         played = simulate(to.made(costs), costs)
         return played.makespan, played

@@ -25,14 +25,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._common.nested import tensors
 from .._common.thread_state import ours
-from ..crossing.interception import active_glue
+from ..crossing.interception import active_mode
 from ..stages.marks import current_microbatch, is_recomputing
 
 Forward = Callable[..., Any]
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class Statistics(NamedTuple):
+class BatchStatistics(NamedTuple):
     """Of some samples, for each channel: enough to merge them with others'.
 
     ``mean`` and ``squares`` (the sum of squared distances from the mean) have shape
@@ -44,7 +44,7 @@ class Statistics(NamedTuple):
     squares: Tensor
 
 
-def statistics(x: Tensor) -> Statistics:
+def statistics(x: Tensor) -> BatchStatistics:
     """The statistics of a tensor of shape ``[batch, channels, ...]``.
 
     Nothing of the tensor's size is made in double precision: what is left of the rounded mean after
@@ -58,10 +58,12 @@ def statistics(x: Tensor) -> Statistics:
     centered = x - mean
     rest = centered.mean(dims).to(double)
     squares = centered.square_().sum(dims).to(double)
-    return Statistics(samples, mean.flatten().to(double) + rest, squares - samples * rest.square())
+    return BatchStatistics(
+        samples, mean.flatten().to(double) + rest, squares - samples * rest.square()
+    )
 
 
-def merged(parts: list[Statistics]) -> Statistics:
+def merged(parts: list[BatchStatistics]) -> BatchStatistics:
     """The statistics of all samples of some parts.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
@@ -74,7 +76,7 @@ def merged(parts: list[Statistics]) -> Statistics:
         mean = mean + distance * (more.samples / total)
         squares = squares + more.squares + distance.square() * (samples * more.samples / total)
         samples = total
-    return Statistics(samples, mean, squares)
+    return BatchStatistics(samples, mean, squares)
 
 
 class _Step:
@@ -82,7 +84,7 @@ class _Step:
 
     def __init__(self) -> None:
         # By module, then by micro-batch: of each of its calls. One thread runs a micro-batch.
-        self.seen: dict[_BatchNorm, dict[int, list[Statistics]]] = {}
+        self.seen: dict[_BatchNorm, dict[int, list[BatchStatistics]]] = {}
 
 
 class DeferredBatchNorm:
@@ -125,8 +127,8 @@ class DeferredBatchNorm:
             and module.running_mean is not None
         ):
             with ours(), torch.no_grad():
-                given, glue = next(tensors((args, kwargs))), active_glue()
-                seen = statistics((given if glue is None else glue.read(given)).detach())
+                given, mode = next(tensors((args, kwargs))), active_mode()
+                seen = statistics((given if mode is None else mode.read(given)).detach())
             step.seen.setdefault(module, {}).setdefault(microbatch, []).append(seen)
         return forward(*args, **kwargs)
 
@@ -208,7 +210,7 @@ def _commit(step: _Step) -> None:
             _update(module, merged([part for part in parts if part is not None]))
 
 
-def _update(module: _BatchNorm, whole: Statistics) -> None:
+def _update(module: _BatchNorm, whole: BatchStatistics) -> None:
     factor: float | Tensor | None = module.momentum
     tracked = module.num_batches_tracked
     if tracked is not None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from .._common.nested import leaves, map_leaves, tensors
 from ..stages.marks import current_microbatch
-from .doors import Doors
+from .sealed_forwards import SealedForwards
 
 
 class _Own(torch.autograd.Function):
@@ -52,7 +52,7 @@ def _adds_up(leaf: Tensor) -> bool:
     return leaf.grad is not None and not leaf._backward_hooks
 
 
-class Compiled:
+class CompiledModules:
     """What stands in for the sealed modules of one recording.
 
     Args:
@@ -62,12 +62,16 @@ class Compiled:
     """
 
     def __init__(
-        self, doors: Doors, options: Mapping[str, Any] | None, *, cuda_graphs: bool
+        self,
+        sealed_forwards: SealedForwards,
+        options: Mapping[str, Any] | None,
+        *,
+        cuda_graphs: bool,
     ) -> None:
         self.slots = 0  # how many micro-batches are in flight at the most: as in the first step
         self._cuda_graphs = cuda_graphs
         self.phase: Literal["off", "capture", "replay"] = "off"
-        self.graphs: list[Graphs] = []
+        self.graphs: list[CapturedGraphs] = []
         self.uncompiled: set[str] = (
             set()
         )  # paths of modules with calls that ran as they are written
@@ -75,7 +79,7 @@ class Compiled:
         self._codes: dict[Any, CodeType] = {}  # by kind of module
         self._is_first = True
         # A capture has its activations in memory of its own.
-        self.paths = doors.stand_in(self._wrap, recomputes=not cuda_graphs)
+        self.paths = sealed_forwards.stand_in(self._wrap, recomputes=not cuda_graphs)
 
     def _wrap(
         self, path: str, module: nn.Module, forward: Callable[..., Any]
@@ -85,7 +89,7 @@ class Compiled:
         if self._options is not None:
             forward = self._compiled(path, module, forward)
         if self._cuda_graphs:
-            forward = Graphs(module, forward, self)
+            forward = CapturedGraphs(module, forward, self)
             self.graphs.append(forward)
         return forward
 
@@ -139,7 +143,7 @@ class Compiled:
             self.phase = "off"
 
 
-class Graphs:
+class CapturedGraphs:
     """A sealed module's calls as CUDA graphs: one capture for each signature and micro-batch in
     flight.
 
@@ -156,7 +160,7 @@ class Graphs:
         self,
         module: nn.Module,
         forward: Callable[..., Any],
-        shared: Compiled,
+        shared: CompiledModules,
     ) -> None:
         self.module = module
         self.forward = forward

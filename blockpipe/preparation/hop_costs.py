@@ -9,7 +9,7 @@ import torch
 from ..costs.probing import copy_line, rates_of
 from ..costs.rates import Rates
 from ..devices.devices import is_asynchronous
-from ..recording.recording import Kept, Recording
+from ..recording.recording import ActivationBytes, Recording
 from ..schedules.simulation import Costs
 
 
@@ -27,7 +27,7 @@ def rates_of_stages(devices: Sequence[torch.device], lanes: int) -> list[Rates]:
 
 def hop_costs(
     recording: Recording,
-    regimes: Sequence[Kept],
+    held: Sequence[ActivationBytes],
     devices: Sequence[torch.device],
     rates: Sequence[Rates],
     offloaded: Collection[int] = (),
@@ -47,18 +47,18 @@ def hop_costs(
     for crossing in recording.crossings:
         line = copy_line(devices[crossing.from_stage], devices[crossing.to_stage])
         sent[crossing.to_hop - 1] += line.seconds(crossing.bytes)
-    restore = [
-        rates[hop.stage].forward(kept.again) for hop, kept in zip(hops, regimes, strict=True)
+    recompute = [
+        rates[hop.stage].forward(kept.recompute) for hop, kept in zip(hops, held, strict=True)
     ]
     for hop in offloaded:
         line = copy_line(torch.device("cpu"), devices[hops[hop].stage])
-        restore[hop] += line.seconds(regimes[hop].full)
+        recompute[hop] += line.seconds(held[hop].full)
     return Costs(
         forward=[rates[hop.stage].forward(hop.work) for hop in hops],
         backward=backward,
         weight=[seconds / 2 for seconds in backward],
         transfer=sent,
-        activation=[float(kept.full) for kept in regimes],
-        restore=restore,
-        dropped=[float(kept.full - kept.bytes) for kept in regimes],
+        activation=[float(kept.full) for kept in held],
+        recompute=recompute,
+        dropped=[float(kept.full - kept.bytes) for kept in held],
     )

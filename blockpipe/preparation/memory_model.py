@@ -332,10 +332,10 @@ def _about_activations(
     prepared: Prepared, report: MemoryReport, worst: StageMemory
 ) -> Iterator[str]:
     hops = [hop for hop in prepared.recording.hops if hop.stage == worst.stage]
-    kept, again = (sum(getattr(h, k).bytes for h in hops) for k in ("never", "always"))
-    is_recomputed = any(prepared.regime(hop.index, 0, 2).calls for hop in hops)
-    if not is_recomputed and 10 * again < 9 * kept and worst.in_flight > 1:
-        then = worst.peak - (worst.in_flight - 1) * (kept - again)
+    kept, recompute_spec = (sum(getattr(h, k).bytes for h in hops) for k in ("never", "always"))
+    is_recomputed = any(prepared.activation_bytes(hop.index, 0, 2).calls for hop in hops)
+    if not is_recomputed and 10 * recompute_spec < 9 * kept and worst.in_flight > 1:
+        then = worst.peak - (worst.in_flight - 1) * (kept - recompute_spec)
         yield (
             f"checkpoint=True on the marks of stage {worst.stage}: {bytes_text(then)} instead of "
             f"{bytes_text(worst.peak)}, for one more forward of it"

@@ -16,18 +16,18 @@ from .._common.text import bytes_text
 from ..costs.meter import ASKS_HOST
 from ..costs.rates import Rates, together
 from ..crossing.host_stores import AHEAD
-from ..crossing.tags import Home
+from ..crossing.tags import ParameterHome
 from ..devices.devices import is_asynchronous
 from ..devices.rng_streams import Source, host_sources, sources_of, torchs_of
 from ..errors import ScheduleError
-from ..recording.recording import Hop, Kept, Recording
-from ..schedules.builders import Choice, ScheduleOption, choose, make_schedule
+from ..recording.recording import ActivationBytes, Hop, Recording
+from ..schedules.builders import ScheduleChoice, ScheduleOption, choose, make_schedule
 from ..schedules.schedule import Schedule
 from ..schedules.simulation import Costs, validate
 from .batch_norm import DeferredBatchNorm
-from .compiled import Compiled
-from .doors import Doors
+from .compiled import CompiledModules
 from .hop_costs import hop_costs, rates_of_stages
+from .sealed_forwards import SealedForwards
 from .unwritten import Unwritten
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def is_small(recording: Recording, hops: int | None = None) -> bool:
     return seconds < max(SMALL_OPERATION * operations, SMALL_HOP * (hops or len(recording.hops)))
 
 
-def goes_one_by_one(schedule: ScheduleOption, microbatches: int, *, has_one_lane: bool) -> bool:
+def runs_inline(schedule: ScheduleOption, microbatches: int, *, has_one_lane: bool) -> bool:
     """Whether each micro-batch goes out and comes back before the next, in one thread.
 
     Args:
@@ -97,20 +97,20 @@ class Prepared:
     model: nn.Module
     recording: Recording
     route: list[int]
-    homes: dict[int, Home]
+    homes: dict[int, ParameterHome]
     devices: list[torch.device]
     lane_of_stage: Sequence[Hashable]
-    doors: Doors
+    sealed_forwards: SealedForwards
     planned: bool
     in_flight: int | None = None
     checkpoint: str = "never"
     offload: frozenset[int] = frozenset()  # stages
-    compiled: Compiled | None = None
+    compiled: CompiledModules | None = None
     batch_norm: DeferredBatchNorm | None = None
     written: frozenset[str] = frozenset()  # names of what later steps were seen to write
     steps: int = 0  # that were run with it
     microbatches: int = 0  # of the last of them
-    choices: dict[int, Choice] = field(default_factory=dict)  # of "auto", by micro-batches
+    choices: dict[int, ScheduleChoice] = field(default_factory=dict)  # of "auto", by micro-batches
     loss_draws: dict[Any, bool] = field(default_factory=dict)  # by loss function, once known
     _schedules: dict[Any, Schedule] = field(default_factory=dict)
     _own_schedule: Any = None  # the last of the user's, which _schedules has as "own"
@@ -171,7 +171,7 @@ class Prepared:
         """torch's, of the host and of the stages' devices."""
         return list(dict.fromkeys(s for device in self.devices for s in torchs_of(device)))
 
-    def draws_after_all(self, hop: int | None = None, kind: str = "torch") -> None:
+    def mark_as_random(self, hop: int | None = None, kind: str = "torch") -> None:
         """A forward drew random numbers that it did not draw when it was recorded: from the next
         step on it takes turns.
 
@@ -184,9 +184,9 @@ class Prepared:
         self.__dict__.pop("sources", None)
 
     @cached_property
-    def rereads(self) -> frozenset[int]:
+    def hops_rerunning_forward(self) -> frozenset[int]:
         """Hops with functions that may read what they saved more than once."""
-        return frozenset(hop.index for hop in self.recording.hops if hop.reruns)
+        return frozenset(hop.index for hop in self.recording.hops if hop.reruns_forward)
 
     def recomputes(self, microbatch: int, microbatches: int) -> bool:
         """Whether a micro-batch is recomputed where no mark says otherwise."""
@@ -195,15 +195,15 @@ class Prepared:
         return self.checkpoint == "always"
 
     @cached_property
-    def restores(self) -> bool:
+    def does_recompute(self) -> bool:
         """Whether any hop has something to make again, or bring back, before its backward."""
-        return any(self._restores(hop, 0, 2) for hop in range(len(self.route)))
+        return any(self._is_recomputed(hop, 0, 2) for hop in range(len(self.route)))
 
-    def _restores(self, hop: int, microbatch: int, microbatches: int) -> bool:
-        calls = self.regime(hop, microbatch, microbatches).calls
+    def _is_recomputed(self, hop: int, microbatch: int, microbatches: int) -> bool:
+        calls = self.activation_bytes(hop, microbatch, microbatches).calls
         return bool(calls) or hop in self.offloaded
 
-    def regime(self, hop: int, microbatch: int, microbatches: int) -> Kept:
+    def activation_bytes(self, hop: int, microbatch: int, microbatches: int) -> ActivationBytes:
         """What a hop keeps of a micro-batch, as it is recomputed."""
         info = self.recording.hops[hop]
         found = info.always if self.recomputes(microbatch, microbatches) else info.asked
@@ -220,7 +220,7 @@ class Prepared:
             microbatches: so many.
             is_split: its backward is in two parts.
         """
-        kept = self.regime(hop, microbatch, microbatches)
+        kept = self.activation_bytes(hop, microbatch, microbatches)
         # What an earlier hop keeps as well is there once, where it has not moved; on the CPU the
         # inputs are the caller's.
         there = kept.shared if self.on_one_device else 0
@@ -259,9 +259,9 @@ class Prepared:
         """Whether nothing can overlap, or threads would cost more than that gains."""
         return len(set(self.lane_of_hop)) == 1 or self.is_small
 
-    def goes_one_by_one(self, schedule: ScheduleOption, microbatches: int) -> bool:
+    def runs_inline(self, schedule: ScheduleOption, microbatches: int) -> bool:
         """Whether each micro-batch goes out and comes back before the next, in one thread."""
-        return goes_one_by_one(schedule, microbatches, has_one_lane=self.has_one_lane)
+        return runs_inline(schedule, microbatches, has_one_lane=self.has_one_lane)
 
     @property
     def rates(self) -> list[Rates]:
@@ -272,13 +272,13 @@ class Prepared:
     @property
     def costs(self) -> Costs:
         """What the hops cost, in seconds: predicted. Rates that are not known yet are measured."""
-        regimes = [self.regime(hop, 0, 2) for hop in range(len(self.route))]
+        held = [self.activation_bytes(hop, 0, 2) for hop in range(len(self.route))]
         far = [hop for hop in self.offloaded if is_asynchronous(self.devices[self.route[hop]])]
-        return hop_costs(self.recording, regimes, self.devices, self.rates, far)
+        return hop_costs(self.recording, held, self.devices, self.rates, far)
 
     def compile(self, options: Mapping[str, Any] | None, *, cuda_graphs: bool) -> None:
         """Have compiled modules, or CUDA graphs, stand in for the sealed ones."""
-        self.compiled = Compiled(self.doors, options, cuda_graphs=cuda_graphs)
+        self.compiled = CompiledModules(self.sealed_forwards, options, cuda_graphs=cuda_graphs)
         _log.info("compiled: %s", ", ".join(self.compiled.paths) or "nothing")
         self.steps = 0
         self._schedules.clear()
@@ -325,7 +325,7 @@ class Prepared:
             notes.append(f"auto: by rates {together(rates.source for rates in self.rates)}")
         if self.is_small and len(self.route) > 1:
             notes.append("operations are small: steps run in one thread, as the plain loop does")
-        if self.restores:
+        if self.does_recompute:
             notes += self._recomputation()
         if self.batch_norm is not None:
             notes += self.batch_norm.notes()
@@ -336,7 +336,7 @@ class Prepared:
     def _recomputation(self) -> Iterator[str]:
         glue: dict[int, int] = {}
         for hop in self.recording.hops:
-            if self.regime(hop.index, 0, 2).calls:
+            if self.activation_bytes(hop.index, 0, 2).calls:
                 glue[hop.stage] = glue.get(hop.stage, 0) + hop.glue_bytes
         for stage, kept in glue.items():
             if kept:
@@ -359,8 +359,10 @@ class Prepared:
         known = self._schedules.get(key)
         if known is None:
             known = self._make(option, microbatches)
-            if self.restores:
-                known = known.with_restored(partial(self._restores, microbatches=microbatches))
+            if self.does_recompute:
+                known = known.with_recomputed(
+                    partial(self._is_recomputed, microbatches=microbatches)
+                )
             self._schedules[key] = known
             _log.info(
                 "schedule %s for %d micro-batches: %d lanes, %d in flight%s",
@@ -379,8 +381,8 @@ class Prepared:
                 microbatches,
                 self.costs,
                 in_flight=self.in_flight,
-                separable=self.recording.separable,
-                restores=partial(self._restores, microbatches=microbatches),
+                splits_backward=self.recording.splits_backward,
+                recomputes=partial(self._is_recomputed, microbatches=microbatches),
             )
             return choice.schedule
         if isinstance(option, str):
@@ -391,7 +393,7 @@ class Prepared:
                 [0] * len(self.route) if one else self.lane_of_hop,
                 microbatches,
                 in_flight=self.in_flight,
-                separable=self.recording.separable,
+                splits_backward=self.recording.splits_backward,
             )
         try:
             made = (

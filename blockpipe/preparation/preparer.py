@@ -19,7 +19,7 @@ from .._common.callsite import users_line, warn
 from .._common.nested import leaves
 from .._common.text import bytes_text
 from ..batches.microbatch import BatchDims, Microbatch, dims_of_call, split
-from ..crossing.tags import Home
+from ..crossing.tags import ParameterHome
 from ..devices.devices import checked_devices, default_devices
 from ..devices.ownership import Owner, set_owner
 from ..errors import PlanError, StateError, UsageError
@@ -31,9 +31,9 @@ from ..stages.plan import StagePlan
 from ..weights.materialize import PendingValues
 from ..weights.placement import Fingerprint, Placement
 from .batch_norm import DeferredBatchNorm
-from .doors import Doors
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
+from .sealed_forwards import SealedForwards
 from .steering import Steering
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Compiling:
+class CompileOptions:
     """How modules are compiled."""
 
     options: dict[str, Any] | None  # for torch.compile; None: they are captured only
@@ -76,7 +76,7 @@ class Preparer:
         self._values = values
         self._number = next(_numbers)
         self.known: OrderedDict[Any, Prepared] = OrderedDict()  # the latest used is the last
-        self.compiles: Compiling | None = None
+        self.compiles: CompileOptions | None = None
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
         self._steering = Steering(model)
@@ -266,10 +266,10 @@ class Preparer:
             self.model,
             recording,
             recording.route,
-            {key: Home(*where) for key, where in homes.items()},
+            {key: ParameterHome(*where) for key, where in homes.items()},
             devices,
             self._given_lanes or lanes_of(devices, devices),
-            Doors(self.model, recording, planned.stages if planned else None, stand_ins),
+            SealedForwards(self.model, recording, planned.stages if planned else None, stand_ins),
             planned=planned is not None,
             in_flight=options.in_flight,
             checkpoint=options.checkpoint,
@@ -343,7 +343,7 @@ class Preparer:
         self.known.clear()
         return self.model
 
-    def compile(self, compiling: Compiling) -> None:
+    def compile(self, compiling: CompileOptions) -> None:
         """Compile what stays on one stage, in what is prepared and in what will be."""
         self.compiles = compiling
         for prepared in self.known.values():

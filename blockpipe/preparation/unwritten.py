@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..crossing.tags import version_of
 from ..errors import StateError
-from ..recording.recording import Held, Recording
+from ..recording.recording import Recording, TensorInfo
 
 _Slots = dict[str, Any]
 _State = tuple[Tensor, int, int] | None  # the tensor stays alive: no other one gets its address
@@ -32,7 +32,7 @@ class Unwritten:
 
     def __init__(self, model: nn.Module, recording: Recording, but: Collection[str] = ()) -> None:
         held = {n: h for h in (*recording.parameters, *recording.buffers) for n in h.names}
-        self._shared: list[tuple[Held, _Slots, str]] = []
+        self._shared: list[tuple[TensorInfo, _Slots, str]] = []
         self._others: list[tuple[str, _Slots, str]] = []
         self._modules = [(path, vars(module)) for path, module in model.named_modules()]
         self._changing = recording.changing | set(but)

@@ -24,7 +24,7 @@ from .._common.modules import named_slots
 from .._common.nested import map_tensors
 from .._common.thread_state import as_ours
 from ..devices.devices import is_on_meta
-from ..devices.rng_streams import every_source, kept
+from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, IsolationError, RecordingError
 from ..restoring.leaked_tensors import TrackedFakes
 from ..restoring.model_state import ModelState, RealWritesUndone
@@ -252,7 +252,7 @@ def _record_with(
         stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
         stack.enter_context(state)
         stack.enter_context(state)  # an interrupt can spoil one of them
-        with kept(every_source()), _reparametrize_module(model, swapped, tie_weights=False):
+        with preserve_rng(every_source()), _reparametrize_module(model, swapped, tie_weights=False):
             # There a model takes any sample: only its shapes count.
             in_one_place = on_meta or (homes is not None and devices is None)
             if sample_device is None and in_one_place:
@@ -272,7 +272,7 @@ def _record_with(
                 )
 
 
-class _NotOfThread(logging.Filter):
+class _OtherThreadsOnly(logging.Filter):
     """Lets through what other threads log."""
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ class _NotOfThread(logging.Filter):
 def _quiet() -> Iterator[None]:
     """While entered, torch does not log what this thread's fake tensors cannot do: either it is
     raised, and then said once, or the forward runs for real."""
-    logger, filter_ = logging.getLogger("torch._subclasses.fake_tensor"), _NotOfThread()
+    logger, filter_ = logging.getLogger("torch._subclasses.fake_tensor"), _OtherThreadsOnly()
     logger.addFilter(filter_)
     try:
         yield

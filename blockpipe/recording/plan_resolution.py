@@ -23,26 +23,26 @@ Stages = Mapping[str, Mapping[int | None, int]]
 
 
 @dataclass(frozen=True)
-class KeptPlan:
+class AttachedPlan:
     """A plan that was set, and the line that set it."""
 
     plan: StagePlan
     where: str
 
 
-def kept_plan(model: nn.Module) -> KeptPlan | None:
+def attached_plan(model: nn.Module) -> AttachedPlan | None:
     """The plan that was set on a model itself, if one was."""
-    found: KeptPlan | None = model.__dict__.get(_KEPT)
+    found: AttachedPlan | None = model.__dict__.get(_KEPT)
     return found
 
 
-def kept_plans(model: nn.Module) -> list[tuple[str, KeptPlan]]:
+def attached_plans(model: nn.Module) -> list[tuple[str, AttachedPlan]]:
     """The plans that were set on a model and on models inside of it, with the paths of these."""
-    found = ((path, kept_plan(module)) for path, module in model.named_modules())
+    found = ((path, attached_plan(module)) for path, module in model.named_modules())
     return [(path, kept) for path, kept in found if kept is not None]
 
 
-def keep_plan(model: nn.Module, kept: KeptPlan | None) -> None:
+def attach_plan(model: nn.Module, kept: AttachedPlan | None) -> None:
     """Set a model's plan, or take it off."""
     if kept is None:
         model.__dict__.pop(_KEPT, None)
@@ -183,7 +183,7 @@ def planned_by(model: nn.Module, plan: StagePlan | None) -> Planned | None:
     """
     if plan is not None:
         return Planned(model, plan)
-    kept = kept_plans(model)
+    kept = attached_plans(model)
     if not kept:
         return None
     path, first = kept[0]

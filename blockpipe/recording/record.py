@@ -19,10 +19,10 @@ from .._common.callsite import users_line
 from .._common.model_turns import alone_with
 from .._common.nested import map_tensors
 from .._common.thread_state import as_ours
-from ..batches.microbatch import Share
+from ..batches.microbatch import BatchPart
 from ..devices.copies import carry
 from ..devices.devices import is_on_meta
-from ..devices.rng_streams import every_source, kept
+from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, RecordingError
 from ..restoring.model_state import ModelState, WritesUndone
 from ..restoring.restored_thread import leaves_intact
@@ -105,7 +105,7 @@ def record_planned(
     devices: list[torch.device] | None = None,
     intended: Sequence[torch.device] | None = None,
     cut: bool = True,
-    share: Share | None = None,
+    share: BatchPart | None = None,
 ) -> Recording:
     """As :func:`record`, by a plan that is resolved, and checked against what it gives.
 
@@ -137,7 +137,7 @@ def _record(
     kwargs: dict[str, Any],
     planned: Planned | None,
     devices: list[torch.device] | None,
-    share: Share | None,
+    share: BatchPart | None,
     *,
     fake: bool,
     intended: Sequence[torch.device] | None,
@@ -224,7 +224,7 @@ def _record_real(
 ) -> Recording:
     state = ModelState(model, values=True)
     # An interrupt can spoil one of them.
-    with state, state, kept(every_source()), WritesUndone(model):
+    with state, state, preserve_rng(every_source()), WritesUndone(model):
         # Copies: the forward may write to its inputs, and it will run again.
         where = _one_device_of(model) if devices is None else None
         args, kwargs = map_tensors(partial(_copy_of, where=where), (args, kwargs))

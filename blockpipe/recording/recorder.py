@@ -1,6 +1,6 @@
-"""The watched journey: what the recording pass sees, and what follows from it.
+"""The watched run: what the recording pass sees, and what follows from it.
 
-It is a journey like every other, with every operation intercepted, inside modules too; so what it
+It is a run like every other, with every operation intercepted, inside modules too; so what it
 sees is what a replay will do.
 """
 
@@ -25,31 +25,31 @@ from .._common.thread_state import how_many_modes, ours
 from ..costs.meter import HostSync
 from ..costs.work import Work, addition
 from ..crossing.hop_backward import Root, entries_of, kept_for_weights, why_whole
-from ..crossing.interception import Glue, is_question, looks_at_graph
-from ..crossing.microbatch_run import Journey
+from ..crossing.interception import CrossingMode, is_question, looks_at_graph
+from ..crossing.microbatch_run import MicrobatchRun
 from ..crossing.tags import (
     RECORDING,
     TAG,
     UNCUT,
-    Home,
     HopGraph,
     Import,
-    JourneyKey,
-    Step,
+    MicrobatchKey,
+    ParameterHome,
+    StepContext,
     Tag,
     edge_of,
     version_of,
 )
-from ..crossing.uncut_run import FreeJourney
+from ..crossing.uncut_run import UncutRun
 from ..devices.rng_streams import current, host_sources, moved
 from ..errors import CrossingError, PlanError
 from ..stages.marks import Cursor, Mark
 from ..stages.plan import too_few_devices
 from .outside_state import OutsideState
 from .plan_resolution import planned_stage
-from .recording import Call, CrossingInfo, Drawn, Flow, Held, Hop, Recording, Unmarked
+from .recording import Call, CrossingInfo, Flow, GeneratorUse, Hop, Recording, TensorInfo, Unmarked
 from .saved_tensors import Activations
-from .segments import Pieces, inbound
+from .segments import Segments, inbound
 from .shared_changes import SharedChanges
 
 _SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimized itself"
@@ -58,22 +58,22 @@ _SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimize
 class _RecordedTag(Tag):
     """A tag that knows inside which calls its tensor was made, and which of them returned it."""
 
-    __slots__ = ("calls", "flow", "is_read", "piece", "returned_by", "sources")
+    __slots__ = ("calls", "flow", "is_read", "returned_by", "segment", "sources")
 
     def __init__(
         self,
-        key: JourneyKey,
+        key: MicrobatchKey,
         hop: int,
         stage: int,
         calls: set[Call],
         sources: tuple[Call, ...],
-        piece: int,
+        segment: int,
     ) -> None:
         super().__init__(key, hop, stage)
         self.calls = calls
         self.returned_by: set[Call] = set()
         self.sources = sources  # calls that made it, or what it was computed from in glue
-        self.piece = piece  # in which it was made
+        self.segment = segment  # in which it was made
         self.flow: Flow | None = None
         self.is_read = False
 
@@ -101,12 +101,12 @@ class WatchedCursor(Cursor):
             self.recorder.marked = True
 
 
-class Recorder(Journey):
-    """The journey of the recording pass."""
+class Recorder(MicrobatchRun):
+    """The run of the recording pass."""
 
     def __init__(
         self,
-        step: Step,
+        step: StepContext,
         cursor: WatchedCursor,
         result: Recording,
         activations: Activations,
@@ -117,7 +117,7 @@ class Recorder(Journey):
         self.unhookable = unhookable  # calls in which autograd bears no saved-tensor hooks
         self.failed_in: Call | None = None
         self.function = ""  # the name of the torch function under way
-        self.key = JourneyKey(RECORDING, 0)
+        self.key = MicrobatchKey(RECORDING, 0)
         cursor.recorder = self
         cursor.on_move = None
         self.cursor: WatchedCursor = cursor
@@ -125,16 +125,16 @@ class Recorder(Journey):
         self.marked = False
         self.begun_by: str | None = None  # the call with which a plan moved the cursor last
         self.stack: list[tuple[Call, set[int], object]] = []
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, TensorInfo] = {}
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
         self.custom_in: list[tuple[str, Call | None]] = []
-        self.generators: dict[int, Drawn] = {}  # the user's, by id
+        self.generators: dict[int, GeneratorUse] = {}  # the user's, by id
         self.checkpointed_in: list[Call | None] = []
         self.compiled: set[str] = set()  # paths of modules
         self.keepers: list[str] = []
         self.untracked: list[tuple[CrossingError, Call | None]] = []
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
-        self.pieces = Pieces(result.pieces, result.flows)
+        self.segments = Segments(result.segments, result.flows)
         self.progress: Progress | None = None
         self.changes: SharedChanges
         self.outside: OutsideState
@@ -215,7 +215,7 @@ class Recorder(Journey):
         hop = self.arrive()
         info = self.result.hops[hop]
         info.operations += 1
-        self.pieces.operation()
+        self.segments.operation()
         self._sources = {}
         for call, _, _ in self.stack:
             if call.hop is None:
@@ -227,11 +227,11 @@ class Recorder(Journey):
         if follows and not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
             self._note_unmarked(hop)
         innermost = self.stack[-1][0] if self.stack else None
-        self.activations.at(hop, innermost, self.pieces.current.index)
+        self.activations.at(hop, innermost, self.segments.current.index)
         hooks = _saved_tensor_hooks()
         if hooks is not None and hooks != self._ambient_hooks:
             info.whole = "it recomputes, or packs what it saves"
-            info.reruns = True
+            info.reruns_forward = True
 
     def _note_unmarked(self, hop: int) -> None:
         last = self.result.unmarked[-1] if self.result.unmarked else None
@@ -271,7 +271,9 @@ class Recorder(Journey):
         if tag.key is self.key:
             self._sources.update((id(call), call) for call in tag.sources)
             size = tensor.numel() * tensor.element_size()
-            tag.flow = self.pieces.flow(tag.flow, tag.piece, size, needs_grad=tensor.requires_grad)
+            tag.flow = self.segments.flow(
+                tag.flow, tag.segment, size, needs_grad=tensor.requires_grad
+            )
             if tag.is_read:
                 self._note_gradient(tensor)
             tag.is_read = True
@@ -325,18 +327,18 @@ class Recorder(Journey):
 
     def _make_tag(self) -> Tag:
         calls = {call for call, _, _ in self.stack}
-        sources, piece = tuple(self._sources.values()), self.pieces.current.index
-        return _RecordedTag(self.key, self.hop, self.stage, calls, sources, piece)
+        sources, segment = tuple(self._sources.values()), self.segments.current.index
+        return _RecordedTag(self.key, self.hop, self.stage, calls, sources, segment)
 
-    def _note_read(self, tensor: Tensor, held: Held) -> None:
+    def _note_read(self, tensor: Tensor, held: TensorInfo) -> None:
         if held.hop is None:
             held.hop, held.stage, held.where = self.hop, self.stage, users_line()
-            self.step.homes[id(tensor)] = Home(tensor, self.hop, self.stage, held.name)
+            self.step.homes[id(tensor)] = ParameterHome(tensor, self.hop, self.stage, held.name)
         elif self.stage != held.stage and self.stage not in held.also_read_on:
             held.also_read_on.append(self.stage)
         if self.hop not in held.hops:
             held.hops.append(self.hop)
-        self.pieces.reads(held)
+        self.segments.reads(held)
         self._note_gradient(tensor)  # to `.grad`, or to that of another read
         home_hop = held.hop
         for call, _, _ in self.stack:
@@ -404,7 +406,7 @@ class Recorder(Journey):
         call.inbound = inbound(sources, call)
         if self.progress is not None:
             self.progress.step(path)
-        self.pieces.begin(len(self.result.calls), self._closed())
+        self.segments.begin(len(self.result.calls), self._closed())
         self.result.calls.append(call)
         self.activations.given(call, tensors(args))
         if path in self.unhookable:
@@ -472,9 +474,9 @@ class Recorder(Journey):
         self._kernels += kernels
         if self.hop < 0:
             return
-        hop, piece = self.result.hops[self.hop], self.pieces.current
+        hop, segment = self.result.hops[self.hop], self.segments.current
         flops = sum(operation.flops for operation in work.forward)
-        for part in (hop, piece):
+        for part in (hop, segment):
             part.kernels += kernels
             part.largest_bytes = max(part.largest_bytes, made)
             part.flops += flops
@@ -504,7 +506,7 @@ class Recorder(Journey):
         """An operation drew random numbers, perhaps from a generator of the user's."""
         if generator is not None:
             self.refuse_again(f"it draws from a generator of its own ({_line()})")
-            drawn = self.generators.setdefault(id(generator), Drawn([], users_line()))
+            drawn = self.generators.setdefault(id(generator), GeneratorUse([], users_line()))
             hop = max(self.hop, 0)
             drawn.hops += [] if hop in drawn.hops else [hop]
             return
@@ -530,7 +532,7 @@ class Recorder(Journey):
             elif held is not None:
                 self._note_tied(tensor, held)
 
-    def _note_tied(self, tensor: Tensor, held: Held) -> None:
+    def _note_tied(self, tensor: Tensor, held: TensorInfo) -> None:
         """A parameter in a custom function that it is no argument of: the backward runs code of the
         user's with it, where no copy of it could be handed over, and adds up its gradient there."""
         name, call = self.custom_in[-1] if self.custom_in else ("", None)
@@ -607,12 +609,12 @@ class Recorder(Journey):
 
     def custom_function(self, name: str) -> None:
         """A custom autograd function was applied: what its backward does nobody knows."""
-        self.result.hops[max(self.hop, 0)].reruns = True
+        self.result.hops[max(self.hop, 0)].reruns_forward = True
         self.custom_in.append((name, self.stack[-1][0] if self.stack else None))
 
 
-class FreeRecorder(Recorder, FreeJourney):
-    """The journey of a recording whose graph is not cut."""
+class UncutRecorder(Recorder, UncutRun):
+    """The run of a recording whose graph is not cut."""
 
     def _note_closure(self, tensor: Tensor) -> None:
         pass  # it has no copies: what is an argument cannot be told from what is none
@@ -621,8 +623,8 @@ class FreeRecorder(Recorder, FreeJourney):
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class RecordingGlue(Glue):
-    journey: Recorder
+class RecordingMode(CrossingMode):
+    run: Recorder
 
     def __torch_function__(
         self,
@@ -634,40 +636,40 @@ class RecordingGlue(Glue):
     ) -> Any:
         if how_many_modes():
             return self.apart(func, types, args, kwargs)
-        self.journey.function = func.__name__
+        self.run.function = func.__name__
         if not is_question(func):
-            self.journey.operation()
-            self.journey.changes.at_operation(self.journey.hop)
-            self.journey.look_outside()
+            self.run.operation()
+            self.run.changes.at_operation(self.run.hop)
+            self.run.look_outside()
         elif looks_at_graph(func):
-            self.journey.looked_at_graph()
-        self.journey.changes.at_function(func, args)
+            self.run.looked_at_graph()
+        self.run.changes.at_function(func, args)
         result = super().__torch_function__(func, types, args, kwargs, modes)
-        self.journey.check_outsiders(func, args[0] if args else None)
+        self.run.check_outsiders(func, args[0] if args else None)
         if func == _SETS_DATA:  # each look at it makes another object
-            self.journey.wrote(args[0])
+            self.run.wrote(args[0])
         return result
 
     def saw_checkpoint(self) -> None:
-        stack = self.journey.stack
-        self.journey.checkpointed_in.append(stack[-1][0] if stack else None)
+        stack = self.run.stack
+        self.run.checkpointed_in.append(stack[-1][0] if stack else None)
 
     def saw_generator_set(self) -> None:
-        self.journey.drew(None)
+        self.run.drew(None)
 
     def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
-        self.journey.operation()
-        self.journey.custom_function(name)
+        self.run.operation()
+        self.run.custom_function(name)
         if is_scripted:
-            self.journey.refuse_again(_SCRIPTED)
+            self.run.refuse_again(_SCRIPTED)
 
     def call_function(
         self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        return self.journey.watched(key, "function", function, function, args, kwargs)
+        return self.run.watched(key, "function", function, function, args, kwargs)
 
 
-class RecordingDoor(StandIn):
+class RecordedForward(StandIn):
     """Stands around every module's forward and writes the call down.
 
     A call of another thread is the user's own, and none of the recording: it waits until the
@@ -732,7 +734,7 @@ def hold(model: nn.Module, recorder: Recorder) -> None:
             if held is not None:
                 held.names.append(name)
                 continue
-            held = Held(
+            held = TensorInfo(
                 [name],
                 tuple(tensor.shape),
                 _dtype(tensor),

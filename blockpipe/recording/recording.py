@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Kept:
+class ActivationBytes:
     """What a hop keeps of one micro-batch between its forward and its backward."""
 
     bytes: int = 0
@@ -30,7 +30,7 @@ class Kept:
     full: int = 0  # once what is recomputed is there again
     largest: tuple[int, ...] = ()  # of its storages, the sizes of the largest few
     calls: int = 0  # that are recomputed
-    again: Work = field(default_factory=Work)  # that recomputing does
+    recompute: Work = field(default_factory=Work)  # that recomputing does
 
 
 @dataclass
@@ -49,12 +49,16 @@ class Hop:
     work: Work = field(default_factory=Work)
     largest_bytes: int = 0  # of what a single operation makes
     glue_bytes: int = 0  # of what it keeps, what is outside of sealed calls: never recomputed
-    never: Kept = field(default_factory=Kept)  # recomputing nothing
-    asked: Kept = field(default_factory=Kept)  # recomputing what marks ask for
-    always: Kept = field(default_factory=Kept)  # recomputing all that marks do not exempt
+    never: ActivationBytes = field(default_factory=ActivationBytes)  # recomputing nothing
+    asked: ActivationBytes = field(
+        default_factory=ActivationBytes
+    )  # recomputing what marks ask for
+    always: ActivationBytes = field(
+        default_factory=ActivationBytes
+    )  # recomputing all that marks do not exempt
     weight_bytes: int = 0  # of gradients, kept between the two parts of a split backward
     draws: set[str] = field(default_factory=set)  # random numbers: "torch", "random", "numpy"
-    reruns: bool = False  # its backward may run forward code: torch.utils.checkpoint
+    reruns_forward: bool = False  # its backward may run forward code: torch.utils.checkpoint
     whole: str | None = None  # why its backward is not split in two parts; None: it can be
 
 
@@ -84,7 +88,7 @@ class Call:
     mark: str | None = None  # the line of the mark in effect; None: none, or a plan
     mark_name: str | None = None
     inbound: list[Call] = field(default_factory=list, repr=False)  # that made its arguments
-    is_run_again: bool = False  # where recomputation is on: it is sealed, and that gains something
+    is_recomputed: bool = False  # where recomputation is on: it is sealed, and that gains something
     work: dict[int, Work] = field(default_factory=dict, repr=False)  # by stage
     outputs: list[tuple[int, ...]] = field(default_factory=list, repr=False)  # shapes of tensors
     opened: str | None = None  # why it is not sealed
@@ -95,9 +99,9 @@ class Call:
         """Whether a plan can assign it: a module inside of the model."""
         return bool(self.path) and not self.is_function
 
-    def repeats(self, mode: bool) -> bool:
+    def recomputes(self, mode: bool) -> bool:
         """Whether it is recomputed where the pipeline recomputes, or does not."""
-        return self.is_run_again and (mode if self.checkpoint is None else self.checkpoint)
+        return self.is_recomputed and (mode if self.checkpoint is None else self.checkpoint)
 
     def open(self, why: str) -> None:
         """It is not sealed; the first reason counts."""
@@ -106,10 +110,10 @@ class Call:
 
 
 @dataclass
-class Piece:
+class Segment:
     """What runs from the beginning of one call to that of the next: the least that a stage can be.
 
-    Calls that begin without an operation between them begin one piece together.
+    Calls that begin without an operation between them begin one segment together.
     """
 
     index: int
@@ -125,16 +129,16 @@ class Piece:
 
 @dataclass
 class Saved:
-    """What autograd saves in the same pieces."""
+    """What autograd saves in the same segments."""
 
-    pieces: tuple[int, ...]  # ascending
+    segments: tuple[int, ...]  # ascending
     bytes: int
     is_input: bool = False  # a part of the micro-batch
 
 
 @dataclass
 class Flow:
-    """A tensor that is made in one piece and read in later ones."""
+    """A tensor that is made in one segment and read in later ones."""
 
     made: int
     read: list[int]  # ascending
@@ -143,7 +147,7 @@ class Flow:
 
 
 @dataclass
-class Held:
+class TensorInfo:
     """A parameter or buffer: all its names, its size, and who reads it."""
 
     names: list[str]
@@ -205,7 +209,7 @@ class Unmarked:
 
 
 @dataclass
-class Drawn:
+class GeneratorUse:
     """A generator of the user's that the forward draws from."""
 
     hops: list[int]
@@ -240,13 +244,13 @@ class Recording:
     fake: bool
     hops: list[Hop] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    parameters: list[Held] = field(default_factory=list)
-    buffers: list[Held] = field(default_factory=list)
+    parameters: list[TensorInfo] = field(default_factory=list)
+    buffers: list[TensorInfo] = field(default_factory=list)
     crossings: list[CrossingInfo] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list, repr=False)
     samples: int | None = None  # of the micro-batch that it is of; None: that is not known
     unmarked: list[Unmarked] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list, repr=False)
+    segments: list[Segment] = field(default_factory=list, repr=False)
     flows: list[Flow] = field(default_factory=list, repr=False)
     saved: list[Saved] = field(default_factory=list, repr=False)
     sealed: dict[str, frozenset[int]] = field(default_factory=dict)
@@ -255,7 +259,7 @@ class Recording:
     unhookable: list[str] = field(default_factory=list)  # calls that use torch.func
     custom_functions: list[str] = field(default_factory=list)
     recomputes: bool = False
-    shared_generators: list[Drawn] = field(default_factory=list)  # on several hops
+    shared_generators: list[GeneratorUse] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name
     changes_process: bool = False  # where it prints to, or what it warns of, for a while
@@ -294,7 +298,7 @@ class Recording:
         return max(self.route, default=0) + 1
 
     @property
-    def separable(self) -> list[bool]:
+    def splits_backward(self) -> list[bool]:
         """For each hop, whether its backward can be split in two parts, as zero-bubble schedules
         have it: gradients of what came in, and gradients of parameters."""
         return [hop.whole is None for hop in self.hops]
@@ -316,18 +320,18 @@ class Recording:
         return StagePlan(list(entries.values()))
 
     @property
-    def tied(self) -> list[Held]:
+    def tied(self) -> list[TensorInfo]:
         """Parameters that have several names, or are read on several stages."""
         return [p for p in self.parameters if len(p.names) > 1 or p.also_read_on]
 
     @property
-    def shared_state(self) -> list[Held]:
+    def shared_state(self) -> list[TensorInfo]:
         """Buffers and parameters that the forward writes and that several hops read: micro-batches
         under way at once would mix in them."""
         return [h for h in (*self.buffers, *self.parameters) if h.written and len(h.hops) > 1]
 
     @property
-    def unused(self) -> list[Held]:
+    def unused(self) -> list[TensorInfo]:
         """Parameters that no call reads."""
         return [p for p in self.parameters if p.hop is None]
 

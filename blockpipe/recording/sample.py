@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from .._common.callsite import users_line
 from .._common.nested import leaves, tensors
-from ..batches.microbatch import Share
+from ..batches.microbatch import BatchPart
 from ..errors import RecordingError
 
 _SHOWN = 8  # of a container's members, or a forward's parameters
@@ -71,7 +71,7 @@ def check_initialized(model: nn.Module) -> None:
 
 
 def what_failed(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], share: Share | None
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], share: BatchPart | None
 ) -> str:
     """``Net's forward fails on the sample (…)``, and which part of the batch that is.
 
@@ -117,7 +117,7 @@ def remedy(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    share: Share | None,
+    share: BatchPart | None,
 ) -> str:
     """What to do about a forward that failed; arguments as for :func:`what_failed`."""
     if "on the same device" in str(error):

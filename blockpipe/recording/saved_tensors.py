@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..crossing.recompute import Recomputable
-from .recording import Call, Hop, Kept, Saved
+from .recording import ActivationBytes, Call, Hop, Saved
 
 _Key = int  # which storage
 _FEW = 8  # storages whose sizes are kept
@@ -37,7 +37,7 @@ class Activations:
         self._inputs: set[_Key] = set()
         self._hop = 0
         self._call: Call | None = None
-        self._piece = 0
+        self._segment = 0
 
     def put_on(self) -> None:
         """Hook into what autograd saves in this thread from here on."""
@@ -56,9 +56,9 @@ class Activations:
                 self._storages[key] = tensor.untyped_storage(), size
                 self._inputs.add(key)
 
-    def at(self, hop: int, call: Call | None, piece: int) -> None:
+    def at(self, hop: int, call: Call | None, segment: int) -> None:
         """What is saved next is saved here."""
-        self._hop, self._call, self._piece = max(hop, 0), call, piece
+        self._hop, self._call, self._segment = max(hop, 0), call, segment
 
     def given(self, call: Call, tensors: Iterable[Tensor]) -> None:
         """A call begins, with these arguments."""
@@ -77,7 +77,7 @@ class Activations:
         with torch._C.DisableTorchFunction():
             key = self._noted(tensor)
             if key is not None:
-                self._saved.append((self._hop, self._call, key, self._piece))
+                self._saved.append((self._hop, self._call, key, self._segment))
             # Not the tensor itself: a node that saves its own result would be a cycle.
             return tensor if tensor.is_leaf else tensor.detach()
 
@@ -90,31 +90,35 @@ class Activations:
             self._storages[key] = storage, storage.nbytes()
         return key
 
-    def conclude(self, hops: list[Hop], door_of: Mapping[int, Call]) -> dict[str, Recomputable]:
+    def conclude(
+        self, hops: list[Hop], sealed_call_of: Mapping[int, Call]
+    ) -> dict[str, Recomputable]:
         """Fill in what the hops keep; returns what running sealed calls again takes, by path.
 
         Args:
             hops: of the route.
             door_of: from the id of a call to the sealed call that it is, or is inside of.
         """
-        doors = list({id(door): door for door in door_of.values()}.values())
+        sealed_forwards = list(
+            {id(sealed_call): sealed_call for sealed_call in sealed_call_of.values()}.values()
+        )
         about: dict[str, Recomputable] = {}
         written = {id(c) for c, tensor, version in self._versions if tensor._version != version}
-        for door in doors:
-            known = about.setdefault(door.path, Recomputable())
-            known.keeps_inputs |= id(door) in written
+        for sealed_call in sealed_forwards:
+            known = about.setdefault(sealed_call.path, Recomputable())
+            known.keeps_inputs |= id(sealed_call) in written
             # Which call drew from Python's or numpy's generator is not known, but on which hop.
-            known.buffers |= door.buffers
-            known.draws |= door.draws or bool(hops[door.hop or 0].draws - {"torch"})
-            known.refuses = known.refuses or door.refuses
-            if id(door) in written and id(door) in self._sharing:
+            known.buffers |= sealed_call.buffers
+            known.draws |= sealed_call.draws or bool(hops[sealed_call.hop or 0].draws - {"torch"})
+            known.refuses = known.refuses or sealed_call.refuses
+            if id(sealed_call) in written and id(sealed_call) in self._sharing:
                 known.refuses = "it writes to arguments that share memory"
-        for door, saved, freed in self._gains(doors, door_of):
+        for sealed_call, saved, freed in self._gains(sealed_forwards, sealed_call_of):
             # Running it again has to gain something: a convolution saves its input alone.
-            about[door.path].pays |= 20 * freed > saved > 0
-        for door in doors:
-            door.is_run_again = about[door.path].is_run_again
-        self._fill_in(hops, doors, door_of)
+            about[sealed_call.path].pays |= 20 * freed > saved > 0
+        for sealed_call in sealed_forwards:
+            sealed_call.is_recomputed = about[sealed_call.path].is_recomputed
+        self._fill_in(hops, sealed_forwards, sealed_call_of)
         return about
 
     def by_call(self) -> None:
@@ -132,13 +136,13 @@ class Activations:
                 call.saved_bytes += self._storages[key][1]
                 call = call.parent
 
-    def by_pieces(self) -> list[Saved]:
-        """What is saved in which pieces; what is saved in the same ones stands together."""
-        pieces: dict[_Key, set[int]] = {}
-        for _, _, key, piece in self._saved:
-            pieces.setdefault(key, set()).add(piece)
+    def by_segments(self) -> list[Saved]:
+        """What is saved in which segments; what is saved in the same ones stands together."""
+        segments: dict[_Key, set[int]] = {}
+        for _, _, key, segment in self._saved:
+            segments.setdefault(key, set()).add(segment)
         found: dict[tuple[tuple[int, ...], bool], int] = {}
-        for key, savers in pieces.items():
+        for key, savers in segments.items():
             where = tuple(sorted(savers)), key in self._inputs
             found[where] = found.get(where, 0) + self._storages[key][1]
         return [Saved(at, size, is_input) for (at, is_input), size in found.items()]
@@ -149,50 +153,54 @@ class Activations:
         self._versions.clear()
 
     def _gains(
-        self, doors: list[Call], door_of: Mapping[int, Call]
+        self, sealed_forwards: list[Call], sealed_call_of: Mapping[int, Call]
     ) -> Iterable[tuple[Call, int, int]]:
         """For each sealed call the bytes that it saves, and those that only it keeps alive."""
-        inside: dict[int, set[_Key]] = {id(door): set() for door in doors}
-        others: set[_Key] = set().union(*(self._given.get(id(door), set()) for door in doors))
+        inside: dict[int, set[_Key]] = {id(sealed_call): set() for sealed_call in sealed_forwards}
+        others: set[_Key] = set().union(
+            *(self._given.get(id(sealed_call), set()) for sealed_call in sealed_forwards)
+        )
         for _, call, key, _ in self._saved:
-            door = door_of.get(id(call))
-            (others if door is None else inside[id(door)]).add(key)
-        for door in doors:
-            keys = inside[id(door)]
-            yield door, self._bytes(keys), self._bytes(keys - others)
+            sealed_call = sealed_call_of.get(id(call))
+            (others if sealed_call is None else inside[id(sealed_call)]).add(key)
+        for sealed_call in sealed_forwards:
+            keys = inside[id(sealed_call)]
+            yield sealed_call, self._bytes(keys), self._bytes(keys - others)
 
-    def _fill_in(self, hops: list[Hop], doors: list[Call], door_of: Mapping[int, Call]) -> None:
+    def _fill_in(
+        self, hops: list[Hop], sealed_forwards: list[Call], sealed_call_of: Mapping[int, Call]
+    ) -> None:
         glue: list[set[_Key]] = [set() for _ in hops]
         never: list[set[_Key]] = [set() for _ in hops]
         always: list[set[_Key]] = [set() for _ in hops]
         asked: list[set[_Key]] = [set() for _ in hops]
         for at, call, key, _ in self._saved:
             hop = min(at, len(hops) - 1)
-            door = door_of.get(id(call))
+            sealed_call = sealed_call_of.get(id(call))
             never[hop].add(key)
-            if door is None:
+            if sealed_call is None:
                 glue[hop].add(key)
-            if door is None or not door.repeats(True):
+            if sealed_call is None or not sealed_call.recomputes(True):
                 always[hop].add(key)
-            if door is None or not door.repeats(False):
+            if sealed_call is None or not sealed_call.recomputes(False):
                 asked[hop].add(key)
-        for door in doors:
-            hop = door.hop or 0
+        for sealed_call in sealed_forwards:
+            hop = sealed_call.hop or 0
             for mode, keys, kept in (
                 (True, always[hop], hops[hop].always),
                 (False, asked[hop], hops[hop].asked),
             ):
-                if door.repeats(mode):
-                    keys |= self._given.get(id(door), set())
+                if sealed_call.recomputes(mode):
+                    keys |= self._given.get(id(sealed_call), set())
                     kept.calls += 1
-                    for work in door.work.values():
-                        kept.again.add(work)
+                    for work in sealed_call.work.values():
+                        kept.recompute.add(work)
         for hop in range(len(hops)):
             hops[hop].glue_bytes = self._bytes(glue[hop])
-        for regime, of_hops in (("never", never), ("always", always), ("asked", asked)):
+        for activation_bytes, of_hops in (("never", never), ("always", always), ("asked", asked)):
             earlier: set[_Key] = set()
             for info, keys, all_keys in zip(hops, of_hops, never, strict=True):
-                result: Kept = getattr(info, regime)
+                result: ActivationBytes = getattr(info, activation_bytes)
                 result.bytes = self._bytes(keys)
                 result.shared = self._bytes(keys & earlier)
                 result.full = self._bytes(keys | all_keys)

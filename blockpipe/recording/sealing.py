@@ -26,7 +26,7 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     good: dict[str, set[int]] = {}
     bad: dict[str, set[int]] = {}
     everywhere: set[str] = set()
-    needs_door: set[str] = set()
+    needs_sealed_forward: set[str] = set()
     with_parameters: dict[str, bool] = {}
     every_hop = set(range(len(result.hops)))
     functions = {call.path for call in result.calls if call.is_function}
@@ -49,8 +49,8 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
             bad.setdefault(call.path, set()).update(range(first, last + 1))
         # A call that does nothing makes no hop: a door would take it to one.
         if call.hop is not None and (call.parent is None or not call.parent.sealed):
-            needs_door.add(call.path)
-    for path in needs_door:
+            needs_sealed_forward.add(call.path)
+    for path in needs_sealed_forward:
         hops = set(good.get(path, set()))
         if path in everywhere and path not in with_parameters:
             hops = set(every_hop)
@@ -58,9 +58,9 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
         if hops:
             of_functions = path in functions
             (result.sealed_functions if of_functions else result.sealed)[path] = frozenset(hops)
-    result.recomputable = recorder.activations.conclude(result.hops, _doors(result))
+    result.recomputable = recorder.activations.conclude(result.hops, _sealed_forwards(result))
     recorder.activations.by_call()
-    result.saved = recorder.activations.by_pieces()
+    result.saved = recorder.activations.by_segments()
     result.shared_generators = [d for d in recorder.generators.values() if len(d.hops) > 1]
     _place_unread(model, recorder)
     sealed_calls = {id(c) for c in result.calls if _in_sealed(c)}
@@ -106,16 +106,18 @@ def _in_sealed(call: Call | None) -> bool:
     return call is not None and (call.sealed or any(outer.sealed for outer in _outer(call)))
 
 
-def _doors(result: Recording) -> dict[int, Call]:
+def _sealed_forwards(result: Recording) -> dict[int, Call]:
     """From the id of each call to the sealed call that it is, or is inside of."""
     found = {}
     for call in result.calls:
         around = [c for c in (call, *_outer(call)) if c.sealed]
         if around:
-            door = around[-1]
-            hops = (result.sealed_functions if door.is_function else result.sealed).get(door.path)
-            if hops is not None and door.hop in hops:
-                found[id(call)] = door
+            sealed_call = around[-1]
+            hops = (result.sealed_functions if sealed_call.is_function else result.sealed).get(
+                sealed_call.path
+            )
+            if hops is not None and sealed_call.hop in hops:
+                found[id(call)] = sealed_call
     return found
 
 

@@ -1,35 +1,35 @@
-"""A forward in pieces, and what flows between them: where it could be cut, and at what cost.
+"""A forward in segments, and what flows between them: where it could be cut, and at what cost.
 
-A stage can begin where a call begins, so a piece runs from the beginning of one call to that of
-the next. They are collected whatever the marks say: the same pieces serve to look for better ones.
+A stage can begin where a call begins, so a segment runs from the beginning of one call to that of
+the next. Segments do not depend on the marks: the same ones serve to look for better marks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .recording import Call, Flow, Held, Piece
+from .recording import Call, Flow, Segment, TensorInfo
 
 
-class Pieces:
-    """Collects pieces and flows while a forward is recorded.
+class Segments:
+    """Collects segments and flows while a forward is recorded.
 
     Args:
-        pieces: is filled.
+        segments: is filled.
         flows: is filled.
     """
 
-    def __init__(self, pieces: list[Piece], flows: list[Flow]) -> None:
-        self.pieces = pieces
+    def __init__(self, segments: list[Segment], flows: list[Flow]) -> None:
+        self.segments = segments
         self.flows = flows
         self._held: set[str] = set()
 
     @property
-    def current(self) -> Piece:
-        """The piece under way."""
-        if not self.pieces:
-            self.pieces.append(Piece(0))
-        return self.pieces[-1]
+    def current(self) -> Segment:
+        """The segment under way."""
+        if not self.segments:
+            self.segments.append(Segment(0))
+        return self.segments[-1]
 
     def begin(self, index: int, closed_by: Iterable[str]) -> None:
         """A call begins.
@@ -38,31 +38,31 @@ class Pieces:
             index: of the call.
             closed_by: why no stage can begin here; the first counts.
         """
-        piece = self.current
+        segment = self.current
         # Inside of a custom function kernels are all that there is to see.
-        if piece.operations or piece.kernels or (self.pieces[1:] and not piece.calls):
-            piece = Piece(len(self.pieces))
-            self.pieces.append(piece)
+        if segment.operations or segment.kernels or (self.segments[1:] and not segment.calls):
+            segment = Segment(len(self.segments))
+            self.segments.append(segment)
             self._held.clear()
-        if not piece.calls:  # those that follow begin at the same place, mostly inside of it
-            piece.why_not = next(iter(closed_by), None)
-        piece.calls.append(index)
+        if not segment.calls:  # those that follow begin at the same place, mostly inside of it
+            segment.why_not = next(iter(closed_by), None)
+        segment.calls.append(index)
 
     def operation(self) -> None:
         """An operation of the forward runs."""
         self.current.operations += 1
 
-    def reads(self, held: Held) -> None:
+    def reads(self, held: TensorInfo) -> None:
         """A parameter or buffer is read."""
         if held.name not in self._held:
             self._held.add(held.name)
             self.current.held.append(held.name)
 
     def flow(self, flow: Flow | None, made: int, size: int, *, needs_grad: bool) -> Flow | None:
-        """A tensor made in some piece is read in this one.
+        """A tensor made in some segment is read in this one.
 
         Returns:
-            Its flow, to be given again at the next read; ``None`` while it has not left its piece.
+            Its flow, to be passed at the next read; ``None`` while it has not left its segment.
         """
         here = self.current.index
         if here == made:

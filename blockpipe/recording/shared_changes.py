@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from ..restoring.process_state import process_state
-from .recording import Held, Recording, SharedChange
+from .recording import Recording, SharedChange, TensorInfo
 
 _UNSET = object()
-_DOORS = ("forward", "_compiled_call_impl")  # ours, during a recording
+_INTERCEPTED = ("forward", "_compiled_call_impl")  # ours, during a recording
 _SLOTS = ("_parameters", "_buffers", "_modules")
 _SETS_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
@@ -96,7 +96,7 @@ class SharedChanges:
             if args[0].requires_grad != asked:
                 self._toggled.setdefault(id(args[0]), users_line())
 
-    def found(self, result: Recording, held: Mapping[int, Held]) -> Iterator[SharedChange]:
+    def found(self, result: Recording, held: Mapping[int, TensorInfo]) -> Iterator[SharedChange]:
         """What several hops see of it, when the forward is over.
 
         Args:
@@ -144,7 +144,7 @@ class SharedChanges:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """A module's plain attributes."""
-    outside = (*_DOORS, *_SLOTS)
+    outside = (*_INTERCEPTED, *_SLOTS)
     return {name: value for name, value in vars(module).items() if name not in outside}
 
 

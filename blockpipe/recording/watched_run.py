@@ -16,14 +16,14 @@ from .._common.text import short
 from .._common.thread_state import as_ours, theirs
 from ..batches.losses import own_loss_or_none
 from ..costs.meter import Meter
-from ..crossing.tags import Step
+from ..crossing.tags import StepContext
 from ..crossing.torch_patches import GeneratorStates
 from ..crossing.user_checkpoints import intercepting
 from ..restoring.model_state import is_users
 from ..stages.marks import mark_of, set_cursor
 from .outside_state import OutsideState
 from .plan_resolution import Planned
-from .recorder import FreeRecorder, Recorder, RecordingDoor, RecordingGlue, WatchedCursor, hold
+from .recorder import RecordedForward, Recorder, RecordingMode, UncutRecorder, WatchedCursor, hold
 from .recording import Hop, Output, Recording
 from .saved_tensors import Activations
 from .sealing import conclude
@@ -48,10 +48,10 @@ def run_watched(
     cursor = WatchedCursor(follow_marks=planned is None)
     stages = {} if planned is None else planned.stages
     differentiable = torch.is_grad_enabled()
-    step = Step([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
+    step = StepContext([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
     result.unhookable = sorted(unhookable)
     activations = Activations([*model.parameters(), *model.buffers()])
-    kind = Recorder if cut else FreeRecorder
+    kind = Recorder if cut else UncutRecorder
     recorder = kind(step, cursor, result, activations, unhookable)
     recorder.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
     hold(model, recorder)
@@ -62,7 +62,7 @@ def run_watched(
     recorder.users = {p for p, module in model.named_modules() if is_users(type(module).__module__)}
     for path, module in model.named_modules():
         names = module.__dict__
-        names["forward"] = RecordingDoor(module.forward, path, module, recorder, stages.get(path))
+        names["forward"] = RecordedForward(module.forward, path, module, recorder, stages.get(path))
         names.pop("_compiled_call_impl", None)
     before = set_cursor(cursor)
     try:
@@ -73,7 +73,7 @@ def run_watched(
         modules = sum(1 for _ in model.modules())
         with Progress(f"recording {result.model}", modules, "module calls") as recorder.progress:
             with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
-                with theirs(), RecordingGlue(recorder), meter:
+                with theirs(), RecordingMode(recorder), meter:
                     output = model(*args, **kwargs)
                 recorder.notice_writes()
                 for tensor in tensors(output):

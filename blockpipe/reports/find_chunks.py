@@ -27,7 +27,7 @@ from ..preparation.memory_model import check_limit, copies_of, predict
 from ..preparation.options import check_schedule
 from ..preparation.prepared import Prepared
 from ..preparation.preparer import Preparer
-from ..restoring.preserved import Untouched
+from ..restoring.preserved import PreservedModel
 from ..schedules.builders import ScheduleOption
 from ..schedules.schedule import Schedule
 from ..schedules.simulation import simulate
@@ -125,7 +125,7 @@ def _shown(value: float | None, form: str, factor: float = 1.0) -> str:
 
 
 @dataclass
-class Batch:
+class StepArguments:
     """What a step is given."""
 
     args: tuple[Any, ...]
@@ -135,7 +135,7 @@ class Batch:
 
 
 @dataclass
-class Options:
+class SearchOptions:
     """What to try, and how often."""
 
     candidates: Iterable[int] | None
@@ -146,7 +146,7 @@ class Options:
 
 
 @dataclass
-class _Try:
+class _TrialRun:
     """A trial with what runs its steps, and what these were prepared by."""
 
     trial: Trial
@@ -162,7 +162,7 @@ class _Try:
         self.trial.why_not = f"fails: {type(cause).__name__}: {cause}"
 
 
-def find_chunks(runner: StepRunner, batch: Batch, options: Options) -> ChunksReport:
+def find_chunks(runner: StepRunner, batch: StepArguments, options: SearchOptions) -> ChunksReport:
     """Try each candidate under each schedule.
 
     Args:
@@ -200,7 +200,7 @@ def find_chunks(runner: StepRunner, batch: Batch, options: Options) -> ChunksRep
     return ChunksReport([one.trial for one in tries], samples, options.repeats)
 
 
-def _split(runner: StepRunner, batch: Batch) -> list[Microbatch]:
+def _split(runner: StepRunner, batch: StepArguments) -> list[Microbatch]:
     return runner.split(batch.args, batch.kwargs, batch.target)
 
 
@@ -244,12 +244,16 @@ def _schedules(
 
 
 def _predicted(
-    runner: StepRunner, batch: Batch, options: Options, schedule: ScheduleOption, chunks: int
-) -> _Try:
+    runner: StepRunner,
+    batch: StepArguments,
+    options: SearchOptions,
+    schedule: ScheduleOption,
+    chunks: int,
+) -> _TrialRun:
     """What the recording says of a candidate, and whether it is tried at all."""
     name = schedule if isinstance(schedule, str) else getattr(schedule, "name", "one's own")
     trial = Trial(str(name), chunks, chunks)
-    one = _Try(trial)
+    one = _TrialRun(trial)
     try:
         runner = replace(runner, options=replace(runner.options, chunks=chunks, schedule=schedule))
         microbatches = _split(runner, batch)
@@ -258,7 +262,7 @@ def _predicted(
         one.runner = runner
         if schedule == "uncut":
             return one  # one graph over all stages: no schedule to play out
-        alone = prepared.goes_one_by_one(schedule, count)
+        alone = prepared.runs_inline(schedule, count)
         option = "sequential" if alone else schedule
         played = simulate(prepared.schedule(option, count), prepared.costs)
         report = predict(prepared, option, count, optimizer=options.optimizer)
@@ -276,7 +280,7 @@ def _predicted(
     return one
 
 
-def _measure(batch: Batch, tries: list[_Try], repeats: int) -> None:
+def _measure(batch: StepArguments, tries: list[_TrialRun], repeats: int) -> None:
     runner, loss = tries[0].runner, batch.loss_fn
     assert runner is not None
     preparer = runner.preparer
@@ -285,22 +289,22 @@ def _measure(batch: Batch, tries: list[_Try], repeats: int) -> None:
         first = preparer.prepare(_split(runner, batch)[0], runner.options)
     if isinstance(loss, torch.nn.Module):
         loss.to(first.devices[first.route[-1]])
-    untouched = Untouched(modules, first.generators)
+    preserved = PreservedModel(modules, first.generators)
     total = (1 + repeats) * len(tries)
     with Progress("trying micro-batches", total, "steps") as progress:
         for turn in range(1 + repeats):
             for one in tries:
                 progress.step(f"{one.trial.schedule}, {one.trial.microbatches}")
                 if one.trial.why_not is None:
-                    seconds = _timed(one, batch, untouched)
+                    seconds = _timed(one, batch, preserved)
                     if turn and seconds is not None:  # the first is for caches
                         one.times.append(seconds)
 
 
-def _timed(one: _Try, batch: Batch, untouched: Untouched) -> float | None:
+def _timed(one: _TrialRun, batch: StepArguments, preserved: PreservedModel) -> float | None:
     assert one.runner is not None
     preparer = one.runner.preparer
-    with untouched.run(), preparer.apart(one.known):
+    with preserved.run(), preparer.apart(one.known):
         try:
             _wait(preparer)
             began = time.perf_counter()

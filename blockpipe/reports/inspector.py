@@ -115,22 +115,22 @@ class Inspector:
     def _predict_step(self, prepared: Prepared, microbatches: int) -> Prediction:
         """A step played out."""
         memory = self._predicted(prepared, microbatches, None, None)
-        one_by_one = prepared.goes_one_by_one(self.options.schedule, microbatches)
+        one_by_one = prepared.runs_inline(self.options.schedule, microbatches)
         made = prepared.schedule(
             "sequential" if one_by_one else self.options.schedule, microbatches
         )
         costs = prepared.costs
         played = simulate(made, costs)
-        restore = [0.0] * prepared.recording.num_stages
-        assert isinstance(costs.restore, list)
-        for stage, seconds in zip(prepared.route, costs.restore, strict=True):
-            restore[stage] += seconds
+        recompute = [0.0] * prepared.recording.num_stages
+        assert isinstance(costs.recompute, list)
+        for stage, seconds in zip(prepared.route, costs.recompute, strict=True):
+            recompute[stage] += seconds
         return Prediction(
             made.name,
             microbatches,
             played.makespan,
             played.bubble,
-            restore,
+            recompute,
             [stage.peak for stage in memory.stages],
             one_thread=one_by_one and prepared.is_small,
         )
@@ -170,7 +170,7 @@ class Inspector:
     def _predicted(
         self, prepared: Prepared, microbatches: int, optimizer: object, limit: int | None
     ) -> MemoryReport:
-        one_by_one = prepared.goes_one_by_one(self.options.schedule, microbatches)
+        one_by_one = prepared.runs_inline(self.options.schedule, microbatches)
         schedule = "sequential" if one_by_one else self.options.schedule
         return predict(prepared, schedule, microbatches, optimizer=optimizer, limit=limit)
 

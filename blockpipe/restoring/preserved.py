@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..devices.rng_streams import Source, kept
+from ..devices.rng_streams import Source, preserve_rng
 from .model_state import ModelState
 
 
-class Untouched:
+class PreservedModel:
     """What some modules were when this was made.
 
     Args:
@@ -46,7 +46,7 @@ class Untouched:
     def run(self) -> Iterator[None]:
         """A run that begins without gradients; all is as it was at its end, failed or not."""
         steppers = [dict(hooks) for hooks in self._steppers]
-        with kept(self.sources), self._state:
+        with preserve_rng(self.sources), self._state:
             try:
                 for hooks in self._steppers:
                     hooks.clear()  # an optimizer's step in the backward

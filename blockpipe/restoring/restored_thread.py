@@ -16,7 +16,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from .._common.model_turns import how_often_entered, leave_modules
 from .._common.process_changes import leave_changes
-from .._common.thread_state import enter_modes, give_baton, in_thread, leave_modes
+from .._common.thread_state import enter_modes, give_forward_lock, in_thread, leave_modes
 from ..devices.rng_streams import end_turn, is_own_turn
 from ..stages.marks import current_microbatch, recomputing, set_cursor, set_microbatch
 
@@ -31,7 +31,11 @@ class _Before:
         self._cursor = set_cursor(None)
         set_cursor(self._cursor)
         self._microbatch, self._recomputing = current_microbatch(), recomputing.get()
-        self._glue, self._modes, self._baton = in_thread.glue, in_thread.modes, in_thread.baton
+        self._mode, self._modes, self._forward_lock = (
+            in_thread.mode,
+            in_thread.modes,
+            in_thread.forward_lock,
+        )
         self._function_modes = _get_current_function_mode_stack()
         self._dispatch_modes = torch._C._len_torch_dispatch_stack()
         self._hooks = _saved_tensor_hooks()
@@ -54,9 +58,9 @@ class _Before:
         set_cursor(self._cursor)
         set_microbatch(self._microbatch)
         recomputing.set(self._recomputing)
-        in_thread.glue, in_thread.modes = self._glue, self._modes
-        if self._baton is None:
-            give_baton()
+        in_thread.mode, in_thread.modes = self._mode, self._modes
+        if self._forward_lock is None:
+            give_forward_lock()
         if _get_current_function_mode_stack() != self._function_modes:
             leave_modes()
             enter_modes(self._function_modes)

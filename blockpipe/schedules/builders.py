@@ -43,7 +43,7 @@ def make_schedule(
     microbatches: int,
     *,
     in_flight: int | None = None,
-    separable: Sequence[bool] | None = None,
+    splits_backward: Sequence[bool] | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
     """The schedule of that name over a route.
@@ -91,8 +91,10 @@ def make_schedule(
     lane_of_hop = tuple(lane_of_hop)
     if set(lane_of_hop) != set(range(len(set(lane_of_hop)))):
         raise ScheduleError(f"lanes are numbered 0, 1, … without gaps, but {lane_of_hop} came")
-    if separable is not None and len(separable) != hops:
-        raise ScheduleError(f"separable has one entry for each of {hops} hops, not {separable!r}")
+    if splits_backward is not None and len(splits_backward) != hops:
+        raise ScheduleError(
+            f"separable has one entry for each of {hops} hops, not {splits_backward!r}"
+        )
     check_in_flight(in_flight)
     is_chain = len(set(lane_of_hop)) == hops
     costs = costs or Costs()
@@ -114,7 +116,7 @@ def make_schedule(
     if name == "interleaved":
         return _interleaved(lane_of_hop, microbatches, in_flight, costs)
     if name in ("zb-h1", "zb-v"):
-        split = list(separable) if separable is not None else [True] * hops
+        split = list(splits_backward) if splits_backward is not None else [True] * hops
         if is_chain:
             return _zero_bubble(name, lane_of_hop, microbatches, in_flight or hops, split)
         rules = _Rules(in_flight or max(lane_of_hop) + 1)
@@ -351,7 +353,7 @@ def _greedy(
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScheduleChoice:
     """What ``schedule="auto"`` found: every candidate played out, the best first."""
 
     candidates: tuple[Simulation, ...]
@@ -380,9 +382,9 @@ def choose(
     costs: Costs,
     *,
     in_flight: int | None = None,
-    separable: Sequence[bool] | None = None,
-    restores: Callable[[int, int], bool] | None = None,
-) -> Choice:
+    splits_backward: Sequence[bool] | None = None,
+    recomputes: Callable[[int, int], bool] | None = None,
+) -> ScheduleChoice:
     """The schedule that is predicted to be the fastest; of equals (2 %), what keeps the least.
 
     Args:
@@ -399,16 +401,21 @@ def choose(
     """
     shared = len(set(lane_of_hop)) < len(lane_of_hop)
     names = ["1f1b", "gpipe"] + (["interleaved"] if shared else [])
-    if separable is None or any(separable):
+    if splits_backward is None or any(splits_backward):
         names += ["zb-v"] if shared else ["zb-h1"]
     made = [
         make_schedule(
-            n, lane_of_hop, microbatches, in_flight=in_flight, separable=separable, costs=costs
+            n,
+            lane_of_hop,
+            microbatches,
+            in_flight=in_flight,
+            splits_backward=splits_backward,
+            costs=costs,
         )
         for n in names
     ]
-    if restores is not None:
-        made = [schedule.with_restored(restores) for schedule in made]
+    if recomputes is not None:
+        made = [schedule.with_recomputed(recomputes) for schedule in made]
     tried = [simulate(schedule, costs) for schedule in made]
     shortest = min(s.makespan for s in tried)
 
@@ -416,4 +423,4 @@ def choose(
         is_slow = s.makespan > 1.02 * shortest
         return is_slow, s.makespan if is_slow else max(s.peak), s.makespan
 
-    return Choice(tuple(sorted(tried, key=rank)))
+    return ScheduleChoice(tuple(sorted(tried, key=rank)))

@@ -181,7 +181,7 @@ class Schedule:
             if code & 3 == W
         }
 
-    def with_restored(self, needs: Callable[[int, int], bool]) -> "Schedule":
+    def with_recomputed(self, needs: Callable[[int, int], bool]) -> "Schedule":
         """With an R right before each B that needs one: the lane does it as soon as it is free.
 
         Args:

@@ -39,7 +39,7 @@ class Costs:
     weight: PerHop = 1.0
     transfer: PerHop = 0.0
     activation: PerHop = 1.0
-    restore: PerHop | None = None
+    recompute: PerHop | None = None
     dropped: PerHop = 0.0
 
     def of(self, hop: int) -> tuple[float, float, float]:
@@ -51,7 +51,7 @@ class Costs:
         negative number."""
         for name in COSTS:
             value = getattr(self, name)
-            if value is None and name == "restore":
+            if value is None and name == "recompute":
                 continue
             is_one = isinstance(value, int | float)
             if not is_one and (not isinstance(value, Sequence) or isinstance(value, str)):
@@ -74,7 +74,7 @@ class Costs:
                 )
 
 
-COSTS = ("forward", "backward", "weight", "transfer", "activation", "restore", "dropped")
+COSTS = ("forward", "backward", "weight", "transfer", "activation", "recompute", "dropped")
 
 
 def _at(value: PerHop, hop: int) -> float:
@@ -147,13 +147,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
             f"{count} micro-batches and lanes {list(lane_of)} of {len(lanes)} came"
         )
     total = hops * count
-    split, restored = _check_each_once(schedule)
+    split, recomputed = _check_each_once(schedule)
     finish = array("d", [-1.0]) * (3 * total if split else 2 * total)
     duration = [costs.of(hop) for hop in range(hops)]
     activation = [_at(costs.activation, hop) for hop in range(hops)]
     dropped = [_at(costs.dropped, hop) for hop in range(hops)]
-    again = costs.forward if costs.restore is None else costs.restore
-    restore = [_at(again, hop) for hop in range(hops)]
+    repeated = costs.forward if costs.recompute is None else costs.recompute
+    recompute = [_at(repeated, hop) for hop in range(hops)]
     arrives = [
         _at(costs.transfer, hop) if hop + 1 < hops and lane_of[hop] != lane_of[hop + 1] else 0.0
         for hop in range(hops)
@@ -187,7 +187,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
             else:
                 need = (B if kind == W else F) * total + hop * count + m
                 ready = finish[need]
-                took = duration[hop][2] if kind == W else restore[hop]
+                took = duration[hop][2] if kind == W else recompute[hop]
             if need >= 0 and finish[need] < 0:
                 waiting[need] = lane
                 break
@@ -203,7 +203,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
                     holds += dropped[hop]
                 else:
                     holds += activation[hop]
-                    if restored and restored[hop * count + m]:
+                    if recomputed and recomputed[hop * count + m]:
                         holds -= dropped[hop]
                 if holds > peak[lane]:
                     peak[lane] = holds
@@ -257,8 +257,8 @@ def _check_each_once(schedule: Schedule) -> tuple[bytearray, bytearray]:
         raise ScheduleError(
             f"{'FB'[kind]}{rest // count}.{rest % count} is missing in {schedule.name}"
         )
-    weights, restored = seen[2 * total : 3 * total], seen[3 * total :]
-    return weights if any(weights) else bytearray(), restored if any(restored) else bytearray()
+    weights, recomputed = seen[2 * total : 3 * total], seen[3 * total :]
+    return weights if any(weights) else bytearray(), recomputed if any(recomputed) else bytearray()
 
 
 def _check_enough(schedule: Schedule) -> None:

@@ -1,6 +1,6 @@
 """Marks: where in a forward a stage begins.
 
-A mark moves a *cursor*, and only if there is one: the recording and every journey put a cursor
+A mark moves a *cursor*, and only if there is one: the recording and every run put a cursor
 into the context of their thread, everywhere else the marks do nothing. So a marked model is still
 an ordinary model. A stack of device scopes (``with torch.device``) was no alternative: what
 follows a mark must stay where it is, also when the mark was made deep inside a module call.
@@ -48,7 +48,7 @@ FunctionCall = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 
 class Cursor:
-    """Which stage the forward under way is on. One for each journey; never shared by threads."""
+    """Which stage the forward under way is on. One for each run; never shared by threads."""
 
     def __init__(self, *, follow_marks: bool = True) -> None:
         self.stage = 0
@@ -93,7 +93,7 @@ class Cursor:
             self.move(outer, mark)
 
     def move(self, stage: int, mark: Mark | None) -> None:
-        """Set the stage, and tell the journey."""
+        """Set the stage, and tell the run."""
         moves = stage != self.stage
         self.stage = stage
         self.mark = mark

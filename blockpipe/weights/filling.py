@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._common.callsite import warn
 from ..errors import WeightsError
-from ..recording.recording import Held
+from ..recording.recording import TensorInfo
 from .sources import Source
 from .validation import like, slots_of
 
 
-class Filling:
+class Materializer:
     """One model on its way from meta to values."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Filling:
         self.slots = {name: slot for slot in slots_of(model).values() for name in slot[0].names}
         self.allocated: list[Tensor] = []
         self.loaded: dict[int, tuple[Tensor, str]] = {}  # and the name in the source
-        self.empty: dict[int, tuple[Tensor, Held]] = {}
+        self.empty: dict[int, tuple[Tensor, TensorInfo]] = {}
         self.lacking: list[str] = []  # what the source should have, for a message
 
     @contextmanager
@@ -48,7 +48,7 @@ class Filling:
                 _become(tensor, like(tensor, torch.device("meta")))
             raise
 
-    def fill(self, held: Held, stages: Collection[int]) -> None:
+    def fill(self, held: TensorInfo, stages: Collection[int]) -> None:
         """Allocate a tensor on the first of these stages that reads it, and read its values."""
         stage = next((s for s in (held.stage, *held.also_read_on) if s in stages), None)
         if stage is None:
@@ -146,7 +146,7 @@ class Filling:
             )
 
 
-def _named(held: Held) -> str:
+def _named(held: TensorInfo) -> str:
     names = " = ".join(map(repr, held.names))
     return f"{names} (stage {held.stage}, {held.dtype}{list(held.shape)})"
 

@@ -14,11 +14,11 @@ from torch import nn
 from .._common.modules import named_slots
 from ..devices.devices import checked_devices, is_on_meta
 from ..errors import UsageError
-from ..recording.recording import Held, Recording
-from .filling import Filling
+from ..recording.recording import Recording, TensorInfo
+from .filling import Materializer
 from .placement import follow_with_optimizer_state
 from .sources import Source, Weights, open_weights
-from .validation import misfits, slots_of
+from .validation import compare_state_dict, slots_of
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def materialize(
     source = None if weights is None else open_weights(weights)
     if source is not None:
         check_weights(model, source, held, init)
-    filling = Filling(model, source, [checked[n] for n in range(recording.num_stages)])
+    filling = Materializer(model, source, [checked[n] for n in range(recording.num_stages)])
     with filling.or_nothing(), torch.inference_mode(False), torch.no_grad():
         unique = {id(h): h for h in held.values()}.values()
         for entry in sorted(unique, key=lambda h: h.stage):
@@ -158,7 +158,7 @@ def check_init(model: nn.Module, weights: object, init: object) -> None:
 
 
 def check_weights(
-    model: nn.Module, source: Source, held: Mapping[str, Held], init: object = None
+    model: nn.Module, source: Source, held: Mapping[str, TensorInfo], init: object = None
 ) -> None:
     """Raise one :class:`WeightsError` for everything in which a checkpoint does not fit.
 
@@ -178,7 +178,7 @@ def check_weights(
         "rename what is named otherwise (weights= takes a mapping too), and pass init= for what "
         "no checkpoint holds"
     )
-    found = misfits([slot for slot, _ in slots], source.headers)
+    found = compare_state_dict([slot for slot, _ in slots], source.headers)
     known = _extra_state_of(model)
     found.unexpected += [
         f"{name!r}, for which no module has a set_extra_state"

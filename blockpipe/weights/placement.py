@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._common.modules import StandIn, named_slots
 from ..errors import PlanError, UsageError
-from ..recording.plan_resolution import kept_plan
+from ..recording.plan_resolution import attached_plan
 from ..recording.recording import Recording
 from ..stages.marks import MARK
 
@@ -143,7 +143,7 @@ class Fingerprint:
             if tensor is not None
         ]
         self._counts = [(m._parameters, len(m._parameters)) for m in modules]
-        self._plans = [kept_plan(module) for module in modules]
+        self._plans = [attached_plan(module) for module in modules]
         self._code = [_code_of(module) for module in modules]
         self._classes = [(kind, kind.forward) for kind in {type(module) for module in modules}]
         self._switches = [
@@ -178,7 +178,9 @@ class Fingerprint:
 
     def is_replanned(self) -> bool:
         """Whether a plan was set or taken off since, on any of the modules."""
-        return any(kept_plan(m) is not k for m, k in zip(self._modules, self._plans, strict=True))
+        return any(
+            attached_plan(m) is not k for m, k in zip(self._modules, self._plans, strict=True)
+        )
 
     def modes(self) -> tuple[Any, ...]:
         """Attributes of modules that are switches (``training`` among them), and whether a rate of

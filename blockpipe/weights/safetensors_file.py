@@ -50,7 +50,7 @@ _LONGEST_REASON = 300  # characters of a message that quotes a file
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file: what it is, and where its bytes are."""
 
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Entry:
         return self.end - self.begin
 
 
-def read_entries(file: BinaryIO, path: Path) -> dict[str, Entry]:
+def read_entries(file: BinaryIO, path: Path) -> dict[str, TensorEntry]:
     """The tensors of a file, by its header alone.
 
     Args:
@@ -109,7 +109,7 @@ def _corrupt(path: Path, why: str) -> WeightsError:
     )
 
 
-def _check_whole(entries: Mapping[str, Entry], start: int, size: int) -> None:
+def _check_whole(entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
     """Tensors lie one after another up to the end: no byte is hidden, and none is two tensors'."""
     end = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
@@ -120,7 +120,7 @@ def _check_whole(entries: Mapping[str, Entry], start: int, size: int) -> None:
         raise ValueError(f"its tensors end at {end}, of {size} bytes")
 
 
-def _entry(found: Mapping[str, Any], start: int) -> Entry:
+def _entry(found: Mapping[str, Any], start: int) -> TensorEntry:
     dtype = DTYPES.get(found["dtype"])
     if dtype is None:
         raise ValueError(f"dtype {found['dtype']!r} is not known here")
@@ -134,10 +134,10 @@ def _entry(found: Mapping[str, Any], start: int) -> Entry:
     expected = math.prod(shape) * dtype.itemsize
     if end - begin != expected:
         raise ValueError(f"{expected} bytes of {found['dtype']}{list(shape)} at {begin}..{end}")
-    return Entry(shape, dtype, start + begin, start + end)
+    return TensorEntry(shape, dtype, start + begin, start + end)
 
 
-def read_tensor(file: BinaryIO, path: Path, entry: Entry, into: Tensor) -> None:
+def read_tensor(file: BinaryIO, path: Path, entry: TensorEntry, into: Tensor) -> None:
     """Read one tensor into another of its shape, on any device and of any dtype.
 
     Nothing else is allocated where dtype and memory are alike, and one tensor of host memory

@@ -22,7 +22,7 @@ from .sources import Header, is_extra, why_unreadable
 
 
 @dataclass
-class Slot:
+class StateSlot:
     """A tensor of a model: all the names it goes by, and what a checkpoint has to give it."""
 
     names: list[str]
@@ -39,7 +39,7 @@ class Slot:
 
 
 @dataclass
-class Misfits:
+class StateDictMismatch:
     """What does not fit, as the lines of a message."""
 
     missing: list[str] = field(default_factory=list)
@@ -69,9 +69,11 @@ class Misfits:
             )
 
 
-def misfits(slots: Sequence[Slot], headers: Mapping[str, Header]) -> Misfits:
+def compare_state_dict(
+    slots: Sequence[StateSlot], headers: Mapping[str, Header]
+) -> StateDictMismatch:
     """Compare a model's tensors with a checkpoint's, by names, shapes and kinds of numbers."""
-    found = Misfits()
+    found = StateDictMismatch()
     slot_of = {name: slot for slot in slots for name in slot.names}
     for slot in slots:
         if slot.required and slot.source_name(headers) is None:
@@ -127,7 +129,7 @@ def _kind(dtype: torch.dtype) -> str:
     return "floating" if dtype.is_floating_point else "integer"  # bool too: masks were uint8 once
 
 
-def _named(slot: Slot) -> str:
+def _named(slot: StateSlot) -> str:
     return " = ".join(map(repr, slot.names)) + _stage(slot.stage)
 
 
@@ -135,7 +137,7 @@ def _stage(stage: int | None) -> str:
     return "" if stage is None else f" (stage {stage})"
 
 
-def _stages_by_path(slots: Sequence[Slot]) -> dict[str, int | None]:
+def _stages_by_path(slots: Sequence[StateSlot]) -> dict[str, int | None]:
     """From the path of every module to the stage of the first tensor in it."""
     stages: dict[str, int | None] = {}
     for slot in slots:
@@ -154,9 +156,9 @@ def _stage_near(name: str, stages: Mapping[str, int | None]) -> int | None:
     return stages.get(path)
 
 
-def slots_of(model: nn.Module) -> dict[int, tuple[Slot, Tensor]]:
+def slots_of(model: nn.Module) -> dict[int, tuple[StateSlot, Tensor]]:
     """From ``id`` to every parameter and buffer, tied ones once, under all of their names."""
-    slots: dict[int, tuple[Slot, Tensor]] = {}
+    slots: dict[int, tuple[StateSlot, Tensor]] = {}
     # Duplicates too: a module that is registered twice has two names in a state dict.
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -167,12 +169,12 @@ def slots_of(model: nn.Module) -> dict[int, tuple[Slot, Tensor]]:
     return slots
 
 
-def _slot_of(tensor: Tensor, stage: int | None = None, saved: bool = True) -> Slot:
+def _slot_of(tensor: Tensor, stage: int | None = None, saved: bool = True) -> StateSlot:
     expanded = tensor.layout is torch.strided and any(
         size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     header = Header(tuple(tensor.shape), tensor.dtype)
-    return Slot([], header, stage, saved=saved, expanded=expanded and not tensor.is_meta)
+    return StateSlot([], header, stage, saved=saved, expanded=expanded and not tensor.is_meta)
 
 
 def stages_of(recording: Recording | None) -> dict[str, int]:
@@ -257,7 +259,7 @@ _REMEDY = "load what was saved from a model of this structure"
 
 def _compared(
     own: Mapping[str, Any], state: Mapping[str, Any], strict: bool, recording: Recording | None
-) -> tuple[Misfits, Mapping[str, Any]]:
+) -> tuple[StateDictMismatch, Mapping[str, Any]]:
     """A state dict with a model's: what does not fit, and it under all names of tied tensors."""
     slots = state_slots(own, recording)
     headers = {
@@ -265,7 +267,7 @@ def _compared(
         for name, value in state.items()
         if isinstance(value, Tensor) and not is_extra(name)
     }
-    found = misfits(slots, headers)
+    found = compare_state_dict(slots, headers)
     found.missing += [repr(name) for name in own if is_extra(name) and name not in state]
     found.unexpected += [
         f"{name!r}, a {type(value).__name__}"
@@ -286,10 +288,10 @@ def _storing(tensor: Tensor) -> tuple[torch.layout, bool]:
     return tensor.layout, tensor.is_quantized
 
 
-def state_slots(own: Mapping[str, Any], recording: Recording | None) -> list[Slot]:
+def state_slots(own: Mapping[str, Any], recording: Recording | None) -> list[StateSlot]:
     """The tensors of a model's state dict (with ``keep_vars=True``), tied ones once."""
     stages = stages_of(recording)
-    slots: dict[int, Slot] = {}
+    slots: dict[int, StateSlot] = {}
     for name, value in own.items():
         if isinstance(value, Tensor) and not is_extra(name):
             slot = slots.setdefault(id(value), _slot_of(value, stages.get(name)))
@@ -298,7 +300,7 @@ def state_slots(own: Mapping[str, Any], recording: Recording | None) -> list[Slo
 
 
 def _completed(
-    state: Mapping[str, Any], slots: Sequence[Slot], headers: Mapping[str, Header]
+    state: Mapping[str, Any], slots: Sequence[StateSlot], headers: Mapping[str, Header]
 ) -> Mapping[str, Any]:
     """The state under all names of tied tensors."""
     ties = {

@@ -115,7 +115,7 @@ def solving() -> None:
         whole = time.perf_counter() - begun
         front.best_bounds = search
         print(
-            f"{name}: {len(recording.pieces)} pieces; recorded in {recorded:.2f} s; searched in "
+            f"{name}: {len(recording.segments)} pieces; recorded in {recorded:.2f} s; searched in "
             f"{sum(spent):.3f} s; balance() as a whole, with two recordings, {whole:.2f} s; "
             f"costliest stage {100 * (plan.imbalance - 1):.1f} % over the mean"
         )

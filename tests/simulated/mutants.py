@@ -1,5 +1,5 @@
 """The package with one thing left out: a wait, a protection of memory, an event, a release, the
-baton.
+forward lock.
 
 A mutant is a function whose code has one call less. It is put in place of the function's own code, so
 that whoever has imported the function runs it.
@@ -17,8 +17,8 @@ import torch
 
 # What is left out where it is a statement.
 WAITS = {"wait_event", "record_stream", "synchronize", "settle", "settle_on", "settle_all"}
-RELEASES = {"release", "give_baton"}
-BATON = {"take_baton"}
+RELEASES = {"release", "give_forward_lock"}
+FORWARD_LOCK = {"take_forward_lock"}
 # What is there in its place where its value is used: an event that was never recorded.
 EVENTS = {"record_event"}
 
@@ -53,7 +53,7 @@ def without(mutant: Mutant) -> Iterator[None]:
     """While entered, the package is without that call."""
     tree = _tree(mutant.module)
     nth = mutant.nth
-    for qualname, call in _calls(tree, WAITS | RELEASES | EVENTS | BATON):
+    for qualname, call in _calls(tree, WAITS | RELEASES | EVENTS | FORWARD_LOCK):
         if (qualname, ast.unparse(call)) == (mutant.qualname, mutant.call):
             if nth == 0:
                 _leave_out(call)

@@ -1,4 +1,4 @@
-"""Each wait, each protection of memory, each event, the baton, and each
+"""Each wait, each protection of memory, each event, the forward lock, and each
 release: without it some test fails."""
 
 import inspect
@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from blockpipe.crossing.host_stores import Links
+from blockpipe.crossing.host_stores import HostLinks
 
 from .. import simulated as accelerator
 from .. import test_stores, test_transfer
-from .mutants import BATON, EVENTS, RELEASES, WAITS, Mutant, mutants, without
+from .mutants import EVENTS, FORWARD_LOCK, RELEASES, WAITS, Mutant, mutants, without
 from .without_a_release import LOCKING
 
 ENGINE = [
     "devices.devices",
     "devices.copies",
-    "devices.lending",
+    "devices.copy_lifetimes",
     "crossing.tags",
     "crossing.microbatch_run",
     "execution.step",
@@ -49,7 +49,7 @@ def calls(module: ModuleType) -> Iterator[Callable[[], Any]]:
 
 
 def called(function: Callable[..., Any], given: dict[str, Any], *, is_linked: bool) -> None:
-    links = Links() if is_linked else None
+    links = HostLinks() if is_linked else None
     try:
         function(**given, **({"links": links} if links is not None else {}))
     finally:
@@ -97,7 +97,7 @@ def test_a_step_needs_it(mutant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mutant", mutants(["execution.lanes", "_common.thread_state"], BATON), ids=str
+    "mutant", mutants(["execution.lanes", "_common.thread_state"], FORWARD_LOCK), ids=str
 )
 def test_forward_code_needs_the_baton(mutant):
     """Not taken, two threads run the user's code at a time."""

@@ -179,19 +179,19 @@ class Asks(nn.Linear):
 
 
 class Watches(TorchFunctionMode):
-    """Notes for each function whether the baton was free when it was called."""
+    """Notes for each function whether the forward lock was free when it was called."""
 
     def __init__(self):
         super().__init__()
         self.free = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.free.setdefault(func.__name__, set()).add(in_thread.baton is None)
+        self.free.setdefault(func.__name__, set()).add(in_thread.forward_lock is None)
         return func(*args, **(kwargs or {}))
 
 
 def test_who_asks_a_device_for_a_value_lets_others_run():
-    """The baton is free while glue, or a module that runs untouched, waits for the device."""
+    """The forward lock is free while glue, or a module that runs untouched, waits for the device."""
 
     class Net(nn.Module):
         def __init__(self):

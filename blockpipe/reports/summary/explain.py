@@ -16,7 +16,7 @@ from ..._common.text import bytes_text, one_line, short, stages_text
 from ...errors import UsageError
 
 if TYPE_CHECKING:  # a recording can explain itself; that needs only its fields
-    from ...recording.recording import Call, Held, Recording
+    from ...recording.recording import Call, Recording, TensorInfo
 
 _MOST_HELD = 6  # of a module's parameters that are told one by one
 
@@ -65,7 +65,7 @@ def _text(lines: Sequence[str]) -> str:
     return "\n  ".join(map(one_line, lines))
 
 
-def _held(recording: Recording) -> list[Held]:
+def _held(recording: Recording) -> list[TensorInfo]:
     return [*recording.parameters, *recording.buffers]
 
 
@@ -74,7 +74,7 @@ def _function_name(call: Call) -> str | None:
     return call.path.partition(" (")[0] if call.is_function else None
 
 
-def _is_inside(held: Held, path: str) -> bool:
+def _is_inside(held: TensorInfo, path: str) -> bool:
     return not path or any(name.startswith(f"{path}.") for name in held.names)
 
 
@@ -88,7 +88,7 @@ def _on(stage: int, devices: Sequence[object] | None) -> str:
 def _about_module(
     recording: Recording,
     calls: list[Call],
-    inside: list[Held],
+    inside: list[TensorInfo],
     devices: Sequence[object] | None,
     checkpoint: str | None,
 ) -> str:
@@ -123,7 +123,7 @@ def _about_call(
     lines.append(f"stage: {_why_there(recording, call)}")
     if call.parent is not None:
         lines.append(f"called by: {call.parent.path or recording.model}, at {short(call.where)}")
-    lines.append(f"door: {_door_says(recording, call)}")
+    lines.append(f"door: {_sealed_call_says(recording, call)}")
     lines += [f"arguments: {text}" for text in _arguments(route, call)]
     lines += [f"crosses into it: {text}" for text in _crosses(recording, call)]
     lines.append(f"recomputed: {_recomputed(recording, call, checkpoint)}")
@@ -152,7 +152,7 @@ def _why_there(recording: Recording, call: Call) -> str:
     return since
 
 
-def _door(recording: Recording, call: Call | None) -> Call | None:
+def _sealed_call_of(recording: Recording, call: Call | None) -> Call | None:
     """The outermost sealed call that a call is, or is inside of."""
     found = None
     while call is not None:
@@ -163,12 +163,12 @@ def _door(recording: Recording, call: Call | None) -> Call | None:
     return found
 
 
-def _door_says(recording: Recording, call: Call) -> str:
-    door = _door(recording, call)
-    if door is call:
+def _sealed_call_says(recording: Recording, call: Call) -> str:
+    sealed_call = _sealed_call_of(recording, call)
+    if sealed_call is call:
         return "sealed: it runs untouched, for it stays on one stage and is given all it reads"
-    if door is not None:
-        return f"it runs untouched, inside of {door.path or 'the model'}, which is sealed"
+    if sealed_call is not None:
+        return f"it runs untouched, inside of {sealed_call.path or 'the model'}, which is sealed"
     why = call.opened or "another of its calls, on this stage, is"
     return f"open, its operations are looked at: {why}"
 
@@ -201,17 +201,18 @@ def _is_around(call: Call, inner: Call | None) -> bool:
 
 
 def _recomputed(recording: Recording, call: Call, checkpoint: str | None) -> str:
-    door = _door(recording, call)
-    if door is None:
+    sealed_call = _sealed_call_of(recording, call)
+    if sealed_call is None:
         return "never as a whole: only sealed calls can be run again"
-    whole = "it" if door is call else door.path
-    about = recording.recomputable.get(door.path)
+    whole = "it" if sealed_call is call else sealed_call.path
+    about = recording.recomputable.get(sealed_call.path)
     if about is not None and about.refuses:
         return f"never: {about.refuses}"
     if about is None or not about.pays:
         return f"never: {whole} keeps hardly more than what it is given, so nothing is gained"
-    if door.checkpoint is not None:
-        return f"{'yes' if door.checkpoint else 'no'}: its mark says checkpoint={door.checkpoint}"
+    if sealed_call.checkpoint is not None:
+        decision = "yes" if sealed_call.checkpoint else "no"
+        return f"{decision}: its mark says checkpoint={sealed_call.checkpoint}"
     if checkpoint is None:
         return "where a pipeline's checkpoint= asks for it; its mark says nothing"
     return f"{'no' if checkpoint == 'never' else 'yes'}: the pipeline's checkpoint={checkpoint!r}"
@@ -220,7 +221,7 @@ def _recomputed(recording: Recording, call: Call, checkpoint: str | None) -> str
 # --- parameters and buffers
 
 
-def _about_inside(path: str, inside: list[Held]) -> Iterator[str]:
+def _about_inside(path: str, inside: list[TensorInfo]) -> Iterator[str]:
     """A module's own one by one, if they are few; else how much is where, and what stands out."""
     noun = "parameters and buffers"
     if len(inside) > _MOST_HELD:
@@ -236,7 +237,7 @@ def _about_inside(path: str, inside: list[Held]) -> Iterator[str]:
         yield f"… {len(inside) - _MOST_HELD} more that no call reads, or that are shared"
 
 
-def _about_held(recording: Recording, held: Held, devices: Sequence[object] | None) -> str:
+def _about_held(recording: Recording, held: TensorInfo, devices: Sequence[object] | None) -> str:
     kind = "buffer" if held.is_buffer else "parameter" if held.trainable else "frozen parameter"
     about = f"{kind}, {held.dtype} {list(held.shape)}, {bytes_text(held.bytes)}"
     lines = [f"{held.name} ({about}) lives on {_on(held.stage, devices)}", *_reasons(held)]
@@ -249,7 +250,7 @@ def _about_held(recording: Recording, held: Held, devices: Sequence[object] | No
     return _text(lines)
 
 
-def _reasons(held: Held) -> list[str]:
+def _reasons(held: TensorInfo) -> list[str]:
     if held.hop is None:
         reasons = ["no call reads it: it is where its module, or the nearest around that, runs"]
     else:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ...costs.rates import Rates
 
 if TYPE_CHECKING:  # a recording can summarize itself; its rows need only its fields
-    from ...recording.recording import Call, Held, Recording
+    from ...recording.recording import Call, Recording, TensorInfo
 
 
 @dataclass
@@ -287,7 +287,7 @@ class _Rows:
         return inside.union(*(self._keys(child) for child in node.children.values()))
 
 
-def _by_module(held: list[Held]) -> dict[str, set[int]]:
+def _by_module(held: list[TensorInfo]) -> dict[str, set[int]]:
     """Which parameters and buffers are inside of each module, under any of their names."""
     found: dict[str, set[int]] = {}
     for key, one in enumerate(held):

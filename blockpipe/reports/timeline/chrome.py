@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...schedules.schedule import KINDS
-from .trace import Event, Trace, in_rows, journeys
+from .trace import Event, Trace, in_rows, runs
 
 # chrome://tracing knows colours by name alone; Perfetto takes its own from the names of slices.
 _COLOURS = (
@@ -105,13 +105,13 @@ def _flows(trace: Trace) -> Iterator[dict[str, Any]]:
         for event in row
         if event.kind in KINDS
     }
-    for number, (before, after) in enumerate(journeys(trace.events)):
+    for number, (before, after) in enumerate(runs(trace.events)):
         start, end = _nanoseconds(before.start), _nanoseconds(before.end)
         # An arrow belongs to the slice that is under way at its time: just before its end.
         times = max(start, end - 1), _nanoseconds(after.start)
         for ph, event, time in zip("sf", (before, after), times, strict=True):
             pid, tid = at[id(event)]
-            flow = {"ph": ph, "id": number, "name": "journey", "cat": "journey"}
+            flow = {"ph": ph, "id": number, "name": "run", "cat": "run"}
             yield {
                 **flow,
                 "pid": pid,

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..._common.text import one_line
-from .trace import Trace, journeys
+from .trace import Trace, runs
 
 
 def page(views: Sequence[Trace]) -> str:
@@ -42,5 +42,5 @@ def _view(trace: Trace) -> dict[str, Any]:
     found = trace.to_dict()
     index = {id(event): n for n, event in enumerate(trace.events)}
     found["events"] = [list(event) for event in trace.events]
-    found["journeys"] = [(index[id(a)], index[id(b)]) for a, b in journeys(trace.events)]
+    found["runs"] = [(index[id(a)], index[id(b)]) for a, b in runs(trace.events)]
     return found

@@ -127,7 +127,7 @@ class _StepProfile:
         self.noted.append(_Noted(kind, hop, stage, microbatch, start, end))
 
     def _now(self, kind: str, stage: int) -> Time:
-        # A journey waits in a thread of the host, whatever its stage is on.
+        # A run waits in a thread of the host, whatever its stage is on.
         return _now(None if kind == "wait" else current_stream(self.devices[stage]))
 
     def watch(self, tensor: Tensor, from_hop: int, to_hop: int, microbatch: int) -> Watch:

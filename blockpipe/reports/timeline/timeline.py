@@ -81,7 +81,7 @@ class Timeline(Trace):
         if costs is None:
             return None
         if info.forward_only:
-            costs = Costs(costs.forward, 0.0, 0.0, costs.transfer, restore=0.0)
+            costs = Costs(costs.forward, 0.0, 0.0, costs.transfer, recompute=0.0)
         found = Timeline.of(info.schedule, costs, unit=self.unit)
         if info.forward_only:
             found.events = [e for e in found.events if e.kind not in "BWR" and e.source < e.hop]
@@ -179,12 +179,12 @@ class Timeline(Trace):
 
 
 def _events(played: Simulation, costs: Costs) -> Iterator[Event]:
-    """A simulation's actions, with its copies and what journeys wait between them."""
+    """A simulation's actions, with its copies and what runs wait between them."""
     schedule = played.schedule
     split = schedule.split()
     ends: dict[tuple[str, int, int], float] = {}
     begins: list[tuple[float, Action, int]] = []
-    again = costs.forward if costs.restore is None else costs.restore
+    again = costs.forward if costs.recompute is None else costs.recompute
     for lane, actions in enumerate(schedule.lanes):
         for action, start in zip(actions, played.starts[lane], strict=True):
             kind, hop, m = action

@@ -24,7 +24,7 @@ class Event(NamedTuple):
 
     Attributes:
         kind: an action's (``"F"``, ``"B"``, ``"W"``, ``"R"``); ``"copy"``, a tensor that crosses
-            between hops; ``"wait"``, a journey that waits for its turn on a hop; ``"stall"``, a
+            between hops; ``"wait"``, a run that waits for its turn on a hop; ``"stall"``, a
             lane that stands still in an action until what it reads has arrived.
         lane: where: for a copy or a wait the lane of the hop that it is for.
         hop: which one; for a copy, where it goes.
@@ -105,7 +105,7 @@ class LaneTotals:
         by_kind: time in actions of each kind.
         copies: time in copies to it; they may run beside each other and beside actions.
         copied: bytes that came to it.
-        waits: what journeys waited for their turns on it, added up.
+        waits: what runs waited for their turns on it, added up.
         stalls: what it stood still in actions.
     """
 
@@ -231,7 +231,7 @@ class Trace:
             backward=[b + w for b, w in zip(of("B"), weight, strict=True)],
             weight=weight,
             transfer=[median(link) if link and overlaps else 0.0 for link in links],
-            restore=of("R"),
+            recompute=of("R"),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -313,8 +313,8 @@ def in_rows(events: Iterable[Event]) -> list[list[Event]]:
     return rows
 
 
-def journeys(events: Iterable[Event]) -> list[tuple[Event, Event]]:
-    """Which action follows which in a micro-batch's journey, where it is on another hop."""
+def runs(events: Iterable[Event]) -> list[tuple[Event, Event]]:
+    """Which action follows which in a micro-batch's run, where it is on another hop."""
     paths: dict[tuple[int, int], list[Event]] = {}
     for event in events:
         if event.kind in ("F", "B"):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..._common.modules import is_compiled
 from ..._common.nested import tensors
-from ...crossing.interception import active_glue
+from ...crossing.interception import active_mode
 from ...crossing.tags import TAG
 from ...devices.ownership import copying
 from ...stages.marks import current_microbatch, current_stage, is_recomputing
@@ -72,7 +72,7 @@ def sketch(tensor: Tensor) -> Sketch:
         return Sketch(tuple(tensor.shape), checksum, products, float(flat.norm()))
 
 
-class Key(NamedTuple):
+class CallKey(NamedTuple):
     """A module call of one micro-batch."""
 
     microbatch: int
@@ -81,7 +81,7 @@ class Key(NamedTuple):
 
 
 @dataclass
-class Seen:
+class SeenCall:
     """What was seen of a module call."""
 
     stage: int | None
@@ -89,11 +89,11 @@ class Seen:
     result: list[Sketch] = field(default_factory=list)
     gradients: dict[int, Sketch] = field(default_factory=dict)  # by result, of those made in it
     from_stages: set[int] = field(default_factory=set)  # other ones that its arguments came from
-    reads: set[Key] = field(default_factory=set)  # calls that made its arguments
+    reads: set[CallKey] = field(default_factory=set)  # calls that made its arguments
 
 
 @dataclass
-class Parting:
+class Divergence:
     """The first place where a pipelined run is not what the plain one is.
 
     Attributes:
@@ -127,7 +127,7 @@ def shown(path: str) -> str:
     return repr(path) if path else "the model itself"
 
 
-class Watch:
+class CallWatch:
     """Sketches of every module call of a step; entered around it.
 
     Args:
@@ -137,13 +137,13 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, opaque: Sequence[str] = ()) -> None:
-        self.seen: dict[Key, Seen] = {}  # in the order in which calls ended
+        self.seen: dict[CallKey, SeenCall] = {}  # in the order in which calls ended
         self.again: list[tuple[str, int | None, list[Sketch]]] = []  # recomputed: path, stage
         self._model = model
         self._opaque = set(opaque)
         self._counts: dict[tuple[int, str], int] = {}
-        self._under_way: dict[int, list[Seen]] = {}
-        self._made: dict[int, dict[int, tuple[Any, Key]]] = {}  # by micro-batch and node
+        self._under_way: dict[int, list[SeenCall]] = {}
+        self._made: dict[int, dict[int, tuple[Any, CallKey]]] = {}  # by micro-batch and node
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -177,13 +177,13 @@ class Watch:
         m = current_microbatch()
         if m is None or is_recomputing() or torch.compiler.is_compiling():
             return
-        glue = active_glue()
+        mode = active_mode()
         with torch._C.DisableTorchFunction():
             given = [t for t in tensors((args, kwargs)) if _has_values(t)]
-            if glue is not None:  # what an operation here would read: it may have been written to
-                given = [glue.journey.newest(t) for t in given]
+            if mode is not None:  # what an operation here would read: it may have been written to
+                given = [mode.run.newest(t) for t in given]
             stage = current_stage()
-            seen = Seen(stage, [sketch(t) for t in given])
+            seen = SeenCall(stage, [sketch(t) for t in given])
             made = self._made.setdefault(m, {})
             for tensor in given:
                 tag = getattr(tensor, TAG, None)
@@ -209,7 +209,7 @@ class Watch:
             self._counts[m, path] = call + 1
             seen = self._under_way[m].pop()
             seen.stage, seen.result = current_stage(), sketches
-            key = Key(m, path, call)
+            key = CallKey(m, path, call)
             self.seen[key] = seen
             made = self._made.setdefault(m, {})
             for index, tensor in enumerate(found):
@@ -221,7 +221,7 @@ class Watch:
                         partial(_arrived, seen.gradients, index, tensor.output_nr)
                     )
 
-    def calls(self, microbatch: int) -> list[Key]:
+    def calls(self, microbatch: int) -> list[CallKey]:
         """The calls of a micro-batch, in the order in which they ended."""
         return [key for key in self.seen if key.microbatch == microbatch]
 
@@ -244,7 +244,7 @@ def _has_values(tensor: Tensor) -> bool:
 Differs = Callable[[float], bool]
 
 
-def first_parting(plain: Watch, piped: Watch, differs: Differs) -> Parting | None:
+def first_divergence(plain: CallWatch, piped: CallWatch, differs: Differs) -> Divergence | None:
     """The first module call, in execution order, that is not what it is in the plain run.
 
     Args:
@@ -265,19 +265,21 @@ def _apart(a: Sequence[Sketch], b: Sequence[Sketch]) -> float:
     return max((x.apart(y) for x, y in zip(a, b, strict=True)), default=0.0)
 
 
-def _in_forward(plain: Watch, piped: Watch, differs: Differs) -> Parting | None:
+def _in_forward(plain: CallWatch, piped: CallWatch, differs: Differs) -> Divergence | None:
     order = sorted(plain.seen, key=lambda key: key.microbatch)  # stable
-    before: Key | None = None
+    before: CallKey | None = None
     for key in order:
         expected, found = plain.seen[key], piped.seen.get(key)
         if found is None:
             why = "the plain run calls it, the pipeline does not"
-            return Parting("forward", key.path, key.call, None, key.microbatch, math.inf, why)
+            return Divergence("forward", key.path, key.call, None, key.microbatch, math.inf, why)
         apart = _apart(expected.result, found.result)
         if differs(apart):
             given = differs(_apart(expected.given, found.given))
             why = _why_forward(key, before, found, apart, given=given)
-            return Parting("forward", key.path, key.call, found.stage, key.microbatch, apart, why)
+            return Divergence(
+                "forward", key.path, key.call, found.stage, key.microbatch, apart, why
+            )
         if before is None or before.microbatch == key.microbatch:
             before = key
     extra = next((key for key in piped.seen if key not in plain.seen), None)
@@ -285,10 +287,12 @@ def _in_forward(plain: Watch, piped: Watch, differs: Differs) -> Parting | None:
         return None
     stage = piped.seen[extra].stage
     why = "the pipeline calls it, the plain run does not"
-    return Parting("forward", extra.path, extra.call, stage, extra.microbatch, math.inf, why)
+    return Divergence("forward", extra.path, extra.call, stage, extra.microbatch, math.inf, why)
 
 
-def _why_forward(key: Key, before: Key | None, found: Seen, apart: float, *, given: bool) -> str:
+def _why_forward(
+    key: CallKey, before: CallKey | None, found: SeenCall, apart: float, *, given: bool
+) -> str:
     behind = "" if before is None else f" behind {shown(before.path)}"
     if given:
         return (
@@ -304,7 +308,7 @@ def _why_forward(key: Key, before: Key | None, found: Seen, apart: float, *, giv
     return f"its result differs ({apart:.1e}), what it is given agrees: they part {what}{way}"
 
 
-def _in_recomputation(plain: Watch, piped: Watch, differs: Differs) -> Parting | None:
+def _in_recomputation(plain: CallWatch, piped: CallWatch, differs: Differs) -> Divergence | None:
     results: dict[str, list[list[Sketch]]] = {}
     for key, seen in plain.seen.items():
         results.setdefault(key.path, []).append(seen.result)
@@ -315,11 +319,11 @@ def _in_recomputation(plain: Watch, piped: Watch, differs: Differs) -> Parting |
                 f"run again for its activations it gives something else ({apart:.1e}) than in any "
                 "forward: it reads what has changed since"
             )
-            return Parting("recomputation", path, None, stage, None, apart, why)
+            return Divergence("recomputation", path, None, stage, None, apart, why)
     return None
 
 
-def _in_backward(plain: Watch, piped: Watch, differs: Differs) -> Parting | None:
+def _in_backward(plain: CallWatch, piped: CallWatch, differs: Differs) -> Divergence | None:
     for m in sorted({key.microbatch for key in plain.seen}):
         calls = plain.calls(m)
         for key in reversed(calls):
@@ -327,13 +331,13 @@ def _in_backward(plain: Watch, piped: Watch, differs: Differs) -> Parting | None
             pairs = ((one, found.get(index)) for index, one in expected.items())
             apart = max((math.inf if b is None else a.apart(b) for a, b in pairs), default=0.0)
             if differs(apart):
-                return _backward_parting(plain, piped, key, calls, apart)
+                return _backward_divergence(plain, piped, key, calls, apart)
     return None
 
 
-def _backward_parting(
-    plain: Watch, piped: Watch, key: Key, calls: list[Key], apart: float
-) -> Parting:
+def _backward_divergence(
+    plain: CallWatch, piped: CallWatch, key: CallKey, calls: list[CallKey], apart: float
+) -> Divergence:
     """The gradient that arrives at a call's result differs: who sent it?"""
     readers = [k for k in calls if key in plain.seen[k].reads]
     inner = [k for k in readers if not any(_is_inside(o, k) for o in readers)]
@@ -343,7 +347,7 @@ def _backward_parting(
             f"the gradient that arrives at its result differs ({apart:.1e}), those of all calls "
             "after it agree: look at what reads it"
         )
-        return Parting("backward", key.path, key.call, here, m, apart, why)
+        return Divergence("backward", key.path, key.call, here, m, apart, why)
     reader = inner[-1]
     stage = piped.seen[reader].stage
     others = ", ".join(shown(k.path) for k in inner[:-1])
@@ -353,10 +357,10 @@ def _backward_parting(
     )
     why += f", or on the way from stage {stage} to stage {here}" if stage != here else ""
     why += f", or in that of {others}, which read this as well" if others else ""
-    return Parting("backward", reader.path, reader.call, stage, m, apart, why)
+    return Divergence("backward", reader.path, reader.call, stage, m, apart, why)
 
 
-def _is_inside(inner: Key, outer: Key) -> bool:
+def _is_inside(inner: CallKey, outer: CallKey) -> bool:
     return inner.path != outer.path and inner.path.startswith(
         f"{outer.path}." if outer.path else ""
     )

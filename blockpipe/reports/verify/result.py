@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._common.text import text_table
 from ...errors import VerificationError
-from .divergence import Parting
+from .divergence import Divergence
 
 Verdict = Literal["exact", "within tolerance", "different"]
 KINDS = ("outputs", "loss", "gradients", "input gradients", "buffers")
@@ -96,7 +96,7 @@ class Verification:
     atol: float
     schedule: str
     reference: str
-    first_difference: Parting | None = None
+    first_difference: Divergence | None = None
     notes: list[str] = field(default_factory=list)
     whole: WholeBatch | None = None
 
@@ -139,7 +139,7 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        parting = self.first_difference
+        divergence = self.first_difference
         return {
             "ok": self.ok,
             "verdict": self.verdict,
@@ -149,7 +149,7 @@ class Verification:
             "schedule": self.schedule,
             "reference": self.reference,
             "differences": [_data(d) for d in self.differences],
-            "first_difference": None if parting is None else _data(parting),
+            "first_difference": None if divergence is None else _data(divergence),
             "notes": list(self.notes),
             "whole": self._whole_data(),
         }

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from ..._common.callsite import users_line
 from ..._common.modules import is_compiled
 from ..._common.nested import leaves, map_tensors, tensors
-from ..._common.thread_state import Ambient, intra_operation_threads, theirs
+from ..._common.thread_state import CallerState, intra_operation_threads, theirs
 from ...batches.joining import join, output_dim
 from ...batches.losses import own_or_mean_square
 from ...batches.microbatch import split, weights_of
 from ...crossing.hop_backward import run_engine
 from ...devices.devices import check_device
-from ...devices.rng_streams import Source, Streams, torchs_of
+from ...devices.rng_streams import RngStreams, Source, torchs_of
 from ...errors import UsageError
 from ...execution.step_runner import StepRunner
 from ...preparation.batch_norm import DeferredBatchNorm
 from ...preparation.options import PipelineOptions
 from ...preparation.preparer import dims_for
-from ...restoring.preserved import Untouched, moved_copy
+from ...restoring.preserved import PreservedModel, moved_copy
 from ...stages.marks import set_microbatch
-from .divergence import Watch
+from .divergence import CallWatch
 from .result import Outcome
 
 _IDENTITY: Any = object.__eq__
@@ -76,7 +76,7 @@ class Verifier:
         self.choose_reference()
         devices = [*self.prepared.devices, *([self.device] if self.device else [])]
         sources: list[Source] = [s for device in devices for s in torchs_of(device)]
-        self.untouched = Untouched(self.modules, sources)
+        self.preserved = PreservedModel(self.modules, sources)
 
     # --- what is compared with what
 
@@ -132,7 +132,7 @@ class Verifier:
     def lanes(self) -> int:
         """How many the pipelined run has."""
         option = self.options.schedule
-        one = self.prepared.goes_one_by_one(option, self.count)
+        one = self.prepared.runs_inline(option, self.count)
         return 1 if one else len(self.prepared.schedule(option, self.count).lanes)
 
     def described(self) -> str:
@@ -168,14 +168,14 @@ class Verifier:
             if key in known:
                 known[key] = before
 
-    def pipelined(self, watch: Watch | None = None) -> Outcome:
+    def pipelined(self, watch: CallWatch | None = None) -> Outcome:
         """A step of the pipeline."""
-        with self.untouched.run(), ExitStack() as stack:
+        with self.preserved.run(), ExitStack() as stack:
             if watch is not None:
                 stack.enter_context(watch.watching())
             return self._run_step()
 
-    def plain(self, watch: Callable[[nn.Module], Watch] | None = None) -> tuple[Outcome, Any]:
+    def plain(self, watch: Callable[[nn.Module], CallWatch] | None = None) -> tuple[Outcome, Any]:
         """The same step without a pipeline; with a watch on it, if one is wanted."""
         threads = torch.get_num_threads()
         if not self.prepared.is_asynchronous:
@@ -183,12 +183,12 @@ class Verifier:
         with intra_operation_threads(threads):
             return self._plain(watch)
 
-    def _plain(self, watch: Callable[[nn.Module], Watch] | None) -> tuple[Outcome, Any]:
+    def _plain(self, watch: Callable[[nn.Module], CallWatch] | None) -> tuple[Outcome, Any]:
         if self.device is None:
             with self._uncut():
                 watching = None if watch is None else watch(self.preparer.model)
                 return self.pipelined(watching), watching
-        with self.untouched.run():
+        with self.preserved.run():
             model, *losses = [moved_copy(module, self.device) for module in self.modules]
             watching = None if watch is None else watch(model)
             with ExitStack() as stack:
@@ -237,23 +237,23 @@ class Verifier:
         if self.device is None:
             with self._uncut(chunks=1):
                 return self.pipelined()
-        with self.untouched.run():
+        with self.preserved.run():
             moved = [moved_copy(module, self.device) for module in self.modules]
             return self._run_plain(*moved, chunks=1)
 
     @contextmanager
     def anew(self) -> Iterator[None]:
         """While entered, the step is recorded for the model as it is now."""
-        before = self.prepared, self.untouched
+        before = self.prepared, self.preserved
         with self.preparer.apart():
             try:
-                sources = self.untouched.sources
+                sources = self.preserved.sources
                 microbatches = self.runner.split(self.args, self.kwargs, self.target)
                 self.prepared = self.preparer.prepare(microbatches[0], self.options)
-                self.untouched = Untouched(self.modules, sources)
+                self.preserved = PreservedModel(self.modules, sources)
                 yield
             finally:
-                self.prepared, self.untouched = before
+                self.prepared, self.preserved = before
 
     @contextmanager
     def _uncut(self, chunks: int | None = None) -> Iterator[None]:
@@ -278,14 +278,14 @@ class Verifier:
     ) -> Outcome:
         args, kwargs, target, inputs = self._given(self.device)
         loss_fn: Callable[..., Any] = losses[0] if losses else self.loss_fn
-        options, ambient = self.options, Ambient()
+        options, ambient = self.options, CallerState()
         dims = dims_for(self.preparer.model, options.batch_dims, args, kwargs)
         microbatches = split(args, kwargs, target, chunks or options.chunks, dims, cut=False)
         with theirs():
             weights = weights_of(microbatches, options.loss_reduction)
         sources = [*dict.fromkeys(s for hop in self.prepared.sources for s in hop)]
         sources = sources or (torchs_of(self.last) if self._loss_draws else [])
-        streams = Streams(sources, len(microbatches))
+        streams = RngStreams(sources, len(microbatches))
         outputs, total = [], None
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.trains))

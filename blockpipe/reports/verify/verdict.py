@@ -16,7 +16,7 @@ from torch import nn
 from ..._common.callsite import users_line
 from ...errors import UsageError
 from ...preparation.prepared import Prepared
-from .divergence import Parting, Watch, first_parting
+from .divergence import CallWatch, Divergence, first_divergence
 from .result import Outcome, Verification, compared, not_finite
 from .run import Verifier
 from .whole_batch import against_whole_batch
@@ -73,7 +73,7 @@ def _verify(verifier: Verifier, rtol: float, atol: float, *, whole: bool) -> Ver
 
 
 def _on_one_device(
-    verifier: Verifier, watch: Callable[[nn.Module], Watch] | None
+    verifier: Verifier, watch: Callable[[nn.Module], CallWatch] | None
 ) -> tuple[Outcome, Any]:
     try:
         return verifier.plain(watch)
@@ -88,19 +88,19 @@ def _on_one_device(
         raise
 
 
-def _located(verifier: Verifier, result: Verification) -> Parting | None:
+def _located(verifier: Verifier, result: Verification) -> Divergence | None:
     compiled = verifier.prepared.compiled
     opaque = [] if compiled is None else compiled.paths
-    _, plain = _on_one_device(verifier, lambda model: Watch(model, opaque))
-    piped = Watch(verifier.preparer.model, opaque)
+    _, plain = _on_one_device(verifier, lambda model: CallWatch(model, opaque))
+    piped = CallWatch(verifier.preparer.model, opaque)
     verifier.pipelined(piped)
     least = 0.0 if result.exact else result.rtol
-    return first_parting(plain, piped, lambda apart: apart > least) or _of_state(
+    return first_divergence(plain, piped, lambda apart: apart > least) or _of_state(
         verifier.prepared, result
     )
 
 
-def _of_state(prepared: Prepared, result: Verification) -> Parting | None:
+def _of_state(prepared: Prepared, result: Verification) -> Divergence | None:
     """Every call agrees: a parameter's gradient, or a buffer, that does not."""
     recording = prepared.recording
     stage_of = {n: h.stage for h in (*recording.parameters, *recording.buffers) for n in h.names}
@@ -113,5 +113,5 @@ def _of_state(prepared: Prepared, result: Verification) -> Parting | None:
                 why = f"{what} {name!r} differs ({found.relative:.1e}), all calls agree"
                 phase = "backward" if kind == "gradients" else "forward"
                 stage = stage_of.get(found.name)
-                return Parting(phase, path, None, stage, None, found.relative, why)
+                return Divergence(phase, path, None, stage, None, found.relative, why)
     return None

@@ -14,11 +14,11 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch import Tensor
 
-from .copies import Sent
+from .copies import PendingCopy
 from .ownership import copying
 
 
-class Lent:
+class CopySources:
     """Tensors that are being copied to other devices, and when each copy is over.
 
     Until then a tensor must be neither written nor freed by the stream that owns it. That stream
@@ -30,7 +30,7 @@ class Lent:
     def __init__(self) -> None:
         self._by_owner: dict[Hashable, list[tuple[Tensor, torch.Event]]] = {}
 
-    def add(self, owner: Hashable, sent: Sent) -> None:
+    def add(self, owner: Hashable, sent: PendingCopy) -> None:
         """Note what is being read, if anything is, and to whom it belongs."""
         if sent.source is not None and sent.arrived is not None:
             self._by_owner.setdefault(owner, []).append((sent.source, sent.arrived))
@@ -63,13 +63,13 @@ class Lent:
         return bool(self._by_owner)
 
 
-class Taken:
-    """Copies that one journey's hops read: owned by the copy streams, used by compute streams."""
+class ReadCopies:
+    """Copies that one run's hops read: owned by the copy streams, used by compute streams."""
 
     def __init__(self) -> None:
         self._by_hop: dict[int, list[tuple[Tensor, torch.Stream]]] = {}
 
-    def receive(self, hop: int, sent: Sent) -> Tensor:
+    def receive(self, hop: int, sent: PendingCopy) -> Tensor:
         """The values, as :meth:`Sent.receive` has them; they are kept until the hop is over."""
         owner = sent.owner
         if owner is None:
@@ -98,7 +98,7 @@ class Taken:
                 _keep_until_read(value)
 
 
-class Returned:
+class FinishedCopies:
     """Copies that a step's hops have read to the end.
 
     They go back to the copy streams when the next micro-batch is done with the hop. If these waited

@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 
 from .._common.modules import StandIn, is_compiled
-from .._common.process_changes import Shared
-from ..crossing.interception import active_glue
-from ..crossing.recompute import Again
+from .._common.process_changes import ProcessChange
+from ..crossing.interception import active_mode
+from ..crossing.recompute import RecomputeSpec
 from ..recording.plan_resolution import Stages, planned_stage
 from ..recording.recording import Call, Recording
 
 
-class Door(StandIn):
+class SealedForward(StandIn):
     """Stands in for a module's ``forward`` during a step.
 
     Args:
@@ -34,34 +34,36 @@ class Door(StandIn):
         forward: Callable[..., Any],
         hops: frozenset[int],
         stages: Mapping[int | None, int] | None = None,
-        again: Again | None = None,
+        recompute_spec: RecomputeSpec | None = None,
         *,
         waits: bool = False,
     ) -> None:
         self.forward = forward
         self.hops = hops
         self.stages = stages
-        self.again = again
+        self.recompute_spec = recompute_spec
         self.waits = waits
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        glue = active_glue()
-        if glue is None:
+        mode = active_mode()
+        if mode is None:
             return self.forward(*args, **kwargs)
-        journey = glue.journey
-        if glue.inside:
+        run = mode.run
+        if mode.inside:
             if self.stages is not None:
-                journey.count_call(self)  # a later one may be outside of what is sealed
+                run.count_call(self)  # a later one may be outside of what is sealed
             return self.forward(*args, **kwargs)
         if self.stages is not None:
-            call = journey.count_call(self)
-            journey.cursor.move(planned_stage(self.stages, call, journey.cursor.stage), None)
-        if self.hops and journey.is_sealed(self.hops):
-            return glue.call_sealed(self.forward, args, kwargs, self.again, waits=self.waits)
+            call = run.count_call(self)
+            run.cursor.move(planned_stage(self.stages, call, run.cursor.stage), None)
+        if self.hops and run.is_sealed(self.hops):
+            return mode.call_sealed(
+                self.forward, args, kwargs, self.recompute_spec, waits=self.waits
+            )
         return self.forward(*args, **kwargs)
 
 
-class Doors(Shared):
+class SealedForwards(ProcessChange):
     """The doors of one recording; entered for each step, reentrant.
 
     Args:
@@ -84,7 +86,7 @@ class Doors(Shared):
         modules = dict(model.named_modules())
         waiting = {call.path for call in recording.calls if call.waits}
         self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
-        self._sealed: list[tuple[str, nn.Module, Door, Callable[..., Any]]] = []
+        self._sealed: list[tuple[str, nn.Module, SealedForward, Callable[..., Any]]] = []
         for path in sorted({*sealed, *planned, *inner}):
             module = modules[path]
             # A module compiled in place runs its compiled call instead of `forward`.
@@ -96,23 +98,31 @@ class Doors(Shared):
             if path not in sealed and path not in planned:
                 self._places.append((module.__dict__, name, forward))
                 continue
-            again = self._again(f"module {path or '(the model)'!r}", path, recording, modules)
+            recompute_spec = self._recompute_spec(
+                f"module {path or '(the model)'!r}", path, recording, modules
+            )
             hops = sealed.get(path, frozenset())
-            door = Door(forward, hops, planned.get(path), again, waits=path in waiting)
-            self._places.append((module.__dict__, name, door))
-            if door.hops and not is_compiled(module):
-                self._sealed.append((path, module, door, door.forward))
+            sealed_forward = SealedForward(
+                forward, hops, planned.get(path), recompute_spec, waits=path in waiting
+            )
+            self._places.append((module.__dict__, name, sealed_forward))
+            if sealed_forward.hops and not is_compiled(module):
+                self._sealed.append((path, module, sealed_forward, sealed_forward.forward))
         self.functions = {
-            key: (hops, self._again(f"function {key}", key, recording, modules), key in waiting)
+            key: (
+                hops,
+                self._recompute_spec(f"function {key}", key, recording, modules),
+                key in waiting,
+            )
             for key, hops in recording.sealed_functions.items()
         }
         self._before: list[Any] = []
 
-    def _again(
+    def _recompute_spec(
         self, what: str, path: str, recording: Recording, modules: Mapping[str, nn.Module]
-    ) -> Again | None:
+    ) -> RecomputeSpec | None:
         about = recording.recomputable.get(path)
-        if about is None or not about.is_run_again:
+        if about is None or not about.is_recomputed:
             return None
         buffers = []
         for held in recording.buffers:
@@ -125,7 +135,7 @@ class Doors(Shared):
                 (module._buffers, key, True) for key, b in module._buffers.items() if b is None
             ]
         waits = any(call.waits for call in recording.calls if call.path == path)
-        return Again(what, about, buffers, waits)
+        return RecomputeSpec(what, about, buffers, waits)
 
     def stand_in(
         self,
@@ -144,24 +154,26 @@ class Doors(Shared):
             The paths of the modules that something stands in for.
         """
         found = []
-        for path, module, door, forward in self._sealed:
+        for path, module, sealed_forward, forward in self._sealed:
             new = wrap(path, module, forward)
             if new is not None:
-                door.forward = new
-                door.again = door.again if recomputes else None
+                sealed_forward.forward = new
+                sealed_forward.recompute_spec = (
+                    sealed_forward.recompute_spec if recomputes else None
+                )
                 found.append(path)
         return found
 
     def put_on(self) -> None:
         """Every door in its place."""
         self._before = [names.get(name, _MISSING) for names, name, _ in self._places]
-        for names, name, door in self._places:
-            names[name] = door
+        for names, name, sealed_forward in self._places:
+            names[name] = sealed_forward
 
     def take_off(self) -> None:
         """What was in their places."""
-        for (names, name, door), before in zip(self._places, self._before, strict=False):
-            if names.get(name) is not door:
+        for (names, name, sealed_forward), before in zip(self._places, self._before, strict=False):
+            if names.get(name) is not sealed_forward:
                 continue  # the user's forward set its own meanwhile: it is theirs
             if before is _MISSING:
                 del names[name]
@@ -177,8 +189,8 @@ def _outside_of_sealed(recording: Recording, planned: Stages) -> Stages:
     compiled ones would be compiled anew around our doors)."""
 
     def is_sealed(call: Call) -> bool:
-        doors = recording.sealed_functions if call.is_function else recording.sealed
-        return call.sealed and call.hop in doors.get(call.path, ())
+        sealed_forwards = recording.sealed_functions if call.is_function else recording.sealed
+        return call.sealed and call.hop in sealed_forwards.get(call.path, ())
 
     outside: set[str] = set()
     inside: dict[int, bool] = {}  # ids of calls: whether what they call is
