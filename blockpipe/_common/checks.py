@@ -1,0 +1,59 @@
+"""One wording for arguments that are not what was expected."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TypeGuard
+
+from .callsite import users_line
+
+_MOST_SHOWN = 8
+_LONGEST = 200  # characters of a value
+_PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None))
+
+
+def expected(what: str, got: object, *, for_: str = "", fix: str = "") -> str:
+    """Return the text of an error: what was expected, what came, where, and what to do.
+
+    Args:
+        what: the contract, with its article (``"a positive integer"``).
+        got: the user's value. Plain values are shown, of others the type.
+        for_: the argument's name.
+        fix: a remedy, in the imperative.
+
+    Example:
+        >>> expected("a positive integer", 0, for_="chunks", fix="pass chunks=4")
+        'expected a positive integer for chunks, got 0 (<unknown>); pass chunks=4'
+    """
+    argument = f" for {for_}" if for_ else ""
+    remedy = f"; {fix}" if fix else ""
+    return f"expected {what}{argument}, got {_shown(got)} ({users_line()}){remedy}"
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, _PLAIN):  # a module's or a tensor's text may have thousands of lines
+        return type(value).__name__
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def is_integer(value: object, least: int) -> TypeGuard[int]:
+    """Return whether a value is an ``int``, not a ``bool``, and at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """Return a question that names the nearest of the known words.
+
+    Args:
+        word: as the user wrote it.
+        known: the words that would have been right.
+        otherwise: the answer where none is near; ``None`` lists the first known words.
+    """
+    known = list(known)
+    near = get_close_matches(word, known, n=3, cutoff=0.4)
+    if near:
+        return f"did you mean {', '.join(map(repr, near))}?"
+    if otherwise is not None:
+        return otherwise
+    shown = ", ".join(map(repr, known[:_MOST_SHOWN]))
+    return f"known: {shown}{', …' if len(known) > _MOST_SHOWN else ''}"
