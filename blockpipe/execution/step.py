@@ -20,6 +20,8 @@ from torch.autograd.graph import GradientEdge
 from .._common.callsite import failing_line, users_line
 from .._common.nested import leaves, map_leaves, map_tensors, tensors
 from .._common.thread_state import CallerState, intra_operation_threads, theirs
+from .._torch.graph import saved_tensor_hooks
+from .._torch.tensors import storage_id
 from ..batches.losses import check_differentiable, checked_loss, computed_loss, kind_of
 from ..batches.microbatch import Microbatch
 from ..costs.meter import Meter
@@ -378,7 +380,7 @@ class Execution:
 
     def _run_lanes(self, schedule: Schedule, only: Literal["F", "B"] | None) -> None:
         # Hooks on what is saved would unpack it once for each part.
-        packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        packs = saved_tensor_hooks() is not None
         self._split = schedule.split() if only is None and not packs else set()
         turns = Turns(
             schedule,
@@ -557,21 +559,20 @@ class Execution:
             return -1 if found is None else found.hop
 
         offload = run.offload = Offload(hop, hops, self._stays, self._links)
-        offload.put_on()
-        try:
+        with offload.taking():
             yield
-        finally:
-            offload.take_off()
 
     def _stays(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is on its device anyway: a parameter's, a buffer's, the caller's."""
-        return self.prepared.stays(storage) or storage._cdata in self._callers
+        return self.prepared.stays(storage) or storage_id(storage) in self._callers
 
     @cached_property
     def _callers(self) -> set[int]:
         """The storages of the batch, which the caller holds; micro-batches are slices of it."""
         batches = [(b.args, b.kwargs, b.target) for b in self.microbatches]
-        return {t.untyped_storage()._cdata for t in tensors(batches) if t.layout is torch.strided}
+        return {
+            storage_id(t.untyped_storage()) for t in tensors(batches) if t.layout is torch.strided
+        }
 
     def _inputs(self, run: MicrobatchRun, batch: Microbatch) -> tuple[Any, Any, Any]:
         memo: dict[int, Tensor] = {}

@@ -3,10 +3,10 @@
 import copy
 from typing import Any, NamedTuple, NoReturn
 
-import torch
 from torch import Tensor
 
 from .._common.callsite import users_line
+from .._torch.modes import as_plain_tensor
 from ..errors import UsageError
 
 _DONE = "forward_backward has done the backward already: leave this call out"
@@ -18,7 +18,7 @@ class StepLoss(Tensor):
     What is computed from it, copied or saved is a plain tensor.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = as_plain_tensor  # type: ignore[assignment]
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Refused, unless something was added in place that has a graph."""
