@@ -36,11 +36,14 @@ test: $(VENV)/.test
 # On the simulated accelerator: make test runs one test in four there.
 test-devices: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated
+	$(BIN)/python -m pytest --quick --simulated -m timed
 
 # Every parameter set and the slow tests: before a release, and where --quick may have missed it.
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -m timed
 	$(BIN)/python -m pytest -n auto --simulated
+	$(BIN)/python -m pytest --simulated -m timed
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .

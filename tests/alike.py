@@ -9,29 +9,11 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 
-from .devices import stages
+from .models import square
 from .parity import difference, plain_step
+from .stage_devices import stages
 
 DEVICE = torch.device(stages(1)[0])  # of the plain loop
-SCHEDULES = ["1f1b", "gpipe", "sequential", "uncut"]
-
-
-def square(output: Tensor) -> Tensor:
-    """A loss of the output alone."""
-    return output.square().mean()
-
-
-class Scripted(nn.Module):
-    """Three layers, and a forward that is given."""
-
-    def __init__(self, script: Any, layer: Any = None) -> None:
-        super().__init__()
-        make = layer or (lambda: nn.Linear(4, 4))
-        self.a, self.b, self.c = make(), make(), make()
-        self.script = script
-
-    def forward(self, x: Tensor) -> Any:
-        return self.script(self, x)
 
 
 def ran(

@@ -20,7 +20,7 @@ from hypothesis import settings
 from blockpipe.execution.lanes import close_idle_threads
 from blockpipe.preparation import prepared
 
-from . import devices
+from . import stage_devices
 from .pinned import pin
 from .simulated_build import CannotBuildError
 
@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    devices.is_quick = config.getoption("--quick")
+    stage_devices.is_quick = config.getoption("--quick")
     if not config.getoption("--simulated"):
         return
     try:
@@ -100,6 +100,7 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
     """What does not run, on the simulated accelerator or because it shall be quick, and why."""
     seed, most = config.getoption("--delay-seed"), config.getoption("--parameters")
     is_simulated, is_quick = config.getoption("--simulated"), config.getoption("--quick")
+    is_beside_others = hasattr(config, "workerinput")  # in a process of pytest-xdist
     if most is None:
         most = 1 if is_quick else PARAMETERS if is_simulated else 0
     families: dict[str, list[pytest.Item]] = {}
@@ -109,8 +110,10 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
             yield item, mark.args[0]
         elif is_quick and item.get_closest_marker("slow"):
             yield item, "slow: left out by --quick"
+        elif is_beside_others and item.get_closest_marker("timed"):
+            yield item, "timed: needs a run without -n"
         elif is_simulated and not _is_own(item) and not _asks_for_devices(item):
-            yield item, "its module asks for no devices (tests/devices.py)"
+            yield item, "its module asks for no devices (tests/stage_devices.py)"
         elif item.get_closest_marker("every") or (_is_own(item) and not is_quick):
             continue
         else:
@@ -133,8 +136,8 @@ def _is_own(item: pytest.Item) -> bool:
 def _asks_for_devices(item: pytest.Item) -> bool:
     module = item.getparent(pytest.Module)
     assert module is not None
-    names = [value for value in vars(module.obj).values() if value is not devices.examples]
-    return any(getattr(value, "__module__", None) == devices.__name__ for value in names)
+    names = [value for value in vars(module.obj).values() if value is not stage_devices.examples]
+    return any(getattr(value, "__module__", None) == stage_devices.__name__ for value in names)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

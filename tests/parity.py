@@ -13,7 +13,7 @@ import blockpipe as bp
 from blockpipe._common.nested import map_tensors, tensors
 from blockpipe.batches.microbatch import BatchDims, split, weights_of
 
-from .devices import assert_close, host, is_simulated, stages
+from .stage_devices import assert_close, host, is_simulated, stages
 
 LossFn = Callable[..., Tensor]
 

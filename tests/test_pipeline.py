@@ -14,21 +14,13 @@ import blockpipe as bp
 from blockpipe.errors import BlockpipeError, PlanError
 from blockpipe.execution.lanes import close_idle_threads, idle_threads
 
-from .devices import assert_close, device_type, equal, is_simulated, stages
+from .models import linears, square
 from .parity import difference, plain_step
-
-
-def net(width: int = 4) -> nn.Sequential:
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
-    return bp.begin_blocks(model, {"1": 1, "2": 2})
+from .stage_devices import assert_close, device_type, equal, is_simulated, stages
 
 
 def pipeline(model, **options):
     return bp.Pipeline(model, **{"devices": stages(3), "chunks": 3, **options})
-
-
-def mean_square(output, target=None):
-    return output.square().mean() if target is None else F.mse_loss(output, target)
 
 
 @dataclasses.dataclass
@@ -111,7 +103,7 @@ def test_a_loss_inside_the_model_and_outputs_returned():
 
 def test_batches_smaller_than_chunks_and_other_sizes():
     """One sample, another batch size, another sequence length: all ordinary."""
-    model = net()
+    model = linears(3)
     pipe = pipeline(copy.deepcopy(model), chunks=8)
     for shape in ((1, 4), (3, 4), (9, 4), (4, 7, 4), (4, 2, 4)):
         x = torch.randn(*shape)
@@ -133,13 +125,13 @@ def test_eval_before_train_and_under_no_grad():
     with torch.inference_mode():
         assert equal(pipe(x), out)
     pipe.train()
-    pipe.forward_backward(x, loss_fn=mean_square)
+    pipe.forward_backward(x, loss_fn=square)
     assert model[1].num_batches_tracked == 3
 
 
 def test_inputs_that_need_grad():
     """Their gradients go into the caller's graph once, for both ways of calling."""
-    model = net()
+    model = linears(3)
     plain = copy.deepcopy(model)
     source = torch.randn(7, 4, requires_grad=True)
     whole = torch.randn(4, requires_grad=True)
@@ -156,19 +148,19 @@ def test_inputs_that_need_grad():
         x, w = source * 2, whole * 3
         pipe = pipeline(Shift(copy.deepcopy(model)))
         if call == "step":
-            pipe.forward_backward(x, w, loss_fn=mean_square)
+            pipe.forward_backward(x, w, loss_fn=square)
         else:
-            mean_square(pipe(x, w)).backward()
+            square(pipe(x, w)).backward()
         got = source.grad, whole.grad
         source.grad = whole.grad = None
-        mean_square(Shift(plain)(source * 2, whole * 3)).backward()
+        square(Shift(plain)(source * 2, whole * 3)).backward()
         assert_close(got, (source.grad, whole.grad))
         source.grad = whole.grad = None
 
 
 def test_two_forwards_outstanding():
     """Two calls may wait for their backwards."""
-    model = net()
+    model = linears(3)
     pipe = pipeline(model)
     plain = copy.deepcopy(model)
     a, b = torch.randn(5, 4), torch.randn(6, 4)
@@ -180,18 +172,18 @@ def test_two_forwards_outstanding():
 
 def test_the_model_stays_the_users():
     """Same object, parameters and keys; an optimizer made before goes on working."""
-    model = net()
+    model = linears(3)
     parameters, keys = list(model.parameters()), list(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     pipe = pipeline(model)
     before = model[0].weight.clone()
-    pipe.forward_backward(torch.randn(6, 4), loss_fn=mean_square)
+    pipe.forward_backward(torch.randn(6, 4), loss_fn=square)
     optimizer.step()
     assert pipe.module is model
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert list(pipe.state_dict()) == list(model.state_dict()) == keys
     assert not equal(model[0].weight, before)
-    pipe.load_state_dict(net().state_dict())
+    pipe.load_state_dict(linears(3).state_dict())
     twin = pickle.loads(pickle.dumps(pipe))
     x = torch.randn(6, 4)
     assert equal(twin(x), pipe(x))
@@ -201,7 +193,7 @@ def test_the_model_stays_the_users():
 
 def test_clipping_schedulers_and_two_optimizers():
     """A usual training loop gives the plain loop's parameters, to the bit."""
-    model = net()
+    model = linears(3)
     plain = copy.deepcopy(model)
     pipe = pipeline(model)
     results = []
@@ -215,9 +207,9 @@ def test_clipping_schedulers_and_two_optimizers():
             first.zero_grad(set_to_none=False)
             second.zero_grad()
             if which is model:
-                pipe.forward_backward(x, loss_fn=mean_square)
+                pipe.forward_backward(x, loss_fn=square)
             else:
-                plain_step(plain, (x,), {}, None, mean_square, 3)
+                plain_step(plain, (x,), {}, None, square, 3)
             nn.utils.clip_grad_norm_(which.parameters(), 0.1)
             first.step()
             second.step()
@@ -228,7 +220,7 @@ def test_clipping_schedulers_and_two_optimizers():
 
 def test_autocast_and_a_grad_scaler():
     """The stages run under the caller's autocast; a scaled loss is scaled back."""
-    model = net()
+    model = linears(3)
     plain = copy.deepcopy(model)
     pipe = pipeline(model, isolate=True)
     scaler = torch.amp.GradScaler(device_type(), init_scale=256.0)
@@ -237,7 +229,7 @@ def test_autocast_and_a_grad_scaler():
 
     def loss_fn(output):
         seen.append(output.dtype)
-        return scaler.scale(mean_square(output.float()))
+        return scaler.scale(square(output.float()))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with torch.autocast(device_type(), torch.bfloat16):
@@ -246,7 +238,7 @@ def test_autocast_and_a_grad_scaler():
     assert set(seen) == {torch.bfloat16}
     for xs in x.split(2):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            loss = mean_square(plain(xs).float()) / 3
+            loss = square(plain(xs).float()) / 3
         loss.backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-4)
@@ -263,7 +255,7 @@ def test_a_loss_function_with_parameters():
         def forward(self, output, target):
             return ((output - target).square() * self.weight).mean()
 
-    model, loss_fn = net(), Weighted()
+    model, loss_fn = linears(3), Weighted()
     plain, plain_loss = copy.deepcopy(model), copy.deepcopy(loss_fn)
     x, y = torch.randn(7, 4), torch.randn(7, 4)
     loss = pipeline(model, isolate=True).forward_backward(x, target=y, loss_fn=loss_fn).loss
@@ -277,7 +269,7 @@ def test_hooks_fire_as_in_the_plain_loop():
     logs = []
     for which in ("plain", "pipe"):
         torch.manual_seed(0)
-        model, log = net(), []
+        model, log = linears(3), []
         model[1].register_forward_hook(lambda m, a, o, log=log: log.append(("f", o.sum().item())))
         model[1].register_full_backward_hook(
             lambda m, gi, go, log=log: log.append(("b", go[0].sum().item()))
@@ -285,11 +277,11 @@ def test_hooks_fire_as_in_the_plain_loop():
         model[0].weight.register_post_accumulate_grad_hook(lambda p, log=log: log.append(("p", 0)))
         x = torch.randn(6, 4)
         if which == "plain":
-            plain_step(model, (x,), {}, None, mean_square, 3)
+            plain_step(model, (x,), {}, None, square, 3)
         else:
             pipe = pipeline(model, isolate=True, sample=((x,), {}))
             log.clear()  # the recording runs the forward's hooks, too
-            pipe.forward_backward(x, loss_fn=mean_square)
+            pipe.forward_backward(x, loss_fn=square)
         logs.append(sorted(log))
     assert logs[0] == logs[1]
 
@@ -314,23 +306,23 @@ def test_skipped_hops():
     plain = copy.deepcopy(model)
     x, keep = torch.randn(4, 4), torch.tensor([True, False, True, False])
     pipe = pipeline(model, chunks=4, isolate=True)
-    loss = pipe.forward_backward(x, keep, loss_fn=mean_square).loss
-    expected = plain_step(plain, (x, keep), {}, None, mean_square, 4)
+    loss = pipe.forward_backward(x, keep, loss_fn=square).loss
+    expected = plain_step(plain, (x, keep), {}, None, square, 4)
     assert difference(model, plain, loss, expected).same
 
 
 def test_a_changed_model_is_recorded_anew():
     """A layer added or replaced after the first step is found."""
-    model = net()
+    model = linears(3)
     pipe = pipeline(model)
     x = torch.randn(6, 4)
-    pipe.forward_backward(x, loss_fn=mean_square)
+    pipe.forward_backward(x, loss_fn=square)
     model[1] = nn.Sequential(bp.remove_blocks(model[1]), nn.Linear(4, 4).to(stages(3)[1]))
     bp.BeginBlock(model[1], stage=1)
     model.zero_grad()
     plain = copy.deepcopy(model).cpu()
-    loss = pipe.forward_backward(x, loss_fn=mean_square).loss
-    expected = plain_step(plain, (x,), {}, None, mean_square, 3)
+    loss = pipe.forward_backward(x, loss_fn=square).loss
+    expected = plain_step(plain, (x,), {}, None, square, 3)
     assert difference(model, plain, loss, expected).same
 
 
@@ -340,7 +332,7 @@ def test_run_calls_other_methods():
     class Generates(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = net()
+            self.inner = linears(3)
 
         def forward(self, x):
             return self.inner(x)
@@ -360,31 +352,38 @@ def test_run_calls_other_methods():
 
 def test_sample_places_at_once_and_summary_does_not():
     """``summary(x)`` records; ``sample`` places."""
-    pipe = pipeline(net())
+    pipe = pipeline(linears(3))
     assert "Stage" in str(pipe.summary(torch.zeros(2, 4)))
     assert pipe.recording is None
-    placed = pipeline(net(), sample=((torch.zeros(2, 4),), {}))
+    placed = pipeline(linears(3), sample=((torch.zeros(2, 4),), {}))
     assert placed.recording.route == [0, 1, 2]
     assert placed.plan.num_stages == 3
     ends = [torch.device(device) for device in stages(3)[::2]]
     assert [placed.input_device, placed.output_device] == ends
 
 
-def test_chunks_1_on_several_devices_warns():
-    """Only one of them would work at a time. (Two CPUs are one device.)"""
+def test_chunks_1_on_one_device_does_not_warn():
+    """Three stages on the CPU are on one device."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bp.Pipeline(net(), devices=["cpu"] * 3, chunks=1)
+        bp.Pipeline(linears(3), devices=["cpu"] * 3, chunks=1)
+
+
+@pytest.mark.skipif(not is_simulated(), reason="needs accelerators: --simulated")
+def test_chunks_1_on_several_devices_warns():
+    """Only one of them would work at a time."""
+    with pytest.warns(UserWarning, match=r"chunks=1 on 3 devices: .*pass chunks="):
+        bp.Pipeline(linears(3), devices=stages(3), chunks=1)
 
 
 def test_close_ends_idle_threads():
     """Leaving ``with Pipeline(...)`` ends the threads between steps."""
-    with pipeline(net()) as pipe:
-        pipe.forward_backward(torch.randn(6, 4), loss_fn=mean_square)
+    with pipeline(linears(3)) as pipe:
+        pipe.forward_backward(torch.randn(6, 4), loss_fn=square)
         assert idle_threads() > 0
     assert idle_threads() == 0
     close_idle_threads()
-    pipe.forward_backward(torch.randn(6, 4), loss_fn=mean_square)
+    pipe.forward_backward(torch.randn(6, 4), loss_fn=square)
     pipe.close()
 
 
@@ -437,9 +436,9 @@ def test_a_forked_child_can_use_a_pipeline():
     there, once its parent has run one.)"""
     import os
 
-    pipe = pipeline(net())
+    pipe = pipeline(linears(3))
     x = torch.randn(6, 4)
-    pipe.forward_backward(x, loss_fn=mean_square)
+    pipe.forward_backward(x, loss_fn=square)
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads
@@ -461,26 +460,26 @@ def test_a_forked_child_can_use_a_pipeline():
 @pytest.mark.parametrize("how", ["back", "one", "another pipeline"])
 def test_a_model_that_was_moved_is_placed_anew(how, look):
     """To export it, by hand, or by another pipeline: said, and mended."""
-    model = net()
+    model = linears(3)
     plain, x = copy.deepcopy(model), torch.randn(6, 4)
     pipe = pipeline(model)
-    pipe.forward_backward(x, loss_fn=mean_square)
+    pipe.forward_backward(x, loss_fn=square)
     model.zero_grad()
     if how == "back":
         model.cpu()
     elif how == "one":
         model[2].cpu()
     else:
-        pipeline(model, devices=stages(3)[::-1]).forward_backward(x, loss_fn=mean_square)
+        pipeline(model, devices=stages(3)[::-1]).forward_backward(x, loss_fn=square)
         model.zero_grad()
-    expected = plain_step(plain, (x,), {}, None, mean_square, 3)
+    expected = plain_step(plain, (x,), {}, None, square, 3)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         if look == "call":
             pipe(x)
         elif look != "forward_backward":
             getattr(pipe, look)(x)
-        loss = pipe.forward_backward(x, loss_fn=mean_square).loss
+        loss = pipe.forward_backward(x, loss_fn=square).loss
     assert any("placed anew" in str(w.message) for w in seen) == is_simulated()
     assert difference(model, plain, loss, expected).same
     assert [p.device for p in model.parameters()][::2] == pipe.devices
@@ -490,7 +489,7 @@ def test_a_model_that_was_moved_is_placed_anew(how, look):
 def test_devices_have_an_order(devices):
     """A dictionary, a set or a generator is no list of them."""
     with pytest.raises(PlanError, match="devices is a list"):
-        bp.Pipeline(net(), devices=devices)
+        bp.Pipeline(linears(3), devices=devices)
 
 
 @pytest.mark.skipif(not is_simulated(), reason="needs accelerators: --simulated")
@@ -499,7 +498,8 @@ def test_a_device_without_a_number_is_the_current_one():
     torch.accelerator.set_device_index(2)
     try:
         assert (
-            pipeline(net(), devices=[device_type()] * 3).devices == [torch.device(stages(3)[2])] * 3
+            pipeline(linears(3), devices=[device_type()] * 3).devices
+            == [torch.device(stages(3)[2])] * 3
         )
     finally:
         torch.accelerator.set_device_index(0)
@@ -540,10 +540,10 @@ def test_an_option_that_is_assigned_is_that_of_the_constructor(option, value):
         pipe = pipeline(model, **({} if later else {option: value}))
         x = torch.randn(8, 8, 4)
         if later:
-            pipe.forward_backward(x, loss_fn=mean_square)
+            pipe.forward_backward(x, loss_fn=square)
             pipe.zero_grad()
             setattr(pipe, option, value)
-        result = pipe.forward_backward(x, loss_fn=mean_square)
+        result = pipe.forward_backward(x, loss_fn=square)
         gradients = [p.grad for p in pipe.parameters()]
         (prepared,) = pipe._preparer.known.values()
         schedule = prepared.schedule(pipe.schedule, prepared.microbatches)
@@ -558,7 +558,7 @@ def test_an_option_that_is_assigned_is_that_of_the_constructor(option, value):
 
 def test_what_is_assigned_is_checked():
     """As by the constructor, with the other options; the old value stays."""
-    pipe = pipeline(net(), isolate=True)
+    pipe = pipeline(linears(3), isolate=True)
     for option, value, message in [
         ("chunks", 0, "chunks is a whole number from 1 on"),
         ("in_flight", 0, "in_flight is a number of micro-batches from 1 on"),
@@ -600,8 +600,8 @@ def test_a_number_that_changes_at_each_call(monkeypatch):
 
     def train(steps):
         for step in steps:
-            loss = pipe.forward_backward(x, step, loss_fn=mean_square).loss
-            expected = plain_step(plain, (x, step), {}, None, mean_square, 2)
+            loss = pipe.forward_backward(x, step, loss_fn=square).loss
+            expected = plain_step(plain, (x, step), {}, None, square, 2)
             assert difference(model, plain, loss, expected).same
 
     train(range(3))
@@ -610,10 +610,10 @@ def test_a_number_that_changes_at_each_call(monkeypatch):
     train(range(4, 8))  # a warning would be an error
     assert len(pipe._preparer.known) == 3
     latest = pipe.recording
-    pipe.forward_backward(x, 6, loss_fn=mean_square)
+    pipe.forward_backward(x, 6, loss_fn=square)
     assert pipe.recording is not latest
-    pipe.forward_backward(x, 9, loss_fn=mean_square)
-    pipe.forward_backward(x, 10, loss_fn=mean_square)
+    pipe.forward_backward(x, 9, loss_fn=square)
+    pipe.forward_backward(x, 10, loss_fn=square)
     assert [key[-1][-1][-1] for key in pipe._preparer.known] == [6, 9, 10], (
         "the latest used are kept"
     )

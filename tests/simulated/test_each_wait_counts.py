@@ -16,7 +16,8 @@ import torch
 from blockpipe.crossing.host_stores import HostLinks
 
 from .. import simulated as accelerator
-from .. import test_stores, test_transfer
+from ..crossing import test_host_stores
+from ..devices import test_copies
 from .mutants import EVENTS, FORWARD_LOCK, RELEASES, WAITS, Mutant, mutants, without
 from .without_a_release import LOCKING
 
@@ -83,7 +84,7 @@ def check(mutant: Mutant, module: ModuleType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [test_transfer, test_stores])
+@pytest.mark.parametrize("module", [test_copies, test_host_stores])
 def test_as_it_is_no_test_fails(module):
     """Else the tests below would show nothing."""
     assert not is_found(calls(module))
@@ -92,7 +93,7 @@ def test_as_it_is_no_test_fails(module):
 @pytest.mark.parametrize("mutant", mutants(ENGINE, WAITS | EVENTS), ids=str)
 def test_a_step_needs_it(mutant):
     """Taken out of the engine, it is missed by a test of copies."""
-    check(mutant, test_transfer)
+    check(mutant, test_copies)
 
 
 @pytest.mark.slow
@@ -101,14 +102,14 @@ def test_a_step_needs_it(mutant):
 )
 def test_forward_code_needs_the_baton(mutant):
     """Not taken, two threads run the user's code at a time."""
-    check(mutant, test_transfer)
+    check(mutant, test_copies)
 
 
 @pytest.mark.parametrize("mutant", mutants(["crossing.host_stores"], WAITS | EVENTS), ids=str)
 def test_offloading_needs_it(mutant):
     """Taken out of what goes to host memory and back, it is missed by a test of that."""
     accelerator.set_delay(0, 0, 1.0, 0, 20_000, 20_000)
-    check(mutant, test_stores)
+    check(mutant, test_host_stores)
 
 
 @pytest.mark.slow

@@ -16,9 +16,8 @@ from blockpipe._common.thread_state import in_thread, waiting_for_device
 from blockpipe.devices.copies import _ways, send
 
 from .. import simulated as accelerator
-from ..devices import stages
-
-SCHEDULES = ["sequential", "gpipe", "1f1b", "interleaved", "zb-h1"]
+from ..models import WITH_INTERLEAVED, square
+from ..stage_devices import stages
 
 
 def chain(count: int) -> nn.Sequential:
@@ -100,11 +99,11 @@ def test_a_copy_of_a_step_does_not_wait_for_later_micro_batches(is_host):
                 torch.accelerator.current_stream(second).synchronize()
         gate.open()
 
-    pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    pipe.forward_backward(x, loss_fn=square)
     net.calls[1, "behind 0"] = partial(gate.close, first)
     net.calls[0, "before 1"] = wait_until_closed
     net.calls[0, "behind 1"] = wait_for_the_copy
-    pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    pipe.forward_backward(x, loss_fn=square)
     assert gate.was_closed
 
 
@@ -142,7 +141,7 @@ def test_memory_that_the_caller_has_pinned_may_be_filled_anew():
 def test_a_warm_step_waits_for_no_device():
     """Nothing in a step makes the host wait, where the model itself does not."""
     for schedule, checkpoint, where in itertools.product(
-        SCHEDULES, ["never", "always"], ["cpu", stages(1)[0]]
+        WITH_INTERLEAVED, ["never", "always"], ["cpu", stages(1)[0]]
     ):
         pipe = bp.Pipeline(
             chain(4), devices=stages(4), chunks=4, schedule=schedule, checkpoint=checkpoint
@@ -206,8 +205,8 @@ def test_who_asks_a_device_for_a_value_lets_others_run():
                 return self.b(h).clamp(least)
 
     pipe, x = bp.Pipeline(Net(), devices=stages(2), chunks=4), torch.randn(8, 8)
-    pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    pipe.forward_backward(x, loss_fn=square)
     with Watches() as watches:
-        pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+        pipe.forward_backward(x, loss_fn=square)
     assert watches.free["item"] == watches.free["relu"] == {True}
     assert watches.free["tanh"] == watches.free["clamp"] == {False}

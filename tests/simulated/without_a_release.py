@@ -16,6 +16,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe._common.thread_state import waiting_for_device
 
+from ..models import square
 from . import set_delay
 from .mutants import RELEASES, mutants, without
 
@@ -56,7 +57,7 @@ def steps() -> None:
     x = torch.randn(6, 8)
 
     def step() -> None:
-        pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+        pipe.forward_backward(x, loss_fn=square)
 
     step(), step()
     fail_while_others_wait()
@@ -73,7 +74,7 @@ def fail_while_others_wait() -> None:
     net = bp.begin_blocks(nn.Sequential(first, nn.Linear(8, 8)), {"1": 1})
     pipe = bp.Pipeline(net, devices=DEVICES, chunks=CHUNKS, schedule="gpipe")
     x = torch.randn(6, 8)
-    pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+    pipe.forward_backward(x, loss_fn=square)
     first.last_is_here.clear()
 
     def fails(output: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,90 @@
+"""The examples run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_digits() -> None:
+    """The demo reaches its accuracy, and its gradients are the plain model's."""
+    pytest.importorskip("sklearn")
+    out = run("examples/digits_resnet.py")
+    assert "test accuracy: 9" in out
+    assert "gradients: " in out
+
+
+def test_gpt() -> None:
+    """The GPT learns English."""
+    out = run("examples/gpt_text.py", "--steps", "60")
+    assert "bottom" in out
+    assert "tied" in out or "embed.weight" in out
+
+
+def test_a_large_model() -> None:
+    """From meta to trained, saved, and loaded into other stages."""
+    out = run("examples/large_model.py")
+    assert "none of them in memory" in out
+    assert "Measured" in out
+    assert "loaded into two stages: loss 2." in out
+
+
+def test_stages_are_found(tmp_path: Path) -> None:
+    """Balanced, exact, and drawn."""
+    pytest.importorskip("torchvision")
+    page = tmp_path / "timeline.html"
+    out = run("examples/find_stages.py", "--size", "32", "--page", str(page))
+    assert "model.layer" in out
+    assert "ok: " in out
+    assert "Bubble" in out
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.timed
+def test_a_large_model_is_recorded_and_planned() -> None:
+    """U-Net (24, 160) of 7.8 B parameters, on the meta device, in far less than 30 s."""
+    pytest.importorskip("torchvision")
+    out = run("examples/benchmarks/large_models.py", "unet")
+    assert "7.80 B parameters" in out
+    assert float(out.split()[-1]) < 30, out
+
+
+@pytest.mark.timed
+def test_a_llama_is_recorded_and_summarized() -> None:
+    """70 B parameters in eight stages, in less than 60 s and 4 GiB."""
+    pytest.importorskip("torchvision")
+    pytest.importorskip("transformers")
+    out = run("examples/benchmarks/large_models.py", "llama")
+    assert "70.55 B parameters" in out
+    assert float(out.split()[-1]) < 60, out
+    assert float(out.split("largest resident set: ")[1].split()[0]) < 4, out
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "peers.py --workload tiny --chunks 2 --repeats 1 --only by-hand blockpipe torch-pipelining",
+        "one_gpu.py --device cpu --tiny --workload small --mode eager compiled --repeats 1",
+        "deferred_batch_norm.py --rows 2 --size 32 --repeats 1",
+        "scaling.py --tiny --model resnet101 --devices 2 --rows 1 --repeats 1",
+    ],
+)
+def test_benchmarks_run(command: str) -> None:
+    """They check the gradients before they time anything; what they time is not looked at here."""
+    pytest.importorskip("torchvision")
+    assert run(*f"examples/benchmarks/{command}".split())

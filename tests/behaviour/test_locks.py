@@ -1,0 +1,251 @@
+"""No lock stays locked: a step that fails at any place leaves the next one free to run."""
+
+import contextlib
+import copy
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import blockpipe as bp
+from blockpipe._common import model_turns as alone
+from blockpipe._common.thread_state import in_thread
+from blockpipe.crossing import torch_patches as replaced
+from blockpipe.devices import rng_streams as randomness
+from blockpipe.execution import lanes
+from blockpipe.stages import marks as blocks
+
+from ..models import square
+from ..parity import plain_step
+from ..stage_devices import assert_close, stages
+
+PACKAGE = str(Path(bp.__file__).parent)
+# What lets go of something, whatever has happened. It is not what may fail, but what must not.
+LETS_GO = {
+    "_common/thread_state": {"give_forward_lock", "enter_modes", "__exit__"},
+    "stages/marks": {"set_cursor", "set_microbatch"},
+    "crossing/tags": {"settle"},
+    "_common/model_turns": {"__exit__", "_leave"},
+    "_common/process_changes": {"__exit__", "_hold"},
+    "preparation/doors": {"take_off"},
+    "crossing/interception": {"__exit__"},
+    "crossing/torch_patches": {"take_off"},
+    "crossing/microbatch_run": {"finish_forward", "abandon", "settle"},
+    "devices/lending": {"_is_held_elsewhere", "_let_go", "settle_all", "drop", "hops"},
+    "devices/rng_streams": {"release", "end"},
+    "execution/lanes": {"put_back", "fail", "_one_less", "run", "_work", "_join", "_run"},
+}
+
+
+class InjectedError(Exception):
+    pass
+
+
+class Noisy(nn.Module):
+    """Draws from every generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(nn.functional.dropout(self.layer(x), 0.2)) * (0.5 + random.random())
+
+
+class Tied(nn.Module):
+    """Skips a stage, ties a weight, and writes in place to what crosses."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = block(), block(), nn.Linear(8, 8)
+        self.first = nn.Linear(8, 8)
+        self.c.weight = self.first.weight
+
+    def forward(self, x):
+        with bp.Block(stage=0):
+            h = self.a(self.first(x))
+        with bp.Block(stage=1):
+            g = self.b(h)
+            g.add_(1)
+        with bp.Block(stage=2):
+            return self.c(g * h)
+
+
+def quiet() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+CASES = {
+    "plain": (quiet, {}),
+    "draws": (Noisy, {}),
+    "recomputes": (Noisy, {"checkpoint": "always"}),
+    "deferred": (Noisy, {"deferred_batch_norm": True}),
+    "offloads": (quiet, {"offload": True, "checkpoint": "always"}),
+    "isolated": (quiet, {"isolate": True}),
+    "splits": (quiet, {"schedule": "zb-h1"}),
+    "inline": (Noisy, {"schedule": "sequential"}),
+}
+
+
+def in_time(function: Callable[[], Any], seconds: float = 20) -> Any:
+    """Call it in a thread; a hang is a failure."""
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(function()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "the next step hangs"
+    assert result, "the next step failed"
+    return result[0]
+
+
+def places_of(function: Callable[[], Any]) -> list[tuple[str, str]]:
+    """The functions of the package that are called, once each: (module, name)."""
+    seen: dict[tuple[str, str], None] = {}
+
+    def trace(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE):
+            path = code.co_filename.removeprefix(f"{PACKAGE}/").removesuffix(".py")
+            seen.setdefault((path, code.co_name))
+
+    traced(trace, function)
+    return list(seen)
+
+
+def traced(trace: Callable[..., Any], function: Callable[[], Any]) -> None:
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+
+def raising_at(place: tuple[str, str], once: Iterator[bool]) -> Callable[..., Any]:
+    """A trace function that raises where this function is called for the first time."""
+
+    def trace(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        is_there = code.co_name == place[1] and code.co_filename == f"{PACKAGE}/{place[0]}.py"
+        if is_there and next(once, False):
+            raise InjectedError(f"in {place}")
+
+    return trace
+
+
+def assert_nothing_stays() -> None:
+    assert in_thread.forward_lock is None
+    assert in_thread.mode is None
+    assert in_thread.modes == ()
+    assert blocks._cursor.get() is None
+    assert torch._C._len_torch_function_stack() == 0
+
+    assert randomness._turn._owner is None, "the turn to draw is still taken"
+    assert not alone._entered
+    assert in_thread.entered == []
+    assert not any(kind()._threads for kind in (replaced.TensorHooks, replaced.CustomFunctions))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_after_a_failure_anywhere_the_next_step_runs():
+    """Each function of the package that a step calls raises once, in the first case that has it."""
+    x = torch.randn(12, 8)
+    tried: set[tuple[str, str]] = set()
+    raised = 0
+    for block, options in CASES.values():
+        net = Tied(block)
+        plain = copy.deepcopy(net)
+        pipe = bp.Pipeline(net, devices=stages(3), chunks=4, **options)
+
+        def step(pipe: bp.Pipeline = pipe) -> torch.Tensor:
+            return pipe.forward_backward(x, loss_fn=square).loss
+
+        step(), step()
+        lanes.close_idle_threads()  # new threads are traced
+        for place in places_of(step):
+            if place in tried or place[1] in LETS_GO.get(place[0], ()):
+                continue
+            tried.add(place)
+            lanes.close_idle_threads()
+            once = iter([True])
+            try:
+                traced(raising_at(place, once), step)
+            except InjectedError:
+                raised += 1
+            next(once, None)  # threads that wait for work go on being traced
+            try:
+                assert_nothing_stays()
+                in_time(step)
+            except AssertionError as error:
+                error.add_note(f"after a failure in {place} with {options}")
+                raise
+        if block is quiet:
+            net.zero_grad(set_to_none=True)
+            step()
+            plain_step(plain, (x,), {}, None, square, 4)
+            for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+                assert_close(p.grad, q.grad)
+    assert raised > 200
+    assert raised > 0.9 * len(tried)
+
+
+def interrupting(bytecode: int, seen: list[int]) -> Callable[..., Any]:
+    """A trace function that raises where the package, or contextlib, is at its n-th bytecode."""
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith((PACKAGE, contextlib.__file__)):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            seen[0] += 1
+            if seen[0] == bytecode:
+                raise KeyboardInterrupt("now")
+        return trace
+
+    return trace
+
+
+@pytest.mark.cpu("an interrupt within a call from C++ ends the process")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "sequential"},
+        {"schedule": "sequential", "checkpoint": "always"},
+        {"schedule": "sequential", "isolate": True},
+        {"schedule": "uncut"},
+    ],
+    ids=str,
+)
+def test_an_interrupt_at_any_bytecode_leaves_nothing(options: dict[str, Any]) -> None:
+    """A step in one thread is interrupted at bytecodes all over it; the next one is right."""
+    net = Tied(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)))
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=1, **options)
+    x = torch.randn(4, 8)
+
+    def gradients() -> list[torch.Tensor]:
+        net.zero_grad()
+        torch.manual_seed(1)
+        pipe.forward_backward(x, loss_fn=square)
+        return [p.grad.clone() for p in net.parameters()]
+
+    gradients()
+    expected = gradients()
+    seen = [0]
+    traced(interrupting(-1, seen), gradients)
+    assert seen[0] > 2000
+    for bytecode in range(1, seen[0], seen[0] // 20):
+        with pytest.raises(KeyboardInterrupt, match="now"):
+            traced(interrupting(bytecode, [0]), gradients)
+        assert_nothing_stays()
+        assert all("forward" not in module.__dict__ for module in net.modules())
+        for found, right in zip(gradients(), expected, strict=True):
+            assert torch.equal(found, right)

@@ -1,0 +1,222 @@
+"""Batches that are lists of samples, as detection models take them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import blockpipe as bp
+from blockpipe.errors import MicrobatchError
+
+from ..parity import compare
+from ..stage_devices import assert_close, host, stages
+
+
+class Detector(nn.Module):
+    """Images of any size, and a dictionary for each; in training it returns losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.boxes = nn.Conv2d(3, 4, 3), nn.Linear(4, 4)
+
+    def forward(self, images, targets=None):
+        with bp.Block(stage=0):
+            rows = torch.stack([self.features(image).mean((1, 2)) for image in images])
+        with bp.Block(stage=1):
+            found = self.boxes(rows)
+        if targets is None:
+            return [{"boxes": boxes} for boxes in found]
+        wanted = torch.stack([target["boxes"] for target in targets])
+        return {"l1": F.l1_loss(found, wanted), "l2": F.mse_loss(found, wanted)}
+
+
+def _batch(count: int = 5) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    images = [torch.rand(3, 8, 6 + n) for n in range(count)]
+    return images, [{"boxes": torch.rand(4)} for _ in images]
+
+
+def _total(losses: dict[str, Tensor]) -> Tensor:
+    return sum(losses.values(), torch.zeros(()))
+
+
+def _pipe(model: nn.Module, **dims: object) -> bp.Pipeline:
+    return bp.Pipeline(model, devices=stages(2), chunks=3, batch_dims=dims)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_training_on_lists_is_the_whole_batchs_step(by_name):
+    """Losses and gradients are the weighted mean's over uneven micro-batches."""
+    images, targets = _batch()
+    model = Detector()
+    _total(model(images, targets)).backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    pipe = _pipe(model, images="list", targets="list")
+    given = ((images,), {"targets": targets}) if by_name else ((images, targets), {})
+    pipe.forward_backward(*given[0], **given[1], loss_fn=_total)
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, wanted[name])
+
+
+def test_the_sweep_compares_models_of_lists():
+    """Its plain loop splits as its pipeline does: by elements, here of differing sizes."""
+    images, targets = _batch()
+    dims = {"images": "list", "targets": "list"}
+    given = {"images": images, "targets": targets}
+    found, _ = compare(
+        Detector(), (), given, {"boxes": 1}, loss_fn=_total, chunks=3, batch_dims=dims
+    )
+    assert found.same
+
+
+def test_results_are_joined_by_elements_and_differentiable():
+    images, _ = _batch()
+    images[3].requires_grad_()
+    model = Detector()
+    wanted = [found["boxes"] for found in model(images)]
+    (gradient,) = torch.autograd.grad(torch.stack(wanted).square().sum(), images[3])
+    found = _pipe(model, images="list", targets="list")(images)
+    assert [list(item) for item in found] == [["boxes"]] * 5
+    for item, boxes in zip(found, wanted, strict=True):
+        assert_close(item["boxes"], boxes)
+    torch.stack([item["boxes"] for item in found]).square().sum().backward()
+    assert_close(images[3].grad, gradient)
+
+
+def test_gradients_of_elements_go_to_the_images():
+    """Also after a list of another argument, of which micro-batches have more and fewer leaves."""
+    images, targets = _batch()
+    for leaf in (images[0], images[4], targets[2]["boxes"]):
+        leaf.requires_grad_()
+    model = Detector()
+    wanted = torch.autograd.grad(
+        _total(model(images, targets)), [images[0], images[4], targets[2]["boxes"]]
+    )
+    pipe = _pipe(model, images="list", targets="list")
+    pipe.forward_backward(images, targets, loss_fn=_total)
+    for leaf, gradient in zip((images[0], images[4], targets[2]["boxes"]), wanted, strict=True):
+        assert_close(leaf.grad, gradient)
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+        bp.BeginBlock(self.b, stage=1)
+
+    def forward(self, x, other=None):
+        x = torch.stack(list(x)) if isinstance(x, list | tuple) else x
+        return self.b(self.a(x))
+
+
+SAMPLES = [
+    ([torch.ones(4, 8)] * 3,),
+    (tuple(torch.ones(4, 8) for _ in range(4)),),
+    ([{"x": torch.ones(4, 8)}, {"x": torch.ones(4, 8)}],),
+    ({"images": [torch.ones(3, 8, 8)] * 4},),
+    (torch.ones(4, 8), [torch.ones(3)] * 4),
+    (torch.ones(4, 8), ["a", "b", "c", "d"]),
+    (torch.ones(4, 8), [(torch.ones(2), 1)] * 4),
+]
+
+
+@pytest.mark.parametrize("args", SAMPLES, ids=range(len(SAMPLES)))
+def test_a_list_that_may_hold_samples_is_refused(args):
+    """It was split inside each element, or went whole to each micro-batch, without a word."""
+    pipe = bp.Pipeline(Mean(), devices=stages(2), chunks=2)
+    with pytest.raises(MicrobatchError, match=r"may be a list of \d samples.*'list'"):
+        pipe(*args)
+
+
+def test_a_target_that_may_hold_samples_is_refused():
+    pipe = bp.Pipeline(Mean(), devices=stages(2), chunks=2)
+    with pytest.raises(MicrobatchError, match="the target may be a list of 4 samples"):
+        pipe.forward_backward(
+            torch.ones(4, 8), target=[torch.ones(2)] * 4, loss_fn=lambda out, target: out.sum()
+        )
+
+
+RECORDS = [
+    (torch.ones(4, 8), [torch.ones(4, 2), torch.ones(4, 3)]),  # all rows each
+    ((torch.ones(4, 8), torch.ones(4)),),  # of differing dims: a record
+    (torch.ones(4, 8), [1, 2, 3, 4]),
+    (torch.ones(4, 8), [torch.ones(2)] * 3),  # another length
+]
+
+
+@pytest.mark.parametrize("args", RECORDS, ids=range(len(RECORDS)))
+def test_records_are_split_inside_as_ever(args):
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+            bp.BeginBlock(self.b, stage=1)
+
+        def forward(self, x, *rest):
+            return self.b(self.a(x[0] if isinstance(x, tuple) else x))
+
+    out = bp.Pipeline(Takes(), devices=stages(2), chunks=2)(*args)
+    assert out.shape == (4, 4)
+
+
+def test_an_array_with_the_batchs_rows_is_refused():
+    """Every micro-batch got all of it."""
+    numpy = pytest.importorskip("numpy")
+    pipe = bp.Pipeline(Mean(), devices=stages(2), chunks=2)
+    with pytest.raises(MicrobatchError, match="ndarray with the batch's 4 rows, but only tensors"):
+        pipe(torch.ones(4, 8), numpy.ones((4, 2)))
+    pipe = bp.Pipeline(Mean(), devices=stages(2), chunks=2, batch_dims={"other": None})
+    assert pipe(torch.ones(4, 8), numpy.ones((4, 2))).shape == (4, 4)
+
+
+def test_a_list_that_is_none_or_of_another_length_is_refused():
+    with pytest.raises(MicrobatchError, match="by elements, but Tensor came"):
+        _pipe(Mean(), x="list")(torch.ones(4, 8))
+    with pytest.raises(MicrobatchError, match="has 3 of them where the batch has 4"):
+        _pipe(Mean(), other="list")(torch.ones(4, 8), [1, 2, 3])
+
+
+def test_outputs_that_are_no_lists_of_samples_are_refused_where_they_should_be():
+    pipe = _pipe(Mean(), output="list")
+    with pytest.raises(MicrobatchError, match=r"the model returned no list \(Tensor\)"):
+        pipe(torch.ones(4, 8))
+
+
+def test_a_name_that_no_argument_has_is_refused():
+    """One that the forward has and this call leaves out is not."""
+    pipe = _pipe(Mean(), other=None)
+    assert pipe(torch.ones(4, 8)).shape == (4, 4)
+    with pytest.raises(MicrobatchError, match=r"batch_dims names \['imagse'\]"):
+        _pipe(Mean(), imagse="list")(torch.ones(4, 8))
+
+
+@pytest.mark.cpu("a detection model's own code needs no second run")
+def test_a_detection_model_of_torchvision_trains():
+    """Exact, micro-batch by micro-batch; its losses are of sampled anchors, so not the batch's."""
+    detection = pytest.importorskip("torchvision.models.detection")
+    backbone = nn.Sequential(nn.Conv2d(3, 8, 7, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
+    backbone.out_channels = 8
+    model = detection.FasterRCNN(
+        backbone,
+        num_classes=3,
+        min_size=64,
+        max_size=96,
+        rpn_anchor_generator=detection.anchor_utils.AnchorGenerator(((16, 32),), ((1.0,),)),
+        rpn_pre_nms_top_n_train=20,
+        rpn_post_nms_top_n_train=10,
+        rpn_pre_nms_top_n_test=20,
+        rpn_post_nms_top_n_test=10,
+    )
+    bp.begin_blocks(model, {"rpn": 1})
+    images = [torch.rand(3, 64, 48 + 8 * n) for n in range(2)]
+    boxes = torch.tensor([[4.0, 4.0, 30.0, 40.0]])
+    targets = [{"boxes": boxes, "labels": torch.tensor([1 + n])} for n in range(2)]
+    pipe = bp.Pipeline(
+        model, devices=stages(2), chunks=2, batch_dims={"images": "list", "targets": "list"}
+    )
+    assert pipe.verify(images, targets, loss_fn=_total).verdict == "exact"
+    model.eval()
+    with torch.no_grad():
+        found = pipe(images)
+        for item, image in zip(host(found), images, strict=True):
+            assert_close(item["boxes"], model([image])[0]["boxes"])

@@ -1,0 +1,225 @@
+"""Threads of the user's: calls of several at once, and waits in a circle."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import blockpipe as bp
+from blockpipe._common import standstill
+from blockpipe._common.model_turns import alone_with
+from blockpipe.errors import StateError, UsageError
+
+from ..stage_devices import assert_close, equal, stages
+
+
+@pytest.fixture(name="pool")
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standstill, "PATIENCE", 0.4)
+    monkeypatch.setattr(standstill, "_SHARE", 0.3)
+
+
+class Net(nn.Module):
+    """Two stages; tells when its forward begins for the first time, and waits there."""
+
+    def __init__(self, encoder: nn.Module | None = None) -> None:
+        super().__init__()
+        self.a, self.b = encoder or nn.Linear(4, 4), nn.Linear(4, 4)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.begun_by: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.begun_by is None and not self.go_on.is_set():
+            object.__setattr__(self, "begun_by", threading.get_ident())
+            self.begun.set()
+            assert self.go_on.wait(20)
+        with bp.Block(0):
+            x = self.a(x)
+        with bp.Block(1):
+            return self.b(x)
+
+
+def quick() -> Net:
+    net = Net()
+    net.go_on.set()
+    return net
+
+
+def pipeline(net: nn.Module, **options: Any) -> bp.Pipeline:
+    return bp.Pipeline(net, devices=stages(2), chunks=2, **options)
+
+
+def in_recording(pool: ThreadPoolExecutor, net: Net, *calls: Callable[[], Any]) -> list[Any]:
+    """A pipeline's first call, held in the middle of its recording until these calls are under way
+    in another thread; the results of all."""
+    x = torch.ones(4, 4)
+    futures: list[Future[Any]] = [pool.submit(pipeline(net), x)]
+    assert net.begun.wait(20)
+    for call in calls:
+        started = threading.Event()
+
+        def start(call: Callable[[], Any] = call, started: threading.Event = started) -> Any:
+            started.set()
+            return call()
+
+        futures.append(pool.submit(start))
+        assert started.wait(20)
+    net.go_on.set()
+    return [future.result(20) for future in futures]
+
+
+def assert_plain(net: nn.Module) -> None:
+    for name, module in net.named_modules():
+        assert "forward" not in module.__dict__, name
+    assert not any(isinstance(t, FakeTensor) for t in [*net.parameters(), *net.buffers()])
+
+
+def test_first_calls_of_two_threads(pool: ThreadPoolExecutor) -> None:
+    """Two threads may both make a pipeline's first call."""
+    net = Net()
+    expected = F.linear(F.linear(torch.ones(4, 4), *net.a.parameters()), *net.b.parameters())
+    for found in in_recording(pool, net, lambda: pipeline(net)(torch.ones(4, 4))):
+        assert type(found) is Tensor
+        assert_close(found, expected)
+    assert_plain(net)
+
+
+@pytest.mark.cpu("the plain model has to be in one place")
+def test_plain_call_during_a_recording(pool: ThreadPoolExecutor) -> None:
+    """The user's own call of a module in another thread has the real parameters."""
+    net = Net()
+    x = torch.ones(4, 4)
+    expected = F.linear(x, *net.a.parameters())
+    _, whole, part = in_recording(pool, net, lambda: net(x), lambda: net.a(x))
+    assert type(whole) is Tensor
+    assert type(part) is Tensor
+    assert equal(part, expected)
+    assert_plain(net)
+
+
+@pytest.mark.cpu("the plain model has to be in one place")
+def test_pipelines_that_share_a_module(pool: ThreadPoolExecutor) -> None:
+    """Steps of two pipelines over one encoder take turns: each leaves the module as it was."""
+    one, other = quick(), quick()
+    other.a = one.a
+    x = torch.ones(4, 4)
+    pipes = [pipeline(one), pipeline(other)]
+
+    def steps(pipe: bp.Pipeline) -> None:
+        for _ in range(4):
+            pipe.forward_backward(x, loss_fn=torch.sum)
+
+    for future in [pool.submit(steps, pipe) for pipe in pipes]:
+        future.result(20)
+    assert_plain(one)
+    assert_plain(other)
+    for net in (one, other):
+        weight = net.b.weight
+        found, weight.grad = weight.grad, None
+        (net(x).sum() / 2 * 4).backward()  # the mean of two micro-batches, four steps
+        assert_close(found, weight.grad)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_loss_that_waits_for_a_cold_teacher(pool: ThreadPoolExecutor) -> None:
+    """Both draw random numbers in their first step: one waits for the other, which is an error."""
+    student, teacher = pipeline(quick()), pipeline(quick())
+    x = torch.ones(4, 4)
+
+    def loss_fn(output: Tensor) -> Tensor:
+        return F.mse_loss(output, pool.submit(torch.no_grad()(teacher), x[:2]).result(20))
+
+    with pytest.raises(UsageError, match="draw random numbers take turns.*call it before the step"):
+        student.forward_backward(x, loss_fn=loss_fn)
+    torch.no_grad()(teacher)(x[:2])
+    assert student.forward_backward(x, loss_fn=loss_fn).loss.isfinite()
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_loss_that_waits_for_its_own_model(pool: ThreadPoolExecutor) -> None:
+    """A call of the same model by another thread waits for the step, and the step for it."""
+    net = quick()
+    pipe = pipeline(net, schedule="sequential")
+    x = torch.ones(4, 4)
+
+    def loss_fn(output: Tensor) -> Tensor:
+        return output.sum() + pool.submit(torch.no_grad()(pipe), x).result(20).sum()
+
+    with pytest.raises(UsageError, match="share modules take turns.*call it before the step"):
+        pipe.forward_backward(x, loss_fn=loss_fn)
+    assert pipe.forward_backward(x, loss_fn=torch.sum).loss.isfinite()
+    assert_plain(net)
+
+
+class Locked(nn.Module):
+    """A lock of the user's around a forward that comes back to stage 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(512, 512) for _ in range(3))
+        self.lock: Any = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            with bp.Block(0):
+                x = self.a(x)
+            with bp.Block(1):
+                x = self.b(x)
+            with bp.Block(0):
+                return self.c(x)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_lock_around_a_forward() -> None:
+    """A micro-batch that waits for what another holds while that waits for its turn: an error."""
+    net = Locked()
+    pipe = pipeline(net, sample=((torch.ones(4, 512),), {}))
+    x = torch.ones(4, 512)
+    message = r"micro-batch 1 stands at .*test_threads\.py.*\(micro-batch 0 for hop 2\)"
+    with pytest.raises(StateError, match=message):
+        pipe.forward_backward(x, loss_fn=torch.sum)
+    pipe.schedule = "sequential"
+    assert pipe.forward_backward(x, loss_fn=torch.sum).loss.isfinite()
+    assert_plain(net)
+
+
+def test_those_who_wait_come_in_order(pool: ThreadPoolExecutor) -> None:
+    """A thread that calls again at once does not come before one that waits."""
+    net = quick()
+    order: list[str] = []
+    waits = threading.Event()
+
+    def other() -> None:
+        waits.set()
+        with alone_with(net.a):  # a part of it is enough
+            order.append("other")
+
+    with alone_with(net):
+        future = pool.submit(other)
+        assert waits.wait(20)
+        while len(_entered()) < 2:
+            pass
+        with alone_with(net):  # its turn already
+            order.append("again")
+    with alone_with(net):
+        order.append("later")
+    future.result(20)
+    assert order == ["again", "other", "later"]
+
+
+def _entered() -> list[Any]:
+    from blockpipe._common import model_turns as alone
+
+    return alone._entered

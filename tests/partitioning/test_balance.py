@@ -1,0 +1,539 @@
+"""Balance: the best cut of any model, and that it can be carried out."""
+
+import copy
+import math
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import blockpipe as bp
+from blockpipe.costs.rates import STATED_CPU
+from blockpipe.errors import PlanError, ScheduleError, UsageError
+from blockpipe.preparation import prepared
+
+from ..parity import any_loss, difference, plain_step
+from ..stage_devices import assert_close, equal, examples, stages
+from ..strategies import Program, programs
+
+
+def chain(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+
+class Skips(nn.Module):
+    """What early layers make is read by late ones; one layer is called twice, one weight is tied."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.norm(self.layers[0](x))
+        b = self.layers[1](a).tanh()
+        c = self.norm(self.layers[2](b) + a)
+        d = self.layers[3](c) * b
+        e = self.layers[4](d) + x
+        return F.linear(self.layers[5](e + a), self.layers[0].weight)
+
+
+def _plan_at(recording: bp.Recording, begins: tuple[int, ...]) -> bp.StagePlan:
+    """Every call's stage, if stages begin with these pieces."""
+    found = []
+    for segment in recording.segments:
+        for call in map(recording.calls.__getitem__, segment.calls):
+            if call.is_module:
+                stage = sum(begin <= segment.index for begin in begins)
+                found.append(bp.Assignment(call.path, call.call, stage))
+    return bp.StagePlan(found)
+
+
+def _of_recording(recording: bp.Recording, by: str, speeds: list[float]) -> tuple[float, float]:
+    """The costliest stage, and the bytes that cross: from the recording with its stages."""
+    costs = []
+    for stage in range(recording.num_stages):
+        if by == "flops":
+            cost = sum(h.flops for h in recording.hops if h.stage == stage)
+        elif by == "parameters":
+            cost = float(sum(p.bytes for p in recording.parameters if p.stage == stage))
+        else:
+            hops = [h for h in recording.hops if h.stage == stage]
+            cost = sum(STATED_CPU.forward(h.work) + STATED_CPU.backward(h.work) for h in hops)
+        costs.append(cost / speeds[stage])
+    crossing = sum(c.bytes for c in recording.crossings if c.from_stage != c.to_stage)
+    return max(costs), float(crossing)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("by", ["flops", "parameters", "time"])
+@pytest.mark.parametrize("speeds", [None, [1.0, 2.0, 0.7]])
+def test_no_other_cut_is_better(by: str, stages: int, speeds: list[float] | None) -> None:
+    """Every cut of a model with skips is recorded and compared: cost first, then bytes that cross."""
+    net, x = Skips(), torch.zeros(4, 8)
+    speeds = None if speeds is None else speeds[:stages]
+    plan = bp.balance(net, x, stages, by, measure=False, speeds=speeds, slack=0.0)
+    whole = bp.record(net, x, plan=bp.StagePlan([]))
+    found = _of_recording(bp.record(net, x, plan=plan), by, speeds or [1.0] * stages)
+    others = []
+    for begins in combinations(range(1, len(whole.segments)), stages - 1):
+        recording = bp.record(net, x, plan=_plan_at(whole, begins))
+        assert recording.route == list(range(stages))
+        others.append(_of_recording(recording, by, speeds or [1.0] * stages))
+    least = min(cost for cost, _ in others)
+    assert found[0] == pytest.approx(least, rel=1e-9)
+    assert found[1] == min(n for cost, n in others if cost <= least * (1 + 1e-9))
+    assert found[0] == pytest.approx(max(share.cost for share in plan.shares), rel=1e-9)
+
+
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=list(HealthCheck))
+@given(programs, st.integers(1, 4), st.sampled_from(["flops", "parameters", "time", "memory"]))
+def test_random_programs_are_cut_as_planned_and_train_as_plain(
+    instructions: list, count: int, by: str
+) -> None:
+    """Whatever comes back records to the stages 0, 1, …, in order, and trains to the bit, isolated."""
+    torch.manual_seed(0)
+    net = Program(instructions)
+    args = torch.randn(6, 4), torch.randint(4, (6,))
+    reference = copy.deepcopy(net)
+    try:
+        # Of copies: a program may write to what it is given.
+        plain = plain_step(reference, copy.deepcopy(args), {}, None, any_loss, 3)
+    except RuntimeError:
+        return  # the program itself writes to what its backward needs
+    try:
+        plan = bp.balance(net, args, count, by, measure=False)
+    except PlanError as error:
+        assert "can be cut at" in str(error)
+        return
+    recording = bp.record(net, args, plan=plan)
+    assert recording.route == list(range(count))
+    assert [a.stage for a in plan.assignments] == [a.stage for a in recording.plan.assignments]
+    assert recording.plan.stages() == plan.stages()
+    with bp.Pipeline(net, devices=stages(count), chunks=3, plan=plan, isolate=True) as pipe:
+        loss = pipe.forward_backward(*args, loss_fn=any_loss).loss
+    assert difference(net, reference, loss, plain).same
+
+
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=list(HealthCheck))
+@given(programs, st.integers(1, 4), st.booleans())
+def test_random_programs_need_the_memory_that_was_balanced(
+    instructions: list, count: int, on_one_device: bool
+) -> None:
+    """To the byte what the pipeline predicts, with skips, several calls and views too."""
+    net = Program(instructions)
+    args = torch.randn(6, 4), torch.randint(4, (6,))
+    devices = ["cpu"] * count if on_one_device else [f"cpu:{n}" for n in range(count)]
+    options: dict[str, Any] = {"devices": devices, "chunks": 3}
+    micro = tuple(a[:2] for a in args)
+    try:
+        plan = bp.balance(net, micro, count, "memory", optimizer="adam", **options)
+    except PlanError as error:
+        assert "can be cut at" in str(error)
+        return
+    with bp.Pipeline(net, plan=plan, **options) as pipe:
+        report = pipe.memory(*args, optimizer="adam")
+    assert [share.memory for share in plan.shares] == [stage.peak for stage in report.stages]
+
+
+@pytest.mark.parametrize("by", ["time", "memory", "parameters", "flops"])
+def test_what_the_table_says_is_what_the_recording_with_the_plan_has(by: str) -> None:
+    """Parameters, bytes received, seconds: stage by stage, of a real model."""
+    net, x = torchvision.models.resnet18(), torch.zeros(2, 3, 64, 64)
+    plan = bp.balance(net, x, 3, by, measure=False, optimizer="adam", chunks=4, slack=0)
+    recording = bp.record(net, x, plan=plan)
+    for share in plan.shares:
+        here = [p for p in recording.parameters if p.stage == share.stage]
+        assert share.parameters == sum(p.bytes for p in here)
+        assert share.elements == sum(p.elements for p in here)
+        to = [c for c in recording.crossings if c.to_stage == share.stage != c.from_stage]
+        assert share.received == sum(c.bytes for c in to)
+        hop = recording.hops[share.stage]
+        assert share.forward == pytest.approx(STATED_CPU.forward(hop.work))
+        assert share.backward == pytest.approx(STATED_CPU.backward(hop.work))
+    assert sum(share.elements for share in plan.shares) == sum(p.numel() for p in net.parameters())
+    assert plan.imbalance == pytest.approx(
+        max(s.cost for s in plan.shares) / (sum(s.cost for s in plan.shares) / 3)
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential"])
+@pytest.mark.parametrize("devices", [stages(3), ["cpu:0", "cpu:1", "cpu:2"]], ids=str)
+def test_the_memory_is_what_the_pipeline_predicts(schedule: str, devices: list[str]) -> None:
+    """Which plays the same out stage by stage. What several devices save counts on each of them."""
+    net, x = torchvision.models.resnet18(), torch.zeros(16, 3, 64, 64)
+    options: dict[str, Any] = {"devices": devices, "chunks": 4, "schedule": schedule}
+    plan = bp.balance(net, x[:4], 3, "memory", optimizer="adam", **options)
+    pipe = bp.Pipeline(net, plan=plan, **options)
+    for share, stage in zip(plan.shares, pipe.memory(x, optimizer="adam").stages, strict=True):
+        assert share.memory == stage.peak
+
+
+@pytest.mark.cpu("only stages on the CPU are run by one thread")
+def test_the_memory_of_a_small_model_is_that_of_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the CPU its steps hold one micro-batch at a time, whatever the schedule is."""
+    monkeypatch.setattr(prepared, "SMALL_HOP", 1.0)
+    net, x = chain(8, 8, 8, 8), torch.zeros(64, 8)
+    plan = bp.balance(net, x[:8], 3, "memory", chunks=8)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=8, plan=plan)
+    assert [s.memory for s in plan.shares] == [s.peak for s in pipe.memory(x).stages]
+    assert any("one thread" in note for note in plan.notes)
+
+
+def test_a_limit_moves_the_cut() -> None:
+    """The first stage has room for one layer of three only."""
+    net, x = chain(8, 8, 8, 8), torch.zeros(2, 8)
+    free = bp.balance(net, x, 2, "parameters", slack=1.0)
+    tight = min(share.memory for share in free.shares)
+    limits = [tight, 10**6]
+    plan = bp.balance(net, x, 2, "flops", limits=limits)
+    assert plan.shares[0].memory <= tight
+    assert [s.limit for s in plan.shares] == limits
+    assert plan.shares[1].begins == "1"
+
+
+def test_a_limit_that_nothing_keeps_to_says_which_and_how_much_is_missing() -> None:
+    net, x = chain(64, 64, 64, 64), torch.zeros(2, 64)
+    with pytest.raises(PlanError, match=r"needs [\d.]+ KiB, [\d.]+ KiB more than its 20.0 KiB"):
+        bp.balance(net, x, 2, "flops", limits=20 * 1024)
+    with pytest.raises(PlanError, match=r"at the best, stage 1 \(from 2\) needs"):
+        bp.balance(net, x, 2, "flops", limits=[10**9, 20 * 1024])
+
+
+@given(
+    first=st.sampled_from([0, 100, 5000, 10**6]),
+    last=st.sampled_from([0, 100, 5000, 10**6]),
+    widths=st.lists(st.sampled_from([4, 16, 32]), min_size=4, max_size=7),
+)
+@settings(deadline=None, max_examples=examples(20))
+def test_what_the_ends_have_besides_counts(first: int, last: int, widths: list[int]) -> None:
+    """By parameters, against every partition of the chain."""
+    net = chain(*widths)
+    sizes = [sum(p.numel() * 4 for p in layer.parameters()) for layer in net]
+
+    def worst(cuts: tuple[int, ...]) -> float:
+        parts = [sum(sizes[a:b]) for a, b in pairwise((0, *cuts, len(sizes)))]
+        return max([parts[0] + first, *parts[1:-1], parts[-1] + last])
+
+    plan = bp.balance(
+        net, torch.zeros(2, widths[0]), 3, "parameters", first=first, last=last, slack=0
+    )
+    best = min(map(worst, combinations(range(1, len(sizes)), 2)))
+    assert max(share.cost for share in plan.shares) == best
+
+
+def test_crossings_cost_time_where_devices_are_slow_to_reach() -> None:
+    """A cut where little crosses is taken, though the stages are less even."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(256, n) for n in (256, 256, 1))
+            self.d = nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.d(self.c(self.b(self.a(x))))
+
+    net, x = Net(), torch.zeros(64, 256)
+    assert bp.balance(net, x, 2, measure=False).shares[1].begins == "b"
+    slow = bp.balance(net, x, 2, measure=False, bandwidth=1e6)
+    assert slow.shares[1].begins == "d"
+    assert slow.shares[1].received == 64 * 4
+
+
+class Twice(nn.Module):
+    """A buffer that is written in two places, with layers between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.norm(self.b(self.norm(self.a(x)))))
+
+
+def test_a_buffer_that_is_written_is_not_torn_apart() -> None:
+    net, x = Twice(), torch.zeros(4, 4)
+    assert bp.balance(net, x, 2, "flops").shares[1].begins in ("norm", "c")
+    with pytest.raises(
+        PlanError,
+        match=r"at 2 places, so it has 3 stages at most.*buffer norm.num_batches_tracked is",
+    ):
+        bp.balance(net, x, 4, "flops")
+
+
+def test_more_stages_than_pieces() -> None:
+    with pytest.raises(PlanError, match=r"can be cut at 2 places, so it has 3 stages at most"):
+        bp.balance(chain(4, 4, 4, 4), torch.zeros(2, 4), 4, "flops")
+
+
+def test_a_function_is_no_place_to_cut() -> None:
+    """A plan names calls of modules; a piece that a block function begins alone is left whole."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return tail(self.a(x))
+
+    @bp.BlockFunction(stage=1)
+    def tail(x: Tensor) -> Tensor:
+        return x.tanh()
+
+    with pytest.raises(PlanError, match="no module's call begins there, and a plan names modules"):
+        bp.balance(Net(), torch.zeros(2, 4), 2, "flops")
+
+
+def test_a_call_after_one_in_a_sealed_module_is_where_the_plan_has_it() -> None:
+    """Calls are counted inside of sealed modules too, where nothing else is looked at."""
+    seen = []
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(bp.current_stage())
+            return super().forward(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = Layer(8, 8)
+            self.body = nn.Sequential(nn.Linear(8, 8), self.act)
+            self.end = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.end(self.act(self.body(x)))
+
+    net, x = Net(), torch.ones(4, 8)
+    plan = bp.balance(net, x, 2, "flops")
+    assert [plan.stages()["act", call] for call in (0, 1)] == [0, 1]
+    with bp.Pipeline(net, devices=stages(2), chunks=2, plan=plan, sample=(x,)) as pipe:
+        seen.clear()
+        pipe.forward_backward(x, loss_fn=torch.sum)
+    assert sorted(seen) == [0, 0, 1, 1]
+
+
+def test_one_stage_is_the_whole_model() -> None:
+    plan = bp.balance(chain(4, 4, 4), torch.zeros(2, 4), 1, "flops")
+    assert plan.num_stages == 1
+    assert plan.marks() == ""
+    assert "cannot" not in str(plan)
+
+
+def test_the_outermost_module_is_named() -> None:
+    net = torchvision.models.resnet18()
+    plan = bp.balance(net, torch.zeros(2, 3, 64, 64), 3, "flops")
+    assert [share.begins for share in plan.shares] == ["the start", "layer2", "layer3.1"]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    """Parameters, gradients, buffers, modes, attributes, random state; and its marks stay."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
+    net[3] = bp.BeginBlock(net[3], stage=1)
+    net[0].weight.grad = torch.ones(4, 4)
+    gradient, before = net[0].weight.grad, copy.deepcopy(net.state_dict())
+    attributes = [dict(m.__dict__) for m in net.modules()]
+    random = torch.get_rng_state()
+    bp.balance(net, torch.ones(4, 4), 2)
+    assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert net[0].weight.grad is gradient
+    assert equal(gradient, torch.ones(4, 4))
+    assert net[3].weight.grad is None
+    assert [m.__dict__.keys() for m in net.modules()] == [a.keys() for a in attributes]
+    assert net.training
+    assert equal(torch.get_rng_state(), random)
+    assert bp.record(net, torch.zeros(4, 4)).route == [0, 1]
+
+
+def test_a_meta_model_is_estimated() -> None:
+    with torch.device("meta"):
+        net = chain(256, 256, 256, 256)
+    plan = bp.balance(net, torch.zeros(4, 256, device="meta"), 3)
+    assert "(estimated)" in str(plan)
+    assert plan.num_stages == 3
+
+
+def test_a_plan_is_saved_and_read() -> None:
+    net, x = Skips(), torch.zeros(4, 8)
+    plan = bp.balance(net, x, 3, "flops")
+    read = bp.StagePlan.from_json(plan.to_json())
+    assert read.assignments == plan.assignments
+    assert len(plan.assignments) == sum(call.is_module for call in bp.record(net, x).calls)
+    assert isinstance(bp.BalancedPlan.from_json(plan.to_json()), bp.BalancedPlan)
+    assert str(bp.BalancedPlan.from_json(plan.to_json())) == str(read)
+
+
+def test_copies_of_a_plan_say_the_same() -> None:
+    plan = bp.balance(Skips(), torch.zeros(4, 8), 2, "flops")
+    assert str(copy.deepcopy(plan)) == str(plan)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bubble"), [("1f1b", 1 / 9), ("gpipe", 1 / 9), ("sequential", 1 / 2)]
+)
+def test_the_predicted_step_is_the_schedule_played_out(schedule: str, bubble: float) -> None:
+    """Of two equal stages and 8 micro-batches."""
+    net, x = chain(64, 64, 64), torch.zeros(32, 64).requires_grad_()
+    plan = bp.balance(net, x, 2, measure=False, schedule=schedule)
+    assert plan.bubble == pytest.approx(bubble)
+    one = sum(s.forward + s.backward for s in plan.shares) / 2
+    assert plan.step_seconds == pytest.approx(8 * one / (1 - bubble))
+    assert f"{100 * bubble:.1f} % bubble" in str(plan)
+
+
+def test_a_schedule_of_ones_own_is_played_out() -> None:
+    from blockpipe.schedules.builders import make_schedule
+
+    def mine(lane_of_hop: object, microbatches: int) -> bp.Schedule:
+        return make_schedule("gpipe", lane_of_hop, microbatches)
+
+    net, x = chain(64, 64, 64), torch.zeros(32, 64)
+    plan = bp.balance(net, x, 2, measure=False, schedule=mine)
+    assert plan.step_seconds == bp.balance(net, x, 2, measure=False, schedule="gpipe").step_seconds
+    auto = bp.balance(net, x, 2, measure=False, schedule="auto")
+    assert auto.step_seconds <= plan.step_seconds
+    with pytest.raises(
+        ScheduleError, match=r"for 3 hops and 8 micro-batches, but there are stages=2"
+    ):
+        bp.balance(net, x, 2, measure=False, schedule=make_schedule("gpipe", [0, 1, 2], 8))
+    with pytest.raises(ScheduleError, match="schedule is a name"):
+        bp.balance(net, x, 2, measure=False, schedule=3)
+
+
+def test_without_training_there_is_a_forward_alone() -> None:
+    net, x = chain(64, 64, 64), torch.zeros(32, 64)
+    plan = bp.balance(net, x, 2, training=False)
+    assert all(share.backward == 0.0 < share.forward for share in plan.shares)
+    trained = bp.balance(net, x, 2, measure=False, optimizer="adam")
+    assert all(p.memory < t.memory / 2 for p, t in zip(plan.shares, trained.shares, strict=True))
+
+
+def test_what_limits_it_is_said() -> None:
+    plan = bp.balance(chain(64, 64, 8, 8), torch.zeros(4, 64), 2, "flops")
+    assert "the costliest stage: 0, 3.28e+04" in str(plan) or "stage: 0" in plan.bottleneck
+    assert "it cannot be split" in plan.bottleneck
+    more = bp.balance(chain(8, 8, 8, 8), torch.zeros(4, 8), 2, "flops")
+    assert "would cost" in more.bottleneck
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "match"),
+    [
+        ({"by": "speed"}, UsageError, "by is one of 'time', 'memory', 'parameters', 'flops', but 'speed'"),
+        ({"by": ["time"]}, UsageError, "by is one of"),
+        ({"stages": 0}, PlanError, "stages is a whole number from 1 on, but 0"),
+        ({"stages": 2.0}, PlanError, "stages is a whole number"),
+        ({"chunks": 0}, PlanError, "chunks is a whole number"),
+        ({"repeats": 0}, PlanError, "repeats is a whole number"),
+        ({"speeds": [1.0]}, PlanError, "speeds has one number for each of 2, but 1 came"),
+        ({"speeds": [1.0, 0.0]}, PlanError, "entry 1 is 0.0"),
+        ({"speeds": [1.0, math.nan]}, PlanError, "entry 1 is nan"),
+        ({"speeds": 2.0}, PlanError, "speeds is a list of numbers"),
+        ({"speeds": [1, 2], "by": "memory"}, PlanError, "speeds do not change what a stage keeps"),
+        ({"limits": [1]}, PlanError, "limits has one number for each of 2"),
+        ({"limits": -1}, PlanError, "limits are numbers above 0"),
+        ({"first": -1}, PlanError, "first are numbers from 0 on"),
+        ({"last": None}, PlanError, "last are numbers from 0 on"),
+        ({"slack": "1"}, PlanError, "slack are numbers from 0 on"),
+        ({"bandwidth": 0}, PlanError, "bandwidth are numbers above 0"),
+        ({"devices": ["cpu"]}, PlanError, "devices has one for each of 2 stages, but 1 came"),
+        ({"devices": "cpu"}, PlanError, "devices is a list"),
+        ({"optimizer": "adamm"}, UsageError, "optimizer is one of"),
+        ({"schedule": "2f2b"}, ScheduleError, "a schedule is one of"),
+        ({"target": torch.zeros(1)}, UsageError, "a target needs a loss_fn"),
+        ({"loss_fn": 3}, UsageError, "loss_fn is a callable"),
+        ({"kwargs": [1]}, UsageError, "kwargs is a mapping"),
+    ],
+)  # fmt: skip
+def test_wrong_use(options: dict, kind: type, match: str) -> None:
+    with pytest.raises(kind, match=match):
+        bp.balance(chain(4, 4, 4), torch.zeros(2, 4), **{"stages": 2, **options})
+
+
+def test_a_pipeline_is_no_model() -> None:
+    with pytest.raises(UsageError, match=r"balance takes the model, but Pipeline came.*\.module"):
+        bp.balance(bp.Pipeline(chain(4, 4)), torch.zeros(2, 4), 2)
+
+
+def test_a_forward_that_fails_is_told_and_leaves_nothing_behind() -> None:
+    net = chain(4, 4, 4)
+    with pytest.raises(bp.BlockpipeError, match="forward fails on the sample"):
+        bp.balance(net, torch.zeros(2, 5), 2)
+    assert "forward" not in net[0].__dict__
+
+
+# --- real models
+
+
+def _huggingface(name: str) -> tuple[nn.Module, dict]:
+    pytest.importorskip("transformers")
+    from ..zoo import find
+
+    entry = find("huggingface", name)
+    torch.manual_seed(0)
+    return entry.build(), entry.batch()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("by", ["time", "flops"])
+def test_a_hugging_face_model_is_cut_and_trains_as_plain(name: str, by: str) -> None:
+    """Tied weights, an encoder and a decoder, masks that cross."""
+    net, kwargs = _huggingface(name)
+    for module in net.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    reference = copy.deepcopy(net)
+    plan = bp.balance(net, (), 3, by, kwargs=kwargs, repeats=2)
+    recording = bp.record(net, (), kwargs, plan=plan)
+    assert [share.parameters for share in plan.shares] == [
+        sum(p.bytes for p in recording.parameters if p.stage == stage) for stage in range(3)
+    ]
+    assert [share.received for share in plan.shares] == [
+        sum(c.bytes for c in recording.crossings if c.to_stage == stage != c.from_stage)
+        for stage in range(3)
+    ]
+    with bp.Pipeline(net, devices=stages(3), chunks=2, plan=plan, isolate=True) as pipe:
+        loss = pipe.forward_backward(**kwargs).loss
+    plain = plain_step(reference, (), kwargs, None, any_loss, 2)
+    assert difference(net, reference, loss, plain).same
+    assert "tied:" in str(plan)
+
+
+def test_a_timm_model_is_cut_at_blocks() -> None:
+    """With some slack: of cuts that as many bytes cross, the outermost module is taken."""
+    timm = pytest.importorskip("timm")
+    net = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=6)
+    x = torch.zeros(2, 3, 64, 64)
+    even = bp.balance(net, x, 3, "parameters", slack=0)
+    plan = bp.balance(net, x, 3, "parameters", slack=0.1)
+    assert [share.begins for share in plan.shares] == ["the start", "blocks.2", "blocks.4"]
+    assert sum(s.received for s in plan.shares) <= sum(s.received for s in even.shares)
+    assert max(s.cost for s in plan.shares) <= 1.1 * max(s.cost for s in even.shares)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x))
+
+
+def test_whole_layers_are_preferred_unless_the_optimum_is_asked_for() -> None:
+    """Of 21 blocks the middle is in the eleventh; a cut beside it costs 1/21 more."""
+    net, x = nn.Sequential(*(Residual() for _ in range(21))), torch.zeros(4, 8)
+    assert bp.balance(net, x, 2, "parameters").shares[1].begins in ("10", "11")
+    assert bp.balance(net, x, 2, "parameters", slack=0).shares[1].begins == "10.down"

@@ -1,0 +1,736 @@
+"""verify: what it compares, what it finds, and that it leaves no trace."""
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+import blockpipe as bp
+from blockpipe.crossing import microbatch_run as run
+from blockpipe.errors import UsageError, VerificationError
+from blockpipe.preparation import prepared
+from blockpipe.reports.verify.divergence import Sketch, sketch
+from blockpipe.reports.verify.result import Outcome, Verification, compared
+
+from ...models import EVERY_SCHEDULE
+from ...stage_devices import equal, is_simulated, stages
+
+
+def _net(dropout: float = 0.0) -> nn.Sequential:
+    net = nn.Sequential(
+        nn.Linear(8, 16),
+        nn.BatchNorm1d(16),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(16, 16),
+        nn.ReLU(),
+        nn.Linear(16, 4),
+    )
+    bp.begin_blocks(net, {"3": 1, "5": 2})
+    return net
+
+
+def _batch(samples: int = 10) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, 8), torch.randint(0, 4, (samples,))
+
+
+def _verify(net: nn.Module, chunks: int = 4, count: int = 3, **options: Any) -> Verification:
+    pipe = bp.Pipeline(net, devices=stages(count), chunks=chunks, **options)
+    x, y = _batch()
+    return pipe.verify(x, target=y, loss_fn=F.cross_entropy)
+
+
+# --- what is right
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_a_good_model_is_exact(schedule: str, checkpoint: str):
+    """With dropout, batch norm and uneven micro-batches, to the bit under every schedule."""
+    found = _verify(_net(0.5), schedule=schedule, checkpoint=checkpoint)
+    assert found.verdict == "exact"
+    assert found.exact != is_simulated()  # whether bits are promised
+    assert found
+    assert found.first_difference is None
+    assert {d.kind for d in found.differences} == {"outputs", "loss", "gradients", "buffers"}
+    assert sum(d.kind == "gradients" for d in found.differences) == 8
+
+
+def test_input_gradients_are_compared():
+    """Those of every input that needs them, by position or name; the caller's ``.grad`` stays."""
+    pipe = bp.Pipeline(_net(), devices=stages(3), chunks=3)
+    x = torch.randn(7, 8, requires_grad=True)
+    found = pipe.verify(x)
+    assert found.worst["input gradients"].verdict == "exact"
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", lambda args, kwargs, target: len(target)])
+def test_loss_reductions(reduction: Any):
+    """The plain loop weighs losses as the pipeline does."""
+    assert _verify(_net(), loss_reduction=reduction).verdict == "exact"
+
+
+def test_deferred_batch_norm():
+    """The plain loop defers the running statistics as well, and they change."""
+    found = _verify(_net(0.1), deferred_batch_norm=True)
+    assert found.verdict == "exact"
+    assert len([d for d in found.differences if d.kind == "buffers"])
+
+
+def test_batch_dims():
+    """Batches that are split on another dim, and outputs joined there."""
+
+    class Turned(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+    net = nn.Sequential(Turned(4, 4), Turned(4, 2))
+    bp.begin_blocks(net, {"1": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, batch_dims=1)
+    assert pipe.verify(torch.randn(4, 6)).verdict == "exact"
+
+
+def test_without_gradients_the_forward_is_compared():
+    """Under ``no_grad``, and for a frozen model."""
+    net = _net()
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=2)
+    with torch.no_grad():
+        assert {d.kind for d in pipe.verify(_batch()[0]).differences} == {"outputs", "buffers"}
+    found = bp.Pipeline(net.requires_grad_(False), devices=stages(3), chunks=2).verify(_batch()[0])
+    assert found
+    assert {d.kind for d in found.differences} == {"outputs", "buffers"}
+
+
+def test_a_loss_with_parameters():
+    """Their gradients are compared, and left as they were."""
+
+    class Loss(nn.Linear):
+        def forward(self, output: Tensor) -> Tensor:
+            return super().forward(output).square().mean()
+
+    loss = Loss(4, 1)
+    pipe = bp.Pipeline(_net(), devices=stages(3), chunks=2)
+    found = pipe.verify(_batch()[0], loss_fn=loss)
+    assert found.verdict == "exact"
+    assert {"loss_fn.weight", "loss_fn.bias"} <= {d.name for d in found.differences}
+    assert loss.weight.grad is None
+
+
+def test_several_threads_are_compared_with_as_many():
+    """A lane has its share of the threads, and the plain loop as many as a lane."""
+    torch.set_num_threads(2)
+    pipe = bp.Pipeline(_net(), devices=stages(3), chunks=4)
+    x, y = _batch()
+    pipe.forward_backward(x, target=y, loss_fn=F.cross_entropy)
+    for _ in range(5):
+        assert pipe.verify(x, target=y, loss_fn=F.cross_entropy).verdict == "exact"
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.cpu("accelerators compute with no threads of the host")
+@pytest.mark.parametrize("device", ["stages", "cpu"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_both_runs_have_the_threads_of_a_lane(
+    device: str, trains: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Sums differ by their number: an uncut reference with the caller's threads was "different",
+    and so was a frozen model, whose small step ran without lanes."""
+    monkeypatch.setattr(prepared, "SMALL_OPERATION", 1.0)
+    seen: set[int] = set()
+    note = seen.add  # what is found by name is put back
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not isinstance(x, FakeTensor):  # not in a recording
+                note(torch.get_num_threads())
+            return super().forward(x)
+
+    torch.set_num_threads(6)
+    net = bp.begin_blocks(nn.Sequential(Net(4, 4), Net(4, 4), Net(4, 4)), {"1": 1, "2": 2})
+    pipe = bp.Pipeline(net.requires_grad_(trains), devices=stages(3), chunks=4)
+    assert pipe.verify(torch.ones(8, 4), device=device, whole=False)
+    assert seen == {2}
+    assert torch.get_num_threads() == 6
+
+
+@pytest.mark.cpu("whether threads pay is a matter of the CPU")
+def test_lanes_run_for_small_models(monkeypatch: pytest.MonkeyPatch):
+    """A step of this model takes one thread, but what is verified is its schedule; afterwards
+    steps are as before."""
+    monkeypatch.undo()
+    monkeypatch.setattr("blockpipe.preparation.prepared.SMALL_HOP", 1.0)
+    names: list[threading.Thread] = []
+    note = names.append  # what is found by name is put back
+
+    class Named(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            note(threading.current_thread())
+            return super().forward(x)
+
+    net = nn.Sequential(Named(4, 4), Named(4, 4))
+    bp.begin_blocks(net, {"1": 1})
+    x = torch.randn(4, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, sample=(x,))
+    found = pipe.verify(x)
+    assert found
+    assert "on 2 lanes" in str(found)
+    assert any(thread is not threading.main_thread() for thread in names)
+    names.clear()
+    pipe.forward_backward(x, loss_fn=torch.sum)
+    assert set(names) == {threading.main_thread()}
+
+
+# --- what is wrong
+
+
+def _assert_parts(found: Verification, phase: str, path: str, stage: int) -> None:
+    assert not found
+    assert not found.ok
+    divergence = found.first_difference
+    assert divergence is not None
+    assert (divergence.phase, divergence.path, divergence.stage) == (phase, path, stage)
+    assert f"{path!r}" in str(found)
+    assert f"stage {stage}" in str(found)
+    with pytest.raises(VerificationError, match="not the plain one"):
+        found.raise_if_different()
+
+
+class _Shared:
+    """What modules on two stages share behind the pipeline's back: a number."""
+
+    value = 1.0
+
+
+class _Writes(nn.Linear):
+    """Long after the stage before has read for the next micro-batch: a race that is always lost."""
+
+    shared: _Shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05)
+        self.shared.value = float(x.detach().abs().max())
+        return super().forward(x)
+
+
+class _Reads(nn.Linear):
+    shared: _Shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.shared.value
+
+
+def test_state_left_between_microbatches():
+    """A number that a later stage leaves for the next micro-batch's earlier one."""
+    net = nn.Sequential(nn.Linear(8, 8), _Reads(8, 8), nn.ReLU(), _Writes(8, 4))
+    net[1].shared = net[3].shared = _Shared()
+    bp.begin_blocks(net, {"2": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
+    net[1].shared.value = 1.0
+    found = pipe.verify(torch.randn(8, 8))
+    _assert_parts(found, "forward", "1", 0)
+    assert found.first_difference is not None
+    assert "what it is given agrees" in found.first_difference.why
+
+
+told_by_threads = pytest.mark.cpu("autograd gives a device a thread, in the plain run too")
+
+
+class _WrongBehind(torch.autograd.Function):
+    """Right in the plain loop, wrong in a thread of the pipeline's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        is_plain = threading.current_thread() is threading.main_thread()
+        return gradient if is_plain else gradient * 1.5
+
+
+class _Wrong(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_WrongBehind.apply(x))
+
+
+@told_by_threads
+def test_a_wrong_backward():
+    """The module is named whose backward is given the right gradient and hands on a wrong one."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), _Wrong(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    bp.begin_blocks(net, {"2": 1, "4": 2})
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=3)
+    found = pipe.verify(torch.randn(6, 8))
+    _assert_parts(found, "backward", "2", 1)
+    right = {d.name for d in found.differences if d.kind == "gradients" and d.verdict == "exact"}
+    assert right == {"2.weight", "2.bias", "4.weight", "4.bias"}
+
+
+@told_by_threads
+def test_a_wrong_backward_inside_a_container():
+    """The innermost module is named, not the container around it."""
+    inner = nn.Sequential(nn.Linear(8, 8), _Wrong(8, 8), nn.Linear(8, 8))
+    net = nn.Sequential(nn.Linear(8, 8), inner, nn.Linear(8, 4))
+    bp.begin_blocks(net, {"1": 1, "2": 2})
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=3)
+    _assert_parts(pipe.verify(torch.randn(6, 8)), "backward", "1.1", 1)
+
+
+@told_by_threads
+def test_a_wrong_weight_gradient():
+    """Every gradient that is handed on agrees: the parameter is named, with its module."""
+
+    class OnlyWeights(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, _WrongBehind.apply(self.weight), self.bias)
+
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), OnlyWeights(8, 4))
+    bp.begin_blocks(net, {"2": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
+    found = pipe.verify(torch.randn(6, 8))
+    _assert_parts(found, "backward", "2", 1)
+    assert [d.name for d in found.differences if d.verdict == "different"] == ["2.weight"]
+
+
+@pytest.mark.parametrize("microbatch", [0, 2])
+def test_a_corrupted_crossing(monkeypatch: pytest.MonkeyPatch, microbatch: int):
+    """One tensor arrives changed: the module is named that reads it, and from where it came."""
+    honest = run.MicrobatchRun._imported
+
+    def corrupt(self: Any, tensor: Tensor, tag: Any) -> Tensor:
+        value = honest(self, tensor, tag)
+        broken = self.microbatch == microbatch and self.stage == 2
+        if broken and threading.current_thread() is not threading.main_thread():
+            with torch.no_grad():
+                value.data[0, 0] += 1e-3
+        return value
+
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    bp.begin_blocks(net, {"1": 1, "2": 2})
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=3, isolate=True)
+    x = torch.randn(6, 8)
+    pipe.forward_backward(x, loss_fn=torch.sum)
+    monkeypatch.setattr(run.MicrobatchRun, "_imported", corrupt)
+    found = pipe.verify(x)
+    _assert_parts(found, "forward", "2", 2)
+    assert found.first_difference is not None
+    assert found.first_difference.microbatch == microbatch
+    assert "arguments from stage 1" in found.first_difference.why
+
+
+def test_a_buffer_updated_twice():
+    """Every call agrees, but a buffer that a backward hook counts up does not."""
+
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            is_plain = threading.current_thread() is threading.main_thread()
+            self.seen.add_(1.0 if is_plain else 2.0)
+            return super().forward(x)
+
+    net = nn.Sequential(nn.Linear(8, 8), Counts())
+    bp.begin_blocks(net, {"1": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
+    found = pipe.verify(torch.randn(6, 8))
+    _assert_parts(found, "forward", "1", 1)
+    assert [(d.kind, d.name) for d in found.differences if d.verdict == "different"] == [
+        ("buffers", "1.seen")
+    ]
+    assert float(net[1].seen) == 0.0
+
+
+def test_code_between_modules():
+    """A container's own code is told apart from its modules."""
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            if threading.current_thread() is not threading.main_thread():
+                x = x + 1
+            with bp.Block(stage=1):
+                return self.b(x)
+
+    pipe = bp.Pipeline(Between(), devices=stages(2), chunks=2)
+    found = pipe.verify(torch.randn(4, 8))
+    _assert_parts(found, "forward", "b", 1)
+    assert found.first_difference is not None
+    assert "what it is given differs already" in found.first_difference.why
+    assert "'a'" in found.first_difference.why
+
+
+@pytest.mark.cpu("on accelerators rounding is forgiven")
+def test_rounding_is_told_apart_but_not_forgiven():
+    """On the CPU a last bit is "within tolerance", and still not what is promised."""
+
+    class LastBit(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            is_plain = threading.current_thread() is threading.main_thread()
+            return x if is_plain else torch.nextafter(x, torch.full_like(x, 9.0)).detach() + x * 0
+
+    net = nn.Sequential(nn.Linear(8, 8), LastBit(8, 8)).requires_grad_(False)
+    bp.begin_blocks(net, {"1": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    x = torch.randn(4, 8)
+    found = pipe.verify(x)
+    assert found.verdict == "within tolerance"
+    _assert_parts(found, "forward", "1", 1)
+    assert pipe.verify(x, rtol=0.0).verdict == "different"
+    assert pipe.verify(x, rtol=0.0, atol=1e-3).verdict == "within tolerance"
+
+
+# --- no trace
+
+
+def _state(net: nn.Module) -> dict[str, Any]:
+    return {
+        "values": {k: v.clone() for k, v in net.state_dict().items()},
+        "grads": [p.grad for p in net.parameters()],
+        "modes": [m.training for m in net.modules()],
+        "attributes": [dict(m.__dict__) for m in net.modules()],
+        "rng": torch.get_rng_state(),
+        "python": random.getstate(),
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert all(equal(v, after["values"][k]) for k, v in before["values"].items())
+    assert all(a is b for a, b in zip(before["grads"], after["grads"], strict=True))
+    assert equal(before["rng"], after["rng"])
+    for name in ("modes", "python", "hooks", "threads"):
+        assert before[name] == after[name]
+    for a, b in zip(before["attributes"], after["attributes"], strict=True):
+        assert a.keys() == b.keys()
+        assert all(a[key] is b[key] for key in a)
+
+
+class _Counting(nn.Linear):
+    """Keeps state in an attribute, a list and Python's generator."""
+
+    def __init__(self, *, fails_at: int | None = None) -> None:
+        super().__init__(8, 8)
+        self.count, self.seen, self.fails_at = 0, [], fails_at
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.seen.append(self.count)
+        if self.count == self.fails_at:
+            raise ValueError("broken on purpose")
+        return super().forward(x) * (1.0 + 0.1 * random.random())
+
+
+def test_nothing_is_left():
+    """Values, gradients, modes, attributes, generators, hooks: all as they were."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), _Counting())
+    bp.begin_blocks(net, {"3": 1})
+    net[1].eval()
+    x = torch.randn(6, 8)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
+    pipe.forward_backward(x, loss_fn=torch.sum)
+    before = _state(net)
+    assert pipe.verify(x)
+    _assert_same(before, _state(net))
+    assert pipe.chunks == 3
+    assert len(pipe._preparer.known) == 1
+
+
+def test_nothing_is_left_by_a_failure():
+    """The pipelined run fails, in its second micro-batch, with its note; all is as it was."""
+    net = nn.Sequential(nn.Linear(8, 8), _Counting())
+    bp.begin_blocks(net, {"1": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3, sample=(torch.randn(2, 8),))
+    net[1].fails_at = net[1].count + 2
+    x = torch.randn(6, 8)
+    before = _state(net)
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        pipe.verify(x)
+    assert any("micro-batch 1 on stage 1" in note for note in caught.value.__notes__)
+    _assert_same(before, _state(net))
+
+
+def test_parameters_that_the_forward_writes_and_optimizers_in_the_backward():
+    """``max_norm`` and post-accumulate hooks change parameters: not in a verification."""
+    net = nn.Sequential(nn.Embedding(8, 8, max_norm=0.5), nn.Linear(8, 4))
+    bp.begin_blocks(net, {"1": 1})
+    steps = []
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: steps.append(p.data.add_(1)))
+    before = [p.detach().clone() for p in net.parameters()]
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    found = pipe.verify(torch.arange(8).view(4, 2))
+    assert found.verdict == "exact"
+    assert not steps
+    assert all(equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
+    pipe.forward_backward(torch.arange(8).view(4, 2), loss_fn=torch.sum)
+    assert steps, "the hooks are back"
+
+
+def test_inputs_are_not_written_to():
+    """A forward that writes to its input writes to a copy, in each run."""
+
+    class InPlace(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    net = nn.Sequential(InPlace(4, 4), nn.Linear(4, 2))
+    bp.begin_blocks(net, {"1": 1})
+    x = torch.ones(4, 4)
+    assert bp.Pipeline(net, devices=stages(2), chunks=2).verify(x).verdict == "exact"
+    assert equal(x, torch.ones(4, 4))
+
+
+# --- the rest
+
+
+def test_on_the_stages():
+    """``device="stages"``: the reference is one uncut graph; the pipeline stays as it is."""
+    pipe = bp.Pipeline(_net(0.5), devices=stages(3), chunks=4, checkpoint="always")
+    x, y = _batch()
+    found = pipe.verify(x, target=y, loss_fn=F.cross_entropy, device="stages")
+    assert found.verdict == "exact"
+    assert "uncut graph" in found.reference
+    assert (pipe.schedule, pipe.checkpoint) == ("1f1b", "always")
+
+
+def test_a_model_from_the_meta_device():
+    """Its values come with the placement, as at a first call."""
+    with torch.device("meta"):
+        net = _net()
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=2, init="reset_parameters")
+    assert pipe.verify(_batch()[0]).verdict == "exact"
+
+
+def test_compiled_modules():
+    """Where the stages are compiled, bits are not promised; inner modules are not looked into."""
+    pipe = bp.Pipeline(_net(), devices=stages(3), chunks=2)
+    pipe.compile(backend="eager")
+    found = pipe.verify(_batch()[0])
+    assert found
+    assert not found.exact
+
+
+def test_dropout_that_the_recording_did_not_see():
+    """It was 0 then: both runs draw the same all the same, once that is known."""
+    net = _net(0.0)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4, sample=(_batch()[0],))
+    net[3].p = 0.5
+    assert pipe.verify(_batch()[0]).verdict == "exact"
+
+
+@told_by_threads
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_scripted_modules():
+    """They bear no hooks: what is around them is watched."""
+    net = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Tanh()), nn.ReLU(), _Wrong(8, 4))
+    bp.begin_blocks(net, {"3": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
+    found = pipe.verify(torch.randn(6, 8))
+    assert not found.exact
+    assert found.first_difference is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"target": torch.zeros(10)}, "a target needs a loss_fn"),
+        ({"loss_fn": 3}, "loss_fn is a callable"),
+        ({"rtol": -1.0}, "rtol is a number from 0"),
+        ({"atol": "small"}, "atol is a number from 0"),
+        ({"rtol": float("nan")}, "rtol is a number from 0"),
+    ],
+)
+def test_wrong_use(given: dict[str, Any], match: str):
+    """It is an error that says what to do, and nothing has changed."""
+    net = _net()
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=2)
+    x = _batch()[0]
+    before = _state(net)
+    with pytest.raises(UsageError, match=match):
+        pipe.verify(x, **given)
+    _assert_same(before, _state(net))
+
+
+def test_integers_alone_have_no_gradient():
+    """A model whose outputs cannot be differentiated is told to run without gradients."""
+
+    class Most(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).argmax(-1)
+
+    pipe = bp.Pipeline(nn.Sequential(Most(4, 4)), devices=["cpu"], chunks=2)
+    with pytest.raises(UsageError, match="an output with a gradient path, but none came"):
+        pipe.verify(torch.randn(4, 4))
+    with torch.no_grad():
+        assert pipe.verify(torch.randn(4, 4)).verdict == "exact"
+
+
+def test_the_table_is_the_differences():
+    """Each row's counts add up to what was compared, and ``to_dict`` is plain data."""
+    found = _verify(_net())
+    rows = [line.split() for line in str(found).splitlines()[2:6]]
+    kinds = [d.kind for d in found.differences]
+    assert {row[0]: sum(map(int, row[1:4])) for row in rows} == {k: kinds.count(k) for k in kinds}
+    assert found.to_dict()["ok"] is True
+    assert len(found.to_dict()["differences"]) == len(kinds)
+
+
+@pytest.mark.filterwarnings("ignore:the loss of micro-batch")
+def test_values_that_are_not_finite_are_told():
+    """NaN equals NaN, but a note says that there is one."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    bp.begin_blocks(net, {"1": 1})
+    x = torch.randn(4, 4)
+    x[0, 0] = float("nan")
+    found = bp.Pipeline(net, devices=stages(2), chunks=2).verify(x)
+    assert found.verdict == "exact"
+    assert "not finite in the plain run" in str(found)
+
+
+# --- sketches
+
+
+def test_a_sketch_sees_every_bit():
+    """One element's last bit, a shape, a sign; but not the sign of zero, nor the layout."""
+    x = torch.randn(37, 5)
+    for at in (0, 17, 184):
+        y = x.clone().flatten()
+        y[at] = torch.nextafter(y[at], torch.tensor(9.0))
+        assert 0 < sketch(x).apart(sketch(y.view(37, 5))) < 1e-6
+    assert sketch(x).apart(sketch(x.t().contiguous().t())) == 0
+    assert sketch(x).apart(sketch(x.view(5, 37))) == float("inf")
+    assert sketch(torch.zeros(3)).apart(sketch(-torch.zeros(3))) == 0
+    assert sketch(torch.zeros(0)).apart(sketch(torch.zeros(0))) == 0
+    nan = torch.full((3,), float("nan"))
+    assert sketch(nan).apart(sketch(nan)) == 0
+    assert sketch(nan).apart(sketch(x[0, :3])) > 0
+
+
+@pytest.mark.parametrize("size", [10, 1000, 100_000])
+@pytest.mark.parametrize("apart", [1e-6, 1e-2, 1.0])
+def test_a_sketch_estimates_distance(size: int, apart: float):
+    """Within a factor of three of the true distance."""
+    x, d = torch.randn(size).double(), torch.randn(size).double()
+    d *= apart * x.norm() / d.norm()
+    assert apart / 3 < sketch(x).apart(sketch(x + d)) < 3 * apart
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.int64, torch.bool])
+def test_a_sketch_of_any_dtype(dtype: torch.dtype):
+    """Equal tensors are equal, others are not."""
+    x = torch.tensor([1, 0, 1]).to(dtype)
+    assert isinstance(sketch(x), Sketch)
+    assert sketch(x).apart(sketch(x.clone())) == 0
+    assert sketch(x).apart(sketch(torch.tensor([1, 1, 1]).to(dtype))) > 0
+
+
+# --- real models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_resnet_with_dropout(schedule: str):
+    """torchvision: batch norm, residuals across stages, dropout before the head."""
+    torchvision = pytest.importorskip("torchvision")
+    net = torchvision.models.resnet18(num_classes=4)
+    net.fc = nn.Sequential(nn.Dropout(0.5), net.fc)
+    bp.begin_blocks(net, {"layer2": 1, "layer3.1.conv1": 2, "layer4": 3})
+    pipe = bp.Pipeline(net, devices=stages(4), chunks=2, schedule=schedule)
+    x, y = torch.randn(5, 3, 64, 64), torch.randint(0, 4, (5,))
+    found = pipe.verify(x, target=y, loss_fn=F.cross_entropy)
+    assert found.verdict == "exact", found
+    assert sum(d.kind == "gradients" for d in found.differences) == len(list(net.parameters()))
+    assert sum(d.kind == "buffers" for d in found.differences) == len(list(net.buffers()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_transformer_with_its_own_loss(checkpoint: str):
+    """Hugging Face: tied embeddings, dropout, labels as an argument."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=4, n_head=2, use_cache=False
+    )
+    net = transformers.GPT2LMHeadModel(config)
+    bp.begin_blocks(net, {"transformer.h.1": 1, "transformer.h.3": 2})
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=2, checkpoint=checkpoint)
+    ids = torch.randint(0, 64, (4, 8))
+    found = pipe.verify(input_ids=ids, labels=ids)
+    assert found.verdict == "exact", found
+
+
+class Clipping(nn.Module):
+    """Writes to its weight behind autograd's back, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.weight.data.mul_(0.9)
+        x = self.a(x) * torch.rand(8, generator=self.generator).to(x.device)
+        with bp.Block(stage=1):
+            return self.b(x)
+
+
+def test_what_is_written_through_data_and_own_generators_are_put_back() -> None:
+    """And both runs begin with them, so that the verdict is of the step."""
+    net, x = Clipping(), torch.randn(8, 8)
+    weight, state = net.a.weight.detach().clone(), net.generator.get_state()
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    assert pipe.verify(x).verdict == "exact"
+    pipe.find_chunks(x, loss_fn=torch.sum, repeats=1)
+    bp.balance(net, x, 2, repeats=1)
+    assert equal(net.a.weight, weight)
+    assert equal(net.generator.get_state(), state)
+
+
+def test_objects_in_outputs_are_not_compared() -> None:
+    """A cache is another object in each run; a note says that it was left out."""
+
+    class Cache:
+        pass
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            x = self.a(x)
+            with bp.Block(stage=1):
+                return {"y": self.b(x), "cache": Cache()}
+
+    pipe = bp.Pipeline(Net(), devices=stages(2), chunks=2)
+    found = pipe.verify(torch.randn(8, 8), loss_fn=lambda out: out["y"].square().mean())
+    assert found.ok
+    assert found.notes == ["not compared: a Cache in the outputs"]
+
+
+def test_an_infinite_gradient_hides_no_other() -> None:
+    """The norm that differences are measured by is that of what is finite."""
+    plain, piped = Outcome(), Outcome()
+    infinite = torch.tensor([1.0, float("inf")])
+    plain.put("gradients", [("a", torch.ones(4)), ("b", infinite)])
+    piped.put("gradients", [("a", 2 * torch.ones(4)), ("b", infinite.clone())])
+    verdicts = {d.name: d.verdict for d in compared(plain, piped, 1e-5, 0.0)}
+    assert verdicts == {"a": "different", "b": "exact"}
+    near = torch.tensor([1.0 + 1e-6, float("inf")])
+    piped.put("gradients", [("a", torch.ones(4)), ("b", near)])
+    verdicts = {d.name: d.verdict for d in compared(plain, piped, 1e-5, 0.0)}
+    assert verdicts == {"a": "exact", "b": "within tolerance"}
