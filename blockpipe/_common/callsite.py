@@ -60,6 +60,16 @@ def users_line() -> str:
     return _line_from(sys._getframe(1))
 
 
+def users_place() -> tuple[CodeType, int] | None:
+    """The instruction of the user's, or of another package's, that led here, as a value."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame.f_code):
+            return frame.f_code, frame.f_lasti
+        frame = frame.f_back
+    return None
+
+
 def line_of_thread(thread: int) -> str:
     """``file.py:41`` of where another thread is, by its identifier."""
     return _line_from(sys._current_frames().get(thread))

@@ -10,7 +10,7 @@ user's: wherever code of the user's comes to ours (an operation, a sealed call, 
 what is saved), all function modes are left first.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._common.callsite import users_line
 from .._common.nested import map_tensors, tensors
 from .._common.thread_state import (
     call_under,
@@ -29,6 +30,7 @@ from .._common.thread_state import (
 )
 from .._torch.graph import saved_tensor_hooks
 from .._torch.modes import function_mode_at, how_many_function_modes
+from ..errors import CrossingError
 from .microbatch_run import MicrobatchRun
 from .recompute import RecomputeSpec
 
@@ -179,6 +181,7 @@ class CrossingMode(TorchFunctionMode):
                 for k, v in kwargs.items()
             }
         foreign = run.take_foreign()
+        is_constant = run.reads_constants(func, args, kwargs)
         waiting = run.step.waiting
         with waiting_for_device() if waiting and func.__name__ in waiting else _NOTHING:
             result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
@@ -186,6 +189,8 @@ class CrossingMode(TorchFunctionMode):
             run.check_written(foreign)
         if self._is_mixed and self._asks_for_host(func, args, kwargs):
             result = run.keep_on_host(result, args)
+        if is_constant:
+            run.claim_constant(result, func)
         run.claim(result)
         return result
 
@@ -249,7 +254,22 @@ class CrossingMode(TorchFunctionMode):
 
     def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
         """Called for each custom autograd function, or scripted one, in the glue; the recording
-        writes it down."""
+        writes it down. Of one that it has not met, nobody knows whether its backward can be split,
+        and whether a checkpoint reads what it was not given.
+
+        Raises:
+            CrossingError: it is a reentrant checkpoint that the recording has not met.
+        """
+        run = self.run
+        if name in run.step.custom_functions or not run.step.cut:
+            return
+        run.hooked.add(run.arrive())
+        if name == "CheckpointFunction":
+            raise CrossingError(
+                "expected what the recorded forward does, got a reentrant torch.utils.checkpoint "
+                f"that it had not on stage {run.stage} ({users_line()}); pass "
+                "use_reentrant=False, or give Pipeline a sample that takes this way"
+            )
 
     def saw_checkpoint(self) -> None:
         """Called for each ``torch.utils.checkpoint`` in the glue; the same."""
@@ -262,10 +282,13 @@ class CrossingMode(TorchFunctionMode):
     ) -> Any:
         """Call a function that is a block: like a module, it may be sealed."""
         run = self.run
-        hops, recompute_spec, waits = run.step.sealed_functions.get(key, (frozenset(), None, False))
+        known = run.step.sealed_functions.get(key, (frozenset(), None, False, ()))
+        hops, recompute_spec, waits, constants = known
         if self.inside or not hops or not run.is_sealed(hops):
             return function(*args, **kwargs)
-        return self.call_sealed(function, args, kwargs, recompute_spec, waits=waits)
+        return self.call_sealed(
+            function, args, kwargs, recompute_spec, waits=waits, constants=constants, name=key
+        )
 
     def call_sealed(
         self,
@@ -275,6 +298,8 @@ class CrossingMode(TorchFunctionMode):
         recompute_spec: RecomputeSpec | None = None,
         *,
         waits: bool = False,
+        constants: Collection[int] = (),
+        name: str = "",
     ) -> Any:
         """Run something untouched: tensors are looked at on the way in and out only.
 
@@ -284,6 +309,8 @@ class CrossingMode(TorchFunctionMode):
             kwargs: with what.
             again: how it is recomputed, if it can be.
             waits: whether it makes the host wait for the device.
+            constants: which of the tensors in its result are constants.
+            name: what the recording calls it.
         """
         run = self.run
         modes: Sequence[TorchFunctionMode] = leave_modes()
@@ -316,6 +343,8 @@ class CrossingMode(TorchFunctionMode):
             finally:
                 run.sealed -= 1
                 own.write_back()
+            if constants:
+                run.claim_constants(result, constants, name)
             run.claim(result)
             return result
         finally:

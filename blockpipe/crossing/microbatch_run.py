@@ -13,7 +13,7 @@ as one more root gradient, and sums come about in the plain run's order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
-from .._common.callsite import users_line
+from .._common.callsite import users_line, users_place
 from .._common.nested import map_tensors, tensors
 from .._common.thread_state import ours
 from .._torch.modes import is_transformed
@@ -35,6 +35,7 @@ from ..devices.ownership import Owner, owner_of, set_owner
 from ..devices.rng_streams import torchs_of
 from ..errors import CrossingError, RouteError, StateError
 from ..stages.marks import Cursor
+from .constants import makes_constants, note_write, writes
 from .hop_backward import WeightPart, run_input_part, run_whole
 from .offload import Offload
 from .recompute import RecomputedCall, RecomputeSpec
@@ -106,6 +107,7 @@ class MicrobatchRun:
         self._calls: dict[int, int] = {}
         self._foreign: list[tuple[Tensor, Import]] = []  # of the operation under way
         self._outside: list[tuple[Tensor, int]] = []  # what else it reads that nobody made here
+        self._building: list[tuple[Tensor, Tag]] = []  # constants of its own that it is given
         # This hop's imports: a write may reach one through a view of it, with no import in sight.
         self._hop_imports: list[tuple[weakref.ref[Tensor], weakref.ref[Import]]] = []
         self._marks = 0
@@ -296,6 +298,8 @@ class MicrobatchRun:
     def _of_another(self, tensor: Tensor, tag: Tag) -> Tensor:
         if tag.stage == self.stage and not tensor.requires_grad:
             return tensor  # running state: a lane takes the micro-batches in order
+        if self._may_share(tensor, tag):
+            return self._shared(tensor, tag)
         step = (
             "this step"
             if tag.key.step == self.key.step
@@ -311,6 +315,26 @@ class MicrobatchRun:
             "pass the tensor along, detach it, or keep one for each current_microbatch()"
         )
 
+    def _may_share(self, tensor: Tensor, tag: Tag) -> bool:
+        """Whether another micro-batch's tensor is a constant, made once for all of them."""
+        if tensor.requires_grad or not tag.is_constant(tensor):
+            return False
+        if self.key.step == RECORDING:
+            return True
+        if tag.key.step == RECORDING and tensor.device != self.step.device_of(tag.stage):
+            return False  # a recording for real, before the model was placed
+        constants = self.step.constants
+        return constants is None or constants.read(tensor, tag.site, tag.key)
+
+    def _shared(self, tensor: Tensor, tag: Tag) -> Tensor:
+        """Such a constant, where this hop reads it; no gradient flows to it."""
+        device, on_host = self.step.device_of(self.stage), self.stays(tensor)
+        if not self.step.isolate and (device in (None, tensor.device) or on_host):
+            return tensor
+        value = self.step.copy_of_constant(tensor, tag, self.stage, on_host=on_host)
+        self._foreign.append((tensor, Import(value, False, version_of(value))))
+        return value
+
     def _imported(self, tensor: Tensor, tag: Tag) -> Tensor:
         if tag.imports is None:
             tag.imports = {}
@@ -321,6 +345,9 @@ class MicrobatchRun:
                 self._check_current(tensor, tag)
             found = self._enter(tensor, self._copied(tensor, tag.hop), tag.imports, tag.hop)
             self._tag(found.value)
+            if tag.is_constant(tensor):
+                copied: Tag = getattr(found.value, TAG)
+                copied.constant, copied.site = version_of(found.value), tag.site
             if self.step.is_mixed and self.stays(tensor):
                 getattr(found.value, TAG).is_kept = True
             if self.step.tracks_writes:
@@ -433,12 +460,64 @@ class MicrobatchRun:
 
     def _tag(self, tensor: Tensor) -> None:
         tag: Tag | None = getattr(tensor, TAG, None)
-        if tag is not None and tag.key is self.key:
+        if tag is not None and (tag.key is self.key or tag.is_constant(tensor)):
             return
         if tag is None and self._outside and self._is_untouched(tensor):
             return  # an operation that had nothing to do returned what it was given
         if self.step.home_of(tensor) is None:
             setattr(tensor, TAG, self._make_tag())
+
+    def reads_constants(self, func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> bool:
+        """Whether an operation is given nothing of a micro-batch's."""
+        first: Any = args[0] if args else kwargs.get("out")
+        its_tag: Tag | None = getattr(first, TAG, None)
+        if its_tag is not None and its_tag.constant is None:
+            return False  # the common case
+        building: list[tuple[Tensor, Tag]] = []
+        reads_other = False
+        for tensor in tensors((args, kwargs)):
+            tag: Tag | None = getattr(tensor, TAG, None)
+            if tag is None:
+                continue
+            if not tag.is_constant(tensor):
+                reads_other = True
+                break
+            if tag.key is self.key:
+                building.append((tensor, tag))
+        if its_tag is not None and (reads_other or its_tag.key is not self.key) and writes(func):
+            its_tag.constant = None  # also where no version says so
+            note_write(first)
+        self._building = building
+        return not reads_other and makes_constants(func)
+
+    def claim_constant(self, result: Any, func: Callable[..., Any]) -> None:
+        """What such an operation has made. What it wrote to, this forward has made before, and is
+        still making."""
+        for tensor, tag in self._building:
+            if tag.constant != version_of(tensor):
+                tag.constant, tag.copies = version_of(tensor), None
+        for tensor in tensors(result):
+            self._tag_constant(tensor, (users_place(), func))
+
+    def claim_constants(self, result: Any, which: Collection[int], name: str) -> None:
+        """Those tensors in the result of a sealed call that were constants when it was recorded."""
+        for index, tensor in enumerate(tensors(result)):
+            if index in which:
+                self._tag_constant(tensor, (name, index))
+
+    def _tag_constant(self, tensor: Tensor, site: Hashable) -> None:
+        tag: Tag | None = getattr(tensor, TAG, None)
+        is_mine = tag is not None and tag.key is self.key and tag.constant is None
+        if tensor.requires_grad or (tag is not None and not is_mine):
+            return
+        if tag is None:
+            self._tag(tensor)
+            tag = getattr(tensor, TAG, None)
+            if tag is None:
+                return  # it is from outside, and as it was
+        tag.constant, tag.site = version_of(tensor), site
+        if self.step.constants is not None:
+            self.step.constants.made(tensor, site, tag.key)
 
     def _is_untouched(self, tensor: Tensor) -> bool:
         return any(
@@ -709,6 +788,7 @@ class MicrobatchRun:
         self._home_imports.clear()
         self._foreign.clear()
         self._outside.clear()
+        self._building.clear()
         self.on_border = None
         self.on_arrival.clear()
         if not self.step.differentiable:

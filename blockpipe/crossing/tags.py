@@ -7,7 +7,7 @@ the storage (:class:`Aliases`): both die with what they describe, and neither re
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._torch.graph import PythonNode
+from .._torch.tensors import version_of
 from ..devices.copies import PendingCopy, send
 from ..devices.copy_lifetimes import CopySources, FinishedCopies
 from ..devices.devices import is_asynchronous, mark
@@ -27,6 +28,7 @@ from ..devices.observer import Observer, Watch
 from ..devices.ownership import Owner, copying, set_owner
 from ..devices.rng_streams import Source
 from ..errors import CrossingError
+from .constants import Constants, is_written
 from .tensor_attributes import class_attributes, share_attributes
 
 TAG = "_blockpipe_tag"
@@ -49,7 +51,9 @@ class MicrobatchKey:
 class Tag:
     """What a tensor is to a run: whose, made on which hop, where it was imported to."""
 
-    __slots__ = ("hop", "imports", "is_kept", "key", "newest", "stage")
+    __slots__ = (
+        *("constant", "copies", "hop", "imports", "is_kept", "key", "newest", "site", "stage"),
+    )
 
     def __init__(self, key: MicrobatchKey, hop: int, stage: int) -> None:
         self.key = key
@@ -58,6 +62,18 @@ class Tag:
         self.imports: dict[int, Import] | None = None
         self.newest: Tensor | None = None  # where a later hop wrote to it: the tensor that counts
         self.is_kept = False  # on the host, where the user's code asked for it
+        self.constant: int | None = None  # the version at which it is one, if it is
+        self.site: Hashable = None  # of a constant: what made it
+        self.copies: dict[Hashable, PendingCopy] | None = (
+            None  # of a constant, for other micro-batches
+        )
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether its tensor was computed from nothing of a micro-batch's, and not written to
+        since: see :mod:`blockpipe.crossing.constants`."""
+        if self.constant is None or self.constant != version_of(tensor):
+            return False
+        return not tensor.is_inference() or not is_written(tensor)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -174,11 +190,13 @@ class StepContext:
         begins: Sequence[int] = (),
         splits: bool = False,
         tracks_writes: bool = True,
-        sealed_functions: Mapping[str, tuple[frozenset[int], Any, bool]] | None = None,
+        sealed_functions: Mapping[str, tuple[frozenset[int], Any, bool, Collection[int]]]
+        | None = None,
         sealed_forwards: AbstractContextManager[None] | None = None,
         sources: Sequence[list[Source]] = (),
         waiting: Collection[str] = (),
         hops_rerunning_forward: Collection[int] = (),
+        custom_functions: Collection[str] = (),
         is_first: bool = False,
         observer: Observer | None = None,
     ) -> None:
@@ -187,7 +205,8 @@ class StepContext:
         self.begins = begins  # for each hop, which of the forward's marks it began with
         self.splits = splits  # whether backwards may be in two parts
         self.tracks_writes = tracks_writes  # whether the recording saw a write to a foreign tensor
-        # By name: on which hops it is sealed, how it is recomputed, whether the host waits in it.
+        # By name: on which hops it is sealed, how it is recomputed, whether the host waits in it,
+        # and which of its results are constants.
         self.sealed_functions = sealed_functions or {}
         self.sealed_forwards = (
             sealed_forwards or nullcontext()
@@ -197,6 +216,7 @@ class StepContext:
         self.hops_rerunning_forward = (
             hops_rerunning_forward  # hops with functions that may read what they saved twice
         )
+        self.custom_functions = custom_functions  # names of those that the recording met
         self.is_first = is_first  # of a recording
         self.comparisons = Comparisons() if is_first else None  # of what is recomputed
         self.observer = observer
@@ -209,6 +229,8 @@ class StepContext:
         self.lent = CopySources()  # the caller's tensors, and the model's, that are being copied
         self.sent_back = CopySources()  # by hop: gradients that are on their way
         self.returned = FinishedCopies()
+        # None: micro-batches come one after the other, and read what the plain loop's would.
+        self.constants: Constants | None = None
         self._begun: dict[torch.device, torch.Event | None] = {}
         self._lock = threading.Lock()
         self._copies: dict[tuple[int, int], PendingCopy] = {}
@@ -256,6 +278,21 @@ class StepContext:
             sent = self._copies.get(key)
             if sent is None:
                 sent = self._copies[key] = self.lend(tensor, stage, watch, on_host=on_host)
+        return sent.receive()
+
+    def copy_of_constant(self, tensor: Tensor, tag: Tag, stage: int, *, on_host: bool) -> Tensor:
+        """A constant's values on another stage, copied once for as long as it lives. It may have
+        been made in this step: the copy begins when all is done that is queued by now."""
+        device = tensor.device if on_host else self.device_of(stage)
+        key = device, (self.isolate_as, stage) if self.isolate else None
+        with self._lock:
+            tag.copies = tag.copies or {}
+            sent = tag.copies.get(key)
+            if sent is None:
+                sent = self.send(tensor, stage, on_host=on_host)
+                self.lent.add(None, sent)
+                if sent.arrived is None or (device is not None and is_asynchronous(device)):
+                    tag.copies[key] = sent  # else each reader waits for a copy of its own
         return sent.receive()
 
     def carried(self, tensor: Tensor, stage: int, watch: Watch | None = None) -> Tensor:

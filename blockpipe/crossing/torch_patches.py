@@ -83,7 +83,7 @@ class CustomFunctions(Replacement):
 
     A function mode sees the operations inside a custom function's forward, but not its ``apply``:
     the function would differentiate one tensor while the mode replaced another. There is no hook
-    for it, so ``apply`` itself is stood in for, and only where the recording met one in the glue.
+    for it, so ``apply`` itself is stood in for.
     """
 
     owner, name = torch.autograd.Function, "apply"

@@ -25,6 +25,7 @@ from .._torch.tensors import storage_id
 from ..batches.losses import check_differentiable, checked_loss, computed_loss, kind_of
 from ..batches.microbatch import Microbatch
 from ..costs.meter import Meter
+from ..crossing.constants import Constants
 from ..crossing.hop_backward import run_engine
 from ..crossing.host_stores import HostLinks
 from ..crossing.interception import CrossingMode
@@ -118,6 +119,7 @@ class Execution:
             sources=self._sources(),
             waiting=prepared.waiting,
             hops_rerunning_forward=prepared.hops_rerunning_forward,
+            custom_functions=prepared.recording.custom_functions,
             is_first=prepared.steps == 0,
             observer=observer,
         )
@@ -130,10 +132,14 @@ class Execution:
         self.results: list[MicrobatchResult | None] = [None] * len(microbatches)
         self.runs: dict[int, MicrobatchRun] = {}
         prepared.microbatches = len(microbatches)
-        self._one_by_one = prepared.runs_inline(schedule, len(microbatches))
+        self._unsettled = prepared.unsettled(microbatches)
+        self._one_by_one = (
+            prepared.runs_inline(schedule, len(microbatches)) or self._unsettled is not None
+        )
         # Compiling and capturing are done in one thread: the first step's.
         is_cold = prepared.compiled is not None and prepared.steps == 0
         self.inline = is_cold or self._one_by_one
+        self.step.constants = None if self._one_by_one else Constants()
         self._whole = WholeArguments(
             microbatches, one_by_one=self.inline and not self.step.has_copies
         )
@@ -159,6 +165,8 @@ class Execution:
             return "in one thread: there is nothing to overlap"
         if self.schedule in ("sequential", "uncut"):
             return f"in one thread: schedule={self.schedule!r}"
+        if self._unsettled is not None:
+            return "in one thread: modules of several hops make what they keep"
         if self.prepared.is_small:
             return "in one thread: operations are so small that threads would not pay"
         return "in one thread: all stages are on one lane"
@@ -247,6 +255,7 @@ class Execution:
                 with self._threads_of_lanes("gpipe"):
                     for m in range(len(self.microbatches)):
                         self._forward_inline(m)
+            self._settle()
         self.prepared.steps += 1
 
     def run_backward(self) -> None:
@@ -261,7 +270,9 @@ class Execution:
             self._conclude()
 
     def _conclude(self) -> None:
-        """In a first step: what was recomputed is what was saved, or this is an error."""
+        """No constant was written to that others had read; in a first step what was recomputed is
+        what was saved. Or this is an error."""
+        self._settle()
         if self.step.comparisons is not None:
             self.step.comparisons.conclude()
 
@@ -425,13 +436,19 @@ class Execution:
                     self.prepared.compiled.step(self._in_flight(), keeps_graphs=keeps_graphs)
                 )
             stack.enter_context(Backwards())
-            if self.prepared.recording.custom_functions:
-                stack.enter_context(CustomFunctions())
-                stack.enter_context(ScriptFunctions())
-            if self.prepared.recording.recomputes:
-                stack.enter_context(Checkpoints())
+            # Also where the recording has met none of them: a later forward may.
+            stack.enter_context(CustomFunctions())
+            stack.enter_context(ScriptFunctions())
+            stack.enter_context(Checkpoints())
             stack.enter_context(self._current_device_kept())
             yield
+
+    def _settle(self) -> None:
+        """What the forwards have made and kept is known now, and is everybody's."""
+        if self.step.constants is not None:
+            self.step.constants.check()
+        if self._unsettled is not None:
+            self.prepared.settled = self._unsettled
 
     def _in_flight(self) -> int:
         """How many micro-batches are under way at once in steps like this one, at the most."""

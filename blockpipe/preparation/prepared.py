@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._common.nested import tensors
 from .._common.text import bytes_text
 from .._torch.tensors import storage_id
+from ..batches.microbatch import Microbatch
 from ..costs.meter import ASKS_HOST
 from ..costs.rates import Rates, together
 from ..crossing.host_stores import AHEAD
@@ -110,6 +112,7 @@ class Prepared:
     batch_norm: DeferredBatchNorm | None = None
     written: frozenset[str] = frozenset()  # names of what later steps were seen to write
     steps: int = 0  # that were run with it
+    settled: Hashable | None = None  # sizes of the step before: see unsettled
     microbatches: int = 0  # of the last of them
     choices: dict[int, ScheduleChoice] = field(default_factory=dict)  # of "auto", by micro-batches
     loss_draws: dict[Any, bool] = field(default_factory=dict)  # by loss function, once known
@@ -259,6 +262,17 @@ class Prepared:
     def has_one_lane(self) -> bool:
         """Whether nothing can overlap, or threads would cost more than that gains."""
         return len(set(self.lane_of_hop)) == 1 or self.is_small
+
+    def unsettled(self, microbatches: Sequence[Microbatch]) -> Hashable | None:
+        """The sizes of these micro-batches, if for them modules that several hops call may make
+        something anew that they keep: a table of another length."""
+        if not self.recording.settles:
+            return None
+        sizes = frozenset(
+            tuple(tensor.shape for tensor in tensors((batch.args, batch.kwargs)))
+            for batch in microbatches
+        )
+        return None if len(sizes) == 1 and sizes == self.settled else sizes
 
     def runs_inline(self, schedule: ScheduleOption, microbatches: int) -> bool:
         """Whether each micro-batch goes out and comes back before the next, in one thread."""

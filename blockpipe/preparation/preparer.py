@@ -80,6 +80,7 @@ class Preparer:
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
         self._steering = Steering(model)
+        self._unread = frozenset[str]()  # attributes that look like switches, and are none
         self._written = frozenset[str]()  # by steps that had not written it when recorded
         self._has_warned_of_recordings = False
         self._has_cautioned = False
@@ -143,7 +144,8 @@ class Preparer:
                 _log.info("recording anew: modules or parameters were changed, or moved")
             self._forget_if_moved()
             self.known.clear()  # the model was changed: record anew
-            self._fingerprint, self._steering = Fingerprint(self.model), Steering(self.model)
+            self._fingerprint = Fingerprint(self.model, self._unread)
+            self._steering = Steering(self.model)
         if self._steering.has_turned(self._changing()):
             _log.info("recording anew: a number on a module was set, by which a forward may turn")
             self.known.clear()
@@ -159,9 +161,10 @@ class Preparer:
             prepared = self._place(recording, devices, options)
             self._compile(prepared)
             self._forget_oldest(batch)
+            self._unread = frozenset(recording.unread)
+            self._fingerprint = Fingerprint(self.model, self._unread)
             key = self._key(batch, self._fingerprint)  # the recording may have more questions
             self.known[key] = prepared
-            self._fingerprint = Fingerprint(self.model)
             self._caution_once(prepared, options)
         self.known.move_to_end(key)
         return prepared

@@ -28,6 +28,8 @@ class SealedForward(StandIn):
         stages: from the module's call to the stage that a plan gives it, overriding the marks.
         again: how its call is recomputed; ``None``: it is not.
         waits: whether its call makes the host wait for a device.
+        constants: which of the tensors in its result are constants.
+        path: the module's.
     """
 
     def __init__(
@@ -38,12 +40,16 @@ class SealedForward(StandIn):
         recompute_spec: RecomputeSpec | None = None,
         *,
         waits: bool = False,
+        constants: frozenset[int] = frozenset(),
+        path: str = "",
     ) -> None:
         self.forward = forward
         self.hops = hops
         self.stages = stages
         self.recompute_spec = recompute_spec
         self.waits = waits
+        self.constants = constants
+        self.path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = active_mode()
@@ -59,7 +65,10 @@ class SealedForward(StandIn):
             run.cursor.move(planned_stage(self.stages, call, run.cursor.stage), None)
         if self.hops and run.is_sealed(self.hops):
             return mode.call_sealed(
-                self.forward, args, kwargs, self.recompute_spec, waits=self.waits
+                *(self.forward, args, kwargs, self.recompute_spec),
+                waits=self.waits,
+                constants=self.constants,
+                name=self.path,
             )
         return self.forward(*args, **kwargs)
 
@@ -86,6 +95,7 @@ class SealedForwards(ProcessChange):
         sealed = recording.sealed
         modules = dict(model.named_modules())
         waiting = {call.path for call in recording.calls if call.waits}
+        constants = _constants(recording)
         self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
         self._sealed: list[tuple[str, nn.Module, SealedForward, Callable[..., Any]]] = []
         for path in sorted({*sealed, *planned, *inner}):
@@ -104,16 +114,18 @@ class SealedForwards(ProcessChange):
             )
             hops = sealed.get(path, frozenset())
             sealed_forward = SealedForward(
-                forward, hops, planned.get(path), recompute_spec, waits=path in waiting
+                *(forward, hops, planned.get(path), recompute_spec),
+                waits=path in waiting,
+                constants=constants.get(path, frozenset()),
+                path=path,
             )
             self._places.append((module.__dict__, name, sealed_forward))
             if sealed_forward.hops and not is_compiled(module):
                 self._sealed.append((path, module, sealed_forward, sealed_forward.forward))
         self.functions = {
             key: (
-                hops,
-                self._recompute_spec(f"function {key}", key, recording, modules),
-                key in waiting,
+                *(hops, self._recompute_spec(f"function {key}", key, recording, modules)),
+                *(key in waiting, constants.get(key, frozenset())),
             )
             for key, hops in recording.sealed_functions.items()
         }
@@ -185,6 +197,14 @@ class SealedForwards(ProcessChange):
 
 
 _MISSING = object()
+
+
+def _constants(recording: Recording) -> dict[str, frozenset[int]]:
+    """From a call's path to those of its results that are constants, whichever call it is."""
+    found: dict[str, frozenset[int]] = {}
+    for call in recording.calls:
+        found[call.path] = found.get(call.path, frozenset(call.constants)) & call.constants
+    return {path: which for path, which in found.items() if which}
 
 
 def _outside_of_sealed(recording: Recording, planned: Stages) -> Stages:

@@ -33,7 +33,7 @@ from ..stages.plan import StagePlan
 from .plan_resolution import Planned, planned_by
 from .recording import Recording
 from .sample import signature
-from .watched_run import counting_writes, hooked, run_watched
+from .watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 
 @leaves_intact
@@ -261,17 +261,15 @@ def _record_with(
 
         def run() -> Recording:
             with mode, _quiet(), RealWritesUndone():
-                return run_watched(
-                    model,
-                    fake_args,
-                    fake_kwargs,
-                    planned,
-                    devices,
+                run = partial(
+                    run_watched,
+                    *(model, fake_args, fake_kwargs, planned, devices),
                     fake=True,
                     cut=cut,
                     unhookable=unhookable,
                     objects=state.objects(),
                 )
+                return looked_at_twice(run)
 
         return call_with_tensors(model, swapped, run)
 

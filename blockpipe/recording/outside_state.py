@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from .._common.callsite import users_line
 from .._common.modules import StandIn
 from ..restoring.model_state import is_users, names_in, slot_members
+from .reads import Reads
 from .recording import Recording, SharedChange
 
 MOST_OBJECTS = 2_000  # the nearest: each is looked at for every operation of the user's code
-_TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
+TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 _MOST_BYTES = 10_000  # of an array whose values are looked at
 _MOST_DOTS = 3  # of a name such as torch.nn.functional.relu
 _UNSET = object()
@@ -36,7 +37,9 @@ class _Change:
     is_shared: bool  # whether any code may read it: a global, a closure's variable, a class's
     first: Any  # what was there when the forward began
     last: Any
+    attribute: tuple[str, type | None] | None  # its name, and whose, if any code reads it by that
     hops: set[int] = field(default_factory=set)
+    grown_on: set[int] = field(default_factory=set)  # hops that only added to it
     where: str = ""
 
 
@@ -51,7 +54,7 @@ class OutsideState:
     def __init__(self, objects: Iterable[Any], modules: dict[str, nn.Module]) -> None:
         inner = {id(vars(module)) for module in modules.values()}
         for module in modules.values():
-            inner |= {id(value) for name, value in vars(module).items() if name in _TORCHS}
+            inner |= {id(value) for name, value in vars(module).items() if name in TORCHS}
         self._paths = {id(module): path for path, module in modules.items()}
         near = {
             id(child): child
@@ -60,6 +63,8 @@ class OutsideState:
             for child in (module, *module.children())
         }
         inner |= near.keys()  # looked at as modules
+        objects = list(objects)
+        self._owners = {id(vars(one)): one for one in objects if hasattr(one, "__dict__")}
         found = [value for value in objects if id(value) not in inner and _is_watched(value)]
         self._objects = [os.environ, *near.values(), *found[:MOST_OBJECTS]]
         self._shared = {id(value) for one in self._objects for value in _said_anywhere(one)}
@@ -83,8 +88,12 @@ class OutsideState:
         if change is None:
             is_shared = id(value) in self._shared or isinstance(value, type | types.FunctionType)
             name, path = self._named(value, key), self._paths.get(id(value))
-            change = self._changes[id(value), key] = _Change(name, path, is_shared, then, then)
-        if not _is_growth(then, now) and not isinstance(now, Tensor):
+            change = self._changes[id(value), key] = _Change(
+                *(name, path, is_shared, then, then), self._attribute(value, key)
+            )
+        if _is_growth(then, now):
+            change.grown_on.add(max(hop, 0))
+        elif not isinstance(now, Tensor):
             change.hops.add(max(hop, 0))
             change.where = change.where or users_line()
         change.last = now
@@ -103,11 +112,28 @@ class OutsideState:
             return f"a {type(value).__name__}"
         return f"attribute {key!r} of a {type(value).__name__}"
 
-    def found(self, result: Recording) -> Iterator[SharedChange]:
+    def _attribute(self, value: Any, key: Any) -> tuple[str, type | None] | None:
+        """By which name code reads a member; of an entry, or an element, it needs none."""
+        if isinstance(value, dict):
+            value = self._owners.get(id(value))
+        if not isinstance(key, str) or not key.isidentifier():
+            return None
+        if isinstance(value, types.FunctionType):
+            return key, None
+        kind = value if isinstance(value, type) else type(value)
+        return (key, kind) if is_users(kind.__module__) and key not in TORCHS else None
+
+    @property
+    def collects(self) -> bool:
+        """Whether several hops add to something: the next forward may empty it first."""
+        return any(len(change.grown_on) > 1 for change in self._changes.values())
+
+    def found(self, result: Recording, reads: Reads) -> Iterator[SharedChange]:
         """What micro-batches under way at once would change for each other.
 
         Args:
             result: with its hops and calls.
+            reads: what the user's code reads of it.
         """
         if len(result.hops) < 2:
             return
@@ -121,8 +147,11 @@ class OutsideState:
             if change.path is not None:  # it is read where its module is called, or by who holds it
                 may_be_read = not on.get(change.path, {-1}) <= change.hops
             is_put_back = bool(change.hops) and _is_same(change.last, change.first)
-            if len(change.hops) > 1 or (is_put_back and may_be_read):
-                hops = sorted(change.hops)
+            # What one hop empties, or sets back, and another one adds to, is not only collected.
+            hops = sorted(change.hops | change.grown_on if change.hops else ())
+            if not (len(hops) > 1 or (is_put_back and may_be_read)):
+                continue
+            if change.attribute is None or not reads.is_unread(*change.attribute):
                 yield SharedChange(change.name, "sets it", hops, change.where, _REMEDY)
 
 
@@ -167,7 +196,7 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, len(value or ())
         elif name == "forward" and isinstance(value, StandIn):
             yield name, None
-        elif name not in _TORCHS or name == "training":
+        elif name not in TORCHS or name == "training":
             yield name, value
 
 

@@ -31,7 +31,7 @@ from .fake_run import record_there
 from .plan_resolution import Planned, planned_by
 from .recording import Recording
 from .sample import check_initialized, remedy, signature, what_failed
-from .watched_run import counting_writes, hooked, run_watched
+from .watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 _log = logging.getLogger(__name__)
 
@@ -228,17 +228,15 @@ def _record_real(
         # Copies: the forward may write to its inputs, and it will run again.
         where = _one_device_of(model) if devices is None else None
         args, kwargs = map_tensors(partial(_copy_of, where=where), (args, kwargs))
-        return run_watched(
-            model,
-            args,
-            kwargs,
-            planned,
-            devices,
+        run = partial(
+            run_watched,
+            *(model, args, kwargs, planned, devices),
             fake=False,
             cut=cut,
             unhookable=unhookable,
             objects=state.objects(),
         )
+        return looked_at_twice(run)
 
 
 def _one_device_of(model: nn.Module) -> torch.device | None:

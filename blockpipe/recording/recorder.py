@@ -27,6 +27,7 @@ from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FakeTensor, version_of
 from ..costs.meter import HostSync
 from ..costs.work import Work, addition
+from ..crossing.constants import writes
 from ..crossing.hop_backward import Root, entries_of, kept_for_weights, why_whole
 from ..crossing.interception import CrossingMode, is_question, looks_at_graph
 from ..crossing.microbatch_run import MicrobatchRun
@@ -283,7 +284,7 @@ class Recorder(MicrobatchRun):
     def _note_if_not_given(self, key: int, tensor: Tensor, tag: Tag | None) -> None:
         """What a call reads that was made before it, and did not come in by its arguments, may be
         another micro-batch's when it is run again."""
-        if tag is None or tag.key is not self.key:
+        if tag is None or tag.key is not self.key or tag.is_constant(tensor):
             return
         inside = tag.calls if isinstance(tag, _RecordedTag) else ()
         for call, given, _ in self.stack:
@@ -295,7 +296,7 @@ class Recorder(MicrobatchRun):
         outsiders, self.outsiders = self.outsiders, []
         for tensor, version in outsiders:
             # A tensor that is no fake one is not written in a fake run: then it goes by the name.
-            if version_of(tensor) != version or (tensor is first and _writes(func)):
+            if version_of(tensor) != version or (tensor is first and writes(func)):
                 self.refuse_again(
                     f"it writes to a tensor that is no argument and no buffer ({_line()})"
                 )
@@ -424,9 +425,11 @@ class Recorder(MicrobatchRun):
         if call.path in self.unhookable:
             self.activations.put_on()
         call.under_way = False
-        for tensor in tensors(result):
+        for index, tensor in enumerate(tensors(result)):
             call.outputs.append(tuple(tensor.shape))
             tag = getattr(tensor, TAG, None)
+            if isinstance(tag, Tag) and tag.is_constant(tensor):
+                call.constants.add(index)
             if isinstance(tag, _RecordedTag):
                 tag.returned_by.add(call)
                 tag.sources = (call,)
@@ -709,11 +712,6 @@ class RecordedForward(StandIn):
         recorder.look_outside()
         kind = type(self.module).__name__
         return recorder.watched(self.path, kind, self.module, self.forward, args, kwargs)
-
-
-def _writes(func: Callable[..., Any]) -> bool:
-    name = func.__name__
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _line() -> str:

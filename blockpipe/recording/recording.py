@@ -93,6 +93,7 @@ class Call:
     outputs: list[tuple[int, ...]] = field(default_factory=list, repr=False)  # shapes of tensors
     opened: str | None = None  # why it is not sealed
     waits: bool = False  # for a device: a tensor's value is asked for in it
+    constants: set[int] = field(default_factory=set, repr=False)  # those of the tensors it returns
 
     @property
     def is_module(self) -> bool:
@@ -225,6 +226,7 @@ class SharedChange:
     hops: list[int]
     where: str
     remedy: str
+    settles: bool = False  # it does no harm if the next forward leaves it as it is
 
 
 @dataclass
@@ -262,6 +264,9 @@ class Recording:
     shared_generators: list[GeneratorUse] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name
+    collects: bool = False  # several hops add to something of the user's
+    settles: bool = False  # modules of several hops make something at the first call, and keep it
+    unread: set[str] = field(default_factory=set)  # those that look like switches, and are none
     changes_process: bool = False  # where it prints to, or what it warns of, for a while
     writes_across: bool = False  # whether it writes in place to a tensor of another hop
     host_syncs: list[HostSync] = field(default_factory=list)

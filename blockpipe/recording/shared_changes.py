@@ -5,21 +5,25 @@ Looked for whenever a module is called and an operation runs, for what is put ba
 forward ends (``functional_call``, ``sdpa_kernel``) leaves nothing to find afterwards.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from .._common.callsite import users_line
 from .._torch.modules import COMPILED_CALL, SLOTS
 from ..restoring.process_state import process_state
+from .reads import Reads
 from .recording import Recording, SharedChange, TensorInfo
 
 _UNSET = object()
 _INTERCEPTED = ("forward", COMPILED_CALL)  # ours, during a recording
 _SETS_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
+_CACHED = "torch.nn.utils.parametrize.cached()"  # one cache for all micro-batches
 _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
     "torch.backends.cuda.mem_efficient_sdp_enabled()": (
@@ -42,10 +46,12 @@ _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
     "torch.get_default_dtype()": torch.get_default_dtype,
     "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
+    _CACHED: lambda: parametrize._cache_enabled > 0,
 }
 _OWN = "give each stage a module of its own (the parameters may be shared)"
 _LOCAL = f"keep it in a local variable, {_OWN}"
 _DETACH = "detach what must get no gradient instead"
+_LEAVE_OUT = "leave it out, for what it caches is the same without it"
 _AROUND = "change it around the whole step instead"
 
 
@@ -63,6 +69,8 @@ class SharedChanges:
         self._switches, self._process = _switches(), process_state()
         self.changes_process = False
         self._changed: dict[tuple[str, str], Tensor | None] = {}  # (path, name): what was there
+        self._calls = Counter[str]()
+        self._at_first: set[tuple[str, str]] = set()  # those that a module's first call changed
         self._toggled: dict[int, str] = {}  # id of a parameter: the line
         self._switched: dict[str, tuple[set[int], str]] = {}  # the hops, and the first line
 
@@ -71,6 +79,9 @@ class SharedChanges:
         if path in self._slots:
             self._compare(path, self._attributes[path], _attributes(module))
             self._compare(path, self._slots[path], _slots(module))
+            self._calls[path] += 1
+            if self._calls[path] == 2:
+                self._at_first |= {key for key in self._changed if key[0] == path}
 
     def _compare(self, path: str, before: dict[str, Any], now: dict[str, Any]) -> None:
         for name in before.keys() | now.keys():
@@ -96,12 +107,15 @@ class SharedChanges:
             if args[0].requires_grad != asked:
                 self._toggled.setdefault(id(args[0]), users_line())
 
-    def found(self, result: Recording, held: Mapping[int, TensorInfo]) -> Iterator[SharedChange]:
+    def found(
+        self, result: Recording, held: Mapping[int, TensorInfo], reads: Reads
+    ) -> Iterator[SharedChange]:
         """What several hops see of it, when the forward is over.
 
         Args:
             result: with its hops and calls.
             held: the parameters and buffers by id, with the hops that read them.
+            reads: what the user's code reads of the modules' attributes.
         """
         for path, module in self._model.named_modules():
             # What was not put back; parameters and buffers that stay replaced are state.
@@ -110,6 +124,7 @@ class SharedChanges:
         result.changes_process = self.changes_process
         result.changing = {f"{path}.{name}" for path, name in self._changed}
         result.changing |= set(self._rebound())
+        modules = dict(self._model.named_modules())
         hops: dict[str, set[int]] = {}
         where: dict[str, str] = {}
         for call in result.calls:
@@ -119,10 +134,13 @@ class SharedChanges:
         for (path, name), tensor in sorted(self._changed.items(), key=lambda item: item[0]):
             readers = set(held[id(tensor)].hops) if id(tensor) in held else set()
             seen = sorted(hops.get(path, set()) | readers)
+            if tensor is None and reads.is_unread(name, type(modules[path])):
+                continue
             if len(seen) > 1 and path in where:
                 remedy = _LOCAL if tensor is None else _OWN
                 what = f"{path}.{name}"
-                yield SharedChange(what, f"calls {path!r}", seen, where[path], remedy)
+                settles = tensor is None and (path, name) in self._at_first
+                yield SharedChange(what, f"calls {path!r}", seen, where[path], remedy, settles)
         for key, line in self._toggled.items():
             if key in held and len(held[key].hops) > 1:
                 name = held[key].name
@@ -131,7 +149,8 @@ class SharedChanges:
                 )
         if len(result.hops) > 1:
             for name, (on, line) in self._switched.items():
-                yield SharedChange(name, "runs under it", sorted(on), line, _AROUND)
+                remedy = _LEAVE_OUT if name == _CACHED else _AROUND
+                yield SharedChange(name, "runs under it", sorted(on), line, remedy)
 
     def _rebound(self) -> Iterator[str]:
         """Parameters and buffers that the forward has assigned anew, by name."""

@@ -22,13 +22,39 @@ from ..crossing.torch_patches import GeneratorStates
 from ..crossing.user_checkpoints import intercepting
 from ..restoring.model_state import is_users
 from ..stages.marks import mark_of, set_cursor
-from .outside_state import OutsideState
+from .outside_state import TORCHS, OutsideState
 from .plan_resolution import Planned
+from .reads import Reads
 from .recorder import RecordedForward, Recorder, RecordingMode, UncutRecorder, WatchedCursor, hold
 from .recording import Hop, Output, Recording
 from .saved_tensors import Activations
 from .sealing import conclude
 from .shared_changes import SharedChanges
+
+
+def looked_at_twice(run: Callable[[], Recording]) -> Recording:
+    """Record; where the forward changes what several hops see, a second time, from the state that
+    the first one left: for what it makes once and keeps does no harm, and what it empties before it
+    adds to it does.
+
+    Args:
+        run: records, and puts nothing back.
+    """
+    first = run()
+    if not first.shared_changes and not first.collects:
+        return first
+    try:
+        second = run()
+    except Exception:  # of what the first one left: a tensor with a gradient path, say
+        return first
+    recompute = {change.what for change in second.shared_changes}
+    # In a run for real a number may be of the data, and the same only for the same sample.
+    made_once = [c for c in first.shared_changes if c.settles and c.what not in recompute]
+    first.settles = first.fake and bool(made_once)
+    before = [c for c in first.shared_changes if not first.settles or c not in made_once]
+    known = {change.what for change in first.shared_changes}
+    first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
+    return first
 
 
 @as_ours
@@ -63,7 +89,10 @@ def run_watched(
     recorder.users = {p for p, module in model.named_modules() if is_users(type(module).__module__)}
     for path, module in model.named_modules():
         names = module.__dict__
-        names["forward"] = RecordedForward(module.forward, path, module, recorder, stages.get(path))
+        forward = module.forward
+        if isinstance(forward, RecordedForward):
+            forward = forward.forward  # this is the second run
+        names["forward"] = RecordedForward(forward, path, module, recorder, stages.get(path))
         names.pop(COMPILED_CALL, None)
     before = set_cursor(cursor)
     try:
@@ -84,10 +113,13 @@ def run_watched(
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
         recorder.outside.look(recorder.hop)
+        reads = Reads(objects, model.modules())
         result.shared_changes = [
-            *recorder.changes.found(result, recorder.held),
-            *recorder.outside.found(result),
+            *recorder.changes.found(result, recorder.held, reads),
+            *recorder.outside.found(result, reads),
         ]
+        result.collects = recorder.outside.collects
+        result.unread = set(_unread(model, reads))
     finally:
         set_cursor(before)
         recorder.abandon()
@@ -100,6 +132,16 @@ def run_watched(
     if planned is None:
         result.unreached = list(_unreached(model, {call.path for call in result.calls}))
     return result
+
+
+def _unread(model: nn.Module, reads: Reads) -> Iterator[str]:
+    """Switches on modules, strings and truth values, that the user's code sets and never reads."""
+    for path, module in model.named_modules():
+        if is_users(type(module).__module__):
+            for name, value in vars(module).items():
+                is_switch = isinstance(value, bool | str) and name not in TORCHS
+                if is_switch and reads.is_unread(name, type(module)):
+                    yield f"{path}.{name}"
 
 
 def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:

@@ -6,6 +6,7 @@ tied across stages has one home.
 """
 
 import operator
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -126,9 +127,13 @@ class Fingerprint:
 
     Its modules with their code, marks and parameters are compared; the *modes* are part of what a
     recording is known by: switches, which a forward may ask for where it turns.
+
+    Args:
+        model: the user's.
+        unread: names of attributes that no forward asks for.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, unread: Container[str] = ()) -> None:
         # What is in a scripted module is TorchScript's, and is asked for anew each time.
         modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._modules = modules
@@ -147,9 +152,11 @@ class Fingerprint:
         self._classes = [(kind, kind.forward) for kind in {type(module) for module in modules}]
         self._switches = [
             (vars(module), name)
-            for module in modules
+            for path, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
             for name, value in vars(module).items()
-            if isinstance(value, bool | str) or _is_rate(name, value)
+            if (isinstance(value, bool | str) or _is_rate(name, value))
+            and f"{path}.{name}" not in unread
         ]
         self._values: list[Any] = []
         self._modes: tuple[Any, ...] = ()

@@ -192,7 +192,8 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             elif isinstance(member, ast.Assign):
                 yield from map(ast.unparse, member.targets)
                 if ast.unparse(member.targets[0]) == "__slots__":
-                    yield from ast.literal_eval(member.value)
+                    names = (n for n in ast.walk(member.value) if isinstance(n, ast.Constant))
+                    yield from (name.value for name in names)
 
 
 def _is_private(name: str) -> bool:

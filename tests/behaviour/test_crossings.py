@@ -15,8 +15,8 @@ from blockpipe.errors import CrossingError, PlanError, StateError
 
 from ..alike import DEVICE, check_alike
 from ..models import Scripted, square
-from ..parity import difference, plain_step
-from ..stage_devices import equal, is_simulated, stages
+from ..parity import assert_same_gradients, difference, plain_step
+from ..stage_devices import assert_close, equal, is_simulated, stages
 
 B = bp.Block
 
@@ -718,3 +718,67 @@ def test_an_argument_that_goes_whole_is_written_in_place(
         return
     torch.testing.assert_close(pipe(x, total).cpu(), outputs.cpu())
     torch.testing.assert_close(total.cpu(), expected.cpu())
+
+
+class _BeginsLater(nn.Module):
+    """Does something to a crossing in glue, once it is turned on."""
+
+    def __init__(self, does) -> None:
+        super().__init__()
+        self.a, self.b, self.does, self.is_on = nn.Linear(4, 4), nn.Linear(4, 4), does, [False]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            if self.is_on[0]:
+                h = self.does(self, h) + h
+            return self.b(h)
+
+
+class _Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+def _checkpointed(net: _BeginsLater, h: Tensor, *, reentrant: bool) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(
+        lambda h: net.b(h).tanh() * h, h, use_reentrant=reentrant
+    )
+
+
+LATER = [
+    lambda net, h: _Squares.apply(h),
+    lambda net, h: _checkpointed(net, h, reentrant=False),
+]
+
+
+@pytest.mark.parametrize("does", LATER)
+@pytest.mark.parametrize("options", [{}, {"isolate": True}, {"schedule": "zb-h1"}])
+def test_a_custom_function_or_a_checkpoint_may_begin_later(does, options: dict[str, object]):
+    """Its backward went over the cut, and came to a graph that was gone."""
+    net = _BeginsLater(does)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, **options)
+    for step in range(4):
+        net.is_on[0] = plain.is_on[0] = step >= 2
+        x, y = torch.randn(8, 4), torch.randn(8, 4)
+        found = pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+        assert_close(found.loss, plain_step(plain, (x,), {}, y, F.mse_loss, 4))
+    assert_same_gradients(net, plain)
+
+
+def test_a_reentrant_checkpoint_that_begins_later_is_refused():
+    net = _BeginsLater(lambda net, h: _checkpointed(net, h, reentrant=True))
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
+    net.is_on[0] = True
+    with pytest.raises(CrossingError, match=r"test_crossings\.py:\d+\); pass use_reentrant=False"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)

@@ -1,0 +1,117 @@
+"""Tensors that belong to no micro-batch: tables that a forward makes of constants, and keeps.
+
+A causal mask in a ``functools.lru_cache``, rotary tables that a module makes at its first call: the
+micro-batch that makes one is not the only one that reads it. It is computed from no input, so that
+any micro-batch may read it on any hop, provided that it is made once. One that every micro-batch
+makes anew and leaves on ``self`` may differ with a number of Python's that it is made of, and then
+it matters whose is read. Both are made by the same operation at the same place in the code, so what
+is made there meanwhile tells them apart.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._common.callsite import users_line
+from .._torch.tensors import version_of
+from ..devices.copies import carry
+from ..devices.ownership import copying
+from ..errors import StateError
+
+_CPU = torch.device("cpu")
+_WRITTEN = "_blockpipe_written"
+# What shares memory with an object that no torch operation writes to.
+_BORROWED = frozenset(
+    getattr(torch, name)
+    for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")
+)
+
+
+def makes_constants(function: Callable[..., Any]) -> bool:
+    """Whether a torch function that is given nothing of a micro-batch's makes a constant."""
+    return function not in _BORROWED
+
+
+def writes(function: Callable[..., Any]) -> bool:
+    """Whether a torch function's name says that it writes to its first argument."""
+    name = function.__name__
+    return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+
+
+def note_write(tensor: Tensor) -> None:
+    """A tensor of inference mode is written to: it counts no writes, and its memory does."""
+    if tensor.is_inference() and tensor.layout is torch.strided:
+        setattr(tensor.untyped_storage(), _WRITTEN, True)
+
+
+def is_written(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor of inference mode was written to, through whatever view."""
+    return tensor.layout is torch.strided and hasattr(tensor.untyped_storage(), _WRITTEN)
+
+
+class Constants:
+    """The constants that one step makes, and those that several micro-batches of it read.
+
+    What makes a constant is its *site*; who makes it, its *maker*, is a micro-batch of a step.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[Hashable, list[tuple[weakref.ref[Tensor], object]]] = {}
+        self._shared: dict[Hashable, list[tuple[Tensor, object, int]]] = {}
+
+    def made(self, tensor: Tensor, site: Hashable, maker: object) -> None:
+        """A micro-batch has made one.
+
+        Raises:
+            StateError: another one's was read in its place, and is not the same.
+        """
+        with self._lock:
+            self._made.setdefault(site, []).append((weakref.ref(tensor), maker))
+            shared = list(self._shared.get(site, ()))
+        for other, its_maker, _ in shared:
+            if its_maker is not maker and not _is_same(other, tensor):
+                raise _error(tensor)
+
+    def read(self, tensor: Tensor, site: Hashable, maker: object) -> bool:
+        """Whether a micro-batch that did not make a constant may read it: nobody else has made
+        another one at the same place."""
+        with self._lock:
+            made = list(self._made.get(site, ()))
+            shared = self._shared.setdefault(site, [])
+            if all(other is not tensor for other, _, _ in shared):
+                shared.append((tensor, maker, version_of(tensor)))
+        for made_one, its_maker in made:
+            other = made_one()
+            if its_maker is not maker and (other is None or not _is_same(other, tensor)):
+                return False
+        return True
+
+    def check(self) -> None:
+        """Raise :class:`StateError` where one was written in place after others had read it."""
+        for shared in self._shared.values():
+            for tensor, _, writes in shared:
+                if version_of(tensor) != writes:
+                    raise _error(tensor)
+
+
+def _error(tensor: Tensor) -> StateError:
+    return StateError(
+        "expected a table that is made once and read by all micro-batches, got one of shape "
+        f"{tuple(tensor.shape)} that a micro-batch made anew with other values, or wrote to, while "
+        f"others read it ({users_line()}): which values they read would depend on timing; pass "
+        "it along, or keep it in a local variable"
+    )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    with copying(), torch.no_grad():
+        return torch.equal(carry(one, _CPU), carry(other, _CPU))

@@ -1,0 +1,205 @@
+"""Which of the names that a forward's code sets nobody reads: timers, statistics, logged values.
+
+What is only written does no harm to the numbers, whoever writes it first. It is told by the code
+and not by a run: in one forward nobody may read what the next one turns by. A read whose value goes
+only to another such name (``self.seconds += clock() - self.began``) is none. Where code cannot be
+looked into, or reads attributes by names that it computes, everything may be read.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from ..restoring.model_state import is_users, names_in
+
+_PURE = frozenset(
+    [
+        "abs",
+        "bool",
+        "dict",
+        "float",
+        "int",
+        "len",
+        "list",
+        "max",
+        "min",
+        "round",
+        "sorted",
+        "str",
+        "sum",
+        "tuple",
+    ]
+)
+_THROUGH = (
+    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice),
+    *(ast.List, ast.Tuple, ast.Dict, ast.Set, ast.Starred, ast.FormattedValue, ast.JoinedStr),
+)
+# By these, code reads attributes whose names it does not say.
+_READERS = frozenset(
+    ["vars", "eval", "exec", "globals", "locals", "attrgetter", "asdict", "astuple", "__dict__"]
+)
+_SAYS = frozenset(["__repr__", "__str__", "extra_repr"])  # for people
+
+
+class Reads:
+    """What the user's code in reach of a model reads.
+
+    Args:
+        objects: all that can be reached from it.
+        modules: its modules, whose classes may be a library's.
+    """
+
+    def __init__(self, objects: Iterable[object], modules: Iterable[nn.Module]) -> None:
+        self._kinds = {type(module) for module in modules}
+        found = (value for value in objects if isinstance(value, types.FunctionType))
+        self._functions = [
+            function
+            for function in found
+            if is_users(function.__module__) and function.__name__ not in _SAYS
+        ]
+        self._names = [frozenset(_mentioned(f.__code__)) for f in self._functions]
+
+    def is_unread(self, name: str, kind: type | None = None) -> bool:
+        """Whether no code reads an attribute, or a variable, of this name.
+
+        Args:
+            name: of either.
+            kind: the class of the object that has the attribute; ``None``: it is a variable.
+        """
+        for one in self._kinds | ({kind} if kind is not None else set()):
+            for base in one.__mro__:
+                if not is_users(base.__module__) and name in _names_of(base):
+                    return False
+        if self._reads_any:
+            return False
+        return self._is_unread(name, frozenset(), is_variable=kind is None)
+
+    @functools.cached_property
+    def _reads_any(self) -> bool:
+        """Whether any code reads attributes by names that it does not say."""
+        for function, names in zip(self._functions, self._names, strict=True):
+            if names & _READERS:
+                return True
+            if "getattr" in names:
+                tree = _tree_of(function)
+                if tree is None or not _asks_by_name(tree):
+                    return True
+        return False
+
+    def _is_unread(self, name: str, assumed: frozenset[str], *, is_variable: bool = False) -> bool:
+        if name in assumed:
+            return True
+        return not any(
+            self._reads(function, name, assumed | {name}, is_variable=is_variable)
+            for function, names in zip(self._functions, self._names, strict=True)
+            if name in names
+        )
+
+    def _reads(
+        self, function: types.FunctionType, name: str, assumed: frozenset[str], *, is_variable: bool
+    ) -> bool:
+        tree = _tree_of(function)
+        if tree is None:
+            return True
+        for node, outer in _walk(tree, ()):
+            if isinstance(node, ast.Constant) and node.value == name:
+                return True  # getattr(self, "name")
+            if not _is_named(node, name) or (isinstance(node, ast.Name) and not is_variable):
+                continue
+            if isinstance(getattr(node, "ctx", None), ast.Load):
+                target = _only_target(node, outer)
+                if target is None or not self._is_unread(target, assumed):
+                    return True
+        return False
+
+
+def _mentioned(code: types.CodeType) -> Iterator[str]:
+    """Names and strings in a function, and in those inside of it."""
+    yield from names_in(code)
+    for inner in (code, *_inner(code)):
+        yield from inner.co_freevars
+        yield from inner.co_cellvars
+        for constant in inner.co_consts:
+            if isinstance(constant, str):
+                yield constant
+
+
+def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _inner(constant)
+
+
+@functools.cache
+def _names_of(kind: type) -> frozenset[str]:
+    """Names in the code of a class."""
+    functions = (f for f in vars(kind).values() if isinstance(f, types.FunctionType))
+    return frozenset(name for f in functions for name in _mentioned(f.__code__))
+
+
+@functools.cache
+def _tree_of(function: types.FunctionType) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def _walk(
+    node: ast.AST, outer: tuple[ast.AST, ...]
+) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
+    """Every node, with those around it, from the outside in."""
+    yield node, outer
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child, (*outer, node))
+
+
+def _is_named(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Attribute):
+        private = node.attr.startswith("__") and name.endswith(node.attr)
+        return node.attr == name or private
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _asks_by_name(tree: ast.AST) -> bool:
+    """Whether every ``getattr`` is called with a plain string."""
+    plain = {
+        id(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and len(node.args) > 1
+        and isinstance(node.args[1], ast.Constant)
+    }
+    return all(
+        id(node) in plain
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Attribute) and _is_named(node, "getattr")
+    )
+
+
+def _only_target(node: ast.AST, outer: tuple[ast.AST, ...]) -> str | None:
+    """The one attribute that a value goes to, and nowhere else."""
+    inner = node
+    for around in reversed(outer):
+        if isinstance(around, ast.Assign | ast.AugAssign):
+            targets = around.targets if isinstance(around, ast.Assign) else [around.target]
+            target = targets[0] if len(targets) == 1 else None
+            return (
+                target.attr if isinstance(target, ast.Attribute) and inner is around.value else None
+            )
+        is_pure = (
+            isinstance(around, ast.Call)
+            and isinstance(around.func, ast.Name)
+            and around.func.id in _PURE
+            and inner is not around.func
+        )
+        if not is_pure and not isinstance(around, _THROUGH):
+            return None
+        inner = around
+    return None
