@@ -268,7 +268,7 @@ def _record_with(
                     fake=True,
                     cut=cut,
                     unhookable=unhookable,
-                    objects=state.objects(),
+                    holders=state.holders,
                 )
 
 

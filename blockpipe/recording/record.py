@@ -237,7 +237,7 @@ def _record_real(
             fake=False,
             cut=cut,
             unhookable=unhookable,
-            objects=state.objects(),
+            holders=state.holders,
         )
 
 

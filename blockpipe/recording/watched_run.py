@@ -19,6 +19,7 @@ from ..costs.meter import Meter
 from ..crossing.tags import StepContext
 from ..crossing.torch_patches import GeneratorStates
 from ..crossing.user_checkpoints import intercepting
+from ..restoring.holders import Holder
 from ..restoring.model_state import is_users
 from ..stages.marks import mark_of, set_cursor
 from .outside_state import OutsideState
@@ -41,7 +42,7 @@ def run_watched(
     fake: bool,
     cut: bool,
     unhookable: frozenset[str],
-    objects: Iterable[Any],
+    holders: Iterable[Holder],
 ) -> Recording:
     result = Recording(type(model).__name__, fake, planned=planned is not None)
     result.planned_at = None if planned is None else planned.where
@@ -58,7 +59,7 @@ def run_watched(
     held = (*model.parameters(), *model.buffers())
     versions = {id(t): (t, t._version) for t in held if not t.is_inference()}
     recorder.changes = SharedChanges(model)
-    recorder.outside = OutsideState(objects, dict(model.named_modules()))
+    recorder.outside = OutsideState(holders, dict(model.named_modules()))
     recorder.users = {p for p, module in model.named_modules() if is_users(type(module).__module__)}
     for path, module in model.named_modules():
         names = module.__dict__
@@ -86,7 +87,9 @@ def run_watched(
         result.shared_changes = [
             *recorder.changes.found(result, recorder.held),
             *recorder.outside.found(result),
+            *recorder.outside_tensors.shared(),
         ]
+        result.outside = recorder.outside_tensors.found()
     finally:
         set_cursor(before)
         recorder.abandon()

@@ -143,6 +143,8 @@ class Fingerprint:
             if tensor is not None
         ]
         self._counts = [(m._parameters, len(m._parameters)) for m in modules]
+        hooks = (h for m in modules for h in (m._forward_pre_hooks, m._forward_hooks))
+        self._hooks = list(hooks)
         self._plans = [attached_plan(module) for module in modules]
         self._code = [_code_of(module) for module in modules]
         self._classes = [(kind, kind.forward) for kind in {type(module) for module in modules}]
@@ -189,6 +191,11 @@ class Fingerprint:
         if not self._modes or not all(map(operator.is_, values, self._values)):
             self._values, self._modes = values, tuple(map(_switch, values))
         return self._modes
+
+    def asked(self) -> tuple[Any, ...]:
+        """What else a forward may ask for where it turns: how many hooks each module has, and which
+        parameters need a gradient."""
+        return (*map(len, self._hooks), *(tensor.requires_grad for _, _, tensor, _ in self._held))
 
 
 def _code_of(module: nn.Module) -> tuple[nn.Module, dict[str, Any], type, Any, Any, Any]:
