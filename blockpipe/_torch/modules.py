@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.utils import parametrize
 
 Slots = dict[str, Tensor | None]
 
@@ -36,6 +37,16 @@ and take in what ``get_extra_state`` makes."""
 forward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
 """A module's forward pre-hooks by their handle's id. A handle removes its own in public, but a
 deep copy of a module has a copy of the hooks, and no handles to it."""
+
+forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
+"""A module's forward hooks by their handle's id, to count them: no public way tells of them."""
+
+
+def caches_parametrizations() -> bool:
+    """Return whether ``torch.nn.utils.parametrize.cached()`` is entered: it counts its entries in a
+    private global."""
+    return parametrize._cache_enabled > 0
+
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute with what ``Module.compile()`` made, which a call of the module runs in place of

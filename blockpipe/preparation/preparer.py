@@ -145,9 +145,8 @@ class Preparer:
             self._forget_if_moved()
             self.known.clear()  # the model was changed: record anew
             self._fingerprint = Fingerprint(self.model, self._unread)
-            self._steering = Steering(self.model)
-        if self._steering.has_turned(self._changing()):
-            _log.info("recording anew: a number on a module was set, by which a forward may turn")
+        if self._steering.has_turned():
+            _log.info("recording anew: a value was set, by which a forward may turn")
             self.known.clear()
         key = self._key(batch, self._fingerprint)
         prepared = self.known.get(key)
@@ -168,11 +167,6 @@ class Preparer:
             self._caution_once(prepared, options)
         self.known.move_to_end(key)
         return prepared
-
-    def _changing(self) -> Iterator[str]:
-        """Attributes that forwards set themselves, by name."""
-        for prepared in self.known.values():
-            yield from prepared.recording.changing
 
     def _caution_once(self, prepared: Prepared, options: PipelineOptions) -> None:
         """Say what was hardly meant so, at the first step of a pipeline."""
@@ -207,6 +201,7 @@ class Preparer:
             )
 
     def _record(self, batch: Microbatch, options: PipelineOptions) -> Recording:
+        self._steering.look_around()
         with self._steering.asked():
             recording = record_planned(
                 self.model,
@@ -292,9 +287,9 @@ class Preparer:
             for leaf in leaves((batch.args, batch.kwargs))
         )
         names = tuple(batch.kwargs)
-        answers = self._steering.answers()
-        modes = fingerprint.modes()
-        return answers, modes, torch.is_grad_enabled(), len(batch.args), names, shape
+        steered = self._steering.known_by()
+        modes = fingerprint.modes(), fingerprint.asked()
+        return steered, modes, torch.is_grad_enabled(), len(batch.args), names, shape
 
     def look_again(
         self, prepared: Prepared, batch: Microbatch, options: PipelineOptions, written: list[str]
@@ -304,6 +299,7 @@ class Preparer:
         Raises:
             StateError: several hops share it, or other things cross than those that the step knew.
         """
+        self._steering.step_is_over()
         if not written:
             return
         _log.info("recording anew: %s", f"{', '.join(written)} is written by now")

@@ -1,76 +1,226 @@
-"""Numbers on modules that somebody sets between steps, and by which the forward turns.
+"""Values that somebody sets between steps, and by which the forward turns.
 
-``net.step = i`` in a training loop, ``if self.step >= self.warm_up`` in a forward: the step in
-which that turns is another one than the recorded. To record at every change would be to record at
-every step, so the recording gives the forward numbers that remember what they were asked, and each
-step asks the same again. A float with such an integer on its right (``0.1 * self.step``) computes
-a plain number: Python asks the integer nothing there.
+``net.step = i`` in a training loop, or ``config.mode = "distill"``, and ``if self.step >=
+self.warm_up`` in a forward: the step in which that turns is another one than the recorded. So a
+recording is known by the values that have ever changed, wherever the forward may read them: on
+modules, in configurations, dictionaries and globals, in the environment.
+
+To record at every change of a number would be to record at every step, so the recording gives the
+forward numbers that remember what they were asked, and each step asks the same again. A float with
+such an integer on its right (``0.1 * self.step``) computes a plain number: Python asks the integer
+nothing there.
 """
 
+import dis
+import enum
+import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+import os
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from ..restoring.holders import (
+    ClassHolder,
+    ContentHolder,
+    DictHolder,
+    FunctionHolder,
+    Holder,
+    NamesHolder,
+    SequenceHolder,
+    SetHolder,
+    SlotsHolder,
+)
+from ..restoring.model_state import ModelState, is_users
+
+MOST_VALUES = 2_000  # the nearest: they are compared before and after each step
+_MOST_MEMBERS = 256  # of a dictionary: a larger one is a vocabulary
+_MOST_IN_ORDER = 32  # of a list, a tuple or a set
+_MOST_RETURNS = 8  # values of one place that is no number: then it counts, or says the time
+_STEPS = 2  # that show what the forward sets itself
+_MOST_NEW = 4  # names that came or went in one object
 _ASKS = ("lt", "le", "eq", "ne", "gt", "ge")
 _COMPUTES = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow")
+_TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
+_UNSET = object()
+_SWITCHES = {bool, type(None)}
+_PLAIN = frozenset([bool, int, float, str, bytes, type(None), type(_UNSET)])
 
 # What was done to a number, one after the other: an operator's name, the other operand, and whether
 # that one came first.
 Steps = tuple[tuple[str, Any, bool], ...]
-# A module's path, its attribute, and what was done to it; the last of that answers yes or no.
-Question = tuple[str, str, Steps]
+Where = tuple[int, Hashable]  # an object by its id, and a name in it
+# A place, and what was done to the number there; the last of that answers yes or no.
+Question = tuple[Where, Steps]
+
+
+@dataclass
+class _Place:
+    """A place whose value was seen to change."""
+
+    holder: Holder  # keeps its object alive, so that no other one gets its id
+    key: Hashable
+    labels: set[Hashable] = field(default_factory=set)
+
+    def value(self) -> Any:
+        if isinstance(self.holder, SetHolder):
+            return _frozen(self.holder)
+        space = self.holder.namespace()
+        try:
+            return dict(self.holder.now())[self.key] if space is None else space[self.key]
+        except LookupError:
+            return _UNSET
 
 
 class Steering:
-    """The numbers on a model's modules, and what its forwards have asked of them.
+    """The plain values that a model's forwards may read, and what they have asked of them.
 
     Args:
         model: the user's.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            (path, name, vars(module))
-            for path, module in model.named_modules()
-            for name, value in vars(module).items()
-            if type(value) in (int, float)
-        ]
+        self._model = model
+        self._modules: set[int] = set()  # by id
+        self._holders: list[Holder] = []
+        self._members: list[dict[Hashable, Any]] = []  # of each, the plain ones
+        self._reads: list[Callable[[Any], tuple[Any, ...]]] = []  # of each, given its space
+        self._spaces: list[Any] = []
+        self._sized: list[Any] = []  # of those that may be given other names
         self._values = self._now()
-        self._steered: dict[tuple[str, str], dict[str, Any]] = {}
+        self._own: set[Where] = set()  # what the forward sets itself
+        self._steps = 0  # since all of it was found
+        self._places: dict[Where, _Place] = {}  # those that have turned
         self._questions: dict[Question, None] = {}
+        self._came: Counter[int] = Counter()  # of each object, names that came and went
+        self._has_turned = False
 
-    def _now(self) -> list[Any]:
-        return [own.get(name) for _, name, own in self._places]
-
-    def has_turned(self, changing: Iterable[str]) -> bool:
-        """Whether a number was set since this was asked last, that never was before.
-
-        Args:
-            changing: attributes that the forward itself sets, by name.
-        """
-        now = self._now()
-        if all(map(operator.is_, now, self._values)):
-            return False
-        own = set(changing)
-        new = [
-            (path, name)
-            for (path, name, _), one, other in zip(self._places, now, self._values, strict=True)
-            if one != other and f"{path}.{name}" not in own and (path, name) not in self._steered
+    def look_around(self) -> None:
+        """Before a recording: find the values that a forward may read."""
+        modules = list(self._model.modules())
+        self._modules = {id(module) for module in modules}
+        torchs = {id(v) for module in modules for k, v in vars(module).items() if k in _TORCHS}
+        environment = DictHolder(os.environ._data, os.environ)  # type: ignore[attr-defined]
+        state = ModelState(self._model, values=False, contents=False)
+        self._holders, self._members, count, seen = [], [], 0, set[Any]()
+        self._own, self._steps = set(), 0
+        for holder in (environment, *state.holders):
+            holder.before = []  # it may be as large as the model
+            if id(holder.owner) in torchs or not _is_read(holder):
+                continue
+            members = {
+                key: value
+                for key, value in self._members_of(holder).items()
+                if (_id_of(holder), key) not in seen
+            }
+            if not members and id(holder.owner) not in self._modules:
+                continue
+            seen.update((_id_of(holder), key) for key in members)
+            count += len(members)
+            if count > MOST_VALUES:
+                break
+            self._holders.append(holder)
+            self._members.append(members)
+        spaces = [holder.namespace() for holder in self._holders]
+        self._spaces = [() if space is None else space for space in spaces]
+        self._sized = [
+            s if _has_names(h) else () for h, s in zip(self._holders, spaces, strict=True)
         ]
-        self._values = now
-        self._steered |= {(p, n): vars_ for p, n, vars_ in self._places if (p, n) in new}
-        return bool(new)
+        self._reads = [*map(_reader, self._holders, self._members)]
+        self._values = self._now()
 
-    def answers(self) -> tuple[bool, ...]:
-        """What the forwards' questions come to by now."""
-        return tuple(map(self._answer, self._questions)) if self._questions else ()
+    def _members_of(self, holder: Holder) -> dict[Hashable, Any]:
+        found, owner = _plain_members(holder), holder.owner
+        if id(owner) not in self._modules:
+            return found
+        return {k: value for k, value in found.items() if not _is_known(owner, k, value)}
+
+    def _now(self) -> tuple[list[int], list[Any]]:
+        # For most steps this is all: a few loops that Python runs in C.
+        return [*map(len, self._sized)], [*map(operator.call, self._reads, self._spaces)]
+
+    def has_turned(self) -> bool:
+        """Whether a value has changed that never did before, since this was asked last: what was
+        recorded until now does not say by which value of it."""
+        self._look(by_forward=False)
+        has_turned, self._has_turned = self._has_turned, False
+        return has_turned
+
+    def step_is_over(self) -> None:
+        """After a step: what has changed since :meth:`has_turned`, the forward has set itself.
+
+        It counts, or keeps the last of something. But a switch that it turns leads the next forward
+        another way. The first steps show all of that, and later ones are not held up by it.
+        """
+        if self._steps < _STEPS:
+            self._steps += 1
+            self._look(by_forward=True)
+
+    def _look(self, *, by_forward: bool) -> None:
+        now = None
+        try:
+            now = self._now()
+            if now == self._values:
+                return
+            pairs = zip(now, self._values, strict=True)
+            same = [*map(operator.and_, *(map(operator.eq, *pair) for pair in pairs))]
+        except Exception:  # a name is gone, or what is there now cannot be compared
+            same = [False] * len(self._holders)
+        for index, holder in enumerate(self._holders):
+            if not same[index]:
+                self._compare(index, holder, by_forward=by_forward)
+        self._values = self._now() if now is None else now
+
+    def _compare(self, index: int, holder: Holder, *, by_forward: bool) -> None:
+        before, members = self._members[index], self._members_of(holder)
+        names = before.keys() | members.keys() if _has_names(holder) else before.keys()
+        for key in names:
+            then, value = before.get(key, _UNSET), members.get(key, _UNSET)
+            if _is_same(then, value):
+                continue
+            if by_forward and not {type(then), type(value)} <= _SWITCHES:
+                self._own.add((_id_of(holder), key))
+            else:
+                self._turn(holder, key, is_new=then is _UNSET or value is _UNSET)
+        members = {key: members[key] for key in members if key in names}
+        if members.keys() != before.keys():
+            self._reads[index] = _reader(holder, members)
+        self._members[index] = members
+
+    def _turn(self, holder: Holder, key: Hashable, *, is_new: bool) -> None:
+        where = _id_of(holder), key
+        if where in self._places or where in self._own:
+            return
+        if is_new:  # or gone: it is a history, if there are many of them
+            self._came[where[0]] += 1
+            if not _has_names(holder) or self._came[where[0]] > _MOST_NEW:
+                return
+        self._places[where] = _Place(holder, key)
+        self._has_turned = True
+
+    def known_by(self) -> tuple[Hashable, ...]:
+        """What a recording is known by: the values that have ever changed, and the answers to what
+        forwards have asked of the numbers among them."""
+        if not self._places:
+            return ()
+        labels = []
+        for place in self._places.values():
+            if len(place.labels) <= _MOST_RETURNS:
+                label = _label(place.value())
+                place.labels.add(label)
+                labels.append(label)
+        return *labels, *map(self._answer, self._questions)
 
     def _answer(self, question: Question) -> bool:
-        path, name, steps = question
-        value = self._steered[path, name].get(name)
+        where, steps = question
+        value = self._places[where].value()
         try:
             for step in steps:
                 value = _done(value, step)
@@ -81,18 +231,123 @@ class Steering:
     @contextmanager
     def asked(self) -> Iterator[None]:
         """While entered, those numbers remember what they are asked; for a recording."""
-        before = [(own, name, own.get(name)) for (_, name), own in self._steered.items()]
+        before = []
         try:
-            for (path, name), own in self._steered.items():
-                if type(own.get(name)) in (int, float):
-                    own[name] = _watched(own[name], (), self._ask, path, name)
+            for where, place in self._places.items():
+                value = place.value()
+                watched = _watched(value, (), self._ask, where)
+                if watched is not value:
+                    before.append((place, value))
+                    place.holder.put(place.key, watched)
             yield
         finally:
-            for own, name, value in before:
-                own[name] = value
+            for place, value in before:
+                place.holder.put(place.key, value)
 
-    def _ask(self, path: str, name: str, steps: Steps) -> None:
-        self._questions[path, name, steps] = None
+    def _ask(self, where: Where, steps: Steps) -> None:
+        self._questions[where, steps] = None
+
+
+def _is_read(holder: Holder) -> bool:
+    """Whether a forward may read plain values there: objects of libraries hold none of the
+    user's."""
+    owner = holder.owner
+    if isinstance(holder, ContentHolder):
+        return False
+    if isinstance(holder, SlotsHolder):
+        return is_users(type(owner).__module__)
+    return not isinstance(owner, types.FunctionType) or is_users(owner.__module__)
+
+
+def _is_known(module: nn.Module, key: Hashable, value: Any) -> bool:
+    """Whether a module's attribute is looked at elsewhere (:class:`Fingerprint`), or is torch's:
+    of torch's own layers nobody sets more than numbers."""
+    is_torchs = type(module).__module__.startswith("torch.nn.") and type(value) not in (int, float)
+    is_ours = str(key).startswith("_blockpipe_")
+    return type(value) in (bool, str) or key in _TORCHS or is_torchs or is_ours
+
+
+def _has_names(holder: Holder) -> bool:
+    """Whether it may be given another name between steps."""
+    return isinstance(holder, DictHolder | ClassHolder)
+
+
+def _plain_members(holder: Holder) -> dict[Hashable, Any]:
+    if isinstance(holder, SetHolder):
+        found = _frozen(holder)
+        return {} if found is None else {None: found}
+    if isinstance(holder, DictHolder | SequenceHolder):
+        most = _MOST_MEMBERS if isinstance(holder, DictHolder) else _MOST_IN_ORDER
+        if len(holder.namespace()) > most:
+            return {}
+    members = dict(holder.now())
+    names = set(members)
+    if isinstance(holder, FunctionHolder):
+        names -= {"__defaults__", "__kwdefaults__"}
+    if isinstance(holder, NamesHolder) and holder.namespace() is holder.owner.__globals__:
+        names &= _globals_in(holder.owner.__code__)
+    return {key: members[key] for key in members if key in names and _is_plain(members[key])}
+
+
+def _frozen(holder: Holder) -> frozenset[Any] | None:
+    """What is in a set of plain values."""
+    members = [member for _, member in holder.now()]
+    few = len(members) <= _MOST_IN_ORDER
+    return frozenset(members) if few and all(map(_is_plain, members)) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in _PLAIN or isinstance(value, enum.Enum) or _is_numpys(value):
+        return True
+    return type(value) is tuple and len(value) <= _MOST_IN_ORDER and all(map(_is_plain, value))
+
+
+def _is_numpys(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
+@functools.lru_cache(1_000)
+def _globals_in(code: types.CodeType) -> frozenset[str]:
+    """The globals that a function reads; its other names are attributes."""
+    found: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            found.add(instruction.argval)
+        elif isinstance(instruction.argval, types.CodeType):
+            found |= _globals_in(instruction.argval)
+    return frozenset(found)
+
+
+def _id_of(holder: Holder) -> int:
+    """By which a global is known, whichever function reads it."""
+    space = None if isinstance(holder, ClassHolder) else holder.namespace()
+    return id(holder.owner if space is None else space)
+
+
+def _reader(holder: Holder, members: dict[Hashable, Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """What reads the values of these names, given the holder's namespace."""
+    keys = tuple(members)
+    if isinstance(holder, SetHolder):
+        return lambda _: (_frozen(holder),)
+    if not keys:
+        return lambda _: ()
+    if holder.namespace() is None:
+        return lambda _: tuple(map(dict(holder.now()).__getitem__, keys))
+    return operator.itemgetter(*keys, keys[0])  # one key twice: it gives a tuple also of one
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and bool(one == other))
+
+
+def _label(value: Any) -> Hashable:
+    """What a value is known by. Of a number that is its type: it is asked."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple(map(_label, value))
+    is_known = kind not in (int, float) and (_is_plain(value) or kind is frozenset)
+    return (kind, value) if is_known else (kind,)
 
 
 def _done(value: Any, step: tuple[str, Any, bool]) -> Any:
@@ -103,14 +358,14 @@ def _done(value: Any, step: tuple[str, Any, bool]) -> Any:
     return function(other, value) if is_first else function(value, other)
 
 
-Ask = Callable[[str, str, Steps], None]
+Ask = Callable[[Where, Steps], None]
 
 
 class _Watched:
     """A number that remembers what it was asked, and of which number it was computed."""
 
     _steps: Steps
-    _told: tuple[Ask, str, str]
+    _told: tuple[Ask, Where]
 
     def __bool__(self) -> bool:
         self._tell(("bool", None, False))
@@ -126,8 +381,8 @@ class _Watched:
         return _plain(self)
 
     def _tell(self, step: tuple[str, Any, bool]) -> None:
-        ask, path, name = self._told
-        ask(path, name, (*self._steps, step))
+        ask, where = self._told
+        ask(where, (*self._steps, step))
 
 
 class _WatchedInt(_Watched, int):
@@ -139,6 +394,10 @@ class _WatchedFloat(_Watched, float):
 
 
 def _watched(value: Any, steps: Steps, *told: Any) -> Any:
+    if type(value) is tuple:
+        at = ((*steps, ("getitem", index, False)) for index in itertools.count())
+        members = tuple(_watched(member, of, *told) for member, of in zip(value, at, strict=False))
+        return value if all(map(operator.is_, members, value)) else members
     kind = {int: _WatchedInt, float: _WatchedFloat}.get(type(value))
     if kind is None:
         return value

@@ -6,7 +6,8 @@ spoilt; else the model has to be recorded anew, for others may read it now
 (:meth:`Unwritten.written` says which).
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import version_of
 from ..errors import StateError
-from ..recording.recording import Recording, TensorInfo
+from ..recording.recording import OutsideTensor, Recording, TensorInfo
 
 _Slots = dict[str, Any]
+_Look = Callable[[], Tensor | None]
 _State = tuple[Tensor, int, int] | None  # the tensor stays alive: no other one gets its address
 States = tuple[list[_State], dict[str, _State]]  # of what several hops read, and of the rest
 
@@ -33,24 +35,39 @@ class Unwritten:
 
     def __init__(self, model: nn.Module, recording: Recording, but: Collection[str] = ()) -> None:
         held = {n: h for h in (*recording.parameters, *recording.buffers) for n in h.names}
-        self._shared: list[tuple[TensorInfo, _Slots, str]] = []
-        self._others: list[tuple[str, _Slots, str]] = []
+        self._shared: list[tuple[str, TensorInfo | OutsideTensor, _Look]] = []
+        self._others: list[tuple[str, _Look]] = []
         self._modules = [(path, vars(module)) for path, module in model.named_modules()]
         self._changing = recording.changing | set(but)
         for name, slots, key, tensor in _named(model):
             found = held.get(name)
             if found is None or found.written:
                 continue
+            look = partial(_slot, slots, key)
             if len(found.hops) > 1:
-                self._shared.append((found, slots, key))
-            elif name not in self._changing and (found.is_buffer or not tensor.requires_grad):
+                what = "buffer" if found.is_buffer else "parameter"
+                self._shared.append((f"{what} {found.name!r}", found, look))
+            elif found.is_buffer or not tensor.requires_grad:
                 # What has a gradient may be written by an optimizer in the backward.
-                self._others.append((name, slots, key))
+                self._look_at(name, look)
+        on_modules = {id(value) for _, own in self._modules for value in own.values()}
+        for index, outside in enumerate(recording.outside):
+            value = None if outside.tensor is None else outside.tensor()
+            if value is None or outside.tensor is None or outside.written:
+                continue
+            if len(outside.hops) > 1:
+                self._shared.append((outside.name, outside, outside.tensor))
+            elif not value.requires_grad and id(value) not in on_modules:
+                self._look_at(f"{outside.name} ({outside.where}; {index})", outside.tensor)
+
+    def _look_at(self, name: str, look: _Look) -> None:
+        if name not in self._changing:
+            self._others.append((name, look))
 
     def states(self) -> States:
         """How all of it is now."""
-        shared = [_state_of(slots.get(key)) for _, slots, key in self._shared]
-        others = {name: _state_of(slots.get(key)) for name, slots, key in self._others}
+        shared = [_state_of(look()) for _, _, look in self._shared]
+        others = {name: _state_of(look()) for name, look in self._others}
         for path, own in self._modules:
             for key, value in own.items():
                 if isinstance(value, Tensor):
@@ -67,15 +84,13 @@ class Unwritten:
             StateError: something that several hops read was written.
         """
         now = self.states()
-        for (held, _, _), one, other in zip(self._shared, before[0], now[0], strict=True):
+        for (what, found, _), one, other in zip(self._shared, before[0], now[0], strict=True):
             if not _is_same(one, other):
-                what = "buffer" if held.is_buffer else "parameter"
                 raise StateError(
-                    f"{what} {held.name!r} was written during the step, which it was not when it "
-                    f"was recorded, and is read on hops {held.hops} ({held.where}): micro-batches "
-                    "under way at once have mixed in it, and this step's gradients are not the "
-                    "plain loop's; write it between steps, read and write it on one hop, or use "
-                    "schedule='uncut'"
+                    f"{what} was written during the step, which it was not when it was recorded, "
+                    f"and is read on hops {found.hops} ({found.where}): micro-batches under way at "
+                    "once have mixed in it, and this step's gradients are not the plain loop's; "
+                    "write it between steps, read and write it on one hop, or use schedule='uncut'"
                 )
         names = sorted(
             name
@@ -93,6 +108,10 @@ def _named(model: nn.Module) -> Iterator[tuple[str, _Slots, str, Tensor]]:
             for key, tensor in slots.items():
                 if tensor is not None:
                     yield (f"{path}.{key}" if path else key), slots, key, tensor
+
+
+def _slot(slots: _Slots, key: str) -> Tensor | None:
+    return slots[key] if key in slots else None  # noqa: SIM401 - TorchScript's has no other way
 
 
 def _state_of(tensor: Tensor | None) -> _State:

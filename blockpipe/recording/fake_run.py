@@ -267,7 +267,7 @@ def _record_with(
                     fake=True,
                     cut=cut,
                     unhookable=unhookable,
-                    objects=state.objects(),
+                    holders=state.holders,
                 )
                 return looked_at_twice(run)
 

@@ -4,10 +4,9 @@ A context manager that pushes a number on a list, a scratch dictionary, a flag o
 batches under way at once would change it for each other. What is only collected is left alone.
 """
 
+import logging
 import os
-import sys
 import types
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +15,31 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._common.modules import StandIn
-from ..restoring.model_state import is_users, names_in, slot_members
+from ..restoring.holders import (
+    CacheHolder,
+    ClassHolder,
+    ContentHolder,
+    DictHolder,
+    FunctionHolder,
+    Holder,
+    NamesHolder,
+    SequenceHolder,
+    SetHolder,
+    SlotsHolder,
+    container_of,
+)
+from ..restoring.model_state import is_users, names_in
 from .reads import Reads
 from .recording import Recording, SharedChange
 
 MOST_OBJECTS = 2_000  # the nearest: each is looked at for every operation of the user's code
 TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
-_MOST_BYTES = 10_000  # of an array whose values are looked at
+_OURS = "_blockpipe_"  # attributes of tensors
+_MOST_BYTES = 10_000  # of an array, or a file in memory, whose values are looked at
 _MOST_DOTS = 3  # of a name such as torch.nn.functional.relu
 _UNSET = object()
 _REMEDY = "pass it along as an argument, or keep it in a local variable"
+_NAMED = (ClassHolder, FunctionHolder, NamesHolder)  # any code may read what they hold
 
 
 @dataclass
@@ -47,14 +61,12 @@ class OutsideState:
     """Watches the user's objects during one forward.
 
     Args:
-        objects: all that can be reached from the model, the nearest first.
+        holders: of all that can be reached from the model, the nearest first.
         modules: the model's, by path.
     """
 
-    def __init__(self, objects: Iterable[Any], modules: dict[str, nn.Module]) -> None:
-        inner = {id(vars(module)) for module in modules.values()}
-        for module in modules.values():
-            inner |= {id(value) for name, value in vars(module).items() if name in TORCHS}
+    def __init__(self, holders: Iterable[Holder], modules: dict[str, nn.Module]) -> None:
+        torchs = {id(m) for module in modules.values() for m in _torchs_of(module)}
         self._paths = {id(module): path for path, module in modules.items()}
         near = {
             id(child): child
@@ -62,34 +74,54 @@ class OutsideState:
             if is_users(type(module).__module__)
             for child in (module, *module.children())
         }
-        inner |= near.keys()  # looked at as modules
-        objects = list(objects)
-        self._owners = {id(vars(one)): one for one in objects if hasattr(one, "__dict__")}
-        found = [value for value in objects if id(value) not in inner and _is_watched(value)]
-        self._objects = [os.environ, *near.values(), *found[:MOST_OBJECTS]]
-        self._shared = {id(value) for one in self._objects for value in _said_anywhere(one)}
-        self._members = [dict(_members(value)) for value in self._objects]
+        self._tensors = {
+            id(tensor): (f"{path}.{name}" if path else name, tensor)
+            for path, module in modules.items()
+            for name, tensor in module.named_parameters(recurse=False)
+        }
+        self._holders: list[Holder] = [
+            DictHolder(os.environ._data, os.environ),  # type: ignore[attr-defined]
+            *map(_ModuleHolder, near.values()),
+            *(DictHolder(vars(tensor), tensor) for _, tensor in self._tensors.values()),
+        ]
+        apart = torchs | self._paths.keys() | self._tensors.keys()
+        for holder in holders:
+            if len(self._holders) >= MOST_OBJECTS:
+                break
+            if isinstance(holder, FunctionHolder) and is_users(holder.owner.__module__):
+                self._holders.append(_NamespacesHolder(holder.owner))
+            if _is_watched(holder) and id(holder.owner) not in apart:
+                self._holders.append(holder)
+        self._known = {id(holder.owner) for holder in self._holders}
+        self._shared = {
+            id(value) for h in self._holders if isinstance(h, _NAMED) for _, value in h.now()
+        }
+        self._members = [_members(holder) for holder in self._holders]
         self._changes: dict[tuple[int, Any], _Change] = {}
 
     def look(self, hop: int) -> None:
         """The user's code is about to run something on a hop."""
-        for index, value in enumerate(self._objects):
-            now, before = dict(_members(value)), self._members[index]
+        for index, holder in enumerate(self._holders):
+            now, before = _members(holder), self._members[index]
             if len(now) == len(before) and all(now[key] is before.get(key, _UNSET) for key in now):
                 continue
             for key in now.keys() | before.keys():
-                self._compare(value, key, before.get(key, _UNSET), now.get(key, _UNSET), hop)
+                self._compare(holder, key, before.get(key, _UNSET), now.get(key, _UNSET), hop)
             self._members[index] = now
 
-    def _compare(self, value: Any, key: Any, then: Any, now: Any, hop: int) -> None:
+    def _compare(self, holder: Holder, key: Any, then: Any, now: Any, hop: int) -> None:
         if _is_same(then, now):
             return
-        change = self._changes.get((id(value), key))
+        owner = holder.owner
+        if isinstance(holder, CacheHolder):
+            self._watch(now)  # its own business, but for what is in it
+            return
+        change = self._changes.get((id(owner), key))
         if change is None:
-            is_shared = id(value) in self._shared or isinstance(value, type | types.FunctionType)
-            name, path = self._named(value, key), self._paths.get(id(value))
-            change = self._changes[id(value), key] = _Change(
-                *(name, path, is_shared, then, then), self._attribute(value, key)
+            is_shared = id(owner) in self._shared or isinstance(holder, _NAMED)
+            name, path = self._named(holder, key), self._paths.get(id(owner))
+            change = self._changes[id(owner), key] = _Change(
+                *(name, path, is_shared, then, then), _attribute(owner, key)
             )
         if _is_growth(then, now):
             change.grown_on.add(max(hop, 0))
@@ -97,31 +129,39 @@ class OutsideState:
             change.hops.add(max(hop, 0))
             change.where = change.where or users_line()
         change.last = now
+        for member in now.members if isinstance(now, _Content) else (now,):
+            self._watch(member)
 
-    def _named(self, value: Any, key: Any) -> str:
-        if isinstance(value, nn.Module):
-            path = self._paths.get(id(value), "")
+    def _watch(self, value: Any) -> None:
+        """The forward has made an object of its own, and kept it: it may go on changing it."""
+        holder = container_of(value)
+        if holder is None and _is_object(value):
+            holder = DictHolder(vars(value), value)
+        if holder and id(value) not in self._known and len(self._holders) < MOST_OBJECTS:
+            self._known.add(id(value))
+            self._holders.append(holder)
+            self._members.append(_members(holder))
+
+    def _named(self, holder: Holder, key: Any) -> str:
+        owner = holder.owner
+        kind = type(owner).__name__
+        article = "an" if kind[0].lower() in "aeiou" else "a"
+        if id(owner) in self._paths:
+            path = self._paths[id(owner)]
             return f"{path}.{key}" if path else f"attribute {key!r} of the model"
-        if isinstance(value, types.FunctionType):
-            return f"{key!r}, which {value.__qualname__} reads"
-        if isinstance(value, type):
-            return f"{value.__qualname__}.{key}"
-        if isinstance(value, dict):
+        if id(owner) in self._tensors:
+            return f"attribute {key!r} of {self._tensors[id(owner)][0]!r}"
+        if isinstance(owner, types.FunctionType):
+            return f"{key!r}, which {owner.__qualname__} reads"
+        if isinstance(owner, type):
+            return f"{owner.__qualname__}.{key}"
+        if owner is os.environ:
+            return f"environment variable {os.fsdecode(key)!r}"
+        if isinstance(owner, dict):
             return f"entry {key!r} of a dict"
-        if isinstance(value, list | deque):
-            return f"a {type(value).__name__}"
-        return f"attribute {key!r} of a {type(value).__name__}"
-
-    def _attribute(self, value: Any, key: Any) -> tuple[str, type | None] | None:
-        """By which name code reads a member; of an entry, or an element, it needs none."""
-        if isinstance(value, dict):
-            value = self._owners.get(id(value))
-        if not isinstance(key, str) or not key.isidentifier():
-            return None
-        if isinstance(value, types.FunctionType):
-            return key, None
-        kind = value if isinstance(value, type) else type(value)
-        return (key, kind) if is_users(kind.__module__) and key not in TORCHS else None
+        if key is None or isinstance(holder, SetHolder):
+            return f"{article} {kind}"
+        return f"attribute {key!r} of {article} {kind}"
 
     @property
     def collects(self) -> bool:
@@ -155,42 +195,85 @@ class OutsideState:
                 yield SharedChange(change.name, "sets it", hops, change.where, _REMEDY)
 
 
-def _is_watched(value: Any) -> bool:
-    if isinstance(value, dict | list | deque | types.FunctionType):
-        return True
-    if isinstance(value, type):
-        return is_users(value.__module__)
-    if isinstance(value, nn.Module | Tensor):
-        return False
-    return is_users(type(value).__module__) or type(value) is _ndarray()
+def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:
+    """The name by which code reads a member, and whose it is; an entry or an element needs none."""
+    if isinstance(owner, dict) or not isinstance(key, str) or not key.isidentifier():
+        return None
+    if isinstance(owner, types.FunctionType):
+        return key, None
+    kind = owner if isinstance(owner, type) else type(owner)
+    return (key, kind) if is_users(kind.__module__) and key not in TORCHS else None
 
 
-def _members(value: Any) -> Iterator[tuple[Any, Any]]:
+def _torchs_of(module: nn.Module) -> Iterator[Any]:
+    """The dictionaries that torch keeps in every module."""
+    yield from (value for name, value in vars(module).items() if name in TORCHS)
+
+
+def _is_watched(holder: Holder) -> bool:
+    kind = type(holder.owner)
+    is_exception = issubclass(kind, BaseException)
+    return not isinstance(holder, SlotsHolder) or is_exception or is_users(kind.__module__)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is one of a class of the user's."""
+    kind = type(value)
+    is_module = isinstance(value, nn.Module | Tensor | type)
+    return not is_module and is_users(kind.__module__) and hasattr(value, "__dict__")
+
+
+def _members(holder: Holder) -> dict[Any, Any]:
     """What an object holds, each under a name."""
-    if isinstance(value, dict):
-        yield from [(key, dict.__getitem__(value, key)) for key in dict.__iter__(value)]
-    elif value is os.environ:
-        yield from os.environ.items()
-    elif isinstance(value, list | deque):
-        yield None, _Content(tuple(value))
-    elif isinstance(value, types.FunctionType):
-        yield from _read(value)
-    elif isinstance(value, type):
-        yield from [(k, v) for k, v in vars(value).items() if not k.startswith("__")]
-    elif isinstance(value, nn.Module):
-        yield from _of_module(value)
-    elif type(value).__module__ == "numpy":
-        yield None, value.tobytes() if value.nbytes <= _MOST_BYTES else None
-    else:
-        yield from vars(value).items() if hasattr(value, "__dict__") else ()
-        for slot in slot_members(type(value)):
-            if hasattr(value, slot.__name__):
-                yield slot.__name__, getattr(value, slot.__name__)
+    if isinstance(holder, SequenceHolder):
+        return {None: _Content(tuple(member for _, member in holder.now()))}
+    if isinstance(holder, CacheHolder):
+        return {id(member): member for _, member in holder.now()}
+    if isinstance(holder, SetHolder):
+        return {member: True for _, member in holder.now()}
+    if isinstance(holder, ContentHolder):
+        return {None: _content(holder)}
+    if isinstance(holder, SlotsHolder):
+        return {slot.__name__: value for slot, value in holder.now()}
+    if isinstance(holder.owner, Tensor):
+        return {k: v for k, v in holder.now() if not str(k).startswith(_OURS)}
+    return dict(holder.now())
+
+
+def _content(holder: ContentHolder) -> Any:
+    """A file in memory may grow, as a list may; an array of numpy's is compared as a whole."""
+    ((_, content),) = holder.now()
+    if isinstance(holder.owner, logging.Logger) or content is None:
+        return str(content)
+    if isinstance(content, tuple):
+        content = content[0]  # a text, without the position in it
+    is_array = type(holder.owner).__module__ == "numpy"
+    return None if len(content) > _MOST_BYTES else content if is_array else _Content(tuple(content))
+
+
+class _ModuleHolder(Holder):
+    """A module's plain attributes, its mode, its forward where it is not its class's, and how many
+    hooks of each kind it has."""
+
+    def now(self) -> list[tuple[str, Any]]:
+        return list(_of_module(self.owner))
+
+
+class _NamespacesHolder(Holder):
+    """What a function may read from modules that are not the user's: ``F.relu``."""
+
+    def now(self) -> list[tuple[str, Any]]:
+        function = self.owner
+        known = {name: function.__globals__.get(name) for name in names_in(function.__code__)}
+        return [
+            found
+            for name, value in known.items()
+            if isinstance(value, types.ModuleType)
+            for found in _of_namespace(name, value, function)
+        ]
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A module's plain attributes, its mode, its forward where it is not its class's, and how many
-    hooks of each kind it has."""
     for name, value in vars(module).items():
         if name.endswith("_hooks"):
             yield name, len(value or ())
@@ -198,22 +281,6 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, None
         elif name not in TORCHS or name == "training":
             yield name, value
-
-
-def _read(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function reads from around it."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:
-            continue
-    if is_users(function.__module__):
-        for name in names_in(function.__code__):
-            value = function.__globals__.get(name, _UNSET)
-            if value is not _UNSET:
-                yield name, value
-            if isinstance(value, types.ModuleType):
-                yield from _of_namespace(name, value, function)
 
 
 def _of_namespace(
@@ -226,17 +293,6 @@ def _of_namespace(
             yield path, value
             if isinstance(value, types.ModuleType) and path.count(".") < _MOST_DOTS:
                 yield from _of_namespace(path, value, function)
-
-
-def _said_anywhere(value: Any) -> Iterator[Any]:
-    """Containers and objects that functions read by name, or classes hold."""
-    if isinstance(value, types.FunctionType | type):
-        yield from (member for _, member in _members(value))
-
-
-def _ndarray() -> Any:
-    numpy = sys.modules.get("numpy")
-    return getattr(numpy, "ndarray", None)
 
 
 class _Content:

@@ -50,16 +50,16 @@ class Reads:
     """What the user's code in reach of a model reads.
 
     Args:
-        objects: all that can be reached from it.
+        objects: all that can be reached from it; some may come twice.
         modules: its modules, whose classes may be a library's.
     """
 
     def __init__(self, objects: Iterable[object], modules: Iterable[nn.Module]) -> None:
         self._kinds = {type(module) for module in modules}
-        found = (value for value in objects if isinstance(value, types.FunctionType))
+        found = {id(value): value for value in objects if isinstance(value, types.FunctionType)}
         self._functions = [
             function
-            for function in found
+            for function in found.values()
             if is_users(function.__module__) and function.__name__ not in _SAYS
         ]
         self._names = [frozenset(_mentioned(f.__code__)) for f in self._functions]

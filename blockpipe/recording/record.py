@@ -234,7 +234,7 @@ def _record_real(
             fake=False,
             cut=cut,
             unhookable=unhookable,
-            objects=state.objects(),
+            holders=state.holders,
         )
         return looked_at_twice(run)
 

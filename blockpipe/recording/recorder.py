@@ -49,6 +49,7 @@ from ..errors import CrossingError, PlanError
 from ..stages.marks import Cursor, Mark
 from ..stages.plan import too_few_devices
 from .outside_state import OutsideState
+from .outside_tensors import OutsideTensors
 from .plan_resolution import planned_stage
 from .recording import Call, CrossingInfo, Flow, GeneratorUse, Hop, Recording, TensorInfo, Unmarked
 from .saved_tensors import Activations
@@ -137,6 +138,7 @@ class Recorder(MicrobatchRun):
         self.keepers: list[str] = []
         self.untracked: list[tuple[CrossingError, Call | None]] = []
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
+        self.outside_tensors = OutsideTensors()
         self.segments = Segments(result.segments, result.flows)
         self.progress: Progress | None = None
         self.changes: SharedChanges
@@ -209,7 +211,10 @@ class Recorder(MicrobatchRun):
     def look_outside(self) -> None:
         """Where the user's own code is about to run something: has it changed its own objects?"""
         if not self.stack or self.stack[-1][0].path in self.users:
-            self.outside.look(self.hop)
+            has_moved = (
+                self.hop >= 0 and self.cursor.stage != self.stage
+            )  # the next hop begins here
+            self.outside.look(self.hop + has_moved)
 
     # --- operations
 
@@ -251,6 +256,9 @@ class Recorder(MicrobatchRun):
         held = self.held.get(key)
         if held is not None:
             self._note_read(tensor, held)
+        elif getattr(tensor, TAG, None) is not None and self.outside_tensors.knows(tensor):
+            # A real run wrote to it, and it became this micro-batch's.
+            self.outside_tensors.read(tensor, self.hop)
         newest = self.newest(original)
         tag: Tag | None = getattr(newest, TAG, None)
         if isinstance(tag, _RecordedTag):
@@ -294,15 +302,19 @@ class Recorder(MicrobatchRun):
     def check_outsiders(self, func: Callable[..., Any], first: object) -> None:
         """After an operation: did it write to what is neither argument nor buffer?"""
         outsiders, self.outsiders = self.outsiders, []
+        self.outside_tensors.look()
         for tensor, version in outsiders:
             # A tensor that is no fake one is not written in a fake run: then it goes by the name.
             if version_of(tensor) != version or (tensor is first and writes(func)):
+                self.outside_tensors.wrote(tensor)
                 self.refuse_again(
                     f"it writes to a tensor that is no argument and no buffer ({_line()})"
                 )
 
     def _local_untagged(self, tensor: Tensor) -> Tensor:
         held = self.held.get(id(tensor))
+        if held is None and not isinstance(tensor, FakeTensor):
+            self.outside_tensors.read(tensor, self.hop)
         if held is None or not held.is_buffer:
             self.outsiders.append((tensor, version_of(tensor)))
         try:
@@ -524,6 +536,7 @@ class Recorder(MicrobatchRun):
         held = self.held.get(id(tensor))
         if held is not None:
             held.written = True
+        self.outside_tensors.wrote(tensor)
 
     def given(self, operands: Iterable[Tensor]) -> None:
         """What an operation below autograd is given: inside of a custom function that is all that

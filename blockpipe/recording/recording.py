@@ -5,9 +5,12 @@ It holds no tensor and no module, so that it can be kept, compared, printed and 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from .._common.callsite import remembers_caller
 from ..costs.meter import HostSync
@@ -172,6 +175,28 @@ class TensorInfo:
 
 
 @dataclass
+class OutsideTensor:
+    """A tensor that no module registered and no forward made: in an object of the user's, a global.
+
+    Without the tensor: a recording keeps none alive.
+    """
+
+    shape: tuple[int, ...]
+    where: str  # it was read first
+    tensor: weakref.ref[Tensor] | None = field(repr=False, compare=False)
+    hops: list[int] = field(default_factory=list)  # all that read it, or write to it
+    written: bool = False
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"a tensor of shape {self.shape} that no module registered"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"tensor": None}
+
+
+@dataclass
 class CrossingInfo:
     """A tensor read on another hop than the one it was made on, or lives on."""
 
@@ -263,6 +288,7 @@ class Recording:
     recomputes: bool = False
     shared_generators: list[GeneratorUse] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)
+    outside: list[OutsideTensor] = field(default_factory=list, repr=False)
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name
     collects: bool = False  # several hops add to something of the user's
     settles: bool = False  # modules of several hops make something at the first call, and keep it

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from .._common.callsite import users_line
-from .._torch.modules import COMPILED_CALL, SLOTS
+from .._torch.modules import COMPILED_CALL, SLOTS, caches_parametrizations
 from ..restoring.process_state import process_state
 from .reads import Reads
 from .recording import Recording, SharedChange, TensorInfo
@@ -46,7 +45,7 @@ _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
     "torch.get_default_dtype()": torch.get_default_dtype,
     "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
-    _CACHED: lambda: parametrize._cache_enabled > 0,
+    _CACHED: caches_parametrizations,
 }
 _OWN = "give each stage a module of its own (the parameters may be shared)"
 _LOCAL = f"keep it in a local variable, {_OWN}"

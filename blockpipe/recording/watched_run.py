@@ -20,6 +20,7 @@ from ..costs.meter import Meter
 from ..crossing.tags import StepContext
 from ..crossing.torch_patches import GeneratorStates
 from ..crossing.user_checkpoints import intercepting
+from ..restoring.holders import Holder
 from ..restoring.model_state import is_users
 from ..stages.marks import mark_of, set_cursor
 from .outside_state import TORCHS, OutsideState
@@ -68,7 +69,7 @@ def run_watched(
     fake: bool,
     cut: bool,
     unhookable: frozenset[str],
-    objects: Iterable[Any],
+    holders: Iterable[Holder],
 ) -> Recording:
     result = Recording(type(model).__name__, fake, planned=planned is not None)
     result.planned_at = None if planned is None else planned.where
@@ -85,7 +86,7 @@ def run_watched(
     held = (*model.parameters(), *model.buffers())
     versions = {id(t): (t, version_of(t)) for t in held}
     recorder.changes = SharedChanges(model)
-    recorder.outside = OutsideState(objects, dict(model.named_modules()))
+    recorder.outside = OutsideState(holders, dict(model.named_modules()))
     recorder.users = {p for p, module in model.named_modules() if is_users(type(module).__module__)}
     for path, module in model.named_modules():
         names = module.__dict__
@@ -113,11 +114,13 @@ def run_watched(
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
         recorder.outside.look(recorder.hop)
-        reads = Reads(objects, model.modules())
+        reads = Reads((holder.owner for holder in holders), model.modules())
         result.shared_changes = [
             *recorder.changes.found(result, recorder.held, reads),
             *recorder.outside.found(result, reads),
+            *recorder.outside_tensors.shared(),
         ]
+        result.outside = recorder.outside_tensors.found()
         result.collects = recorder.outside.collects
         result.unread = set(_unread(model, reads))
     finally:

@@ -83,8 +83,26 @@ class StandIns:
         return list(state) if isinstance(state, list) else self.of(state)
 
 
-def _refusing(what: str) -> Iterator[NoReturn]:
-    return (_refuse(what) for _ in range(1))
+class _refusing:  # noqa: N801 - a value that reads as a participle
+    """Raises an error when it is advanced in any way that an iterator, or a generator, can be."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __iter__(self) -> Iterator[NoReturn]:
+        return self
+
+    def __next__(self) -> NoReturn:
+        _refuse(self._what)
+
+    def send(self, value: object) -> NoReturn:
+        _refuse(self._what)
+
+    def throw(self, *error: object) -> NoReturn:
+        _refuse(self._what)
+
+    def close(self) -> NoReturn:
+        _refuse(self._what)
 
 
 def _refuse(what: str) -> NoReturn:

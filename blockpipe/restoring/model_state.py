@@ -10,8 +10,6 @@ dictionary) or do more in them. Iterators cannot be put back: the forward is len
 
 import functools
 import gc
-import io
-import random
 import sys
 import types
 from array import array
@@ -25,20 +23,21 @@ from torch import Tensor, nn
 
 from .._torch.modes import DispatchMode
 from .._torch.tensors import FakeTensor, OpOverload, schema_of, storage_id, unset_fake_temporarily
+from .contents import content_of, in_array, kept_otherwise
 from .holders import (
+    CacheHolder,
     ClassHolder,
     DictHolder,
     FunctionHolder,
     Holder,
     NamesHolder,
-    SequenceHolder,
-    SetHolder,
     SlotsHolder,
+    container_of,
 )
 from .iterators import StandIns, bound_iterator, is_iterator
 
 MOST_OBJECTS = 200_000  # a trainer may be in reach, and with it a data set
-_NO_STATE = (str, bytes, int, float, complex, bool, type(None), types.ModuleType)
+_NO_STATE = frozenset([str, bytes, int, float, complex, bool, type(None)])
 # Objects of these packages are no state of a forward's: locks, handlers, our own marks.
 _FOREIGN = (
     *(f"{name}." for name in ("torch", "threading", "logging", "multiprocessing", "concurrent")),
@@ -58,27 +57,24 @@ class ModelState:
     Args:
         modules: whose; that of the modules inside of them too.
         values: the values of tensors too, but for those of parameters (:class:`WritesUndone`).
+        contents: what is in bytes, arrays and generators too: without it, nothing is put back.
     """
 
-    def __init__(self, *modules: nn.Module, values: bool) -> None:
-        self._values = values
-        self._holders: list[Holder] = []
+    def __init__(self, *modules: nn.Module, values: bool, contents: bool = True) -> None:
+        self._values, self._contents = values, contents
+        self.holders: list[Holder] = []  # of all that was found, what is near first
         self._restores: list[Callable[[], object]] = []  # of what holds no other objects
         self._seen: dict[int, Any] = {}  # alive, so that no other object gets its id
-        self._slots: dict[type, tuple[types.MemberDescriptorType, ...]] = {}
+        self._slots: dict[type, tuple[Any, ...]] = {}
         self._has_iterators = self._lends = False
         self.caches: list[object] = []  # each functools.lru_cache in reach
         level: list[Any] = [inner for module in modules for inner in module.modules()]
         while level:  # what is near comes first
             level = [found for value in level for found in self._look_at(value)]
 
-    def objects(self) -> Iterable[Any]:
-        """All that was found, what is near first."""
-        return self._seen.values()
-
     def restore(self) -> None:
         """Put everything back, in place."""
-        for holder in self._holders:
+        for holder in self.holders:
             holder.restore()
         for restore in self._restores:
             restore()
@@ -89,7 +85,7 @@ class ModelState:
             return
         self._lends, stand_ins = True, StandIns()
         try:
-            for holder in self._holders:
+            for holder in self.holders:
                 holder.lend(stand_ins)
         except BaseException:  # an interrupt
             self.restore()
@@ -100,7 +96,9 @@ class ModelState:
 
     def _look_at(self, value: Any) -> Iterable[Any]:
         """Keep what one object holds; gives what to look at next."""
-        if isinstance(value, _NO_STATE) or id(value) in self._seen:
+        if type(value) in _NO_STATE or isinstance(value, types.ModuleType):
+            return ()
+        if id(value) in self._seen:
             return ()
         if len(self._seen) >= MOST_OBJECTS:
             return ()
@@ -117,12 +115,8 @@ class ModelState:
     def _look_into(self, value: Any) -> Iterable[Any]:
         if isinstance(value, Tensor):
             return self._keep(self._kept_tensor(value))
-        if isinstance(value, dict):
-            return self._hold(DictHolder(value))
-        if isinstance(value, list | deque):
-            return self._hold(SequenceHolder(value))
-        if isinstance(value, set):
-            return self._hold(SetHolder(value))
+        if (container := container_of(value)) is not None:
+            return self._hold(container)
         if isinstance(value, tuple | frozenset):
             return value
         if isinstance(value, types.FunctionType):
@@ -133,17 +127,23 @@ class ModelState:
             return value.func, value.args, value.keywords
         if isinstance(value, functools._lru_cache_wrapper):
             self.caches.append(value)
-            return ()
+            return self._hold(CacheHolder(value))
         if is_iterator(value):
             self._has_iterators = True
             # A generator stays where it is, and with it what it holds.
             return () if isinstance(value, types.GeneratorType) else gc.get_referents(value)
         if (iterator := bound_iterator(value)) is not None:
             return (iterator,)
-        return self._keep(_kept_of_library(value)) or _in_array(value)
+        if not self._contents:
+            return in_array(value)
+        content = content_of(value)
+        if content is not None:
+            self.holders.append(content)
+            return ()
+        return self._keep(kept_otherwise(value)) or in_array(value)
 
     def _hold(self, holder: Holder) -> list[Any]:
-        self._holders.append(holder)
+        self.holders.append(holder)
         return [value for _, value in holder.before]
 
     def _keep(self, restore: Callable[[], object] | None) -> tuple[()]:
@@ -181,10 +181,12 @@ class ModelState:
                 names = spaces.pop()
                 if id(names) not in seen:
                     seen.add(id(names))
-                    values = self._hold(NamesHolder(names, read))
+                    values = self._hold(NamesHolder(names, read, function))
                     spaces += _spaces_of(values)
                     found += values
-        return [*found, function.__dict__, function.__kwdefaults__]
+        attributes = function.__dict__
+        self._seen[id(attributes)] = attributes
+        return [*found, *self._hold(DictHolder(attributes, function))]
 
     def _look_at_attributes(self, value: Any) -> Iterable[Any]:
         kind = type(value)
@@ -198,85 +200,14 @@ class ModelState:
             attributes = object.__getattribute__(value, "__dict__")
         except AttributeError:
             return held
-        if not isinstance(attributes, dict):
+        if not isinstance(attributes, dict) or id(attributes) in self._seen:
             return held
+        self._seen[id(attributes)] = attributes
+        found = [*self._hold(DictHolder(attributes, value)), *held]
         if not isinstance(value, Tensor):
-            return [attributes, *held]
+            return found
         # Tensors on a tensor may be as large as the model (main_grad, a subclass's inner ones).
-        set_on_it = self._hold(DictHolder(attributes))
-        return [member for member in (*set_on_it, *held) if not isinstance(member, Tensor)]
-
-
-def _kept_of_library(value: Any) -> Callable[[], object] | None:
-    """What puts back an object of a class of Python's, torch's or numpy's."""
-    if isinstance(value, torch.Generator):
-        return functools.partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return functools.partial(value.setstate, value.getstate())
-    if isinstance(value, bytearray | array):
-        return _kept_bytes(value)
-    if isinstance(value, io.StringIO | io.BytesIO) and not value.closed:
-        return _kept_file(value)
-    return _kept_of_numpy(value)
-
-
-def _kept_bytes(value: Any) -> Callable[[], object]:
-    base: Any = bytearray if isinstance(value, bytearray) else array
-    everything = slice(None)
-    before = base.__getitem__(value, everything)
-
-    def restore() -> None:
-        if base.__getitem__(value, everything) != before:
-            base.__setitem__(value, everything, before)
-
-    return restore
-
-
-def _kept_file(value: io.StringIO | io.BytesIO) -> Callable[[], object]:
-    """In memory."""
-    base: Any = io.StringIO if isinstance(value, io.StringIO) else io.BytesIO
-    text, position = base.getvalue(value), base.tell(value)
-
-    def restore() -> None:
-        if value.closed:
-            return
-        if base.getvalue(value) != text:
-            base.seek(value, 0)
-            base.truncate(value)
-            base.write(value, text)
-        base.seek(value, position)
-
-    return restore
-
-
-def _kept_of_numpy(value: Any) -> Callable[[], object] | None:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if isinstance(value, numpy.ndarray):
-        before = value.copy()
-
-        def restore() -> None:
-            if value.flags.writeable:
-                numpy.copyto(value, before)
-
-        return restore
-    if isinstance(value, numpy.random.Generator):
-        value = value.bit_generator
-    if isinstance(value, numpy.random.BitGenerator):
-        drawn = value.state
-        return functools.partial(setattr, value, "state", drawn)
-    if isinstance(value, numpy.random.RandomState):
-        return functools.partial(value.set_state, value.get_state(legacy=False))
-    return None
-
-
-def _in_array(value: Any) -> Iterable[Any]:
-    """The objects in one of numpy's arrays of objects."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype != object:
-        return ()
-    return [*value.flat]
+        return [member for member in found if not isinstance(member, Tensor)]
 
 
 def _spaces_of(values: Iterable[Any]) -> list[dict[str, Any]]:
@@ -311,11 +242,13 @@ def _unwrapped(member: Any) -> tuple[Any, ...]:
     return (member.fget, member.fset) if isinstance(member, property) else (member,)
 
 
-def slot_members(kind: type) -> tuple[types.MemberDescriptorType, ...]:
-    """What sets each slot, whatever the class makes of ``__setattr__``."""
+def slot_members(kind: type) -> tuple[Any, ...]:
+    """What sets each slot, whatever the class makes of ``__setattr__``, or an exception's
+    arguments."""
     bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]  # not of C
     members = (member for base in bases for member in base.values())
-    return tuple(m for m in members if isinstance(m, types.MemberDescriptorType))
+    slots = tuple(m for m in members if isinstance(m, types.MemberDescriptorType))
+    return (*slots, BaseException.args) if issubclass(kind, BaseException) else slots
 
 
 class _Undone(DispatchMode):

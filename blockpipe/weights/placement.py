@@ -15,7 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._common.modules import StandIn, named_slots
-from .._torch.modules import COMPILED_CALL, buffers_of, children_of, parameters_of
+from .._torch.modules import (
+    COMPILED_CALL,
+    buffers_of,
+    children_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    parameters_of,
+)
 from ..errors import PlanError, UsageError
 from ..recording.plan_resolution import attached_plan
 from ..recording.recording import Recording
@@ -147,6 +154,8 @@ class Fingerprint:
             if tensor is not None
         ]
         self._counts = [(parameters_of(m), len(parameters_of(m))) for m in modules]
+        hooks = (h for m in modules for h in (forward_pre_hooks_of(m), forward_hooks_of(m)))
+        self._hooks = list(hooks)
         self._plans = [attached_plan(module) for module in modules]
         self._code = [_code_of(module) for module in modules]
         self._classes = [(kind, kind.forward) for kind in {type(module) for module in modules}]
@@ -196,6 +205,11 @@ class Fingerprint:
         if not self._modes or not all(map(operator.is_, values, self._values)):
             self._values, self._modes = values, tuple(map(_switch, values))
         return self._modes
+
+    def asked(self) -> tuple[Any, ...]:
+        """What else a forward may ask for where it turns: how many hooks each module has, and which
+        parameters need a gradient."""
+        return (*map(len, self._hooks), *(tensor.requires_grad for _, _, tensor, _ in self._held))
 
 
 def _code_of(module: nn.Module) -> tuple[nn.Module, dict[str, Any], type, Any, Any, Any]:

@@ -183,3 +183,21 @@ def test_who_looks_at_all_attributes_is_no_wrapper():
     names = [name for name, _ in inspect.getmembers(Refusing())]
     assert "forward" in names
     assert "_initialize_hook" not in names
+
+
+def test_forward_hooks_go_by_the_id_of_their_handle():
+    model = net()
+    handle = model.register_forward_hook(lambda *_: None)
+    assert list(modules.forward_hooks_of(model)) == [handle.id], (
+        "torch's modules have their forward hooks elsewhere: a hook that is added between steps "
+        "would not lead to another recording"
+    )
+
+
+def test_cached_parametrizations_are_counted():
+    assert not modules.caches_parametrizations()
+    with torch.nn.utils.parametrize.cached():
+        assert modules.caches_parametrizations(), (
+            "torch counts the entries of parametrize.cached() elsewhere, which a recording refuses"
+        )
+    assert not modules.caches_parametrizations()

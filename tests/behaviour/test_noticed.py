@@ -2,10 +2,14 @@
 
 import contextlib
 import copy
+import functools
 import io
+import logging
 import os
 import sys
+import types
 import warnings
+from array import array
 from types import MethodType
 from unittest import mock
 
@@ -17,7 +21,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import blockpipe as bp
-from blockpipe.errors import StateError
+from blockpipe.errors import RecordingError, StateError
 from blockpipe.restoring import process_state
 
 from ..parity import assert_same_gradients, plain_step
@@ -496,16 +500,117 @@ def _an_environment(net: _Uses, h: Tensor, k: float) -> Tensor:
         return h.sin() * float(os.environ["BLOCKPIPE_TEST"])
 
 
+def _for_a_while(get, put):
+    """Puts a factor somewhere, reads it there, and puts back what was there before."""
+
+    def use(net: _Uses, h: Tensor, k: float) -> Tensor:
+        before = get(net)
+        put(net, k)
+        h = h.sin() * get(net)
+        put(net, before)
+        return h
+
+    return use
+
+
+def _by_default(k: float = 1.0, *, other: float = 1.0) -> float:
+    return k * other
+
+
+@functools.lru_cache
+def _a_cached_list() -> list[float]:
+    return [1.0]
+
+
+class _Number(float):
+    """A number with attributes."""
+
+
+LEVELS = logging.getLogger("blockpipe_test")
+RAISED, NUMBER, NAMESPACE = ValueError(1.0), _Number(1), types.ModuleType("blockpipe_test")
+NAMESPACE.k = NUMBER.k = 1.0
+BYTES, NUMBERS, MARKS, TEXT = bytearray([4]), array("d", [1]), {1.0}, io.StringIO()
+
+
+def _a_set(net: _Uses, h: Tensor, k: float) -> Tensor:
+    MARKS.add(k)
+    h = h * sum(MARKS)
+    MARKS.remove(k)
+    return h
+
+
+def _a_text(net: _Uses, h: Tensor, k: float) -> Tensor:
+    TEXT.write(str(k))
+    h = h.sin() * float(TEXT.getvalue())
+    TEXT.seek(0)
+    TEXT.truncate()
+    return h
+
+
+def _a_list_of_its_own(net: _Uses, h: Tensor, k: float) -> Tensor:
+    if k < 1:
+        net.stack = [1.0]
+    net.stack.append(k)
+    h = h * net.stack[-1]
+    net.stack.pop()
+    return h
+
+
+HOLDERS = [
+    (
+        lambda net: _by_default(),
+        lambda net, k: setattr(_by_default, "__defaults__", (k,)),
+        "'__defaults__', which _by_default reads",
+    ),
+    (
+        lambda net: _by_default(),
+        lambda net, k: _by_default.__kwdefaults__.update(other=k),
+        "entry 'other' of a dict",
+    ),
+    (
+        lambda net: _a_cached_list()[0],
+        lambda net, k: _a_cached_list().__setitem__(0, k),
+        "a list",
+    ),
+    (
+        lambda net: LEVELS.level / 10 or 1.0,
+        lambda net, k: LEVELS.setLevel(int(k * 10)),
+        "a Logger",
+    ),
+    (lambda net: RAISED.args[0], lambda net, k: setattr(RAISED, "args", (k,)), "attribute 'args'"),
+    (lambda net: NUMBER.k, lambda net, k: setattr(NUMBER, "k", k), "attribute 'k' of a _Number"),
+    (
+        lambda net: NAMESPACE.k,
+        lambda net, k: setattr(NAMESPACE, "k", k),
+        r"'NAMESPACE\.k', which <lambda>",
+    ),
+    (
+        lambda net: getattr(net.b.weight, "k", 1.0),
+        lambda net, k: setattr(net.b.weight, "k", k),
+        "attribute 'k' of 'b.weight'",
+    ),
+    (
+        lambda net: BYTES[0] / 4,
+        lambda net, k: BYTES.__setitem__(0, int(k * 4)),
+        "a bytearray",
+    ),
+    (lambda net: NUMBERS[0], lambda net, k: NUMBERS.__setitem__(0, k), "an array"),
+]
+
 USES = [
+    (_a_set, "a set"),
+    (_a_text, "a StringIO"),
+    (_a_list_of_its_own, "a list"),
+    *((_for_a_while(get, put), what) for get, put, what in HOLDERS),
     (_a_stack, "a list"),
     (_an_attribute, "attribute 'k' of the model"),
     (_an_entry, "entry 'k' of a dict"),
     (_a_global_dict, "entry 'low' of a dict"),
-    (_an_array, "attribute None of a ndarray"),
+    (_an_array, "a ndarray"),
     (_a_function_of_torch, r"'nn\.functional\.relu', which _a_function_of_torch reads"),
     (_a_mode, r"c\.training"),
     (_a_hook, r"c\._forward_hooks"),
-    (_an_environment, "attribute 'BLOCKPIPE_TEST'"),
+    (_an_environment, "environment variable 'BLOCKPIPE_TEST'"),
 ]
 
 
@@ -546,6 +651,41 @@ def test_collecting_is_fine():
 
     _pipe(_Uses(collect)).forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
     assert sorted(seen) == ["0.5"] * 4 + ["2.0"] * 4
+
+
+def test_a_generator_that_is_sent_values_is_refused_with_a_remedy():
+    def scales():
+        scale = 1.0
+        while True:
+            scale = yield scale
+
+    generator = scales()
+    next(generator)
+
+    def send(net: _Uses, h: Tensor, k: float) -> Tensor:
+        return h * generator.send(k)
+
+    with pytest.raises(RecordingError, match=r"the generator .*scales .* nor put back.*argument"):
+        _pipe(_Uses(send)).forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+
+
+def test_collecting_elsewhere_is_fine():
+    names, text, table = {"a"}, io.StringIO(), bytearray()
+
+    @functools.lru_cache(1)
+    def scale(k: float) -> list[float]:
+        return [k]
+
+    def collect(net: _Uses, h: Tensor, k: float) -> Tensor:
+        names.add(f"{k}")
+        text.write(f"{k} ")
+        table.append(1)
+        return h * scale(k)[0]
+
+    _pipe(_Uses(collect)).forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    assert names == {"a", "0.5", "2.0"}
+    assert sorted(text.getvalue().split()) == ["0.5"] * 4 + ["2.0"] * 4
+    assert len(table) == 8
 
 
 def test_counting_is_fine():
@@ -611,7 +751,7 @@ def test_where_the_process_prints_to_is_as_before():
 class _Rebinds(nn.Module):
     """A layer that from its fifth call on gives a buffer of the whole another tensor."""
 
-    def __init__(self, whole: nn.Module, count: list[int]) -> None:
+    def __init__(self, whole: nn.Module, count: bytearray) -> None:
         super().__init__()
         self.l, self.whole, self.count = nn.Linear(8, 8), [whole], count
 
@@ -626,8 +766,8 @@ class _Rebinds(nn.Module):
 def test_a_buffer_that_is_assigned_anew_later_and_read_on_two_stages_is_noticed():
     net = nn.Sequential(nn.Identity(), nn.Identity())
     net.register_buffer("ema", torch.ones(8))
-    count = [0]
-    net[0], net[1] = _Rebinds(net, count), bp.BeginBlock(_Rebinds(net, []), stage=1)
+    count = bytearray([0])  # in which nobody looks
+    net[0], net[1] = _Rebinds(net, count), bp.BeginBlock(_Rebinds(net, bytearray()), stage=1)
     pipe = _pipe(net)
     pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
     count[0] = 1
@@ -638,7 +778,7 @@ def test_a_buffer_that_is_assigned_anew_later_and_read_on_two_stages_is_noticed(
 class _Warms(nn.Module):
     """Keeps a detached mean of its own after a warm-up; another module may read it then."""
 
-    def __init__(self, warm: list[bool], reads: "_Warms | None" = None) -> None:
+    def __init__(self, warm: bytearray, reads: "_Warms | None" = None) -> None:
         super().__init__()
         self.l, self.warm, self.reads = nn.Linear(8, 8), warm, [reads]
         self.register_buffer("mean", torch.zeros(8))
@@ -657,9 +797,9 @@ class _Warms(nn.Module):
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_buffer_that_is_written_later_is_recorded_anew(is_read: bool):
     """Where only its own stage has it, all is well; where another reads it by now, it is an error."""
-    warm = [False]
+    warm = bytearray([False])  # in which nobody looks
     first = _Warms(warm)
-    second = _Warms(warm if is_read else [False], first)
+    second = _Warms(warm if is_read else bytearray([False]), first)
     net = nn.Sequential(first, bp.BeginBlock(second, stage=1))
     plain = copy.deepcopy(net)
     pipe = _pipe(net)
@@ -680,3 +820,125 @@ def test_a_buffer_that_is_written_later_is_recorded_anew(is_read: bool):
     assert pipe.recording is not before, "and is known until the next one"
     assert_same_gradients(net, plain)
     assert_close(net[0].mean, plain[0].mean)
+
+
+# --- tensors that no module registered
+
+
+class _Stats:
+    """A running mean in an object of the user's."""
+
+    def __init__(self) -> None:
+        self.ema = torch.ones(8)
+
+
+MEANS = [torch.ones(8)]
+
+
+def _of_an_object(net: nn.Module) -> Tensor:
+    return net.stats.ema
+
+
+def _of_a_global_list(net: nn.Module) -> Tensor:
+    return MEANS[0]
+
+
+def _of_a_dict(net: nn.Module) -> Tensor:
+    return net.means["a"]
+
+
+def _of_itself(net: nn.Module) -> Tensor:
+    return net.mean
+
+
+class _Keeps(nn.Module):
+    """Reads such a tensor, and writes to it first where it is asked to."""
+
+    def __init__(self, whole: nn.Module, mean, writes) -> None:
+        super().__init__()
+        self.l, self.whole, self.mean, self.writes = nn.Linear(8, 8), [whole], mean, writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, mean = self.l(x), self.mean(self.whole[0])
+        if self.writes():
+            mean.mul_(0.5).add_(h.detach().mean(0))
+        return h * mean.clone()
+
+
+def _keeping(mean, writes, other=None, second=lambda: False) -> nn.Sequential:
+    net = nn.Sequential(nn.Identity(), nn.Identity())
+    net.stats, net.means, net.mean = _Stats(), {"a": torch.ones(8)}, torch.ones(8)
+    net[0] = _Keeps(net, mean, writes)
+    net[1] = bp.BeginBlock(_Keeps(net, other or mean, second), stage=1)
+    MEANS[0] = torch.ones(8)
+    return net
+
+
+@pytest.mark.cpu(
+    "a tensor that no module registered stays on the host, and its writer is not there"
+)
+@pytest.mark.parametrize("mean", [_of_an_object, _of_a_global_list, _of_a_dict, _of_itself])
+def test_an_unregistered_tensor_that_two_stages_share_and_one_writes_to_is_refused(mean):
+    """Both modules run untouched, and each micro-batch read what the others had made of it."""
+    x = torch.randn(8, 8)
+    net = _keeping(mean, lambda: True)
+    with pytest.raises(
+        StateError,
+        match=r"a tensor of shape \(8,\) that no module registered, and reads it on hops \[0, 1\]",
+    ):
+        _pipe(net).forward_backward(x, loss_fn=torch.sum)
+    found = _pipe(net, schedule="sequential").forward_backward(x, loss_fn=torch.sum)
+    plain = _keeping(mean, lambda: True)
+    plain.load_state_dict(net.state_dict())
+    assert_close(found.loss, plain_step(plain, (x,), {}, None, torch.sum, 4))
+
+
+@pytest.mark.cpu(
+    "a tensor that no module registered stays on the host, and its writer is not there"
+)
+def test_an_unregistered_tensor_of_each_stage_is_its_own():
+    """A mean of its own for each stage, and two rows of one table: none of them is shared."""
+    for first, second in [
+        (_of_an_object, _of_a_dict),
+        (lambda net: net.rows[0], lambda net: net.rows[1]),
+    ]:
+        net = _keeping(first, lambda: True, second, lambda: True)
+        net.rows = [*torch.ones(2, 8)]
+        plain = _keeping(first, lambda: True, second, lambda: True)
+        plain.rows = [*torch.ones(2, 8)]
+        plain.load_state_dict(net.state_dict())
+        x, pipe = torch.randn(8, 8), _pipe(net)
+        for _ in range(2):
+            found = pipe.forward_backward(x, loss_fn=torch.sum)
+            assert_close(found.loss, plain_step(plain, (x,), {}, None, torch.sum, 4))
+        assert_same_gradients(net, plain)
+
+
+@pytest.mark.cpu("the write races with a copy, as it would on any accelerator, before it is found")
+@pytest.mark.parametrize("mean", [_of_an_object, _of_a_global_list, _of_itself])
+def test_an_unregistered_tensor_that_is_written_later_is_found_by_that_step(mean):
+    """The model was recorded anew, but the step had gone wrong by then, and nothing said so."""
+    calls = [0]
+
+    def every_sixth() -> bool:
+        calls[0] += 1
+        return calls[0] % 6 == 0
+
+    pipe = _pipe(_keeping(mean, every_sixth))
+    pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    with pytest.raises(StateError, match=r"no module registered was written during the step"):
+        pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+
+
+@pytest.mark.cpu(
+    "a tensor that no module registered stays on the host, and its writer is not there"
+)
+def test_an_unregistered_tensor_that_one_stage_begins_to_write_is_recorded_anew_once():
+    warm = [False]
+    net = _keeping(_of_an_object, lambda: warm[0], _of_a_dict)
+    pipe, x, recordings = _pipe(net), torch.ones(8, 8), {}
+    for step in range(5):
+        warm[0] = step > 1
+        pipe.forward_backward(x, loss_fn=torch.sum)
+        recordings[id(pipe.recording)] = pipe.recording
+    assert len(recordings) == 2

@@ -1,9 +1,14 @@
-"""Numbers on modules that a training loop sets, and by which a forward turns."""
+"""Values that a training loop sets, and by which a forward turns."""
 
 import copy
+import dataclasses
+import enum
 import math
+import os
 import pickle
+import types
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,18 +46,24 @@ QUESTIONS = [
 @pytest.mark.parametrize("ask", QUESTIONS)
 def test_what_was_asked_is_asked_again(ask):
     module = Counted()
-    steering = Steering(module)
+    steering = _looking(module)
     module.step = 1
-    assert steering.has_turned(())
+    assert steering.has_turned()
     with steering.asked():
         ask(module)
     assert type(module.step) is int
-    known = steering.answers()
+    known = steering.known_by()
     for step in range(8):
         module.step = step
-        assert not steering.has_turned(()), "it is asked about by now"
+        assert not steering.has_turned(), "it is asked about by now"
         turned = ask(module) != ask_at(1, ask)
-        assert not turned or steering.answers() != known
+        assert not turned or steering.known_by() != known
+
+
+def _looking(module: nn.Module) -> Steering:
+    steering = Steering(module)
+    steering.look_around()
+    return steering
 
 
 def ask_at(step: int, ask) -> bool:
@@ -63,16 +74,17 @@ def ask_at(step: int, ask) -> bool:
 
 def test_what_the_forward_counts_itself_is_nobody_elses_doing():
     module = Counted()
-    steering = Steering(module)
+    steering = _looking(module)
     module.step += 1
-    assert not steering.has_turned({".step"})
+    steering.step_is_over()
+    assert not steering.has_turned()
 
 
 def test_numbers_that_are_asked_are_numbers():
     module = Counted()
-    steering = Steering(module)
+    steering = _looking(module)
     module.step, module.rate = 2, 0.25
-    assert steering.has_turned(())
+    assert steering.has_turned()
     with steering.asked():
         x = torch.ones(2, 6) * module.step + module.rate
         assert x.view(module.step, -1).shape == (2, 6)
@@ -157,3 +169,171 @@ def test_a_copied_pipeline_follows_its_own_model():
     other.module.b.whole = [other.module]
     with torch.no_grad():
         assert_close(other(x), other.module(x) if stages(2)[0] == "cpu" else other(x))
+
+
+# --- wherever the value is
+
+
+STACK = [1.0]
+STEP = 0
+RUN = {"step": 0}
+
+
+class Mode(enum.Enum):
+    """How a configuration may say it."""
+
+    WARM = 1
+    FULL = 2
+
+
+class Settings:
+    """A class as a namespace."""
+
+    step = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Config:
+    """A record without a dictionary."""
+
+    step: int = 0
+
+
+def _set_global(net: nn.Module, step: int) -> None:
+    global STEP
+    STEP = step
+
+
+GATES = {
+    "number": (lambda n, s: setattr(n, "step", s), lambda n: n.step >= 2),
+    "none": (lambda n, s: setattr(n, "value", None if s < 2 else 0.5), lambda n: n.value),
+    "enum": (lambda n, s: setattr(n, "value", Mode(1 + s // 2)), lambda n: n.value is Mode.FULL),
+    "tuple": (lambda n, s: setattr(n, "pair", (s, "a")), lambda n: n.pair[0] >= 2),
+    "numpy": (lambda n, s: setattr(n, "value", np.int64(s)), lambda n: n.value and n.value > 1),
+    "object": (lambda n, s: setattr(n.config, "step", s), lambda n: n.config.step >= 2),
+    "slots": (lambda n, s: setattr(n.record, "step", s), lambda n: n.record.step >= 2),
+    "dict": (lambda n, s: n.own.update(step=s), lambda n: n.own["step"] >= 2),
+    "new entry": (lambda n, s: n.own.update({"on": 1} if s > 1 else {}), lambda n: "on" in n.own),
+    "list": (lambda n, s: n.listed.__setitem__(0, s), lambda n: n.listed[0] >= 2),
+    "set": (lambda n, s: n.names.update({"b"} if s > 1 else ()), lambda n: "b" in n.names),
+    "class": (lambda n, s: setattr(Settings, "step", s), lambda n: Settings.step >= 2),
+    "global": (_set_global, lambda n: STEP >= 2),
+    "global dict": (lambda n, s: RUN.update(step=s), lambda n: RUN["step"] >= 2),
+    "environment": (
+        lambda n, s: os.environ.update(BLOCKPIPE_TEST=str(s)),
+        lambda n: os.environ.get("BLOCKPIPE_TEST", "0") >= "2",
+    ),
+    "hooks": (
+        lambda n, s: n.a.register_forward_hook(lambda *_: None) if s == 2 else None,
+        lambda n: n.a._forward_hooks,
+    ),
+    "frozen": (lambda n, s: n.a.bias.requires_grad_(s < 2), lambda n: not n.a.bias.requires_grad),
+}
+
+
+class Gated(nn.Module):
+    """Pushes a factor on a list for each stage, where a gate says so."""
+
+    def __init__(self, is_on) -> None:
+        super().__init__()
+        self.a, self.b, self.is_on = nn.Linear(4, 4), nn.Linear(4, 4), is_on
+        self.step, self.value, self.pair = 0, None, (0, "a")
+        self.config, self.record = types.SimpleNamespace(step=0), Config()
+        self.own, self.listed, self.names = {"step": 0}, [0], {"a"}
+
+    def scaled(self, h: Tensor, factor: float) -> Tensor:
+        if not self.is_on(self):
+            return h
+        STACK.append(factor)
+        try:
+            return h * STACK[-1]
+        finally:
+            STACK.pop()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.scaled(self.a(x), 0.5)
+        with bp.Block(stage=1):
+            return self.scaled(self.b(h), 2.0)
+
+
+@pytest.fixture
+def _as_it_was(monkeypatch):
+    """Globals that the gates set."""
+    global STEP
+    monkeypatch.delenv("BLOCKPIPE_TEST", raising=False)
+    yield
+    STEP = Settings.step = RUN["step"] = 0
+    os.environ.pop("BLOCKPIPE_TEST", None)
+
+
+@pytest.mark.usefixtures("_as_it_was")
+@pytest.mark.parametrize("gate", GATES)
+def test_what_turns_on_shared_state_is_noticed_by_the_step_in_which_it_does(gate: str):
+    """Where the gate was no number, bool or string on a module, each step from the third on was
+    wrong, without a word."""
+    set_it, is_on = GATES[gate]
+    net = Gated(is_on)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    x = torch.randn(8, 4)
+    for step in range(2):
+        set_it(net, step)
+        pipe.forward_backward(x, loss_fn=torch.sum)
+    set_it(net, 2)
+    with pytest.raises(StateError, match=r"the forward changes a list, and sets it on hops"):
+        pipe.forward_backward(x, loss_fn=torch.sum)
+
+
+def _steps(pipe: bp.Pipeline, count: int, before) -> list[int]:
+    """In which of some steps the model was recorded."""
+    recorded, x, known = [], torch.randn(8, 4), {}
+    for step in range(count):
+        before(pipe.module, step)
+        pipe.forward_backward(x, loss_fn=torch.sum)
+        if id(pipe.recording) not in known:
+            recorded.append(step)
+        known[id(pipe.recording)] = pipe.recording
+    return recorded
+
+
+@pytest.mark.usefixtures("_as_it_was")
+def test_what_counts_is_not_recorded_at_every_step():
+    """Numbers are asked; of what is no number, a few values are followed; histories are let be."""
+
+    def count(net: Gated, step: int) -> None:
+        for gate in ("number", "tuple", "object", "slots", "dict", "list", "class", "global"):
+            GATES[gate][0](net, step)
+        net.own[f"loss of {step}"] = net.own[step] = 0.1 * step
+        net.listed.append(step)
+        net.names.add(step)
+
+    pipe = bp.Pipeline(Gated(lambda net: False), devices=stages(2), chunks=4)
+    assert _steps(pipe, 20, count)[-1] < 10
+    pipe = bp.Pipeline(Gated(lambda net: net.config.step == 30), devices=stages(2), chunks=4)
+    assert _steps(pipe, 12, GATES["object"][0]) == [0, 1], "as soon as it counts, it is asked"
+
+
+@pytest.mark.usefixtures("_as_it_was")
+def test_a_setting_that_goes_to_and_fro_is_recorded_once_for_each_value():
+    def turn(net: Gated, step: int) -> None:
+        net.config.mode = "warm" if step % 2 else "full"
+
+    net = Gated(lambda net: False)
+    net.config.mode = "full"
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    assert _steps(pipe, 10, turn) == [0, 1, 2], "what is known does not say yet that it was full"
+
+
+def test_what_the_forward_sets_itself_is_recorded_once():
+    class Counts(Gated):
+        def scaled(self, h: Tensor, factor: float) -> Tensor:
+            if factor == 0.5:
+                self.step += 1
+                self.config.step += 1
+                self.config.last = f"call {self.step}"
+                self.own["step"] = self.step
+                self.listed[0] = self.step
+            return h
+
+    pipe = bp.Pipeline(Counts(None), devices=stages(2), chunks=4)
+    assert _steps(pipe, 6, lambda net, step: None) == [0]

@@ -1,0 +1,88 @@
+"""Tensors that no module registered and no forward made: which hops read them, and write to them.
+
+A running mean in an object of the user's, in a list or a global. Modules that run untouched in a
+step read such tensors too, and so nothing would notice there that another micro-batch has written
+to one in the meantime: the recording, which sees every operation, has to.
+"""
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .._common.callsite import users_line
+from .._torch.tensors import version_of
+from .recording import OutsideTensor, SharedChange
+
+_REMEDY = "register it as a buffer of the module that writes to it, and pass on what others read"
+
+
+class OutsideTensors:
+    """Watches them during one forward."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, OutsideTensor] = {}  # by id
+        self._versions: dict[int, int] = {}
+        self._latest: list[int] = []  # that the operation under way was given
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether it was read before."""
+        known = self._known.get(id(tensor))
+        return known is not None and known.tensor is not None and known.tensor() is tensor
+
+    def read(self, tensor: Tensor, hop: int) -> None:
+        """An operation is given such a tensor."""
+        key = id(tensor)
+        if not self.knows(tensor):
+            shape, where = tuple(tensor.shape), users_line()
+            self._known[key] = OutsideTensor(shape, where, weakref.ref(tensor))
+            self._versions[key] = version_of(tensor)
+        if hop not in self._known[key].hops:
+            self._known[key].hops.append(hop)
+        self._latest.append(key)
+
+    def wrote(self, tensor: Tensor) -> None:
+        """An operation wrote to one without counting up its version."""
+        if self.knows(tensor):
+            self._known[id(tensor)].written = True
+
+    def look(self) -> None:
+        """An operation is over: has it written to any? Views made from one tensor count together,
+        but only those are written that overlap with what the operation was given."""
+        changed = {}
+        for key, known in self._known.items():
+            tensor = None if known.tensor is None else known.tensor()
+            if tensor is not None and version_of(tensor) != self._versions[key]:
+                changed[key] = tensor
+                self._versions[key] = version_of(tensor)
+        given = [changed[key] for key in self._latest if key in changed]
+        self._latest.clear()
+        for key, tensor in changed.items():
+            if not given or any(_overlap(tensor, other) for other in given):
+                self._known[key].written = True
+
+    def found(self) -> list[OutsideTensor]:
+        """All of them, the first that was read first."""
+        return list(self._known.values())
+
+    def shared(self) -> Iterator[SharedChange]:
+        """Those that are written to, and of which several hops know."""
+        for found in self.found():
+            if found.written and len(found.hops) > 1:
+                yield SharedChange(found.name, "reads it", found.hops, found.where, _REMEDY)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    if one is other or torch.strided not in (one.layout, other.layout):
+        return one is other
+    (begin, end), (begins, ends) = _extent(one), _extent(other)
+    return begin < ends and begins < end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor, and the one behind its last, by its storage."""
+    begin, size = int(tensor.storage_offset()), tensor.element_size()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = begin + sum((int(length) - 1) * int(step) for length, step in steps)
+    return begin * size, (last + 1) * size

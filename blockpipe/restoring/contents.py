@@ -1,0 +1,98 @@
+"""What is in objects of Python's, torch's and numpy's that hold no others: bytes, files in memory,
+arrays, the level of a logger, the state of a generator of random numbers.
+"""
+
+import functools
+import io
+import logging
+import random
+import sys
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .holders import ContentHolder
+
+
+def content_of(value: Any) -> ContentHolder | None:
+    """What keeps the content of an object; ``None`` for objects of other classes."""
+    if isinstance(value, bytearray | array):
+        base: Any = bytearray if isinstance(value, bytearray) else array
+        everything = slice(None)
+        get = functools.partial(base.__getitem__, value, everything)
+        return ContentHolder(value, get, functools.partial(base.__setitem__, value, everything))
+    if isinstance(value, io.StringIO | io.BytesIO):
+        return ContentHolder(value, lambda: _text(value), lambda before: _write(value, before))
+    if isinstance(value, logging.Logger):
+        return ContentHolder(value, lambda: (value.level, value.disabled), _set_level(value))
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype.hasobject:
+        return None
+
+    def put(before: bytes) -> None:
+        if value.flags.writeable:
+            numpy.copyto(value, numpy.frombuffer(before, value.dtype).reshape(value.shape))
+
+    return ContentHolder(value, value.tobytes, put)
+
+
+def _text(file: io.StringIO | io.BytesIO) -> tuple[Any, int] | None:
+    base: Any = io.StringIO if isinstance(file, io.StringIO) else io.BytesIO
+    return None if file.closed else (base.getvalue(file), base.tell(file))
+
+
+def _write(file: io.StringIO | io.BytesIO, before: tuple[Any, int] | None) -> None:
+    base: Any = io.StringIO if isinstance(file, io.StringIO) else io.BytesIO
+    if before is None or file.closed:
+        return
+    text, position = before
+    if base.getvalue(file) != text:
+        base.seek(file, 0)
+        base.truncate(file)
+        base.write(file, text)
+    base.seek(file, position)
+
+
+def _set_level(logger: logging.Logger) -> Callable[[tuple[int, bool]], None]:
+    def put(before: tuple[int, bool]) -> None:
+        logger.setLevel(before[0])
+        logger.disabled = before[1]
+
+    return put
+
+
+def kept_otherwise(value: Any) -> Callable[[], object] | None:
+    """What puts back a generator of random numbers, or an array of objects."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return functools.partial(value.setstate, value.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        before = value.copy()
+
+        def restore() -> None:
+            if value.flags.writeable:
+                numpy.copyto(value, before)
+
+        return restore
+    if isinstance(value, numpy.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, numpy.random.BitGenerator):
+        drawn = value.state
+        return functools.partial(setattr, value, "state", drawn)
+    if isinstance(value, numpy.random.RandomState):
+        return functools.partial(value.set_state, value.get_state(legacy=False))
+    return None
+
+
+def in_array(value: Any) -> Iterable[Any]:
+    """The objects in one of numpy's arrays of objects."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype != object:
+        return ()
+    return [*value.flat]
