@@ -9,7 +9,7 @@ that balance a list of layers (torchgpipe, DeepSpeed) need the model to be one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import ceil, inf
 from typing import Any, NoReturn
@@ -30,7 +30,7 @@ from ..preparation.prepared import lanes_of
 from ..recording.record import record
 from ..recording.recording import Recording
 from ..schedules.builders import ScheduleOption
-from ..stages.marks import mark_of
+from ..stages.marks import mark_of, matching_paths
 from ..stages.plan import Assignment, StagePlan
 from ..weights.module_interface import ModuleInterface
 from .balanced_plan import UNITS, BalancedPlan, StageShare
@@ -60,6 +60,7 @@ def balance(
     first: float = 0.0,
     last: float = 0.0,
     slack: float = 0.05,
+    at: str | Sequence[str] | None = None,
     bandwidth: float | None = None,
     measure: bool = True,
     repeats: int = 5,
@@ -97,6 +98,8 @@ def balance(
         slack: by what share the costliest stage may cost more than it must, where fewer bytes cross
             then, or a stage begins with a larger module; 0: not at all, and what is found is the
             optimum, if that is in the middle of a layer.
+        at: stages begin only with modules that these path patterns name (``"blocks.*"``), which are
+            those of :func:`begin_blocks`; ``None``: with any.
         bandwidth: bytes a second between devices. ``None``: copies between the first two that
             differ are timed; where all are one, and on the CPU, a crossing costs nothing.
         measure: for ``by="time"``: run the micro-batch and time it; else, and on the meta device,
@@ -115,6 +118,7 @@ def balance(
         PlanError: more stages than the model can be cut into; limits that no choice keeps to (with
             the stage, and how much is missing); numbers that are none.
         UsageError: an unknown ``by``, an unknown optimizer; no gradient to go back from.
+        MarkError: a pattern in ``at`` that names no module.
         RecordingError: the forward does not run on the arguments.
 
     Example:
@@ -156,7 +160,7 @@ def balance(
     )
     with torch.set_grad_enabled(training):
         recording = record(model, args, kwargs, plan=StagePlan([]), intended=places)
-        found = _Search(model, args, kwargs, recording, to)
+        found = _Search(model, args, kwargs, recording, to, _named_at(model, at))
         lanes = 1 if is_far or found.costing.one_thread else len(set(to.lanes))
         if by != "time" or not measure or is_on_meta(model):
             found.estimate(rates_of_stages(places, lanes)[0])
@@ -189,6 +193,7 @@ class _Search:
         kwargs: of a micro-batch.
         recording: in one stage.
         conditions: what the stages run under.
+        at: the paths of the modules that stages may begin with; ``None``: any.
     """
 
     def __init__(
@@ -198,10 +203,14 @@ class _Search:
         kwargs: dict[str, Any],
         recording: Recording,
         conditions: Conditions,
+        at: Container[str] | None = None,
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.recording, self.to = recording, conditions
         self.closed = why_closed(recording)
+        for index, why in enumerate(self.closed):
+            begins = (call.path in at for call in beginners(recording, index)) if at else (True,)
+            self.closed[index] = why or (None if any(begins) else "at= does not name it")
         nothing = [0.0] * len(recording.segments)  # is known of times yet
         self._cost_with(nothing, nothing)
         self.source = ""
@@ -464,6 +473,15 @@ def _check(model: object, by: object, loss_fn: object, target: object, speeds: o
             "speeds do not change what a stage keeps; pass limits=, or balance by='time' "
             f"({users_line()})"
         )
+
+
+def _named_at(model: nn.Module, at: str | Sequence[str] | None) -> set[str] | None:
+    """The paths of the modules that ``at`` names."""
+    if at is None:
+        return None
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    patterns = [at] if isinstance(at, str) else at
+    return {path for pattern in patterns for path in matching_paths(pattern, paths)}
 
 
 def _places(model: nn.Module, devices: Sequence[Any] | None, stages: int) -> list[torch.device]:

@@ -94,6 +94,12 @@ class WatchedCursor(Cursor):
         self.recorder.result.marks.setdefault(mark.where, stack[-1][0] if stack else None)
         super().begin(mark)
 
+    def tell_apart(self, key: object) -> None:
+        super().tell_apart(key)
+        assert self.recorder is not None
+        for call, _, _ in self.recorder.stack:  # run again, it would keep that state again
+            call.open(f"it keeps state of its own for each micro-batch ({_line()})")
+
     def move(self, stage: int, mark: Mark | None) -> None:
         assert self.recorder is not None
         if stage != self.stage:

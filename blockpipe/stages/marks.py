@@ -62,13 +62,22 @@ class Cursor:
         self.on_move: Callable[[int], None] | None = None
         self.on_call: FunctionCall | None = None
         self.block_ended = False  # the last thing that happened was the end of an outermost block
+        self.notes: dict[str, Any] = {}  # what other libraries' functions keep for this forward
+        self.keys: dict[
+            int, object
+        ] = {}  # by id: by them the user's code tells micro-batches apart
 
     def copy(self) -> "Cursor":
         """A cursor that stands where this one does, and tells nobody."""
         new = Cursor(follow_marks=self.follow_marks)
         new.stage, new.mark, new.highest = self.stage, self.mark, self.highest
         new.checkpoint, new._scopes, new.in_scope = self.checkpoint, [*self._scopes], self.in_scope
+        new.notes, new.keys = self.notes, self.keys  # it is the same forward
         return new
+
+    def tell_apart(self, key: object) -> None:
+        """The user's code is given a key, for state that it keeps for this forward alone."""
+        self.keys[id(key)] = key
 
     def begin(self, mark: Mark) -> None:
         """Move to a mark's stage."""
@@ -112,6 +121,11 @@ def set_cursor(cursor: Cursor | None) -> Cursor | None:
     return before
 
 
+def forward_under_way() -> Cursor | None:
+    """The cursor of the recording or run that this code is part of; ``None`` outside of one."""
+    return _cursor.get()
+
+
 def current_stage() -> int | None:
     """The stage that the forward under way is on, or ``None`` outside a recording or replay.
 
@@ -139,7 +153,10 @@ def current_microbatch() -> int | None:
         >>> print(bp.current_microbatch())
         None
     """
-    return _microbatch.get()
+    index = _microbatch.get()
+    if index is None and (cursor := _cursor.get()) is not None:
+        cursor.keys[id(None)] = None  # in a recording, which is of one micro-batch
+    return index
 
 
 def set_microbatch(index: int | None) -> int | None:
@@ -168,6 +185,25 @@ def is_recomputing() -> bool:
         False
     """
     return recomputing.get()
+
+
+checkpointing: ContextVar[bool] = ContextVar("blockpipe_checkpointing", default=False)
+
+
+def is_checkpointing() -> bool:
+    """Whether the module call under way drops its activations, and will run again to make them.
+
+    Where nothing is saved by that, a call is not recomputed, and this is false. It is also false
+    while the call runs again: :func:`is_recomputing` is true then.
+
+    Source: ``torchgpipe.is_checkpointing``.
+
+    Example:
+        >>> from blockpipe.stages.marks import is_checkpointing
+        >>> is_checkpointing()
+        False
+    """
+    return checkpointing.get()
 
 
 def _active_cursor() -> Cursor | None:

@@ -1,0 +1,58 @@
+"""``torchgpipe_balancing``, as torchgpipe's first releases had it: the same, in another order."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..._common.callsite import remembers_caller
+from . import balance
+
+__all__ = ["balance_by_size", "balance_by_time"]
+
+
+@remembers_caller
+def balance_by_time(
+    module: nn.Sequential,
+    sample: Tensor | tuple[Tensor, ...],
+    *,
+    partitions: int = 1,
+    **options: Any,
+) -> list[int]:
+    """Balance by time, as :func:`blockpipe.compat.torchgpipe.balance.balance_by_time` does.
+
+    Args:
+        module: whose layers.
+        sample: a micro-batch.
+        partitions: how many.
+        **options: as there.
+
+    Returns:
+        The number of layers in each partition.
+
+    Source: ``torchgpipe_balancing.balance_by_time``.
+    """
+    return balance.balance_by_time(partitions, module, sample, **options)
+
+
+@remembers_caller
+def balance_by_size(
+    module: nn.Sequential,
+    sample: Tensor | tuple[Tensor, ...],
+    *,
+    partitions: int = 1,
+    **options: Any,
+) -> list[int]:
+    """Balance by memory, as :func:`blockpipe.compat.torchgpipe.balance.balance_by_size` does.
+
+    Args:
+        module: whose layers.
+        sample: a batch.
+        partitions: how many.
+        **options: as there.
+
+    Returns:
+        The number of layers in each partition.
+
+    Source: ``torchgpipe_balancing.balance_by_size``.
+    """
+    return balance.balance_by_size(partitions, module, sample, **options)
