@@ -31,6 +31,11 @@ MODULES = ["blockpipe"] + [
 # What users may import: the names in these modules' ``__all__``.
 PUBLIC = ("blockpipe", "blockpipe.errors", "blockpipe.reports", "blockpipe.schedules")
 PUBLIC += ("blockpipe.testing",)
+# Other libraries' names, under their paths.
+PUBLIC += tuple(f"blockpipe.compat.torchgpipe{one}" for one in ("", ".skip", ".balance"))
+PUBLIC += ("blockpipe.compat.torchgpipe.balancing", "blockpipe.compat.fairscale")
+PUBLIC += tuple(f"blockpipe.compat.fairscale.nn{one}" for one in ("", ".pipe", ".pipe.skip"))
+PUBLIC += ("blockpipe.compat.fairscale.nn.pipe.balance",)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

@@ -43,6 +43,14 @@ def test_a_large_model() -> None:
     assert "loaded into two stages: loss 2." in out
 
 
+def test_a_torchgpipe_script() -> None:
+    """It is balanced, learns, and is the plain loop."""
+    out = run("examples/from_torchgpipe.py")
+    assert "partitions.0.0.module.block.0.weight" in out
+    assert float(out.split("step 29: loss ")[1].split()[0]) < 0.3, out
+    assert "ok: exact" in out
+
+
 def test_stages_are_found(tmp_path: Path) -> None:
     """Balanced, exact, and drawn."""
     pytest.importorskip("torchvision")

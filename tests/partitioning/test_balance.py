@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import blockpipe as bp
 from blockpipe.costs.rates import STATED_CPU
-from blockpipe.errors import PlanError, ScheduleError, UsageError
+from blockpipe.errors import MarkError, PlanError, ScheduleError, UsageError
 from blockpipe.preparation import prepared
 
 from ..parity import any_loss, difference, plain_step
@@ -537,3 +537,22 @@ def test_whole_layers_are_preferred_unless_the_optimum_is_asked_for() -> None:
     net, x = nn.Sequential(*(Residual() for _ in range(21))), torch.zeros(4, 8)
     assert bp.balance(net, x, 2, "parameters").shares[1].begins in ("10", "11")
     assert bp.balance(net, x, 2, "parameters", slack=0).shares[1].begins == "10.down"
+
+
+def test_stages_begin_only_where_at_names_a_module() -> None:
+    """By path patterns; what is named too rarely, or not at all, is an error."""
+    blocks = (nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)) for _ in range(3))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*blocks), nn.Linear(4, 4))
+    x = torch.zeros(2, 4)
+
+    def begins(**options: Any) -> list[str]:
+        plan = bp.balance(net, x, 2, by="parameters", slack=0, **options)
+        return [share.begins for share in plan.shares]
+
+    assert begins() == ["the start", "1.1.1"]
+    assert begins(at="1.*") == ["the start", "1.1"]
+    assert begins(at=["0", "2"]) == ["the start", "2"]
+    with pytest.raises(PlanError, match="cut at 1 places.*at= does not name it"):
+        bp.balance(net, x, 3, by="parameters", at="2")
+    with pytest.raises(MarkError, match="no module has the path 'blocks"):
+        begins(at="blocks.*")

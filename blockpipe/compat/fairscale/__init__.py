@@ -4,6 +4,6 @@ In: a sequential module and fairscale's arguments. Out: a ``Pipeline`` with fair
 What it has of its own is only the names; read ``compat/torchgpipe`` for the rest.
 """
 
-from . import nn
+from . import nn as nn
 
-__all__ = ["nn"]
+__all__: list[str] = []

@@ -80,7 +80,7 @@ def balance_by_size(
         input: a whole batch, with the batch on dim 0.
         chunks: into how many micro-batches it will be split.
         param_scale: copies of each parameter in training: its value, its gradient, and what the
-            optimizer keeps (2 for SGD, 3 with momentum, 4 for Adam).
+            optimizer keeps (2 for SGD, 3 with momentum, 4 for Adam); less than 2 counts as 2.
         device: where it will run; ``None``: on the first accelerator, or on the CPU. Nothing is
             allocated there.
 

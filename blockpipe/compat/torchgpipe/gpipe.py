@@ -137,6 +137,7 @@ class GPipe(Pipeline):
             chunks=_as_number(chunks),
             checkpoint=_checked_checkpoint(str(checkpoint)),
             deferred_batch_norm=bool(deferred_batch_norm),
+            batch_dims={0: 0} if sizes else None,  # a tuple's tensors have the batch on dim 0, all
         )
         self.balance = sizes
         self.training = module.training
@@ -208,11 +209,8 @@ def _checked_balance(module: nn.Sequential, balance: Iterable[int] | None) -> li
     remedy = "blockpipe.compat.torchgpipe.balance finds one"
     if balance is None:
         raise BalanceError(f"expected a balance, got none ({users_line()}); {remedy}")
-    try:
-        sizes = [_as_number(size) for size in balance]
-    except TypeError:
-        sizes = [balance]
-    if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
+    sizes = [_as_number(size) for size in balance] if isinstance(balance, Iterable) else None
+    if sizes is None or not all(type(size) is int and size >= 1 for size in sizes):
         raise BalanceError(
             f"expected a balance of whole numbers from 1 on, got {balance!r} ({users_line()}); "
             f"{remedy}"

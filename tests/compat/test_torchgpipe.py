@@ -1,0 +1,998 @@
+"""torchgpipe's door: what its guide prints, what its tests pin, and none of its faults.
+
+Against the plain ``nn.Sequential``, on the CPU's lanes and on the simulated accelerator.
+"""
+
+import copy
+import gc
+import pickle
+import re
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import blockpipe as bp
+from blockpipe.compat.torchgpipe import (
+    BalanceError,
+    GPipe,
+    TooFewDevicesError,
+    balancing,
+    current_microbatch,
+    is_checkpointing,
+    is_recomputing,
+)
+from blockpipe.compat.torchgpipe.balance import balance_by_size, balance_by_time
+from blockpipe.errors import MicrobatchError, PlanError, StateError, UsageError
+
+from ..stage_devices import assert_close, device_type, host, stages
+
+MODES = ["never", "always", "except_last"]
+
+
+def gpipe(net: nn.Sequential, balance: list[int], **options: Any) -> GPipe:
+    return GPipe(net, balance, devices=stages(len(balance)), **options)
+
+
+def layers(norm: bool = False) -> nn.Sequential:
+    normed = [nn.BatchNorm1d(8)] if norm else []
+    return nn.Sequential(nn.Linear(4, 8), *normed, nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+def by_hand(net: nn.Sequential, x: Tensor, y: Tensor, chunks: int) -> None:
+    """The gradients of the mean over the batch, micro-batch by micro-batch."""
+    for part, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
+        (F.cross_entropy(net(part), target) * len(part) / len(x)).backward()
+
+
+# --- what the guides print
+
+
+def test_the_guides_first_example() -> None:
+    """Four layers in four partitions, 8 micro-batches, a data loader."""
+    a, b, c, d = (nn.Linear(4, 4) for _ in range(4))
+    data_loader = [torch.rand(16, 4), torch.rand(16, 4)]
+
+    model = nn.Sequential(a, b, c, d)
+    plain = copy.deepcopy(model)
+    model = GPipe(model, balance=[1, 1, 1, 1], devices=stages(4), chunks=8)
+
+    for input in data_loader:
+        output = model(input)
+        assert_close(output, plain(input))
+
+
+def test_the_guides_training_loop() -> None:
+    """Input and target on the devices of the ends; the loss outside of the pipeline."""
+    net = layers()
+    plain = copy.deepcopy(net)
+    model = gpipe(net, [2, 1, 1], chunks=4)
+    data_loader = [(torch.rand(8, 4), torch.randint(0, 3, (8,)))]
+    in_device = model.devices[0]
+    out_device = model.devices[-1]
+
+    for input, target in data_loader:
+        # input on in_device
+        input = input.to(in_device, non_blocking=True)
+
+        # target on out_device
+        target = target.to(out_device, non_blocking=True)
+
+        # output on out_device
+        output = model(input)
+        loss = F.cross_entropy(output, target)
+        loss.backward()
+
+    assert output.device == out_device
+    by_hand(plain, *data_loader[0], chunks=4)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.cpu("balanced for the CPU, to be fast")
+def test_the_guides_automatic_balancing() -> None:
+    """``torchgpipe_balancing`` takes the model first."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+
+    sample = torch.rand(128, 32)
+    balance = balancing.balance_by_time(model, sample, partitions=4)
+
+    model = GPipe(model, balance, chunks=8)
+    assert len(balance) == 4
+    assert model(sample).shape == (128, 32)
+    net = nn.Sequential(*model)
+    assert sum(balancing.balance_by_size(net, sample, partitions=2)) == 5
+
+
+def test_the_guides_refusal() -> None:
+    """A model that is no sequential is a TypeError."""
+    with pytest.raises(TypeError, match=r"expected an nn\.Sequential .* got Bilinear .*Pipeline"):
+        GPipe(nn.Bilinear(1, 1, 1), balance=[1])  # type: ignore[arg-type]
+
+
+class Layer1(nn.Linear):
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(input), input
+
+
+class Layer2(nn.Linear):
+    def forward(self, input_and_skip: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        input, skip = input_and_skip
+        return super().forward(input), skip
+
+
+class Layer3(nn.Linear):
+    def forward(self, input_and_skip: tuple[Tensor, Tensor]) -> Tensor:
+        input, skip = input_and_skip
+        return super().forward(input) + skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_guides_skip_through_tuples(mode: str) -> None:
+    """A skip that every layer hands on."""
+    net = nn.Sequential(Layer1(4, 4), Layer2(4, 4), Layer3(4, 4))
+    plain = copy.deepcopy(net)
+    model = gpipe(net, [1, 1, 1], chunks=8, checkpoint=mode)
+    x = torch.rand(16, 4)
+    model(x).mean().backward()
+    plain(x).mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad)
+
+
+skip_buf: Tensor | None = None
+
+
+class KeepsInGlobal(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        global skip_buf
+        skip_buf = input
+        return super().forward(input)
+
+
+class TakesFromGlobal(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        global skip_buf
+        skip = skip_buf
+        skip_buf = None
+        assert skip is not None
+        return super().forward(input) + skip.to(input.device)
+
+
+def test_the_guides_failing_example_fails_loudly() -> None:
+    """A global variable between two partitions: the error names both micro-batches, and its line."""
+    net = nn.Sequential(KeepsInGlobal(4, 4), nn.Linear(4, 4), TakesFromGlobal(4, 4))
+    with pytest.raises(StateError, match=r"(?s)'skip_buf'.*micro-batches 0 and 1.*current_microb"):
+        gpipe(net, [1, 1, 1], chunks=4)(torch.rand(8, 4))
+    assert skip_buf is None
+
+
+class LeavesInGlobal(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        assert skip_buf is not None
+        return super().forward(input) + skip_buf.to(input.device)
+
+
+def test_a_global_that_is_never_emptied_fails_when_it_mixes() -> None:
+    """Whichever micro-batch's tensor is there: it is the right one, or the error names both."""
+    global skip_buf
+    net = nn.Sequential(KeepsInGlobal(4, 4), nn.Linear(4, 4), LeavesInGlobal(4, 4))
+    x = torch.rand(16, 4)
+    plain = torch.cat([net(part) for part in x.chunk(8)])
+    model = gpipe(net, [1, 1, 1], chunks=8)
+    try:
+        for _ in range(5):
+            assert_close(model(x), plain)
+        pytest.fail("eight micro-batches never overtook the reader")
+    except StateError as error:
+        assert re.search(
+            r"micro-batch \d on stage 2 reads .* belongs to micro-batch \d", str(error)
+        )
+    finally:
+        skip_buf = None
+
+
+skips: dict[Tensor | None, Tensor] = {}
+
+
+class KeepsByMicrobatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.GELU())
+
+    def forward(self, input: Tensor) -> Tensor:
+        skips[current_microbatch()] = input
+        return self.body(input).sin()
+
+
+class TakesByMicrobatch(KeepsByMicrobatch):
+    def forward(self, input: Tensor) -> Tensor:
+        skip = skips.pop(current_microbatch())
+        skip = skip.to(input.device)
+        return (self.body(input) + skip).sin()
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_guides_long_skip(mode: str, balance: list[int]) -> None:
+    """A dictionary by ``current_microbatch()``: right, and empty afterwards."""
+    net = nn.Sequential(KeepsByMicrobatch(), nn.Linear(4, 4), TakesByMicrobatch())
+    plain, x = copy.deepcopy(net), torch.rand(6, 4)
+    model = gpipe(net, balance, chunks=3, checkpoint=mode)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        plain(x).square().mean().backward()
+        assert not skips
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad)
+
+
+def test_a_microbatch_is_one_object_and_may_be_referred_to_weakly() -> None:
+    """The same in all partitions of one forward, another in each other; nothing keeps it alive."""
+    seen: list[tuple[int | None, Any]] = []
+    names: list[str] = []
+
+    class Look(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            key = current_microbatch()
+            if bp.current_microbatch() is not None:
+                seen.append((bp.current_microbatch(), weakref.ref(key)))
+                names.append(f"{id(key)}")
+            return super().forward(input)
+
+    model = gpipe(nn.Sequential(Look(4, 4), Look(4, 4)), [1, 1], chunks=3, checkpoint="never")
+    x = torch.rand(6, 4)
+    output = model(x)
+    groups = {index: {id(ref()) for i, ref in seen if i == index} for index in range(3)}
+    assert all(len(group) == 1 for group in groups.values())
+    assert len(set.union(*groups.values())) == 3
+    output.sum().backward()
+    del output
+    gc.collect()
+    assert not any(ref() is not None for _, ref in seen)
+    assert current_microbatch() is None
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = 0
+        self.flags: list[tuple[bool, bool]] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.flags.append((is_checkpointing(), is_recomputing()))
+        if not is_recomputing():
+            self.counter += 1
+        return input.tanh().sigmoid().tanh()
+
+
+@pytest.mark.parametrize(("mode", "again"), [("never", 0), ("except_last", 2), ("always", 3)])
+def test_the_guides_counter_and_the_flags(mode: str, again: int) -> None:
+    """``is_checkpointing()`` in a call that runs again later, ``is_recomputing()`` when it does;
+    neither in evaluation, outside, or afterwards."""
+    counter = Counter()
+    model = gpipe(nn.Sequential(nn.Linear(4, 4), counter), [1, 1], chunks=3, checkpoint=mode)
+    x = torch.rand(6, 4)
+    model(x)  # the recording's calls are not counted
+    counter.counter, counter.flags = 0, []
+    model(x).sum().backward()
+    assert counter.counter == 3
+    assert sorted(counter.flags) == sorted(
+        [(False, True), (True, False)] * again + [(False, False)] * (3 - again)
+    )
+    model.eval()
+    counter.flags = []
+    with torch.no_grad():
+        model(x)
+    assert not any(map(any, counter.flags))
+    assert not is_checkpointing()
+    assert not is_recomputing()
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_except_last_counts_the_microbatches_that_there_are(samples: int) -> None:
+    """torchgpipe compares with ``chunks``: of a batch of 2 in 4 chunks it recomputes both."""
+    counter = Counter()
+    model = gpipe(nn.Sequential(nn.Linear(4, 4), counter), [1, 1], chunks=4)
+    x = torch.rand(samples, 4)
+    model(x).sum().backward()
+    counter.flags = []
+    model(x).sum().backward()
+    assert counter.flags.count((False, True)) == samples - 1
+
+
+# --- attributes, and what is refused
+
+
+def test_attributes_are_coerced() -> None:
+    """As torchgpipe does it: sequences to lists, 42.0 to 42, anything to a string."""
+
+    class Always:
+        def __str__(self) -> str:
+            return "always"
+
+    model = GPipe(
+        nn.Sequential(nn.Linear(1, 1)),
+        balance=(1,),
+        devices=("cpu",),
+        chunks=42.000,  # type: ignore[arg-type]
+        checkpoint=Always(),  # type: ignore[arg-type]
+    )
+    assert model.balance == [1]
+    assert model.devices == [torch.device("cpu")]
+    assert (model.chunks, type(model.chunks)) == (42, int)
+    assert (model.checkpoint, type(model.checkpoint)) == ("always", str)
+    assert len(list(model.parameters())) == 2
+    assert isinstance(model, bp.Pipeline)
+
+
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+def test_it_is_a_sequence(balance: list[int]) -> None:
+    """Length, items from both ends, iteration: of layers, whatever the partitions are."""
+    a, b = nn.Linear(1, 1), nn.Linear(1, 1)
+    model = gpipe(nn.Sequential(a, b), balance, chunks=2)
+    assert len(model) == 2
+    assert list(model) == [a, b]
+    assert [model[0], model[1], model[-1], model[-2]] == [a, b, b, a]
+    with pytest.raises(IndexError):
+        model[2]
+
+
+def test_extra_devices_are_left_over() -> None:
+    """And ``None`` is all there are, or the CPU for each partition."""
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    assert len(GPipe(net, [1, 1], devices=[*stages(2), *stages(2)], chunks=2).devices) == 2
+    assert len({d.type for d in GPipe(net, [1, 1], chunks=2).devices} & {device_type()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("balance", "kind", "message"),
+    [
+        (None, BalanceError, r"expected a balance, got none .*torchgpipe\.balance"),
+        ([1], BalanceError, r"the module's 2 layers, got \[1\], which makes 1 .*torchgpipe\.bal"),
+        ([3], BalanceError, r"got \[3\], which makes 3"),
+        ([0, 2], BalanceError, "whole numbers from 1 on"),
+        ([-1, 3], BalanceError, "whole numbers from 1 on"),
+        (["1", 1], BalanceError, "whole numbers from 1 on"),
+        (2, BalanceError, "whole numbers from 1 on, got 2"),
+    ],
+)
+def test_a_wrong_balance_is_a_value_error(
+    balance: Any, kind: type[Exception], message: str
+) -> None:
+    """Which is a kind of ours, too."""
+    with pytest.raises(kind, match=message) as caught:
+        GPipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), balance)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, PlanError)
+    assert __file__ in str(caught.value)
+
+
+def test_too_few_devices_is_an_index_error() -> None:
+    """Which is a kind of ours, too."""
+    net = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
+    with pytest.raises(IndexError, match=r"a device for each of 4 partitions, got 1"):
+        GPipe(net, [1, 1, 1, 1], devices=["cpu"])
+    assert issubclass(TooFewDevicesError, PlanError)
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, "2"])
+def test_wrong_chunks_are_a_value_error(chunks: Any) -> None:
+    """From one micro-batch on."""
+    with pytest.raises(ValueError, match="chunks is a whole number from 1 on"):
+        GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"], chunks=chunks)
+
+
+def test_an_unknown_mode_is_a_value_error() -> None:
+    """The three are fine with one micro-batch, too."""
+    for mode in MODES:
+        GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"], checkpoint=mode)
+    with pytest.raises(ValueError, match="never, except_last, always, got 'sometimes'"):
+        GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"], checkpoint="sometimes")
+
+
+def test_moves_are_denied_and_casts_allowed() -> None:
+    """A TypeError for every way to name a device."""
+    model = gpipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], chunks=2)
+    for move in (
+        lambda: model.cuda(),
+        lambda: model.cpu(),
+        lambda: model.to(torch.device("cuda")),
+        lambda: model.to(0),
+        lambda: model.to("cuda"),
+        lambda: model.to(device=0),
+        lambda: model.to(torch.rand(1)),
+        lambda: model.to(tensor=torch.rand(1)),
+    ):
+        with pytest.raises(TypeError, match="stages have devices of their own"):
+            move()
+    model.double()
+    model.to(torch.float)
+    model.to(dtype=torch.double)
+    assert model(torch.rand(2, 1, dtype=torch.double)).dtype == torch.double
+
+
+def test_what_is_no_tensor_is_a_type_error() -> None:
+    """And so is a second argument. Beside a tensor, other things are handed on."""
+    model = gpipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], chunks=2)
+    for wrong in ("hello", 42, (), None):
+        with pytest.raises(UsageError, match="expected a tensor or a tuple of tensors, got"):
+            model(wrong)
+    with pytest.raises(TypeError, match="positional arguments"):
+        model(torch.rand(2, 1), torch.rand(2, 1))
+    x, word = model((torch.ones(2, 1), "hello"))
+    assert (x.tolist(), word) == ([[1.0], [1.0]], "hello")
+
+
+class OwnForward(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_a_forward_that_would_be_lost_is_refused() -> None:
+    """torchgpipe drops what a sequential's own forward or hooks do."""
+    with pytest.raises(UsageError, match="with a forward of its own .*mark_sequential"):
+        GPipe(OwnForward(nn.Linear(1, 1)), [1])
+    hooked = nn.Sequential(nn.Linear(1, 1))
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="with hooks of its own"):
+        GPipe(hooked, [1])
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2], [1, 2, 1]])
+def test_layers_may_repeat_and_share_parameters(balance: list[int]) -> None:
+    """Both are ValueErrors in torchgpipe."""
+    shared, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = shared.weight
+    net = nn.Sequential(shared, nn.Tanh(), shared, last)
+    plain, x = copy.deepcopy(net), torch.rand(6, 4)
+    model = gpipe(net, balance, chunks=3)
+    assert len(model) == 4
+    model(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad)
+
+
+def test_an_empty_sequential_is_legal() -> None:
+    """It gives what it is given, if that is a tensor."""
+    model = GPipe(nn.Sequential(), [])
+    assert model(torch.tensor(42)) == torch.tensor(42)
+    assert model((torch.tensor(42),)) == (torch.tensor(42),)
+    with pytest.raises(TypeError, match="expected a tensor"):
+        model(42)
+
+
+def test_partitions_that_do_nothing_are_legal() -> None:
+    """Wherever they are; each device's part is still its own."""
+    net = nn.Sequential(
+        *(nn.Identity(), nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4), nn.ReLU(inplace=True)),
+        nn.Identity(),
+    )
+    plain, x = copy.deepcopy(net), torch.rand(6, 4)
+    model = gpipe(net, [1] * 6, chunks=3)
+    y = model(x)
+    y.sum().backward()
+    plain(x).sum().backward()
+    assert_close(y, plain(x))
+    assert_close(model[1].weight.grad, plain[1].weight.grad)
+    assert str(y.device).startswith(device_type())
+    twin = gpipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], chunks=2)
+    assert [t.shape for t in twin((torch.rand(4, 1), torch.rand(4, 2)))] == [(4, 1), (4, 2)]
+
+
+def test_the_module_is_left_unmarked() -> None:
+    """And may be wrapped again with another balance; its layers' modes stay their own."""
+    net = layers()
+    net.eval()
+    net[2].train()
+    first = gpipe(net, [2, 2], chunks=2)
+    second = gpipe(net, [1, 3], chunks=2)
+    x = torch.rand(4, 4)
+    assert_close(first(x), second(x))
+    assert bp.record(net, x).num_stages == 1
+    assert (first.training, net[2].training, net[0].training) == (False, True, False)
+
+
+# --- batches
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(7, 4), (2, 4), (1, 4), (12, 5)])
+def test_any_number_of_rows_is_legal(rows: int, chunks: int) -> None:
+    """One that does not divide, and fewer than chunks: no warning, all rows."""
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    plain, x = copy.deepcopy(net), torch.rand(rows, 1)
+    assert_close(gpipe(net, [1, 1], chunks=chunks)(x), plain(x))
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.a(pair[0]), self.b(pair[1])
+
+
+def test_tuples_go_in_and_out() -> None:
+    """Gradients too; a tuple of one stays one."""
+    model = gpipe(nn.Sequential(Two(), Two()), [1, 1], chunks=2)
+    a, b = (torch.rand(10, 1, requires_grad=True) for _ in range(2))
+    one, other = model((a, b))
+    (one + other).mean().backward()
+    assert a.grad is not None
+    assert b.grad is not None
+    assert all(p.grad is not None for p in model.parameters())
+
+    class One(nn.Linear):
+        def forward(self, only: tuple[Tensor]) -> tuple[Tensor]:
+            (x,) = only
+            return (super().forward(x),)
+
+    single = gpipe(nn.Sequential(One(1, 1), One(1, 1)), [1, 1], chunks=2)
+    (out,) = single((a,))
+    assert out.shape == (10, 1)
+
+
+def test_rows_of_other_tensors_are_not_lost() -> None:
+    """torchgpipe zips chunk lists: members of another length lose rows without a word. Here they are
+    an error, and whole if one says so."""
+
+    class Table(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            x, table = pair
+            return x + table.sum(), table
+
+    model = gpipe(nn.Sequential(Table()), [1], chunks=4)
+    x, table = torch.rand(8, 1), torch.rand(5, 1)
+    with pytest.raises(MicrobatchError, match=r"8 samples, but a tensor of shape \(5, 1\) came"):
+        model((x, table))
+    total, scalar = model((x, torch.tensor(3.0)))[0], torch.tensor(3.0)
+    assert_close(total, x + scalar)
+
+
+def test_an_integer_first_tensor_loses_no_gradient() -> None:
+    """torchgpipe hangs everything off the first tensor of a boundary."""
+
+    class IntegerFirst(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.arange(len(x), device=x.device), super().forward(x)
+
+    class Use(nn.Linear):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return super().forward(pair[1]) + pair[0][:, None]
+
+    for mode in MODES:
+        net = nn.Sequential(IntegerFirst(4, 4), Use(4, 4))
+        model = gpipe(net, [1, 1], chunks=2, checkpoint=mode)
+        model(torch.rand(4, 4)).sum().backward()
+        assert net[0].weight.grad is not None
+        assert net[0].weight.grad.abs().sum() > 0
+
+
+# --- steps
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 1, 1]])
+def test_gradients_are_the_plain_ones(balance: list[int], chunks: int, mode: str) -> None:
+    """Of parameters and input, for every balance, number of chunks and mode."""
+    net = layers()
+    plain = copy.deepcopy(net)
+    model = gpipe(net, balance, chunks=chunks, checkpoint=mode)
+    x = torch.rand(12, 4, requires_grad=True)
+    y = torch.randint(0, 3, (12,))
+    F.cross_entropy(model(x), y.to(model.devices[-1])).backward()
+    x_grad, x.grad = x.grad, None
+    by_hand(plain, x, y, chunks)
+    assert_close(x_grad, x.grad)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.cpu("equality to the bit is promised on the CPU")
+def test_on_the_cpu_gradients_are_equal_to_the_bit() -> None:
+    """To a plain loop over the same micro-batches."""
+    net = layers()
+    plain = copy.deepcopy(net)
+    model = gpipe(net, [2, 1, 1], chunks=4, checkpoint="always")
+    x, y = torch.rand(12, 4), torch.randint(0, 3, (12,))
+    F.cross_entropy(model(x), y).backward()
+    logits = torch.cat([plain(part) for part in x.chunk(4)])
+    F.cross_entropy(logits, y).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("rows", [12, 6])
+def test_deferred_statistics_are_the_whole_batchs(
+    rows: int, momentum: float | None, mode: str
+) -> None:
+    """Also of 6 rows in 4 chunks, unbiased, and far from 0: three faults of torchgpipe's."""
+    net = nn.Sequential(nn.BatchNorm2d(4, momentum=momentum), nn.Conv2d(4, 4, 1))
+    plain = copy.deepcopy(net)
+    model = gpipe(net, [1, 1], chunks=4, checkpoint=mode, deferred_batch_norm=True)
+    for _ in range(3):
+        x = torch.rand(rows, 4, 3, 3) + 1e4
+        model(x).mean().backward()
+        plain(x)
+    for name, value in plain[0].named_buffers():
+        assert_close(net[0].get_buffer(name), value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_deferred_batch_norm_has_gradients(mode: str) -> None:
+    """Of one micro-batch, they are the plain ones."""
+    net = nn.Sequential(nn.BatchNorm1d(4))
+    plain, x = copy.deepcopy(net), torch.rand(6, 4)
+    model = gpipe(net, [1], chunks=1, checkpoint=mode, deferred_batch_norm=True)
+    model(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    assert_close(net[0].weight.grad, plain[0].weight.grad)
+    assert_close(net[0].bias.grad, plain[0].bias.grad)
+
+
+def test_buffers_are_the_plain_loops() -> None:
+    """Without deferring: one update for each micro-batch, recomputed or not."""
+    net = layers(norm=True)
+    plain, x = copy.deepcopy(net), torch.rand(8, 4)
+    model = gpipe(net, [3, 2], chunks=4, checkpoint="always")
+    model(x).sum().backward()
+    for part in x.chunk(4):
+        plain(part)
+    for name, value in plain.named_buffers():
+        assert_close(net.get_buffer(name), value)
+
+
+def test_nothing_is_checkpointed_in_evaluation() -> None:
+    """Nor under ``no_grad``, which reaches every layer."""
+    counter = Counter()
+    grads: list[bool] = []
+    net = nn.Sequential(nn.Linear(4, 4), counter, nn.Linear(4, 4))
+    net[0].register_forward_hook(lambda *_: grads.append(torch.is_grad_enabled()))
+    model = gpipe(net, [1, 2], chunks=2, checkpoint="always")
+    x = torch.rand(4, 4)
+    latent: list[Tensor] = []
+    model.partitions[0].register_forward_hook(lambda *found: latent.append(found[-1]))
+    with torch.no_grad():
+        model(x)
+        grads.clear()
+        latent.clear()
+        model(x)
+    assert grads == [False, False]
+    assert all(not tensor.requires_grad for tensor in latent)
+    assert not any(map(any, counter.flags[-2:]))
+
+
+def test_dropout_draws_the_same_masks_again() -> None:
+    """A row that was dropped in the forward gets no gradient, of a recomputed call too."""
+
+    class Dropouts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(20):
+                x = F.dropout(x, p=0.01)
+            return x
+
+    x = torch.rand(10, 10, requires_grad=True)
+    model = gpipe(nn.Sequential(Dropouts(), Dropouts()), [1, 1], chunks=10, checkpoint="always")
+    y = model(x)
+    y.norm().backward()
+    assert x.grad is not None
+    dropped = host(y) == 0
+    assert dropped.any()
+    assert torch.equal(dropped, host(x.grad) == 0)
+
+
+def test_autocast_reaches_every_layer() -> None:
+    """torchgpipe's workers ignore it."""
+    seen: list[torch.dtype] = []
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in net:
+        layer.register_forward_hook(lambda *found: seen.append(found[-1].dtype))
+    model = gpipe(net, [1, 1], chunks=2, checkpoint="always")
+    with torch.autocast(device_type(), dtype=torch.bfloat16):
+        model(torch.rand(4, 4)).float().sum().backward()
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_a_python_function_of_autograds() -> None:
+    """That returns its input as it is."""
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, input: Tensor) -> Tensor:
+            return input
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    class Layer(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            return Same.apply(input)
+
+    model = gpipe(nn.Sequential(Layer(), Layer()), [1, 1], chunks=2, checkpoint="always")
+    x = torch.rand(42, requires_grad=True)
+    y = model(x)
+    assert_close(y, x)
+    y.sum().backward()
+    assert_close(x.grad, torch.ones(42))
+
+
+def test_in_place_on_what_the_partition_was_given() -> None:
+    """Here it works; in torchgpipe a leaf that requires grad raises."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    plain, x = copy.deepcopy(net), torch.rand(4, 4)
+    for mode in MODES:
+        model = gpipe(net, [1, 2], chunks=2, checkpoint=mode)
+        net.zero_grad()
+        model(x).sum().backward()
+        plain.zero_grad()
+        plain(x).sum().backward()
+        assert_close(net[0].weight.grad, plain[0].weight.grad)
+
+
+def test_every_tensor_of_a_tuple_is_waited_for() -> None:
+    """Gradients of all three arrive."""
+
+    class Three(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            a, b = pair
+            return a * 1, b * 2, b * 3
+
+    class Sum(nn.Module):
+        def forward(self, triple: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+            a, b, c = triple
+            return a + b + c
+
+    model = gpipe(nn.Sequential(Three(), Sum()), [1, 1], chunks=8, checkpoint="never")
+    a, b = (torch.rand(16, 3, requires_grad=True) for _ in range(2))
+    model((a, b)).sum().backward()
+    assert_close(a.grad, torch.ones(16, 3))
+    assert_close(b.grad, torch.full((16, 3), 5.0))
+
+
+class ExpectedError(Exception):
+    """Of a layer."""
+
+
+@pytest.mark.parametrize("kind", [ExpectedError, SystemExit])
+def test_a_failure_reaches_the_caller(kind: type[BaseException]) -> None:
+    """Later stages do not run for it, no thread hangs, and the next call works. torchgpipe hangs
+    for ever at a ``SystemExit``."""
+    after: list[int | None] = []
+
+    class Fails(nn.Linear):
+        armed = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.armed and bp.current_microbatch() == 1:
+                raise kind("in micro-batch 1")
+            return super().forward(x)
+
+    class After(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            after.append(bp.current_microbatch())
+            return super().forward(x)
+
+    net = nn.Sequential(nn.Linear(4, 4), Fails(4, 4), After(4, 4))
+    model = gpipe(net, [1, 1, 1], chunks=4)
+    x = torch.rand(8, 4)
+    model(x)
+    net[1].armed = True
+    after.clear()
+    with pytest.raises(kind, match="in micro-batch 1"):
+        model(x)
+    assert set(after) <= {0}
+    net[1].armed = False
+    assert model(x).shape == (8, 4)
+
+
+def test_threads_end_when_the_pipeline_is_closed() -> None:
+    """They are kept from step to step until then."""
+    with gpipe(layers(), [2, 2], chunks=2) as model:
+        for _ in range(3):
+            model(torch.rand(4, 4)).sum().backward()
+    assert not [t for t in threading.enumerate() if t.name.startswith("blockpipe") and t.is_alive()]
+
+
+def test_the_rest_of_a_pipeline_is_there() -> None:
+    """``forward_backward`` under 1F1B, ``verify``, options that are assigned."""
+    model = gpipe(layers(), [2, 1, 1], chunks=4)
+    x, y = torch.rand(8, 4), torch.randint(0, 3, (8,))
+    assert model.verify(x, target=y, loss_fn=F.cross_entropy).ok
+    result = model.forward_backward(x, target=y, loss_fn=F.cross_entropy)
+    assert_close(result.loss, F.cross_entropy(model(x), y.to(model.devices[-1])))
+    model.chunks = 2
+    model.checkpoint = "never"
+    assert "partitions.1" in str(model.summary(x))
+
+
+# --- state
+
+
+def test_keys_are_torchgpipes() -> None:
+    """``partitions.<partition>.<layer>``: read, written, and the same names in any other module."""
+    net = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.BatchNorm1d(2), c=nn.Linear(2, 2)))
+    model = gpipe(net, [2, 1], chunks=2)
+    assert list(model.state_dict()) == [
+        *("partitions.0.a.weight", "partitions.0.a.bias", "partitions.0.b.weight"),
+        *("partitions.0.b.bias", "partitions.0.b.running_mean", "partitions.0.b.running_var"),
+        *("partitions.0.b.num_batches_tracked", "partitions.1.c.weight", "partitions.1.c.bias"),
+    ]
+    other = gpipe(copy.deepcopy(net), [2, 1], chunks=2)
+    for layer in (net.a, net.c):
+        nn.init.normal_(layer.weight)
+    other.load_state_dict(model.state_dict())
+    assert_close(other[2].weight, net.c.weight)
+    model(torch.rand(4, 2))
+    other.load_state_dict(model.state_dict())
+    assert_close(other[1].running_mean, net.b.running_mean)
+    assert isinstance(model.partitions, nn.ModuleList)
+    assert isinstance(model.partitions[0], nn.Sequential)
+    assert model.partitions[1].c is net.c
+    with pytest.raises(AttributeError):
+        model.a  # noqa: B018
+
+
+def test_a_checkpoint_goes_into_a_plain_sequential_and_back() -> None:
+    """By the names behind the partition's; and into other partitions."""
+    model = gpipe(layers(), [2, 1, 1], chunks=2)
+    plain = layers()
+    plain.load_state_dict({k.split(".", 2)[2]: v for k, v in model.state_dict().items()})
+    x = torch.rand(4, 4)
+    assert_close(model(x), plain(x))
+    net = layers()
+    again = gpipe(net, [1, 3], chunks=2)
+    net.load_state_dict(plain.state_dict())
+    assert_close(again(x), plain(x))
+
+
+def test_inside_of_another_module_it_is_saved_and_loaded() -> None:
+    """As a child, its keys are what torchgpipe's would be there."""
+
+    class Around(nn.Module):
+        def __init__(self, pipe: GPipe) -> None:
+            super().__init__()
+            self.pipe = pipe
+
+    one, other = (Around(gpipe(layers(), [2, 2], chunks=2)) for _ in range(2))
+    assert "pipe.partitions.0.0.weight" in one.state_dict()
+    other.load_state_dict(one.state_dict())
+    assert_close(other.pipe[0].weight, one.pipe[0].weight)
+
+
+def test_it_is_copied_and_pickled() -> None:
+    """Before and after it was placed."""
+    model = gpipe(layers(), [2, 2], chunks=2)
+    x = torch.rand(4, 4)
+    for _ in range(2):
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert twin[0] is not model[0]
+            assert (twin.balance, len(twin)) == ([2, 2], 4)
+            assert_close(twin(x), model(x))
+
+
+# --- balance
+
+
+class Work(nn.Linear):
+    """As many matrix products as it is told."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(96, 96)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = super().forward(x).tanh()
+        return x
+
+
+@pytest.mark.cpu("profiled on the CPU")
+def test_balance_by_time() -> None:
+    """The heaviest partition is as light as can be; a twentieth of the work does not count."""
+    net = nn.Sequential(*(Work(times) for times in (1, 1, 1, 20, 1)))
+    assert balance_by_time(3, net, torch.rand(256, 96), device="cpu", timeout=0.1) in (
+        [3, 1, 1],
+        [2, 2, 1],
+    )
+
+
+@pytest.mark.cpu("profiled on the CPU")
+def test_profiling_leaves_the_model_as_it_was() -> None:
+    """It is profiled in training mode; modes, buffers and gradients are as before."""
+
+    class Trains(nn.Flatten):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.training
+            return super().forward(x)
+
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), Trains(), nn.Linear(48, 2))
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    net.eval()
+    net[1].train()
+    before = copy.deepcopy(net.state_dict())
+    sizes = balance_by_time(2, net, torch.rand(2, 3, 4, 4), device="cpu")
+    assert (sum(sizes), len(sizes)) == (4, 2)
+    assert [layer.training for layer in net] == [False, True, False, False]
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+    assert torch.equal(net[0].weight.grad, torch.ones_like(net[0].weight))
+    assert net[3].weight.grad is None
+
+
+class Sines(nn.Module):
+    """Keeps as many activations as it is told."""
+
+    def __init__(self, times: int, width: int = 0) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, width) if width else None
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fc is not None:
+            x = x + self.fc.weight.sum()
+        for _ in range(self.times):
+            x = x.sin()
+        return x
+
+
+@pytest.mark.cpu("counted for the CPU")
+@pytest.mark.parametrize(
+    ("times", "sizes"), [((1, 2, 3, 4, 5, 6), [4, 2]), ((6, 5, 4, 3, 2, 1), [2, 4])]
+)
+def test_balance_by_size_counts_activations(times: tuple[int, ...], sizes: list[int]) -> None:
+    """torchgpipe needs CUDA for that."""
+    net = nn.Sequential(*map(Sines, times))
+    sample = torch.rand(10, 100, 100, requires_grad=True)
+    assert balance_by_size(2, net, sample, device="cpu") == sizes
+    assert balance_by_size(2, net, sample, device="cpu", chunks=4) == sizes
+
+
+@pytest.mark.cpu("counted for the CPU")
+def test_balance_by_size_weighs_parameters() -> None:
+    """By ``param_scale``: what the optimizer keeps decides."""
+    net = nn.Sequential(*(Sines(7 - n, 10 * n) for n in range(1, 7)))
+    sample = torch.rand(1, 20_000, requires_grad=True)
+    assert balance_by_size(2, net, sample, param_scale=2, device="cpu") == [2, 4]
+    assert balance_by_size(2, net, sample, param_scale=100, device="cpu") == [4, 2]
+
+
+@pytest.mark.cpu("counted for the CPU")
+def test_layers_of_other_kinds_are_balanced() -> None:
+    """Tuples between them, layers without an operation, one layer several times."""
+
+    class Twin(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x.detach()
+
+    class Add(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0] + pair[1]
+
+    sample = torch.rand(4, 4, requires_grad=True)
+    assert balance_by_time(1, nn.Sequential(Twin(), Add()), sample, device="cpu") == [2]
+    shared = nn.Linear(4, 4)
+    net = nn.Sequential(shared, nn.Identity(), shared, nn.Identity(), nn.Tanh())
+    sizes = balance_by_size(2, net, sample, device="cpu")
+    assert sum(sizes) == 5
+    GPipe(net, sizes, devices=["cpu"] * 2, chunks=2)(sample).sum().backward()
+
+
+@pytest.mark.cpu("nothing runs")
+def test_balances_that_cannot_be_are_value_errors() -> None:
+    """More partitions than layers, or none."""
+    net, sample = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.rand(1, 2)
+    for partitions in (3, 0, -1):
+        with pytest.raises(ValueError, match=r"stages"):
+            balance_by_size(partitions, net, sample, device="cpu")
+    with pytest.raises(TypeError, match=r"expected an nn\.Sequential to balance, got Linear"):
+        balance_by_time(2, nn.Linear(2, 2), sample)  # type: ignore[arg-type]
