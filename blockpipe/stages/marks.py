@@ -144,7 +144,8 @@ _microbatch: ContextVar[int | None] = ContextVar("blockpipe_microbatch", default
 def current_microbatch() -> int | None:
     """The index of the micro-batch whose forward is under way, or ``None`` outside of one.
 
-    For state that a forward keeps on ``self``: keep one for each micro-batch.
+    For state that a forward keeps on ``self``: keep one for each micro-batch, in a dictionary with
+    this as its key. In a recording it is ``None``, too.
 
     Source: ``torchgpipe``'s function of this name, which returns a tensor to compare instead.
 

@@ -6,7 +6,6 @@ Against the plain ``nn.Sequential``, on the CPU's lanes and on the simulated acc
 import copy
 import gc
 import pickle
-import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -172,27 +171,40 @@ def test_the_guides_failing_example_fails_loudly() -> None:
     assert skip_buf is None
 
 
-class LeavesInGlobal(nn.Linear):
+overtaken = threading.Event()
+
+
+class WatchedInGlobal(KeepsInGlobal):
     def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        if bp.current_microbatch() == 1:
+            overtaken.set()
+        return output
+
+
+class LeavesInGlobal(nn.Linear):
+    waits = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.waits and bp.current_microbatch() == 0:
+            overtaken.wait(30)
         assert skip_buf is not None
         return super().forward(input) + skip_buf.to(input.device)
 
 
+@pytest.mark.cpu("one thread issues all forwards, and cannot wait for another")
 def test_a_global_that_is_never_emptied_fails_when_it_mixes() -> None:
-    """Whichever micro-batch's tensor is there: it is the right one, or the error names both."""
+    """A later micro-batch has overwritten it: the error names both."""
     global skip_buf
-    net = nn.Sequential(KeepsInGlobal(4, 4), nn.Linear(4, 4), LeavesInGlobal(4, 4))
-    x = torch.rand(16, 4)
-    plain = torch.cat([net(part) for part in x.chunk(8)])
-    model = gpipe(net, [1, 1, 1], chunks=8)
+    net = nn.Sequential(WatchedInGlobal(4, 4), nn.Linear(4, 4), LeavesInGlobal(4, 4))
+    model, x = gpipe(net, [1, 1, 1], chunks=8), torch.rand(16, 4)
     try:
-        for _ in range(5):
-            assert_close(model(x), plain)
-        pytest.fail("eight micro-batches never overtook the reader")
-    except StateError as error:
-        assert re.search(
-            r"micro-batch \d on stage 2 reads .* belongs to micro-batch \d", str(error)
-        )
+        model(x)
+        overtaken.clear()
+        net[2].waits = True
+        message = r"micro-batch 0 on stage 2 reads .* belongs to micro-batch [1-7] of this step"
+        with pytest.raises(StateError, match=message):
+            model(x)
     finally:
         skip_buf = None
 
@@ -578,6 +590,7 @@ def test_an_integer_first_tensor_loses_no_gradient() -> None:
 # --- steps
 
 
+@pytest.mark.filterwarnings("ignore:chunks=1 on . devices:UserWarning")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("chunks", [1, 3, 4])
 @pytest.mark.parametrize("balance", [[4], [1, 3], [2, 1, 1]])
@@ -794,6 +807,23 @@ def test_a_failure_reaches_the_caller(kind: type[BaseException]) -> None:
     assert set(after) <= {0}
     net[1].armed = False
     assert model(x).shape == (8, 4)
+
+
+def test_the_schedule_is_gpipes() -> None:
+    """Each stage: all forwards, then all backwards, each recomputed right before but for the last."""
+
+    def partition() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.GELU())
+
+    model = gpipe(nn.Sequential(partition(), partition()), [1, 1], chunks=3)
+    x = torch.rand(6, 4)
+    model(x).sum().backward()
+    with model.profile() as timeline:
+        model(x).sum().backward()
+    done = [str(action) for action in timeline.actions()]
+    for stage in range(2):
+        own = [action.replace(f"{stage}.", "", 1) for action in done if action[1] == str(stage)]
+        assert own == ["F0", "F1", "F2", "R0", "B0", "R1", "B1", "B2"]
 
 
 def test_threads_end_when_the_pipeline_is_closed() -> None:
