@@ -521,12 +521,12 @@ def test_interrupt_sent_by_a_run(
     """An interrupt that a run sends, which wakes nobody, is raised by the end of the step."""
     bomb, net, plain, pipe = make(schedule)
 
-    class PendingCopy(Bomb):
+    class Sent(Bomb):
         def visit(self, place: str, stage: int, microbatch: int | None) -> None:
             if (place, stage, microbatch) == self.at:
                 deliver()
 
-    sender = PendingCopy()
+    sender = Sent()
     sender.at = place
     bomb.visit = sender.visit  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt, match=r"^$"):

@@ -426,7 +426,7 @@ def test_other_methods_update_at_once():
 # --- models
 
 
-class ProcessChange(nn.Module):
+class Shared(nn.Module):
     """One batch norm, called twice: on one hop, or on two hops of its stage."""
 
     def __init__(self, between: int) -> None:
@@ -451,7 +451,7 @@ class ProcessChange(nn.Module):
 def test_called_twice(between, schedule):
     """Two calls of one module are two updates, in their order."""
     x = torch.randn(9, 3) + 4
-    model = ProcessChange(between)
+    model = Shared(between)
     full = copy.deepcopy(model)
     pipe = bp.Pipeline(
         model, devices=stages(2), chunks=3, schedule=schedule, deferred_batch_norm=True

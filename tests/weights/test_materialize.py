@@ -487,7 +487,7 @@ def test_a_disk_that_fails_where_a_part_had_values(monkeypatch):
 def test_a_plain_attribute_on_meta_is_named():
     """It is neither parameter nor buffer: nothing can give it values."""
 
-    class TensorInfo(nn.Module):
+    class Held(nn.Module):
         def __init__(self):
             super().__init__()
             self.a = nn.Linear(6, 6)
@@ -497,7 +497,7 @@ def test_a_plain_attribute_on_meta_is_named():
             return self.a(x)
 
     with pytest.raises(WeightsError, match="'shift', which is neither a parameter nor a buffer"):
-        pipeline(on_meta(TensorInfo), devices=stages(1), init="reset_parameters", sample=((X,), {}))
+        pipeline(on_meta(Held), devices=stages(1), init="reset_parameters", sample=((X,), {}))
 
 
 # --- the pipeline's own
