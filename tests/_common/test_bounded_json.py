@@ -52,7 +52,7 @@ def test_a_changed_text_is_read_as_json_reads_it_or_is_a_value_error(value, data
         (b"[]", "JSON is text, but a bytes came"),
     ],
 )
-def test_what_is_refused(text, why):
+def test_json_beyond_a_bound_is_refused_with_the_reason(text, why):
     with pytest.raises(ValueError, match=re.escape(why)):
         parse_json(text)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import blockpipe as bp
-from blockpipe._common.nested import leaves, map_tensors, tensors
+from blockpipe._common.nested import leaves, tensors
 from blockpipe.batches.joining import JoinedLeaf, join
 from blockpipe.batches.microbatch import split, weights_of
 from blockpipe.errors import MicrobatchError
@@ -44,7 +44,7 @@ def test_split_then_join_is_the_identity(size, chunks):
         assert torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted
 
 
-def test_other_sizes_go_whole():
+def test_a_tensor_of_another_size_goes_whole():
     """A tensor without the batch's size on dim 0 goes to every micro-batch."""
     x, table, scalar = torch.zeros(4, 2), torch.zeros(7, 2), torch.tensor(1.0)
     parts = split((x, table), {"scale": scalar}, None, 2)
@@ -72,7 +72,7 @@ def test_an_empty_batch_is_an_error():
         split((torch.zeros(0, 3),), {}, None, 2)
 
 
-def test_weights():
+def test_weights_of_micro_batches_are_shares_ones_or_counts():
     """Shares of samples, ones, or shares of a callable's numbers."""
     parts = split((torch.zeros(5, 1),), {}, torch.tensor([1, -1, 1, 1, -1]), 2)
     assert weights_of(parts, "mean") == [0.6, 0.4]
@@ -120,15 +120,6 @@ def test_outputs_of_different_widths_are_named():
     )
     with pytest.raises(MicrobatchError, match=match):
         join(widths, [2, 2, 2], [1 / 3] * 3, None)
-
-
-def test_map_tensors_keeps_what_does_not_change():
-    """A container none of whose tensors changes comes back itself."""
-    value = {"a": [torch.zeros(1)], "b": (1, None)}
-    assert map_tensors(lambda t: t, value) is value
-    changed = map_tensors(lambda t: t + 1, value)
-    assert changed["b"] is value["b"]
-    assert [t.item() for t in tensors(changed)] == [1.0]
 
 
 @pytest.mark.parametrize("container", [list, lambda t: dict(enumerate(t))])

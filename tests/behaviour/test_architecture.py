@@ -98,7 +98,7 @@ def test_imports_go_one_way_from_folder_to_folder():
                 assert level[other] < level[own], f"{module} imports {needed}"
 
 
-def test_no_import_circle():
+def test_modules_import_in_no_circle():
     graph = {name: set(needs) for name, needs in _imports().items()}
     for data, view in VIEWS:
         graph[data] -= {view}
@@ -206,6 +206,17 @@ def test_the_engine_knows_no_observer():
         name for name, needs in _imports().items() if "reports.timeline.profiling" in needs
     }
     assert importers == {"pipeline"}
+
+
+def test_each_test_file_is_named_for_the_module_that_it_tests():
+    """In a folder of the module's; topics are in behaviour/."""
+    tests = PACKAGE.parent / "tests"
+    found = [path.relative_to(tests) for path in tests.rglob("test_*.py")]
+    assert len(found) > 60
+    for path in found:
+        if path.parts[0] not in ("behaviour", "simulated"):
+            module = PACKAGE / path.with_name(path.name.removeprefix("test_"))
+            assert module.exists(), f"tests/{path}: there is no {module}"
 
 
 def test_nothing_runs_what_it_reads():

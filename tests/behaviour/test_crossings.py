@@ -270,7 +270,7 @@ ROWS = {name: f for name, f in vars(Handled).items() if getattr(f, "is_row", Fal
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "uncut"])
 @pytest.mark.parametrize("name", list(ROWS))
-def test_handled(name, schedule):
+def test_a_handled_row_trains_as_plain(name, schedule):
     """The gradients, the loss and the outputs are the plain run's, isolated too."""
     for isolate in (False, True) if schedule != "uncut" else (False,):
         check_alike(Scripted(ROWS[name]), torch.randn(6, 4), schedule=schedule, isolate=isolate)
@@ -286,7 +286,7 @@ NEED_GRADIENTS = {
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in NEED_GRADIENTS])
-def test_handled_without_gradients(name, mode, isolate):
+def test_a_handled_row_without_gradients_is_as_plain(name, mode, isolate):
     """The outputs are the plain run's; in inference mode no tensor of the forward's counts what is
     written to it."""
     net, x = Scripted(ROWS[name]), torch.randn(6, 4)

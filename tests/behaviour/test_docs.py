@@ -41,7 +41,7 @@ def _examples(page: str) -> list:
 
 @pytest.mark.every
 @pytest.mark.parametrize("page", [page for page in PAGES if _examples(page)])
-def test_page_runs(page: str) -> None:
+def test_every_python_block_of_a_page_runs(page: str) -> None:
     """Every Python block of a page runs, in order, in one namespace."""
     for example in _examples(page):
         example.evaluate()
@@ -57,7 +57,7 @@ def _squeezed(text: str) -> str:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "```output" in (ROOT / page).read_text()]
 )
-def test_page_shows_what_is_printed(page: str, pytestconfig: pytest.Config) -> None:
+def test_output_blocks_are_what_is_printed(page: str, pytestconfig: pytest.Config) -> None:
     """An ``output`` block is what the Python block before it prints; ``--update-golden`` writes it.
 
     Doctest was no alternative: it wants a marker for each empty line, and tables have many.

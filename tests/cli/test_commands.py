@@ -128,7 +128,9 @@ def test_simulate_compares_all_that_fit(capsys: pytest.CaptureFixture[str]) -> N
     assert {"gpipe", "1f1b", "zb-v"} <= set(names)
 
 
-def test_trace_writes_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_trace_writes_a_trace_and_a_page(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     chrome, page = tmp_path / "t.json", tmp_path / "t.html"
     shape = [*MARKED, "--chunks", "2", "--devices", "cpu,cpu,cpu"]
     status, out, _ = run(capsys, "trace", *shape, "--save", str(chrome))
@@ -140,7 +142,7 @@ def test_trace_writes_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 
-def test_a_model_with_named_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_inputs_of_whole_numbers_are_made(capsys: pytest.CaptureFixture[str]) -> None:
     """Inputs by name, of whole numbers; a function of the user's makes the model."""
     words = ["tests.cli.test_commands:tiny_gpt2", "--input", "input_ids=2,16:int64:64"]
     status, out, err = run(capsys, "summary", *words, "--begin", "transformer.h.1=1")
@@ -241,7 +243,9 @@ def test_errors_are_one_line(
         ["trace", *MARKED, "--save", "no/such/folder/trace.html"],
     ],
 )
-def test_wrong_usage_is_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_ends_with_status_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert "usage:" in capsys.readouterr().err
@@ -258,7 +262,7 @@ def test_wrong_usage_is_status_2(words: list[str], capsys: pytest.CaptureFixture
         (["--chunks", "100000000"], "100,000 at the most, but 4 and 100,000,000 came"),
     ],
 )
-def test_schedules_that_cannot_be(
+def test_schedules_that_cannot_be_are_wrong_usage(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is said why, as wrong usage: there is nothing else that could be wrong."""
@@ -273,7 +277,7 @@ def test_traceback_shows_where_it_came_from() -> None:
         main(["summary", "nonesuch:net", "--input", "1", "--traceback"])
 
 
-def test_as_a_process() -> None:
+def test_the_module_runs_as_a_process() -> None:
     """The module runs; a reader that goes early is no error; nothing is on stderr."""
     command = f"{sys.executable} -m blockpipe simulate --schedule all | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
@@ -281,7 +285,7 @@ def test_as_a_process() -> None:
     assert done.stderr == ""
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"blockpipe {bp.__version__}\n"

@@ -219,7 +219,7 @@ def test_a_module_called_twice_has_two_entries():
     assert bp.record(net, X).plan.layout == "1=1, 0#1=0"
 
 
-def test_a_container_s_own_stage_is_its_own_code_s():
+def test_a_containers_stage_is_that_of_its_own_code():
     """Its entry's stage holds until the first call inside."""
     net = Part([Part([nn.Linear(4, 4), nn.Linear(4, 4)], True, True)], False, False)
     entries = bp.get_pipeline_stage_assignment(net, X)
@@ -311,7 +311,7 @@ def test_what_is_set_counts_inside_of_another_model(form):
     assert bp.record(outer, x).route == [0]
 
 
-def test_an_inner_model_that_is_called_twice():
+def test_beginnings_count_at_each_call_of_an_inner_model():
     """A plan of where stages begin counts at each call; one of all calls does not fit."""
     net, x = chain(), torch.zeros(2, 4)
     bp.set_pipeline_stage_assignment(net, {"0": 0, "2": 1}, x)
@@ -321,7 +321,7 @@ def test_an_inner_model_that_is_called_twice():
         bp.record(WithLoss(net, calls=2), x)
 
 
-def test_an_inner_model_s_module_that_the_outer_has_too():
+def test_a_module_that_two_models_have_goes_by_its_first_path():
     """It goes by the first of its paths, as everywhere."""
     net, x = chain(), torch.zeros(2, 4)
     entries = bp.get_pipeline_stage_assignment(net, x)
@@ -366,7 +366,7 @@ def test_entries_changed_after_setting_do_not_count():
     assert bp.record(net, X).plan.layout == "head=1"
 
 
-def test_state_dict_copies_and_pickles():
+def test_copies_have_the_stages_and_the_state_dict_does_not():
     """Copies have the plan, each its own; the state dict does not."""
     net = net_of()
     keys = list(net.state_dict())
@@ -448,7 +448,7 @@ def test_a_pipeline_notices_stages_set_inside_of_its_model():
         assert torch.equal(mine.grad, other.grad)
 
 
-def test_get_from_a_pipeline_and_from_a_recording():
+def test_stages_are_read_from_a_pipeline_and_a_recording():
     """A pipeline that was called needs no sample."""
     pipe = bp.Pipeline(bp.begin_blocks(net_of(), {"head": 1}), devices=["cpu"] * 2, chunks=2)
     with pytest.raises(
@@ -461,7 +461,7 @@ def test_get_from_a_pipeline_and_from_a_recording():
     assert bp.get_pipeline_stage_assignment(pipe.recording) == before
 
 
-def test_a_pipeline_with_a_plan_of_its_own():
+def test_setting_stages_beside_a_plan_is_refused():
     """What is set on it would be overridden: it says so."""
     net = net_of()
     pipe = bp.Pipeline(net, chunks=2, plan=bp.record(net, X).plan)
@@ -616,7 +616,7 @@ AT_ONCE = {
 
 
 @pytest.mark.parametrize("what", AT_ONCE)
-def test_refused_at_once(what):
+def test_a_wrong_assignment_is_refused_at_once(what):
     """Without a sample, naming the call and the line; nothing is set."""
     net = net_of()
     assignment, message = AT_ONCE[what]
@@ -646,7 +646,7 @@ IN_FORWARD = {
 
 @pytest.mark.parametrize("what", IN_FORWARD)
 @pytest.mark.parametrize("sample", [True, False])
-def test_refused_by_the_forward(what, sample):
+def test_an_assignment_that_no_forward_follows_is_refused(what, sample):
     """With a sample at once; else at the first recording, with the line that set it."""
     net = net_of()
     assignment, message = IN_FORWARD[what]
@@ -677,7 +677,7 @@ def test_a_module_that_is_never_called():
         bp.set_pipeline_stage_assignment(net, {"steps": 1})
 
 
-def test_models_that_are_none():
+def test_what_is_no_model_is_refused():
     """Each function names what came."""
     for function_ in (
         bp.get_pipeline_stage_assignment,
@@ -739,7 +739,7 @@ def test_version_1_is_read():
         ),
     ],
 )
-def test_json_that_is_no_plan(text, message):
+def test_json_that_is_no_plan_names_the_entry(text, message):
     """The entry is named."""
     with pytest.raises(PlanError, match=f"(?s){message}"):
         bp.StagePlan.from_json(text)
@@ -749,13 +749,13 @@ def test_json_that_is_no_plan(text, message):
     ("text", "position"),
     [("=1", 0), ("a=1,b", 4), ("a=1 b=2", 0), ("a#x=1", 0), ("a=-1", 0), ("a=1,,b=2", 4)],
 )
-def test_layouts_that_cannot_be_read(text, position):
+def test_a_layout_that_cannot_be_read_names_the_position(text, position):
     """The message has the position."""
     with pytest.raises(PlanError, match=f"at position {position} of"):
         bp.StagePlan.from_layout(text)
 
 
-def test_layouts():
+def test_layouts_are_read_with_patterns_calls_and_spaces():
     """Empty, patterns, numbers of calls, spaces, and no text at all."""
     assert bp.StagePlan.from_layout("") == bp.StagePlan()
     assert bp.StagePlan.from_layout("  a =1 , b#2= 2 ").layout == "a=1, b#2=2"
@@ -772,7 +772,7 @@ def test_a_layout_can_begin_on_another_stage():
     assert recording.plan.layout == "stem=1, body=0"
 
 
-def test_differences():
+def test_differences_between_plans_are_listed():
     """Calls in one only, other classes, another order; nothing between equals."""
     plan = bp.record(net_of(), X).plan
     assert plan.differences(bp.record(net_of(), X)) == []
@@ -870,13 +870,13 @@ def test_long_names_go_on_in_the_next_line(length):
 
 
 @pytest.mark.parametrize("length", [0, 29, -1, True, "89", 40.0])
-def test_line_lengths_that_cannot_be(length):
+def test_a_line_length_below_the_least_is_refused(length):
     """The least is named."""
     with pytest.raises(UsageError, match="line_length is a whole number from 30 on"):
         printed(net_of(), length, args=X)
 
 
-def test_what_a_line_cannot_be_given_to():
+def test_a_print_fn_that_is_no_function_is_refused():
     with pytest.raises(UsageError, match="print_fn is a function of a line, but 5 came"):
         bp.print_pipeline_stage_assignment_summary(net_of(), None, 5, args=X)
 

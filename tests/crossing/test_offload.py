@@ -149,7 +149,7 @@ def test_on_the_cpu_nothing_is_done():
     assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).same
 
 
-def test_a_differentiable_call(stores):
+def test_the_callers_backward_gets_the_same_gradients(stores):
     """pipe(x), and the caller's own backward."""
     net = layers()
     plain = copy.deepcopy(net)
@@ -191,7 +191,7 @@ def test_what_names_no_stages_is_refused(wrong):
         bp.Pipeline(layers(), devices=stages(3), chunks=2, offload=wrong)
 
 
-def test_uncut_is_refused():
+def test_offload_under_uncut_is_refused():
     """It has no backward of a stage's own."""
     with pytest.raises(TypeError, match="schedule='uncut' has one backward for all stages"):
         bp.Pipeline(layers(), devices=stages(3), chunks=2, offload=True, schedule="uncut")

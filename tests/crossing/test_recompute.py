@@ -139,7 +139,7 @@ def test_a_mark_holds_to_the_end_of_its_block():
     assert [sum(layer.calls) for layer in net.layers] == [2, 0, 2, 0]
 
 
-def test_a_bad_mark_is_refused():
+def test_a_mark_with_a_wrong_checkpoint_is_refused():
     """As soon as it is written."""
     with pytest.raises(bp.BlockpipeError, match=r"checkpoint is True, False, or None .* 'always'"):
         bp.Block(0, checkpoint="always")
@@ -337,7 +337,7 @@ def test_arguments_that_are_one_tensor_stay_one():
 
 @pytest.mark.slow
 @pytest.mark.cpu("it is the CPU's autocast")
-def test_autocast_is_the_forwards():
+def test_a_recomputation_is_under_the_forwards_autocast():
     """The caller's, and what the forward enters around a call."""
 
     class Net(nn.Module):
@@ -612,7 +612,7 @@ def test_a_failure_in_a_recomputation_is_told():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_nothing_stays(schedule):
+def test_no_activation_outlives_its_step(schedule):
     """No activation outlives its step, with the collector off."""
     seen = []
 
@@ -1066,7 +1066,9 @@ def test_a_first_module_that_writes_to_its_input(schedule, mode):
     st.sampled_from(["except_last", "always"]),
     st.booleans(),
 )
-def test_random_programs(instructions, chunks, schedule, mode, isolate):
+def test_random_programs_recompute_to_plain_gradients(
+    instructions, chunks, schedule, mode, isolate
+):
     """Random programs over glue and modules have the plain loop's gradients."""
     torch.manual_seed(0)
     net = Program(instructions)
@@ -1129,7 +1131,9 @@ class NoisyProgram(Program):
     st.sampled_from(MODES),
     st.booleans(),
 )
-def test_random_programs_that_draw(instructions, chunks, schedule, mode, isolate):
+def test_random_programs_that_draw_recompute_as_sequential(
+    instructions, chunks, schedule, mode, isolate
+):
     """With dropout and batch norm: as sequential, without recomputation."""
     results = []
     x, index = torch.randn(8, 4), torch.randint(0, 4, (8,))

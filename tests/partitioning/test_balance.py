@@ -214,7 +214,7 @@ def test_a_limit_that_nothing_keeps_to_says_which_and_how_much_is_missing() -> N
     widths=st.lists(st.sampled_from([4, 16, 32]), min_size=4, max_size=7),
 )
 @settings(deadline=None, max_examples=examples(20))
-def test_what_the_ends_have_besides_counts(first: int, last: int, widths: list[int]) -> None:
+def test_the_costs_of_first_and_last_stage_count(first: int, last: int, widths: list[int]) -> None:
     """By parameters, against every partition of the chain."""
     net = chain(*widths)
     sizes = [sum(p.numel() * 4 for p in layer.parameters()) for layer in net]
@@ -271,7 +271,7 @@ def test_a_buffer_that_is_written_is_not_torn_apart() -> None:
         bp.balance(net, x, 4, "flops")
 
 
-def test_more_stages_than_pieces() -> None:
+def test_more_stages_than_places_to_cut_are_refused() -> None:
     with pytest.raises(PlanError, match=r"can be cut at 2 places, so it has 3 stages at most"):
         bp.balance(chain(4, 4, 4, 4), torch.zeros(2, 4), 4, "flops")
 
@@ -455,7 +455,7 @@ def test_what_limits_it_is_said() -> None:
         ({"kwargs": [1]}, UsageError, "kwargs is a mapping"),
     ],
 )  # fmt: skip
-def test_wrong_use(options: dict, kind: type, match: str) -> None:
+def test_wrong_arguments_are_refused(options: dict, kind: type, match: str) -> None:
     with pytest.raises(kind, match=match):
         bp.balance(chain(4, 4, 4), torch.zeros(2, 4), **{"stages": 2, **options})
 

@@ -138,7 +138,7 @@ def test_weights_may_be_a_tensor() -> None:
         (lambda: bp.partition_uniform(3, 4), "4 parts has an item at least, but there are 3"),
     ],
 )
-def test_wrong_use(call: object, match: str) -> None:
+def test_wrong_arguments_are_refused(call: object, match: str) -> None:
     with pytest.raises(PlanError, match=match):
         call()
 
@@ -172,7 +172,7 @@ def test_weights_whose_squares_no_float_holds() -> None:
         (3, "whole numbers from 1 on"),
     ],
 )
-def test_sizes_that_do_not_fit(sizes: object, match: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(sizes: object, match: str) -> None:
     with pytest.raises(PlanError, match=match):
         bp.mark_sequential(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU()), sizes)
 

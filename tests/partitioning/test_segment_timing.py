@@ -213,7 +213,7 @@ def test_hooks_of_the_users_parameters_do_not_run() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_nothing_to_go_back_from() -> None:
+def test_a_result_without_a_gradient_path_is_refused_in_training() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
     with pytest.raises(UsageError, match="a gradient path, but there is none.*training=False"):
         bp.balance(net, torch.ones(2, 4), 2)

@@ -164,7 +164,7 @@ def test_the_peak_is_that_of_the_schedule(depth, chunks, schedule, mode, in_flig
         (lambda p: torch.optim.NAdam(p), 2),
     ],
 )
-def test_what_optimizers_keep(optimizer, copies):
+def test_copies_of_an_optimizer_are_what_its_state_has(optimizer, copies):
     """As many copies of the parameters as their states have after a step."""
     net = nn.Linear(30, 40)
     if not callable(optimizer):

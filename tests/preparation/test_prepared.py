@@ -277,7 +277,7 @@ def test_in_flight_bounds_the_forwards_under_way(schedule, limit):
     assert most <= limit
 
 
-def test_auto_says_why():
+def test_the_summary_says_why_auto_chose():
     """The summary has the choice and what the others would have taken."""
     pipe = step("auto", devices=stages(4), chunks=8, rows=16)
     note = next(

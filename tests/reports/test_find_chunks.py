@@ -33,7 +33,7 @@ def _tried(report: ChunksReport) -> list[tuple[str, int]]:
     return [(trial.schedule, trial.microbatches) for trial in report.trials]
 
 
-def test_candidates_of_its_own():
+def test_candidates_are_powers_of_two_and_the_pipelines_own():
     """Powers of two up to eight for each stage, and the pipeline's own; no more than samples."""
     report = _pipe(chunks=3).find_chunks(torch.randn(12, 8), **_batch() | {"candidates": None})
     assert [n for _, n in _tried(report)] == [1, 2, 3, 4, 8, 12]
@@ -47,7 +47,7 @@ def test_a_batch_smaller_than_the_candidates():
     assert [trial.chunks for trial in report.trials] == [2, 8]
 
 
-def test_schedules():
+def test_each_schedule_is_tried_with_each_number():
     """Each is tried with each number, ``"uncut"`` without a prediction."""
     report = _pipe().find_chunks(
         torch.randn(12, 8), **_batch(), candidates=[2, 4], schedules=["gpipe", "uncut"]
@@ -65,7 +65,7 @@ def test_a_schedule_of_ones_own_for_other_microbatches():
     assert report.best is report.trials[1]
 
 
-def test_the_numbers(monkeypatch: pytest.MonkeyPatch):
+def test_seconds_are_the_median_after_the_first_step(monkeypatch: pytest.MonkeyPatch):
     """The median of the steps after the first, by a clock of the test's; the best is the least."""
     clock = itertools.count()
     recording, left_out = 7.0, 9.0  # the first step of each candidate is left out
@@ -121,7 +121,7 @@ def test_predictions_are_the_pipelines():
         assert trial.predicted_seconds == pytest.approx(played.makespan)
 
 
-def test_over_the_limit():
+def test_what_is_over_the_limit_is_told_and_not_tried():
     """What is predicted to need more than there is is told, and not tried."""
     x = torch.randn(12, 8)
     need = [t.memory for t in _pipe().find_chunks(x, **_batch(), candidates=[1, 12]).trials]
@@ -188,7 +188,7 @@ def test_a_failure_of_all_is_the_callers():
     assert net[0].weight.grad is None
 
 
-def test_nothing_is_left():
+def test_a_search_leaves_nothing_behind():
     """Values, gradients, statistics, generators, options and recordings are as they were."""
     pipe = _pipe()
     x, given = torch.randn(12, 8), _batch()
@@ -222,7 +222,7 @@ def test_nothing_is_left():
         ({"loss_fn": 3}, UsageError, "loss_fn is a callable"),
     ],
 )
-def test_wrong_use(given: dict[str, Any], error: type[Exception], match: str):
+def test_wrong_arguments_are_refused(given: dict[str, Any], error: type[Exception], match: str):
     """It is an error before anything runs."""
     pipe = _pipe()
     with pytest.raises(error, match=match):
@@ -230,7 +230,7 @@ def test_wrong_use(given: dict[str, Any], error: type[Exception], match: str):
     assert pipe.recording is None
 
 
-def test_the_table():
+def test_the_table_has_a_line_for_each_trial():
     """A line for each trial, a star at the best, and how to use it."""
     report = ChunksReport(
         [

@@ -38,7 +38,7 @@ def kinds(schedule):
     return ["".join(f"{a.kind}{a.microbatch}" for a in lane) for lane in schedule.lanes]
 
 
-def test_the_1f1b_table():
+def test_1f1b_warms_up_and_alternates():
     """Four hops, five micro-batches: warm-up of 4, 3, 2, 1, then one forward, one backward."""
     schedule = make_schedule("1f1b", [0, 1, 2, 3], 5)
     assert kinds(schedule) == [
@@ -50,14 +50,14 @@ def test_the_1f1b_table():
     assert schedule.in_flight() == 4
 
 
-def test_the_gpipe_table():
+def test_gpipe_has_all_forwards_before_all_backwards():
     """All forwards, then all backwards, on every lane."""
     assert str(make_schedule("gpipe", [0, 1], 2)) == (
         "lane 0: F0.0 F0.1 B0.0 B0.1\nlane 1: F1.0 F1.1 B1.0 B1.1"
     )
 
 
-def test_the_zb_h1_table():
+def test_zb_h1_fills_the_end_with_weight_parts():
     """Weight parts stay as many micro-batches behind as the hop's index; they fill the end."""
     assert kinds(make_schedule("zb-h1", [0, 1, 2], 4)) == [
         "F0F1F2B0W0F3B1W1B2W2B3W3",
@@ -66,7 +66,7 @@ def test_the_zb_h1_table():
     ]
 
 
-def test_the_interleaved_table():
+def test_interleaved_goes_visit_by_visit():
     """Two lanes, two visits: forwards in groups of two micro-batches, visit by visit."""
     schedule = make_schedule("interleaved", [0, 1, 0, 1], 2)
     assert [str(Actions(lane)) for lane in schedule.lanes] == [
@@ -140,13 +140,13 @@ def test_what_is_not_separable_has_no_weight_part(name, route, microbatches, dat
 
 
 @given(names, routes, counts)
-def test_csv_survives(name, route, microbatches):
+def test_csv_and_back_is_the_identity(name, route, microbatches):
     """To CSV and back is the identity, lanes numbered by their first hop's row."""
     schedule = make_schedule(name, route, microbatches)
     assert Schedule.from_csv(schedule.to_csv(), name) == schedule
 
 
-def test_csv_of_torch_distributed():
+def test_csv_of_torch_distributed_is_read():
     """Theirs has I for the input part, and empty cells where a rank waits."""
     text = "0F0,0F1,,,0B0,0B1\n,1F0,1I0,1W0,1F1,1B1\n"
     schedule = Schedule.from_csv(text)
@@ -241,7 +241,7 @@ def test_wrong_arguments_are_refused():
 # --- playing out
 
 
-def test_a_simulation_by_hand():
+def test_a_simulation_is_what_is_counted_by_hand():
     """Two lanes, one micro-batch, a transfer of one: every time can be counted."""
     found = simulate(
         make_schedule("gpipe", [0, 1], 1),
@@ -293,7 +293,7 @@ def test_a_simulation_respects_what_actions_need(name, route, microbatches, data
 
 
 @pytest.mark.slow
-def test_twenty_million_actions():
+def test_twenty_million_actions_are_simulated():
     """1000 stages, 10 000 micro-batches: packed, they are made and played out in one process."""
     schedule = make_schedule("1f1b", range(1000), 10_000)
     assert sum(map(len, schedule.lanes)) == 20_000_000

@@ -52,7 +52,7 @@ def test_nested_block_restores_the_outer_stage():
     assert route(script) == [0, 1, 0]
 
 
-def test_outermost_exit_stays():
+def test_code_after_the_outermost_block_stays_on_its_stage():
     """Code after the outermost block stays on its stage."""
 
     def script(net, x):
@@ -165,7 +165,7 @@ def test_begin_block_under_a_with_block_lasts_to_its_end():
     assert route(outermost) == [0, 2]
 
 
-def test_the_same_module_called_twice_under_different_blocks():
+def test_a_module_called_under_two_blocks_lives_on_the_first():
     """Its parameters live where they are read first, and are read on the other stage too."""
 
     def script(net, x):
@@ -243,7 +243,7 @@ def test_marks_do_nothing_outside_blockpipe():
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
 )
-def test_marks_survive_copies(copied):
+def test_copies_and_pickles_keep_the_marks(copied):
     """Copies and pickles keep the mark, and their own."""
     net = two_layers()
     net[2] = bp.BeginBlock(net[2], stage=1, name="head")
@@ -349,7 +349,7 @@ def test_a_block_outside_of_a_recording_looks_at_no_frame(monkeypatch):
         set_cursor(before)
 
 
-def test_cursor_scopes():
+def test_a_cursor_is_a_stack_of_stages():
     """The cursor is a stack of stages."""
     cursor = Cursor()
     for stage in (1, 2):

@@ -36,7 +36,7 @@ def test_everything_wrong_is_said_at_once():
         plan.check(devices=2)
 
 
-def test_text_that_is_no_plan():
+def test_text_that_is_no_plan_is_refused():
     """The message shows what a plan looks like."""
     with pytest.raises(PlanError, match="a plan is"):
         bp.StagePlan.from_json("[1]")
@@ -87,13 +87,13 @@ def test_a_plan_of_another_model_is_refused():
         ('{"assignments": [{"path": "a", "call": 0, "stage": 1048576}]}', "below 1,048,576"),
     ],
 )
-def test_a_plan_beyond_a_bound(text, why):
+def test_a_plan_beyond_a_bound_is_refused(text, why):
     """The error says the bound."""
     with pytest.raises(PlanError, match=why):
         StagePlan.from_json(text)
 
 
-def test_the_deepest_plan():
+def test_a_plan_as_deep_as_the_bound_is_read():
     """Modules may be inside of each other as deep as the bound of JSON lets them."""
     entry = Assignment("a", 0, 0)
     for _ in range(98):

@@ -50,7 +50,7 @@ def test_the_mark_that_put_it_there() -> None:
     assert "first call" not in why
 
 
-def test_before_the_first_mark() -> None:
+def test_what_comes_before_the_first_mark_is_on_stage_0() -> None:
     (why,) = says(explained("stem"), "stage")
     assert why == "no mark came before it, and a forward begins on stage 0"
 
@@ -127,7 +127,7 @@ def test_why_a_call_is_open() -> None:
     assert "it makes a tensor that it does not return" in why
 
 
-def test_what_crosses_into_it() -> None:
+def test_explain_lists_what_crosses_into_a_module() -> None:
     """Where it was made, how large, whether its gradient goes back; only where it is read first."""
     assert says(explained("body"), "crosses into it")[0].startswith(
         "float32 [4, 8] (128 B) from stage 0 to 1, and its gradient goes back (read at "
@@ -137,7 +137,7 @@ def test_what_crosses_into_it() -> None:
     assert says(explained("body"), "arguments") == ["computed from what stem returns, on stage 0"]
 
 
-def test_recomputation() -> None:
+def test_explain_says_whether_and_why_it_is_recomputed() -> None:
     """By the pipeline's option, by its mark, or why never."""
 
     def block() -> nn.Sequential:
@@ -193,7 +193,7 @@ def test_a_call_that_computes_nothing() -> None:
     assert "it computes nothing, and the forward is on stage 0" in explained("1", net)
 
 
-def test_a_parameter() -> None:
+def test_explain_a_parameter_says_who_reads_it() -> None:
     """Where it lives, who reads it, under which names."""
     text = explained("head.weight")
     assert text.startswith("stem.weight (parameter, float32 [8, 8], 256 B) lives on stage 0\n")
@@ -240,13 +240,13 @@ def test_a_function_by_its_name() -> None:
     assert f"{name} (" in explained(name, Inner())
 
 
-def test_devices_are_named() -> None:
+def test_explain_of_a_pipeline_names_the_device() -> None:
     pipe = bp.Pipeline(Net(), devices=["cpu"] * 2, chunks=2, sample=((X,), {}))
     assert pipe.explain("body").startswith("body (Linear) is on stage 1 (cpu)")
 
 
 @pytest.mark.parametrize("path", ["bdy", "head.wieght", "nothing.at.all", 3, None])
-def test_an_unknown_path(path: Any) -> None:
+def test_an_unknown_path_names_near_misses(path: Any) -> None:
     """Near misses, or what there is; and the user's line."""
     near = {"bdy": "mean 'body'", "head.wieght": "mean 'head.weight'"}
     with pytest.raises(
@@ -255,7 +255,7 @@ def test_an_unknown_path(path: Any) -> None:
         explained(path)
 
 
-def test_a_pipeline_that_recorded_nothing() -> None:
+def test_explain_of_a_pipeline_that_recorded_nothing_asks_for_a_sample() -> None:
     pipe = bp.Pipeline(Net(), devices=["cpu"] * 2, chunks=2)
     with pytest.raises(UsageError, match=r"explain\(\) needs a sample.*explain\(path, x\)"):
         pipe.explain("body")

@@ -503,7 +503,7 @@ def test_at_a_prompt_it_is_the_table() -> None:
 
 
 @pytest.mark.parametrize("columns", [["stages"], "stage", ["stage", 3], 7, [None]])
-def test_wrong_columns(columns: Any) -> None:
+def test_wrong_columns_are_refused_with_the_list(columns: Any) -> None:
     """The error has the list, and the user's line."""
     with pytest.raises(
         UsageError, match=r"out of stage, device.*output.* came.*test_summary\.py:\d+"
@@ -517,7 +517,7 @@ def test_a_device_column_needs_devices() -> None:
 
 
 @pytest.mark.parametrize("depth", [-1, 1.5, "2", True])
-def test_wrong_depths(depth: Any) -> None:
+def test_wrong_depths_are_refused(depth: Any) -> None:
     with pytest.raises(UsageError, match=r"depth is a whole number from 0 .* came"):
         recorded().summary(depth=depth)
     pipe = bp.Pipeline(Net(), devices=["cpu"] * 2, chunks=2)
@@ -526,7 +526,7 @@ def test_wrong_depths(depth: Any) -> None:
 
 
 @pytest.mark.parametrize("devices", [["cpu"], "cpu", 2])
-def test_too_few_devices(devices: Any) -> None:
+def test_too_few_devices_are_refused(devices: Any) -> None:
     with pytest.raises(UsageError, match="for each of 2 stages"):
         recorded().summary(devices)
 

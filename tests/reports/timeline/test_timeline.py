@@ -57,7 +57,7 @@ def test_a_schedules_timeline_is_its_simulation(case):
 
 @given(drawn())
 @settings(deadline=None)
-def test_costs_come_back(case):
+def test_costs_of_a_timeline_play_out_as_it_does(case):
     """What a timeline says that the hops cost plays out as what it was made with."""
     schedule, costs = case
     free = Costs(costs.forward, costs.backward, costs.weight, recompute=costs.recompute)
@@ -69,7 +69,7 @@ def test_costs_come_back(case):
 
 @given(drawn(), st.integers(20, 140))
 @settings(deadline=None)
-def test_text_fits(case, width):
+def test_text_is_as_wide_as_asked(case, width):
     """Lines are as wide as asked; what is printed fits 100 characters, and has every lane."""
     timeline = Timeline.of(*case)
     assert all(len(line) <= width for line in timeline.gantt(width=width).splitlines())
@@ -200,7 +200,7 @@ def test_rows_hold_everything_without_overlap(spans):
         assert len(rows) == at_once
 
 
-def test_an_empty_timeline():
+def test_an_empty_timeline_says_so_in_every_form():
     """Nothing ran: it says so, in every form."""
     empty = Timeline()
     assert str(empty) == "nothing ran: an empty timeline"
@@ -219,7 +219,7 @@ def test_steps_count_from_the_end_too():
     assert timeline.actions(-1) == timeline.actions()
 
 
-def test_everything_is_json():
+def test_to_dict_survives_json():
     """``to_dict`` survives JSON, and has what the table has."""
     timeline = Timeline.of(make_schedule("1f1b", [0, 1], 3))
     found = json.loads(json.dumps(timeline.to_dict()))
@@ -279,7 +279,7 @@ def test_a_name_that_no_file_can_hold(tmp_path):
     assert str(timeline).startswith("half \\ud800\n")
 
 
-def test_a_figure():
+def test_a_figure_has_a_bar_for_each_action():
     """A bar for each action, on its lane; on axes of one's own, too."""
     pyplot = _pyplot()
     timeline = Timeline.of(make_schedule("zb-h1", [0, 1], 3))
@@ -299,7 +299,7 @@ def _pyplot():
     return pytest.importorskip("matplotlib.pyplot")
 
 
-def test_without_matplotlib(monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     """The error says what to install, and what works without."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(UsageError, match=r"pip install 'blockpipe\[plot\]'.*test_timeline.py"):

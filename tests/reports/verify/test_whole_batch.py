@@ -20,7 +20,7 @@ def _pipe(net: nn.Module, **options: object) -> bp.Pipeline:
     return bp.Pipeline(net, devices=stages(2), chunks=4, **options)
 
 
-def test_a_mean_agrees():
+def test_a_mean_agrees_with_the_whole_batch():
     found = _pipe(_net(nn.Linear(8, 8), nn.Linear(8, 4))).verify(
         torch.randn(10, 8), target=torch.randint(0, 4, (10,)), loss_fn=F.cross_entropy
     )
