@@ -561,7 +561,7 @@ def test_what_is_assigned_is_checked():
     pipe = pipeline(net(), isolate=True)
     for option, value, message in [
         ("chunks", 0, "chunks is a whole number from 1 on"),
-        ("in_flight", 0, "in_flight is a number of micro-batches from 1 on"),
+        ("in_flight", 0, "expected a positive integer or None for in_flight"),
         ("checkpoint", "sometimes", "checkpoint is one of"),
         ("offload", 3, "offload is True, False, or a list"),
         ("batch_dims", "x", "batch_dims is None, a number"),
