@@ -155,7 +155,7 @@ def test_a_number_of_devices() -> None:
 def test_a_plan_for_sizes() -> None:
     """Its table is not put into the error."""
     plan = bp.balance(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), X, 2, by="parameters")
-    with pytest.raises(PlanError, match=r"a BalancedPlan came .*Pipeline\(net, plan=plan\)"):
+    with pytest.raises(PlanError, match=r"got BalancedPlan .*Pipeline\(net, plan=plan\)"):
         bp.mark_sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan)
 
 

@@ -40,7 +40,7 @@ from .._common.thread_state import (
 from ..devices.digests import Comparisons
 from ..devices.rng_streams import Source, current, moved, replayed
 from ..errors import StateError
-from ..stages.marks import Cursor, recomputing, set_cursor
+from ..stages.cursor import Cursor, recomputing, set_cursor
 from .offload import Offload, OffloadedTensor
 from .tags import GradientSlot, enter_graph, version_of
 

@@ -26,7 +26,7 @@ from .._common.thread_state import in_thread, ours, theirs
 from ..devices.devices import current_stream, is_asynchronous
 from ..devices.rng_streams import current, preserve_rng, restore
 from ..devices.sanitizer import Sanitizer
-from ..stages.marks import Cursor, recomputing, set_cursor, set_microbatch
+from ..stages.cursor import Cursor, recomputing, set_cursor, set_microbatch
 from .interception import CrossingMode, active_mode
 from .microbatch_run import MicrobatchRun
 from .tags import TAG, GradientSlot, MicrobatchKey, StepContext, Tag, enter_graph

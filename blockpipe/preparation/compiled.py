@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.nested import leaves, map_leaves, tensors
-from ..stages.marks import current_microbatch
+from ..stages.cursor import current_microbatch
 from .sealed_forwards import SealedForwards
 
 

@@ -43,7 +43,7 @@ from ..crossing.tags import (
 from ..crossing.uncut_run import UncutRun
 from ..devices.rng_streams import current, host_sources, moved
 from ..errors import CrossingError, PlanError
-from ..stages.marks import Cursor, Mark
+from ..stages.cursor import Cursor, Mark
 from ..stages.plan import too_few_devices
 from .outside_state import OutsideState
 from .plan_resolution import planned_stage

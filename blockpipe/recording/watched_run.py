@@ -20,7 +20,8 @@ from ..crossing.tags import StepContext
 from ..crossing.torch_patches import GeneratorStates
 from ..crossing.user_checkpoints import intercepting
 from ..restoring.model_state import is_users
-from ..stages.marks import mark_of, set_cursor
+from ..stages.cursor import set_cursor
+from ..stages.marks import mark_of
 from .outside_state import OutsideState
 from .plan_resolution import Planned
 from .recorder import RecordedForward, Recorder, RecordingMode, UncutRecorder, WatchedCursor, hold

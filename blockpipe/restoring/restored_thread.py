@@ -18,7 +18,7 @@ from .._common.model_turns import how_often_entered, leave_modules
 from .._common.process_changes import leave_changes
 from .._common.thread_state import enter_modes, give_forward_lock, in_thread, leave_modes
 from ..devices.rng_streams import end_turn, is_own_turn
-from ..stages.marks import current_microbatch, recomputing, set_cursor, set_microbatch
+from ..stages.cursor import current_microbatch, recomputing, set_cursor, set_microbatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
