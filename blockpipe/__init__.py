@@ -73,10 +73,10 @@ __all__ = [
     "BlockpipeError",
 ]
 
-if not TYPE_CHECKING:  # for type checkers, what is not here is an error as it is
+if not TYPE_CHECKING:  # type checkers report a missing name as it is
 
     def __getattr__(name: str) -> NoReturn:
-        """Say where the errors, and what else is not at hand here, are."""
+        """Raise an error that names the module of a public name that is elsewhere."""
         elsewhere = {"dry_run": "testing", "make_schedule": "schedules", "testing": ""}
         elsewhere |= {error: "errors" for error in vars(errors) if error.endswith("Error")}
         module = elsewhere.get(name)

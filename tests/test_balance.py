@@ -447,7 +447,7 @@ def test_what_limits_it_is_said() -> None:
         ({"slack": "1"}, PlanError, "slack are numbers from 0 on"),
         ({"bandwidth": 0}, PlanError, "bandwidth are numbers above 0"),
         ({"devices": ["cpu"]}, PlanError, "devices has one for each of 2 stages, but 1 came"),
-        ({"devices": "cpu"}, PlanError, "devices is a list"),
+        ({"devices": "cpu"}, PlanError, "expected a list with one device for each stage"),
         ({"optimizer": "adamm"}, UsageError, "optimizer is one of"),
         ({"schedule": "2f2b"}, ScheduleError, "expected one of .* for the schedule"),
         ({"target": torch.zeros(1)}, UsageError, "a target needs a loss_fn"),

@@ -489,7 +489,9 @@ def test_a_model_that_was_moved_is_placed_anew(how, look):
 @pytest.mark.parametrize("devices", [{0: "cpu"}, {"cpu"}, map(str, ["cpu"]), (d for d in ["cpu"])])
 def test_devices_have_an_order(devices):
     """A dictionary, a set or a generator is no list of them."""
-    with pytest.raises(PlanError, match="devices is a list"):
+    with pytest.raises(
+        PlanError, match="expected a list with one device for each stage for devices"
+    ):
         bp.Pipeline(net(), devices=devices)
 
 

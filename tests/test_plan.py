@@ -81,7 +81,10 @@ def test_a_plan_of_another_model_is_refused():
     ("text", "why"),
     [
         ("[" * 10**5, "nested more than 200 deep"),
-        ('{"version": 2, "version": 1, "assignments": []}', "'version' is there twice"),
+        (
+            '{"version": 2, "version": 1, "assignments": []}',
+            "one object has the name 'version' twice",
+        ),
         ('{"assignments": [{"path": "a", "call": 0, "stage": %s}]}' % ("9" * 5000), "100 digits"),
         ('{"assignments": [{"path": "a", "call": 0, "stage": 1048576}]}', "0 to 1,048,575"),
     ],

@@ -1,4 +1,4 @@
-"""What is on a module, whatever its class."""
+"""The tensors and wrappers of a module of any class."""
 
 from collections.abc import Iterator
 
@@ -6,9 +6,14 @@ from torch import Tensor, nn
 
 
 def named_slots(model: nn.Module, slots: str) -> Iterator[tuple[str, Tensor]]:
-    """Every place of a module that holds a tensor, once, tied tensors under each of their names.
+    """Yield every slot of a model that holds a tensor, tied tensors under each of their names.
 
-    ``named_parameters(remove_duplicate=False)`` names a module that is registered twice twice.
+    ``named_parameters(remove_duplicate=False)`` would list the slots of a module that is
+    registered under two names twice.
+
+    Args:
+        model: the model.
+        slots: the attribute that has a module's slots, such as ``"_buffers"``.
     """
     for path, module in model.named_modules():
         for key, tensor in getattr(module, slots).items():
@@ -17,9 +22,9 @@ def named_slots(model: nn.Module, slots: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` wraps a module, or compiled it in place."""
+    """Return whether ``torch.compile`` wraps a module, or compiled it in place."""
     return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
 
 
 class StandIn:
-    """What stands in for a module's forward for a while, and is no change of the user's."""
+    """A temporary replacement of a module's forward, which is not a change by the user."""

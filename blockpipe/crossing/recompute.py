@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._common.callsite import users_line
 from .._common.nested import map_leaves, map_tensors
+from .._common.text import dtype_text
 from .._common.thread_state import (
     CallContext,
     call_under,
@@ -355,7 +356,7 @@ def _differs(
 
 
 def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return f"{dtype_text(dtype)}{list(shape)}"
 
 
 @dataclasses.dataclass

@@ -21,6 +21,7 @@ from .._common.model_turns import alone_with
 from .._common.modules import StandIn, named_slots
 from .._common.nested import tensors
 from .._common.progress import Progress
+from .._common.text import dtype_text
 from .._common.thread_state import how_many_modes, ours
 from ..costs.meter import HostSync
 from ..costs.work import Work, addition
@@ -374,7 +375,7 @@ class Recorder(MicrobatchRun):
                 stage,
                 self.stage,
                 tuple(tensor.shape),
-                _dtype(tensor),
+                dtype_text(tensor.dtype),
                 tensor.numel() * tensor.element_size(),
                 tensor.requires_grad and self.step.differentiable,
                 name,
@@ -722,10 +723,6 @@ def _line() -> str:
     return users_line().rpartition("/")[2]
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def hold(model: nn.Module, recorder: Recorder) -> None:
     """Make a note of every parameter and buffer, tied ones once."""
     for is_buffer, slots in ((False, "_parameters"), (True, "_buffers")):
@@ -737,7 +734,7 @@ def hold(model: nn.Module, recorder: Recorder) -> None:
             held = TensorInfo(
                 [name],
                 tuple(tensor.shape),
-                _dtype(tensor),
+                dtype_text(tensor.dtype),
                 tensor.numel() * tensor.element_size(),
                 tensor.numel(),
                 tensor.requires_grad,

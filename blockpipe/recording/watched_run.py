@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._common.modules import is_compiled
 from .._common.nested import map_tensors, tensors
 from .._common.progress import Progress
-from .._common.text import short
+from .._common.text import dtype_text, short
 from .._common.thread_state import as_ours, theirs
 from ..batches.losses import own_loss_or_none
 from ..costs.meter import Meter
@@ -112,7 +112,7 @@ def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
         named = ((f"output {index}", value) for index, value in enumerate(output))
     for name, value in named:
         for tensor in tensors(value):
-            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            shape, dtype = tuple(tensor.shape), dtype_text(tensor.dtype)
             yield Output(name, shape, dtype, tensor is loss, id(tensor) in given)
 
 
