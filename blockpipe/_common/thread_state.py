@@ -48,7 +48,7 @@ def stash(key: str, value: object) -> None:
 
 
 def stashed(key: str) -> Any:
-    """What this thread, or the one that it works for, has kept; ``None``: nothing."""
+    """Return the object that this thread, or its caller's, has stashed; ``None``: nothing."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
@@ -237,7 +237,7 @@ class CallerState:
 
     @property
     def autocasts(self) -> bool:
-        """Whether the caller is under autocast."""
+        """Whether the caller has autocast on."""
         return bool(self._autocast)
 
     def run(self, function: Callable[[], R], *, backward: bool = False) -> R:
