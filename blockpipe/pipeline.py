@@ -16,7 +16,8 @@ from torch import nn
 from ._common.callsite import remembers_caller, users_line, warn
 from ._common.hints import knows_other_names
 from ._common.model_turns import alone_with
-from .batches.microbatch import BatchDims, LossReduction
+from .batches.batch_dims import BatchDims
+from .batches.microbatch import LossReduction
 from .devices.observer import Observer
 from .errors import UsageError
 from .execution.lanes import close_idle_threads

@@ -488,7 +488,9 @@ def test_a_model_that_was_moved_is_placed_anew(how, look):
 @pytest.mark.parametrize("devices", [{0: "cpu"}, {"cpu"}, map(str, ["cpu"]), (d for d in ["cpu"])])
 def test_devices_without_an_order_are_refused(devices):
     """A dictionary, a set or a generator is no list of them."""
-    with pytest.raises(PlanError, match="devices is a list"):
+    with pytest.raises(
+        PlanError, match="expected a list with one device for each stage for devices"
+    ):
         bp.Pipeline(linears(3), devices=devices)
 
 
@@ -561,7 +563,7 @@ def test_what_is_assigned_is_checked():
     pipe = pipeline(linears(3), isolate=True)
     for option, value, message in [
         ("chunks", 0, "chunks is a whole number from 1 on"),
-        ("in_flight", 0, "in_flight is a number of micro-batches from 1 on"),
+        ("in_flight", 0, "expected a positive integer or None for in_flight"),
         ("checkpoint", "sometimes", "checkpoint is one of"),
         ("offload", 3, "offload is True, False, or a list"),
         ("batch_dims", "x", "batch_dims is None, a number"),

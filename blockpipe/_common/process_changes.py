@@ -38,7 +38,7 @@ class ProcessChange:
             in_thread.entered.remove(self)
 
     def _hold(self, times: int) -> None:
-        """This thread has it entered so many times."""
+        """Set how many times this thread has it entered."""
         own = threading.get_ident()
         threads = (*(t for t in self._threads if t != own), *[own] * times)
         if not threads:

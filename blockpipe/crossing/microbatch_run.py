@@ -34,7 +34,7 @@ from ..devices.observer import Watch
 from ..devices.ownership import Owner, owner_of, set_owner
 from ..devices.rng_streams import torchs_of
 from ..errors import CrossingError, RouteError, StateError
-from ..stages.marks import Cursor
+from ..stages.cursor import Cursor
 from .constants import makes_constants, note_write, writes
 from .hop_backward import WeightPart, run_input_part, run_whole
 from .offload import Offload

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._common.callsite import users_line
 from .._common.nested import map_leaves, map_tensors
+from .._common.text import dtype_text
 from .._common.thread_state import (
     CallContext,
     call_under,
@@ -41,7 +42,7 @@ from .._torch.tensors import version_of
 from ..devices.digests import Comparisons
 from ..devices.rng_streams import Source, current, moved, replayed
 from ..errors import StateError
-from ..stages.marks import Cursor, recomputing, set_cursor
+from ..stages.cursor import Cursor, recomputing, set_cursor
 from .offload import Offload, OffloadedTensor
 from .tags import GradientSlot, enter_graph
 
@@ -355,7 +356,7 @@ def _differs(
 
 
 def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return f"{dtype_text(dtype)}{list(shape)}"
 
 
 @dataclasses.dataclass

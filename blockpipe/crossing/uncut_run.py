@@ -23,7 +23,7 @@ from .._torch.tensors import storage_id, version_of
 from ..devices.devices import current_stream
 from ..devices.observer import Watch
 from ..errors import CrossingError
-from ..stages.marks import Cursor
+from ..stages.cursor import Cursor
 from .microbatch_run import Arguments, Keywords, MicrobatchRun, Reader
 from .tags import TAG, StepContext, Tag
 from .tensor_attributes import class_attributes, share_attributes

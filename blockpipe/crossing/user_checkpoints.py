@@ -27,7 +27,7 @@ from .._torch.modes import dispatch_modes
 from ..devices.devices import current_stream, is_asynchronous
 from ..devices.rng_streams import current, preserve_rng, restore
 from ..devices.sanitizer import Sanitizer
-from ..stages.marks import Cursor, recomputing, set_cursor, set_microbatch
+from ..stages.cursor import Cursor, recomputing, set_cursor, set_microbatch
 from .interception import CrossingMode, active_mode
 from .microbatch_run import MicrobatchRun
 from .tags import TAG, GradientSlot, MicrobatchKey, StepContext, Tag, enter_graph

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ..crossing.microbatch_run import MicrobatchRun
 from ..devices.observer import Observer
-from ..stages.marks import Cursor
+from ..stages.cursor import Cursor
 
 
 def observed_border(

@@ -45,7 +45,7 @@ from ..preparation.prepared import Prepared
 from ..restoring.process_state import kept_process_state
 from ..schedules.builders import ScheduleOption
 from ..schedules.schedule import Action, Schedule
-from ..stages.marks import Cursor, Mark, set_cursor, set_microbatch
+from ..stages.cursor import Cursor, Mark, set_cursor, set_microbatch
 from .lanes import Abandoned, Turns
 from .observed import PlainLoopObserver, observed_border
 from .whole_arguments import WholeArguments

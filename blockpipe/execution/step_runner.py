@@ -27,7 +27,7 @@ from ..preparation.options import PipelineOptions
 from ..preparation.prepared import Prepared
 from ..preparation.preparer import Preparer, dims_for, split_call
 from ..restoring.restored_thread import leaves_intact
-from ..stages.marks import Cursor, _cursor, set_cursor
+from ..stages.cursor import Cursor, current_cursor, set_cursor
 from .autograd_bridge import attach, input_gradients
 from .step import Execution
 from .step_result import StepLoss, StepResult
@@ -263,7 +263,7 @@ def _check_call() -> None:
             f"{exporting or 'torch.jit.trace'} cannot see the stages of a pipeline "
             f"({users_line()}); call unplace(), and give it pipe.module"
         )
-    if _cursor.get() is not None:
+    if current_cursor() is not None:
         raise UsageError(
             "a pipeline was called inside a forward that Blockpipe runs; mark the inner "
             f"model's modules as blocks of the outer one instead ({users_line()})"

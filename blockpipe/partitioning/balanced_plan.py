@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from textwrap import wrap
 from typing import Any
 
-from .._common.text import bar, bytes_text, flops_text, text_table
+from .._common.text import bar, bytes_text, flops_text, seconds_text, text_table
 from ..schedules.simulation import Simulation
 from ..stages.plan import StagePlan
 
@@ -158,14 +158,6 @@ class BalancedPlan(StagePlan):
             "layout": self.layout,
             "plan": json.loads(self.to_json()),
         }
-
-
-def seconds_text(seconds: float) -> str:
-    """A time as people read it."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
 
 
 def _bytes_text(count: float) -> str:

@@ -18,7 +18,7 @@ from ..devices.devices import is_asynchronous
 from ..errors import ScheduleError
 from ..preparation.prepared import is_small, runs_inline
 from ..schedules.builders import ScheduleOption, choose, make_schedule
-from ..schedules.schedule import HOP_MASK, HOP_SHIFT, B, F, Schedule, W
+from ..schedules.schedule import Schedule
 from ..schedules.simulation import Costs, Simulation, simulate
 from .cut_points import SegmentCosts
 
@@ -117,7 +117,7 @@ class StageCosts:
         has_one_lane = len(set(to.lanes)) == 1 or small
         one_by_one = runs_inline(to.schedule, to.chunks, has_one_lane=has_one_lane)
         self.one_thread = one_by_one and has_one_lane
-        held = held_at_once(to.made(Costs()))
+        held = to.made(Costs()).held_at_once()
         self.in_flight = [1] * to.stages if one_by_one else held
 
     def cost(self, stage: int) -> Tensor:
@@ -164,22 +164,3 @@ class StageCosts:
         )
         played = simulate(to.made(costs), costs)
         return played.makespan, played
-
-
-def held_at_once(schedule: Schedule) -> list[int]:
-    """For each hop, the most micro-batches that are between their forward and the end of their
-    backward there.
-
-    Example:
-        >>> held_at_once(make_schedule("1f1b", [0, 1, 2], 8))
-        [3, 2, 1]
-    """
-    split = {hop for hop, _ in schedule.split()}
-    held = [0] * len(schedule.lane_of_hop)
-    most = list(held)
-    for lane in schedule.codes:
-        for code in lane:
-            kind, hop = code & 3, code >> HOP_SHIFT & HOP_MASK
-            held[hop] += (kind == F) - (kind == (W if hop in split else B))
-            most[hop] = max(most[hop], held[hop])
-    return most

@@ -26,7 +26,7 @@ from .._common.nested import tensors
 from .._common.thread_state import ours
 from .._torch.modules import BatchNorm, buffers_of
 from ..crossing.interception import active_mode
-from ..stages.marks import current_microbatch, is_recomputing
+from ..stages.cursor import current_microbatch, is_recomputing
 
 Forward = Callable[..., Any]
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

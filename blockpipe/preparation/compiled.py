@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from .._common.nested import leaves, map_leaves, tensors
 from .._torch.graph import gradient_hooks
-from ..stages.marks import current_microbatch
+from ..stages.cursor import current_microbatch
 from .sealed_forwards import SealedForwards
 
 

@@ -29,7 +29,7 @@ from ..errors import UsageError
 from ..recording.recording import Hop
 from ..schedules.builders import ScheduleOption
 from ..schedules.schedule import Schedule
-from ..stages.marks import current_stage
+from ..stages.cursor import current_stage
 from .prepared import Prepared
 
 # Copies of a parameter that an optimizer keeps, by its name.

@@ -8,7 +8,8 @@ from torch import nn
 
 from .._common.callsite import users_line
 from .._common.hints import ALL_REDUCE
-from ..batches.microbatch import BatchDims, LossReduction
+from ..batches.batch_dims import BatchDims
+from ..batches.microbatch import LossReduction
 from ..errors import MicrobatchError, PlanError, ScheduleError, UsageError
 from ..schedules.builders import SCHEDULES, ScheduleOption, check_in_flight
 from ..schedules.schedule import Schedule

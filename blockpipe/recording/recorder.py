@@ -20,6 +20,7 @@ from .._common.model_turns import alone_with
 from .._common.modules import StandIn, named_slots
 from .._common.nested import tensors
 from .._common.progress import Progress
+from .._common.text import dtype_text
 from .._common.thread_state import ours
 from .._torch.graph import saved_tensor_hooks
 from .._torch.modes import how_many_function_modes
@@ -46,7 +47,7 @@ from ..crossing.tags import (
 from ..crossing.uncut_run import UncutRun
 from ..devices.rng_streams import current, host_sources, moved
 from ..errors import CrossingError, PlanError
-from ..stages.marks import Cursor, Mark
+from ..stages.cursor import Cursor, Mark
 from ..stages.plan import too_few_devices
 from .outside_state import OutsideState
 from .outside_tensors import OutsideTensors
@@ -389,7 +390,7 @@ class Recorder(MicrobatchRun):
                 stage,
                 self.stage,
                 tuple(tensor.shape),
-                _dtype(tensor),
+                dtype_text(tensor.dtype),
                 tensor.numel() * tensor.element_size(),
                 tensor.requires_grad and self.step.differentiable,
                 name,
@@ -731,10 +732,6 @@ def _line() -> str:
     return users_line().rpartition("/")[2]
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def hold(model: nn.Module, recorder: Recorder) -> None:
     """Make a note of every parameter and buffer, tied ones once."""
     for is_buffer, slots in ((False, parameters_of), (True, buffers_of)):
@@ -746,7 +743,7 @@ def hold(model: nn.Module, recorder: Recorder) -> None:
             held = TensorInfo(
                 [name],
                 tuple(tensor.shape),
-                _dtype(tensor),
+                dtype_text(tensor.dtype),
                 tensor.numel() * tensor.element_size(),
                 tensor.numel(),
                 tensor.requires_grad,

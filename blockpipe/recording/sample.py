@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from .._common.callsite import users_line
 from .._common.nested import leaves, tensors
+from .._common.text import dtype_text
 from ..batches.microbatch import BatchPart
 from ..errors import RecordingError
 
@@ -50,7 +51,7 @@ def _shown(value: Any) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(value, Tensor) or (isinstance(shape, tuple) and dtype is not None):
         kind = "" if isinstance(value, Tensor) else f"{type(value).__name__} of "
-        return f"{kind}{str(dtype).removeprefix('torch.')}{list(shape or ())}"
+        return f"{kind}{dtype_text(dtype)}{list(shape or ())}"
     return repr(value)[:40]
 
 

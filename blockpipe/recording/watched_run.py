@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._common.nested import map_tensors, tensors
 from .._common.progress import Progress
-from .._common.text import short
+from .._common.text import dtype_text, short
 from .._common.thread_state import as_ours, theirs
 from .._torch.modules import COMPILED_CALL, is_compiled
 from .._torch.tensors import version_of
@@ -22,7 +22,8 @@ from ..crossing.torch_patches import GeneratorStates
 from ..crossing.user_checkpoints import intercepting
 from ..restoring.holders import Holder
 from ..restoring.model_state import is_users
-from ..stages.marks import mark_of, set_cursor
+from ..stages.cursor import set_cursor
+from ..stages.marks import mark_of
 from .outside_state import TORCHS, OutsideState
 from .plan_resolution import Planned
 from .reads import Reads
@@ -157,7 +158,7 @@ def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
         named = ((f"output {index}", value) for index, value in enumerate(output))
     for name, value in named:
         for tensor in tensors(value):
-            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            shape, dtype = tuple(tensor.shape), dtype_text(tensor.dtype)
             yield Output(name, shape, dtype, tensor is loss, id(tensor) in given)
 
 

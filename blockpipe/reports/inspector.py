@@ -12,7 +12,8 @@ import torch
 
 from .._common.callsite import users_line
 from .._common.text import bytes_text, one_line
-from ..batches.joining import has_batch, is_weighed, output_dim
+from ..batches.batch_dims import has_batch
+from ..batches.joining import is_weighed, output_dim
 from ..devices.devices import is_asynchronous
 from ..errors import ScheduleError, UsageError
 from ..preparation.memory_model import MemoryReport, measured, predict

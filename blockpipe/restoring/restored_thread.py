@@ -18,7 +18,7 @@ from .._common.thread_state import enter_modes, give_forward_lock, in_thread, le
 from .._torch.graph import pop_saved_tensor_hooks, saved_tensor_hooks
 from .._torch.modes import function_modes, how_many_dispatch_modes, pop_dispatch_mode
 from ..devices.rng_streams import end_turn, is_own_turn
-from ..stages.marks import current_microbatch, recomputing, set_cursor, set_microbatch
+from ..stages.cursor import current_microbatch, recomputing, set_cursor, set_microbatch
 
 P = ParamSpec("P")
 R = TypeVar("R")

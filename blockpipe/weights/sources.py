@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._common.bounded_json import parse_json, read_text
+from .._common.text import dtype_text
 from ..errors import UsageError, WeightsError
 from .safetensors_file import read_entries, read_tensor
 
@@ -37,7 +38,7 @@ class Header:
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{dtype_text(self.dtype)}{list(self.shape)}"
 
 
 class Source(Protocol):

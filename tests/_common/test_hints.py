@@ -154,7 +154,7 @@ def test_a_number_for_devices_says_how_to_name_them() -> None:
 def test_a_plan_given_for_sizes_says_to_pass_it_as_plan() -> None:
     """Its table is not put into the error."""
     plan = bp.balance(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), X, 2, by="parameters")
-    with pytest.raises(PlanError, match=r"a BalancedPlan came .*Pipeline\(net, plan=plan\)"):
+    with pytest.raises(PlanError, match=r"got BalancedPlan .*Pipeline\(net, plan=plan\)"):
         bp.mark_sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan)
 
 

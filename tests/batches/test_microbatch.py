@@ -62,7 +62,9 @@ def test_batch_dims_name_what_is_split_where():
 
 def test_a_target_of_another_size_is_an_error():
     """A target is compared row by row, so it splits like the inputs."""
-    with pytest.raises(MicrobatchError, match=r"batch has 4 samples, but a target of shape \(3,\)"):
+    with pytest.raises(
+        MicrobatchError, match=r"the batch's 4 samples on dim 0 for the target, got \(3,\)"
+    ):
         split((torch.zeros(4, 1),), {}, torch.zeros(3), 2)
 
 
@@ -107,7 +109,7 @@ def test_what_has_no_weight_counts_for_nothing():
 
 def test_join_of_different_structures_is_an_error():
     """Members would be misaligned."""
-    with pytest.raises(MicrobatchError, match="results of one structure"):
+    with pytest.raises(MicrobatchError, match=r"as many members .* got \[1, 2\]"):
         join([(1,), (1, 2)], [1, 1], [0.5, 0.5], None)
 
 
@@ -115,7 +117,7 @@ def test_outputs_of_different_widths_are_named():
     """With the micro-batches, and what to do."""
     widths = [{"h": torch.zeros(2, 4), "w": [torch.zeros(2, n)]} for n in (3, 3, 5)]
     match = (
-        r"output\['w'\]\[0\] has the shape \[2, 3\] in micro-batch 0 and \[2, 5\] in micro-batch 2 "
+        r"output\['w'\]\[0\] with the shape \[2, 3\] in micro-batch 0 and \[2, 5\] in micro-batch 2 "
         r"\(.*test_microbatch.py:\d+\); pad .* batch_dims=\{'output': …\}"
     )
     with pytest.raises(MicrobatchError, match=match):

@@ -20,7 +20,7 @@ from blockpipe._common.thread_state import in_thread
 from blockpipe.crossing import torch_patches as replaced
 from blockpipe.devices import rng_streams as randomness
 from blockpipe.execution import lanes
-from blockpipe.stages import marks as blocks
+from blockpipe.stages.cursor import current_cursor
 
 from ..models import square
 from ..parity import plain_step
@@ -30,7 +30,7 @@ PACKAGE = str(Path(bp.__file__).parent)
 # What lets go of something, whatever has happened. It is not what may fail, but what must not.
 LETS_GO = {
     "_common/thread_state": {"give_forward_lock", "enter_modes", "__exit__"},
-    "stages/marks": {"set_cursor", "set_microbatch"},
+    "stages/cursor": {"set_cursor", "set_microbatch"},
     "crossing/tags": {"settle"},
     "_common/model_turns": {"__exit__", "_leave"},
     "_common/process_changes": {"__exit__", "_hold"},
@@ -145,7 +145,7 @@ def assert_nothing_stays() -> None:
     assert in_thread.forward_lock is None
     assert in_thread.mode is None
     assert in_thread.modes == ()
-    assert blocks._cursor.get() is None
+    assert current_cursor() is None
     assert torch._C._len_torch_function_stack() == 0
 
     assert randomness._turn._owner is None, "the turn to draw is still taken"

@@ -166,10 +166,10 @@ def test_weights_whose_squares_no_float_holds() -> None:
 @pytest.mark.parametrize(
     ("sizes", "match"),
     [
-        ([2, 2], r"sizes add up to the number of children, 3, but \[2, 2\] makes 4"),
-        ([3, 0], "whole numbers from 1 on"),
-        ([1.0, 2.0], "whole numbers from 1 on"),
-        (3, "whole numbers from 1 on"),
+        ([2, 2], r"sizes that add up to 3, the number of children, got \[2, 2\]"),
+        ([3, 0], "a list of positive integers for sizes"),
+        ([1.0, 2.0], "a list of positive integers for sizes"),
+        (3, "a list of positive integers for sizes"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes: object, match: str) -> None:
@@ -179,10 +179,10 @@ def test_sizes_that_do_not_fit_are_refused(sizes: object, match: str) -> None:
 
 def test_a_child_that_is_there_twice_begins_no_stage() -> None:
     relu = nn.ReLU()
-    with pytest.raises(PlanError, match="'1', which is there several times"):
+    with pytest.raises(PlanError, match="'1', a module that the net has several times"):
         bp.mark_sequential(nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4), relu), [1, 3])
 
 
 def test_what_is_no_sequential_is_for_balance() -> None:
-    with pytest.raises(PlanError, match="takes an nn.Sequential, but Linear came"):
+    with pytest.raises(PlanError, match="expected an nn.Sequential for net, got Linear"):
         bp.mark_sequential(nn.Linear(4, 4), [1])

@@ -14,7 +14,7 @@ from ..._common.callsite import users_line
 from ..._common.text import one_line
 from ...errors import ScheduleError, UsageError
 from ...schedules.schedule import Action, Schedule
-from ...schedules.simulation import Costs, PerHop, Simulation, simulate
+from ...schedules.simulation import Costs, Simulation, simulate
 from .chrome import chrome_trace
 from .html import frame, page
 from .plot import plot
@@ -184,7 +184,6 @@ def _events(played: Simulation, costs: Costs) -> Iterator[Event]:
     split = schedule.split()
     ends: dict[tuple[str, int, int], float] = {}
     begins: list[tuple[float, Action, int]] = []
-    again = costs.forward if costs.recompute is None else costs.recompute
     for lane, actions in enumerate(schedule.lanes):
         for action, start in zip(actions, played.starts[lane], strict=True):
             kind, hop, m = action
@@ -193,7 +192,7 @@ def _events(played: Simulation, costs: Costs) -> Iterator[Event]:
                 "F": forward,
                 "B": backward - weight if (hop, m) in split else backward,
                 "W": weight,
-                "R": _at(again, hop),
+                "R": costs.on(hop).recompute,
             }[kind]
             ends[kind, hop, m] = start + took
             begins.append((start, action, lane))
@@ -205,7 +204,7 @@ def _events(played: Simulation, costs: Costs) -> Iterator[Event]:
         sent = arrived = ends[kind, before, m]
         link = min(hop, before)
         if schedule.lane_of_hop[before] != lane:
-            arrived += _at(costs.transfer, link)
+            arrived += costs.on(link).transfer
         if arrived > sent:
             yield _event("copy", lane, hop, m, sent, arrived, before)
         if kind == "F" and start > arrived:
@@ -217,7 +216,3 @@ def _event(
 ) -> Event:
     made: EventKind = kind
     return Event(made, lane, hop, hop, m, 0, start, end, source)
-
-
-def _at(value: PerHop, hop: int) -> float:
-    return float(value) if isinstance(value, int | float) else float(value[hop])

@@ -27,7 +27,7 @@ from ..._torch.modules import is_compiled
 from ...crossing.interception import active_mode
 from ...crossing.tags import TAG
 from ...devices.ownership import copying
-from ...stages.marks import current_microbatch, current_stage, is_recomputing
+from ...stages.cursor import current_microbatch, current_stage, is_recomputing
 
 _ROWS = 16
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # of the golden ratio: scatters the bits of an index

@@ -26,7 +26,7 @@ from ...preparation.batch_norm import DeferredBatchNorm
 from ...preparation.options import PipelineOptions
 from ...preparation.preparer import dims_for
 from ...restoring.preserved import PreservedModel, moved_copy
-from ...stages.marks import set_microbatch
+from ...stages.cursor import set_microbatch
 from .divergence import CallWatch
 from .result import Outcome
 

@@ -251,7 +251,7 @@ def test_wrong_arguments_are_refused(tmp_path):
         timeline.gantt(width=5)
     with pytest.raises(ScheduleError, match="unit of costs is '' or 's'.*'ms' came"):
         Timeline.of(make_schedule("1f1b", [0, 1], 3), unit="ms")
-    with pytest.raises(ScheduleError, match="takes a Schedule and Costs, but str"):
+    with pytest.raises(ScheduleError, match="expected a Schedule for schedule, got '1f1b'"):
         Timeline.of("1f1b")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         timeline.to_html(tmp_path / "nowhere" / "t.html")
