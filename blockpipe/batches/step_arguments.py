@@ -1,6 +1,6 @@
 """The arguments of one step, handed on as one value by what runs steps to time or compare them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,6 @@ class StepArguments:
     """
 
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
     target: Any = None
     loss_fn: Callable[..., Any] | None = None

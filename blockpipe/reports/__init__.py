@@ -1,5 +1,5 @@
-"""What users are told: tables, pictures, verdicts. Nothing here changes a step.
+"""Reports to users: tables, pictures, verdicts. Nothing here changes a step.
 
 In: recordings, prepared models, traces. Out: summaries, memory, timelines, verifications. Read
-first: ``inspector`` for what is asked before a step; then the folder of the report.
+first: ``inspector`` for the reports that need no step; then the folder of the report.
 """
