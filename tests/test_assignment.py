@@ -577,8 +577,11 @@ def _stage(path: str, stage: object):
 
 
 AT_ONCE = {
-    "None for an entry": (_changed(lambda e: e.insert(0, None)), r"entry 0 is None, no Assignment"),
-    "no entry": ([1, "stem"], r"entry 0 is 1, no Assig.*entry 1 is 'stem'"),
+    "None for an entry": (
+        _changed(lambda e: e.insert(0, None)),
+        r"entry 0 is None, but should be an Assignment",
+    ),
+    "no entry": ([1, "stem"], r"entry 0 is 1, but.*entry 1 is 'stem'"),
     "None for a stage": (_changed(_stage("body.1", None)), r"'body.1' call 0: .* not None"),
     "negative": (_changed(_stage("head", -1)), r"'head' call 0: a stage is a whole .* not -1"),
     "bool": (_changed(_stage("head", True)), r"'head' call 0: .* not True"),
@@ -595,7 +598,7 @@ AT_ONCE = {
     ),
     "unknown path": ({"heed": 0}, r"assigns \['heed'\], which Sequential does not have; did you.*"),
     "stage of a pattern": ({"head": "1"}, r"'head': a stage is a whole number.* not '1'"),
-    "no path": ({1: 1}, r"entry 0 is .* no Assignment with a path"),
+    "no path": ({1: 1}, r"entry 0 is .* an Assignment with a path"),
     "gap in a mapping": ({"head": 2}, r"\[0, 2\] are used and \[1\] are not"),
     "two patterns": ({"body.*": 0, "body.1": 1}, r"'body.1' is on stage 0, and by 'body.1' on"),
     "layout": ("head=1, body", r"at position 8 of 'head=1, body' came 'body'"),
@@ -606,8 +609,8 @@ AT_ONCE = {
     "a number far off": ({"head": 10**6}, r"\[1, 2, 3, 4, 5, 6, 7, 8\] are not"),
     "a number that is none": ("head=" + "9" * 5000, r"at position 0 of 'head=9"),
     "negative call": ([bp.Assignment("stem", -1, 0)], r"entry 0 is .*the number of a call"),
-    "wrong type": (3, r"an assignment is a list .* but int came"),
-    "None": (None, r"an assignment is a list .* but NoneType came"),
+    "wrong type": (3, r"a list of Assignment entries.* for assignment, got 3"),
+    "None": (None, r"a list of Assignment entries.* for assignment, got None"),
 }
 
 
@@ -681,7 +684,7 @@ def test_models_that_are_none():
         bp.print_pipeline_stage_assignment_summary,
         lambda what: bp.set_pipeline_stage_assignment(what, {}),
     ):
-        with pytest.raises(UsageError, match=f"but str came .*{LINE}"):
+        with pytest.raises(UsageError, match=f"for model, got .*{LINE}"):
             function_("resnet50")
 
 
@@ -868,12 +871,12 @@ def test_long_names_go_on_in_the_next_line(length):
 @pytest.mark.parametrize("length", [0, 29, -1, True, "89", 40.0])
 def test_line_lengths_that_cannot_be(length):
     """The least is named."""
-    with pytest.raises(UsageError, match="line_length is a whole number from 30 on"):
+    with pytest.raises(UsageError, match="an integer from 30 up for line_length"):
         printed(net_of(), length, args=X)
 
 
 def test_what_a_line_cannot_be_given_to():
-    with pytest.raises(UsageError, match="print_fn is a function of a line, but 5 came"):
+    with pytest.raises(UsageError, match="a function of a line for print_fn, got 5"):
         bp.print_pipeline_stage_assignment_summary(net_of(), None, 5, args=X)
 
 

@@ -316,8 +316,8 @@ def _in_recomputation(plain: CallWatch, piped: CallWatch, differs: Differs) -> D
         apart = min((_apart(known, result) for known in results.get(path, [])), default=0.0)
         if differs(apart):
             why = (
-                f"recomputed, it returns something else ({apart:.1e}) than in any forward: it reads "
-                "values that have changed since"
+                f"recomputed, it returns something else ({apart:.1e}) than in any forward: it "
+                "reads values that have changed since"
             )
             return Divergence("recomputation", path, None, stage, None, apart, why)
     return None
