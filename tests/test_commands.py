@@ -283,7 +283,7 @@ def test_as_a_process() -> None:
     """The module runs; a reader that goes early is no error; nothing is on stderr."""
     command = f"{sys.executable} -m blockpipe simulate --schedule all | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("schedule")
+    assert done.stdout.startswith("Schedule")
     assert done.stderr == ""
 
 
