@@ -18,6 +18,7 @@ from ._common.hints import knows_other_names
 from ._common.model_turns import alone_with
 from .batches.batch_dims import BatchDims
 from .batches.microbatch import LossReduction
+from .batches.step_arguments import StepArguments
 from .devices.observer import Observer
 from .errors import UsageError
 from .execution.lanes import close_idle_threads
@@ -38,7 +39,7 @@ from .preparation.options import (
 from .preparation.prepared import Prepared
 from .preparation.preparer import CompileOptions, Preparer
 from .recording.recording import Recording
-from .reports.find_chunks import ChunksReport, SearchOptions, StepArguments, find_chunks
+from .reports.find_chunks import ChunksReport, SearchOptions, find_chunks
 from .reports.inspector import Inspector, described
 from .reports.summary.summary import Summary
 from .reports.timeline.profiling import Profile, collected

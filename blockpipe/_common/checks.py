@@ -51,7 +51,10 @@ def mismatch(what: str, got: object, *, for_: str = "") -> str:
 def _shown(value: object) -> str:
     if not isinstance(value, _PLAIN):  # a module's or a tensor's text may have thousands of lines
         return type(value).__name__
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return type(value).__name__
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 

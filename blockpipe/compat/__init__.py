@@ -1,4 +1,4 @@
-"""Other libraries' functions for what is here, under the names that their users know.
+"""Functions of this package under the names that users of other libraries know.
 
 In: a model, a pipeline. Out: stages as data, in IPU Keras' words. Nothing else imports it. Each
 library has files of its own; a name that only an error message knows belongs in

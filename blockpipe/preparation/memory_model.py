@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from .._torch.modes import DispatchMode
 from .._torch.tensors import storage_id
 from ..devices.devices import is_asynchronous
 from ..errors import UsageError
-from ..recording.recording import Hop
 from ..schedules.builders import ScheduleOption
 from ..schedules.schedule import Schedule
 from ..stages.cursor import current_stage
@@ -48,10 +47,7 @@ _STATES = {
     "radam": 2.0,
     "amsgrad": 3.0,
 }
-# What operations work on besides what is kept, in results of the largest of them: in a backward
-# the gradients of its result and of its input; or of its result and of its parameter, before that
-# is added to `.grad`. A guess; examples/benchmarks/memory.py shows how far it carries.
-_WORKING = 2
+Bytes = TypeVar("Bytes", int, Tensor)  # of one stage, or of many at once
 
 
 @dataclass
@@ -251,14 +247,30 @@ def _static(prepared: Prepared, stage: int, copies: float) -> StageMemory:
         kept=sum(prepared.kept(hop.index, 0, 2)[0] for hop in hops),
         glue=sum(hop.glue_bytes for hop in hops),
         crossings=sum(c.bytes for c in recording.crossings if c.to_stage == stage),
-        working=_working(hops, max((h.bytes for h in held if h.trainable), default=0))
-        + on_their_way,
+        working=on_their_way
+        + working_bytes(
+            max((hop.largest_bytes for hop in hops), default=0),
+            max((h.bytes for h in held if h.trainable), default=0),
+            max,
+        ),
     )
 
 
-def _working(hops: Sequence[Hop], parameter: int) -> int:
-    result = max((hop.largest_bytes for hop in hops), default=0)
-    return max(_WORKING * result, result + parameter)
+def working_bytes(
+    largest: Bytes, parameter: Bytes, larger: Callable[[Bytes, Bytes], Bytes]
+) -> Bytes:
+    """Return a guess at the bytes that a stage's operations work on, beside those that are kept.
+
+    The operation with the largest result needs most of them in its backward: the gradient of its
+    result, and that of its input or, before it is added to ``.grad``, of its parameter.
+    ``examples/benchmarks/memory.py`` shows how far the guess carries.
+
+    Args:
+        largest: the size of the largest result of an operation.
+        parameter: the size of the largest trained parameter.
+        larger: the maximum of two sizes: ``max``, or ``torch.maximum`` for many stages at once.
+    """
+    return largest + larger(largest, parameter)
 
 
 def _peak(

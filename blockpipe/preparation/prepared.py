@@ -4,7 +4,7 @@ schedules, and whether threads pay."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -24,12 +24,13 @@ from ..devices.devices import is_asynchronous
 from ..devices.rng_streams import Source, host_sources, sources_of, torchs_of
 from ..errors import ScheduleError
 from ..recording.recording import ActivationBytes, Hop, Recording
-from ..schedules.builders import ScheduleChoice, ScheduleOption, choose, make_schedule
+from ..schedules.builders import ScheduleChoice, ScheduleOption
 from ..schedules.schedule import Schedule
 from ..schedules.simulation import Costs, validate
 from .batch_norm import DeferredBatchNorm
 from .compiled import CompiledModules
 from .hop_costs import hop_costs, rates_of_stages
+from .schedule_choice import ScheduleRequest
 from .sealed_forwards import SealedForwards
 from .unwritten import Unwritten
 
@@ -60,16 +61,31 @@ def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hash
     ]
 
 
-def is_small(recording: Recording, hops: int | None = None) -> bool:
-    """Whether a recording's operations, or hops, are too small for threads to pay on the CPU.
+def is_small(
+    recording: Recording, devices: Sequence[torch.device], hops: int | None = None
+) -> bool:
+    """Return whether operations, or hops, are too small for threads to pay: on the CPU alone.
 
     Args:
-        recording: what runs.
-        hops: in how many; ``None``: as it is recorded.
+        recording: a recording of what runs.
+        devices: the stages' devices.
+        hops: the number of hops that it is to run in; ``None`` takes those that were recorded.
     """
+    if any(map(is_asynchronous, devices)):
+        return False
     seconds = sum(map(roofline, recording.hops))
     operations = sum(hop.kernels for hop in recording.hops)
     return seconds < max(SMALL_OPERATION * operations, SMALL_HOP * (hops or len(recording.hops)))
+
+
+def has_one_lane(lanes: Iterable[Hashable], *, is_small: bool) -> bool:
+    """Return whether nothing can overlap, or threads would cost more than that gains.
+
+    Args:
+        lanes: the lane of each hop or stage.
+        is_small: whether threads would not pay, as :func:`is_small` says.
+    """
+    return is_small or len(set(lanes)) == 1
 
 
 def runs_inline(schedule: ScheduleOption, microbatches: int, *, has_one_lane: bool) -> bool:
@@ -256,12 +272,12 @@ class Prepared:
     @cached_property
     def is_small(self) -> bool:
         """Whether operations, or hops, on the CPU are too small for threads to pay."""
-        return not self.is_asynchronous and is_small(self.recording)
+        return is_small(self.recording, self.devices)
 
     @cached_property
     def has_one_lane(self) -> bool:
         """Whether nothing can overlap, or threads would cost more than that gains."""
-        return len(set(self.lane_of_hop)) == 1 or self.is_small
+        return has_one_lane(self.lane_of_hop, is_small=self.is_small)
 
     def unsettled(self, microbatches: Sequence[Microbatch]) -> Hashable | None:
         """The sizes of these micro-batches, if for them modules that several hops call may make
@@ -390,57 +406,24 @@ class Prepared:
         return known
 
     def _make(self, option: ScheduleOption, microbatches: int) -> Schedule:
-        if option == "auto":
-            choice = self.choices[microbatches] = choose(
-                self.lane_of_hop,
-                microbatches,
-                self.costs,
-                in_flight=self.in_flight,
-                splits_backward=self.recording.splits_backward,
-                recomputes=partial(self._is_recomputed, microbatches=microbatches),
-            )
-            return choice.schedule
-        if isinstance(option, str):
-            # Where threads would not pay there are none that could idle.
-            one = option == "sequential" and self.is_small
-            return make_schedule(
-                option,
-                [0] * len(self.route) if one else self.lane_of_hop,
-                microbatches,
-                in_flight=self.in_flight,
-                splits_backward=self.recording.splits_backward,
-            )
-        try:
-            made = (
-                option if isinstance(option, Schedule) else option(self.lane_of_hop, microbatches)
-            )
-        except Exception as error:
-            error.add_note(
-                f"blockpipe: in the function given as schedule=, called with lane_of_hop="
-                f"{self.lane_of_hop} and microbatches={microbatches}"
-            )
-            raise
-        self._check(made, microbatches)
+        # Where threads would not pay there are none that could idle.
+        in_one_lane = option == "sequential" and self.is_small
+        request = ScheduleRequest(
+            (0,) * len(self.route) if in_one_lane else self.lane_of_hop,
+            microbatches,
+            self.in_flight,
+            self.recording.splits_backward,
+            partial(self._is_recomputed, microbatches=microbatches),
+        )
+        made, choice = request.resolve(option, lambda: self.costs)
+        if choice is not None:
+            self.choices[microbatches] = choice
+        if not isinstance(option, str):
+            self._check(made)
         return made
 
-    def _check(self, schedule: object, microbatches: int) -> None:
-        if not isinstance(schedule, Schedule):
-            raise ScheduleError(
-                "a schedule of one's own is a Schedule, or a function (lane_of_hop, microbatches) "
-                f"-> Schedule, but the function returned {type(schedule).__name__}"
-            )
+    def _check(self, schedule: Schedule) -> None:
         name = schedule.name
-        if len(schedule.lane_of_hop) != len(self.route):
-            raise ScheduleError(
-                f"schedule {name!r} is for {len(schedule.lane_of_hop)} hops, but the route is "
-                f"{self.route} ({len(self.route)} hops)"
-            )
-        if schedule.microbatches != microbatches:
-            raise ScheduleError(
-                f"schedule {name!r} is for {schedule.microbatches} micro-batches, but this batch "
-                f"makes {microbatches}; pass a function (lane_of_hop, microbatches) -> Schedule "
-                "where their number varies"
-            )
         validate(schedule)
         for a, lane_a in enumerate(schedule.lane_of_hop):
             for b, lane_b in enumerate(schedule.lane_of_hop[:a]):

@@ -1,7 +1,7 @@
-"""What users are told: tables, pictures, verdicts; public. Nothing here changes a step.
+"""Reports to users: tables, pictures, verdicts; public. Nothing here changes a step.
 
 In: recordings, prepared models, traces. Out: summaries, memory, timelines, verifications, whose
-classes this folder exports. Read first: ``inspector`` for what is asked before a step; then the
+classes this folder exports. Read first: ``inspector`` for the reports that need no step; then the
 folder of the report.
 """
 

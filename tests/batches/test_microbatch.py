@@ -153,10 +153,8 @@ def test_the_summary_names_outputs_that_are_no_batch():
     x = torch.randn(8, 4)
     pipe = bp.Pipeline(Outputs(), devices=["cpu"] * 2, chunks=2)
     notes = pipe.summary(x).notes
-    assert "output 'max': a number a micro-batch, averaged by loss_reduction" in notes
-    said = (
-        "output 'state', output 'count': no entry for each sample; a list, one entry a micro-batch"
-    )
+    assert "output 'max': one number per micro-batch, averaged by loss_reduction" in notes
+    said = "output 'state', output 'count': no entry per sample; a list with one per micro-batch"
     assert said in notes
     assert not any("loss'" in note or "'h'" in note or "'weight'" in note for note in notes)
     joined = pipe(x)

@@ -121,7 +121,7 @@ def test_data_does_not_need_torch():
     """Schedules and plans, and what they import."""
     graph = _imports()
     free = {name for name in MODULES if name.startswith("schedules.")}
-    free |= {"stages.plan", "stages.plan_text", "partitioning.partition"}
+    free |= {"stages.plan", "stages.plan_text"}
     while more := set().union(*(graph[name] for name in free)) - free:
         free |= more
     for name in free:

@@ -613,8 +613,8 @@ AT_ONCE = {
     "a number far off": ({"head": 10**6}, r"where \[1, 2, 3, 4, 5, 6, 7, 8\] are missing"),
     "a number that is none": ("head=" + "9" * 5000, r"for position 0 of the layout 'head=9"),
     "negative call": ([bp.Assignment("stem", -1, 0)], r"entry 0 is .*the number of a call"),
-    "wrong type": (3, r"an assignment is a list .* but int came"),
-    "None": (None, r"an assignment is a list .* but NoneType came"),
+    "wrong type": (3, r"a list of Assignment entries.* for assignment, got 3"),
+    "None": (None, r"a list of Assignment entries.* for assignment, got None"),
 }
 
 
@@ -688,7 +688,7 @@ def test_what_is_no_model_is_refused():
         bp.print_pipeline_stage_assignment_summary,
         lambda what: bp.set_pipeline_stage_assignment(what, {}),
     ):
-        with pytest.raises(UsageError, match=f"but str came .*{LINE}"):
+        with pytest.raises(UsageError, match=f"for model, got .*{LINE}"):
             function_("resnet50")
 
 
@@ -875,12 +875,12 @@ def test_long_names_go_on_in_the_next_line(length):
 @pytest.mark.parametrize("length", [0, 29, -1, True, "89", 40.0])
 def test_a_line_length_below_the_least_is_refused(length):
     """The least is named."""
-    with pytest.raises(UsageError, match="line_length is a whole number from 30 on"):
+    with pytest.raises(UsageError, match="an integer from 30 up for line_length"):
         printed(net_of(), length, args=X)
 
 
 def test_a_print_fn_that_is_no_function_is_refused():
-    with pytest.raises(UsageError, match="print_fn is a function of a line, but 5 came"):
+    with pytest.raises(UsageError, match="a function of a line for print_fn, got 5"):
         bp.print_pipeline_stage_assignment_summary(net_of(), None, 5, args=X)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import blockpipe as bp
 from blockpipe.errors import ScheduleError, StateError
-from blockpipe.preparation import prepared
+from blockpipe.preparation import prepared, schedule_choice
 from blockpipe.schedules.builders import make_schedule
 
 from ..models import linears, square
@@ -204,19 +204,21 @@ def test_a_schedule_that_does_not_fit_is_refused():
     good = make_schedule("gpipe", [0, 1], 2)
     with pytest.raises(ScheduleError, match="is for 2 micro-batches, but chunks=3; pass chunks=2"):
         step(good, chunks=3)
-    with pytest.raises(ScheduleError, match="is for 4 micro-batches, but this batch makes 3"):
+    with pytest.raises(ScheduleError, match="hops and 3 micro-batches, got .* and 4 micro-batches"):
         step(make_schedule("gpipe", [0, 1], 4), chunks=4, rows=3)
-    with pytest.raises(ScheduleError, match=r"for 2 hops, but the route is \[0, 1, 2\] \(3 hops\)"):
+    with pytest.raises(
+        ScheduleError, match=r"a schedule for 3 hops and 2 micro-batches, got 'gpipe' for 2 hops"
+    ):
         step(good, devices=stages(3))
     with pytest.raises(ScheduleError, match="has 2 micro-batches in flight, but in_flight=1"):
         step(good, in_flight=1)
-    with pytest.raises(ScheduleError, match="the function returned str"):
+    with pytest.raises(ScheduleError, match="a Schedule for the result of the function .*, got"):
         step(lambda lanes, microbatches: "gpipe")
     backwards = tuple(lane[::-1] for lane in good.lanes)
     impossible = bp.Schedule("mine", (0, 1), 2, backwards)
     with pytest.raises(ScheduleError, match=r"deadlocks: lane 0, entry 0 \(B0.1\) needs"):
         step(impossible)
-    with pytest.raises(ScheduleError, match="the function returned str"):
+    with pytest.raises(ScheduleError, match="a Schedule for the result of the function .*, got"):
         step(lambda lanes, n: "1f1b", chunks=1)
     with pytest.raises(ScheduleError, match="expected a positive integer or None for in_flight"):
         step("1f1b", in_flight=0)
@@ -293,7 +295,7 @@ def test_the_static_part_is_made_once(monkeypatch):
         made.append(args)
         return make_schedule(*args, **options)
 
-    monkeypatch.setattr(prepared, "make_schedule", make)
+    monkeypatch.setattr(schedule_choice, "make_schedule", make)
     pipe.forward_backward(torch.randn(4, 4), loss_fn=square)
     assert not made
     pipe.chunks = 4

@@ -81,18 +81,18 @@ def test_a_mark_of_the_same_stage_moves_nothing() -> None:
 def test_what_spans_stages_is_open() -> None:
     text = explained("")
     assert text.startswith("Net (Net) spans stage 0, stage 1\n")
-    assert "a mark inside of it moves the forward" in says(text, "door")[0]
+    assert "a mark inside of it moves the forward" in says(text, "sealed")[0]
     assert len(says(text, "crosses into it")) == len(bp.record(Net(), X).crossings) == 2
 
 
 def test_sealed_and_inside_of_sealed() -> None:
-    assert says(explained("act"), "door")[0].startswith("sealed")
-    assert says(explained("act.1"), "door") == ["it runs untouched, inside of act, which is sealed"]
+    assert says(explained("act"), "sealed")[0].startswith("yes: it stays")
+    assert says(explained("act.1"), "sealed") == ["yes, as a part of act"]
 
 
 def test_why_a_call_is_open() -> None:
     """It reads a weight that lives elsewhere; it leaves something on itself; it hands on by state."""
-    (why,) = says(explained("head"), "door")
+    (why,) = says(explained("head"), "sealed")
     assert "it reads stem.weight of another stage, no argument (" in why
 
     class Keeps(nn.Linear):
@@ -100,7 +100,7 @@ def test_why_a_call_is_open() -> None:
             self.kept = super().forward(x)
             return self.kept + 0
 
-    (why,) = says(explained("0", nn.Sequential(Keeps(8, 8))), "door")
+    (why,) = says(explained("0", nn.Sequential(Keeps(8, 8))), "sealed")
     assert "leaves a tensor with a gradient path on itself" in why
 
     class Hands(nn.Module):
@@ -123,7 +123,7 @@ def test_why_a_call_is_open() -> None:
             with bp.Block(1):
                 return self.hands.out.pop() * 2
 
-    (why,) = says(explained("hands", Reads()), "door")
+    (why,) = says(explained("hands", Reads()), "sealed")
     assert "it makes a tensor that it does not return" in why
 
 
@@ -134,7 +134,7 @@ def test_explain_lists_what_crosses_into_a_module() -> None:
     )
     assert says(explained("act"), "crosses into it") == ["nothing"]
     assert says(explained("head"), "crosses into it")[0].startswith("stem.weight, float32 [8, 8]")
-    assert says(explained("body"), "arguments") == ["computed from what stem returns, on stage 0"]
+    assert says(explained("body"), "arguments") == ["computed from the result of stem, on stage 0"]
 
 
 def test_explain_says_whether_and_why_it_is_recomputed() -> None:
@@ -199,7 +199,8 @@ def test_explain_a_parameter_says_who_reads_it() -> None:
     assert text.startswith("stem.weight (parameter, float32 [8, 8], 256 B) lives on stage 0\n")
     assert "tied: stem.weight = head.weight are one" in text
     assert (
-        "also read on stage 1: a copy of the value goes there, and its gradient comes home" in text
+        "also read on stage 1: a copy of the value goes there, and its gradient is sent back"
+        in text
     )
     assert "no call reads it" in explained("unused")
     assert "the mark at test_explain.py:" in explained("body.bias")
@@ -250,7 +251,7 @@ def test_an_unknown_path_names_near_misses(path: Any) -> None:
     """Near misses, or what there is; and the user's line."""
     near = {"bdy": "mean 'body'", "head.wieght": "mean 'head.weight'"}
     with pytest.raises(
-        UsageError, match=near.get(path, r"did you mean|there are") + r".*test_explain\.py:\d+"
+        UsageError, match=r"test_explain\.py:\d+.*" + near.get(path, r"(did you mean|there are)")
     ):
         explained(path)
 

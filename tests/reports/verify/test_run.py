@@ -198,7 +198,7 @@ def _assert_parts(found: Verification, phase: str, path: str, stage: int) -> Non
     assert (divergence.phase, divergence.path, divergence.stage) == (phase, path, stage)
     assert f"{path!r}" in str(found)
     assert f"stage {stage}" in str(found)
-    with pytest.raises(VerificationError, match="not the plain one"):
+    with pytest.raises(VerificationError, match="differs from the plain one"):
         found.raise_if_different()
 
 
@@ -236,7 +236,7 @@ def test_state_left_between_microbatches_is_found():
     found = pipe.verify(torch.randn(8, 8))
     _assert_parts(found, "forward", "1", 0)
     assert found.first_difference is not None
-    assert "what it is given agrees" in found.first_difference.why
+    assert "its arguments agree" in found.first_difference.why
 
 
 told_by_threads = pytest.mark.cpu("autograd gives a device a thread, in the plain run too")
@@ -369,7 +369,7 @@ def test_wrong_code_between_modules_is_told_apart():
     found = pipe.verify(torch.randn(4, 8))
     _assert_parts(found, "forward", "b", 1)
     assert found.first_difference is not None
-    assert "what it is given differs already" in found.first_difference.why
+    assert "its arguments differ already" in found.first_difference.why
     assert "'a'" in found.first_difference.why
 
 
@@ -551,9 +551,9 @@ def test_scripted_modules_are_watched_from_around():
     [
         ({"target": torch.zeros(10)}, "a target needs a loss_fn"),
         ({"loss_fn": 3}, "loss_fn is a callable"),
-        ({"rtol": -1.0}, "rtol is a number from 0"),
-        ({"atol": "small"}, "atol is a number from 0"),
-        ({"rtol": float("nan")}, "rtol is a number from 0"),
+        ({"rtol": -1.0}, "a number from 0 up for rtol"),
+        ({"atol": "small"}, "a number from 0 up for atol"),
+        ({"rtol": float("nan")}, "a number from 0 up for rtol"),
     ],
 )
 def test_wrong_arguments_are_refused(given: dict[str, Any], match: str):

@@ -138,7 +138,7 @@ def test_a_whole_batch_that_fails_is_a_note():
 
     found = _pipe(_net(Few(8, 8), nn.Linear(8, 4))).verify(torch.randn(8, 8))
     assert found.ok
-    assert "in one piece it fails (RuntimeError: too many" in str(found)
+    assert "its forward fails (RuntimeError: too many" in str(found)
 
 
 def test_it_can_be_left_out_and_is_for_one_micro_batch():
