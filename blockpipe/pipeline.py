@@ -19,7 +19,7 @@ from ._common.model_turns import alone_with
 from .batches.microbatch import BatchDims, LossReduction
 from .devices.observer import Observer
 from .errors import UsageError
-from .execution.lanes import close_idle_threads
+from .execution.lanes.thread_pool import close_idle_threads
 from .execution.step_result import StepResult
 from .execution.step_runner import StepRunner, runs_model
 from .preparation.batch_norm import synchronized

@@ -12,7 +12,7 @@ from torch import nn
 
 import blockpipe as bp
 from blockpipe.errors import BlockpipeError, PlanError
-from blockpipe.execution.lanes import close_idle_threads, idle_threads
+from blockpipe.execution.lanes.thread_pool import close_idle_threads, idle_threads
 
 from .devices import assert_close, device_type, equal, is_simulated, stages
 from .parity import difference, plain_step

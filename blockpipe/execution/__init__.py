@@ -1,6 +1,6 @@
-"""One step: micro-batches out and back over the lanes.
+"""One step: the forwards and backwards of a batch's micro-batches.
 
 In: what was prepared, micro-batches and their weights, a schedule. Out: gradients in ``.grad``,
-losses and outputs. Read first: ``step_runner``, what users' calls come to; then ``step`` and
-``lanes``.
+losses and outputs. Read first: ``step_runner``, which users' calls go to, then ``step``, which
+shows the three ways that a step can take; ``lanes`` and ``microbatch`` are rooms of their own.
 """

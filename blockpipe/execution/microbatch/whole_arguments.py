@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common.callsite import users_line
-from .._common.nested import tensors
-from ..batches.microbatch import Microbatch
-from ..crossing.tags import TAG, Tag, version_of
-from ..errors import StateError
+from ..._common.callsite import users_line
+from ..._common.nested import tensors
+from ...batches.microbatch import Microbatch
+from ...crossing.tags import TAG, Tag, version_of
+from ...errors import StateError
 
 ReadCopies = list[tuple[Tensor, Tensor, int]]  # as given, as the forward has it, at which version
 
