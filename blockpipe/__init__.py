@@ -14,7 +14,7 @@ from .costs.meter import host_syncs
 from .errors import BlockpipeError
 from .execution.step_result import StepResult
 from .partitioning.balance import balance
-from .partitioning.balanced_plan import BalancedPlan
+from .partitioning.balanced_plan import BalancedPlan, StageShare
 from .partitioning.partition import partition_balanced, partition_uniform
 from .pipeline import Pipeline
 from .recording.record import record
@@ -62,6 +62,7 @@ __all__ = [
     "set_pipeline_stage_assignment",
     # Where to cut
     "BalancedPlan",
+    "StageShare",
     "balance",
     "mark_sequential",
     "partition_balanced",
@@ -86,7 +87,7 @@ if not TYPE_CHECKING:  # for type checkers, what is not here is an error as it i
     def __getattr__(name: str) -> NoReturn:
         """Say where the errors, and what else is not at hand here, are."""
         elsewhere = {"dry_run": "testing", "make_schedule": "schedules", "testing": ""}
-        elsewhere |= {error: "errors" for error in vars(errors) if error.endswith("Error")}
+        elsewhere |= dict.fromkeys(errors.__all__, "errors")
         module = elsewhere.get(name)
         hint = f"; from blockpipe.{module} import {name}" if module else ""
         hint = f"; import blockpipe.{name}" if module == "" else hint

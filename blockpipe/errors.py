@@ -21,6 +21,23 @@ Every class is a :class:`BlockpipeError` and the builtin that it is a kind of, s
 A message has four parts: what was expected, what came, where, and what to do.
 """
 
+__all__ = [
+    "BlockpipeError",
+    "CrossingError",
+    "DeviceError",
+    "IsolationError",
+    "MarkError",
+    "MicrobatchError",
+    "PlanError",
+    "RecordingError",
+    "RouteError",
+    "ScheduleError",
+    "StateError",
+    "UsageError",
+    "VerificationError",
+    "WeightsError",
+]
+
 
 class BlockpipeError(Exception):
     """The base of every exception that Blockpipe itself raises."""

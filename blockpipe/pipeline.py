@@ -90,7 +90,7 @@ class Pipeline(ModuleInterface):
             micro-batch at a time), ``"auto"`` (the one that is predicted to be the fastest), or
             ``"uncut"`` (one at a time, in one ordinary graph: for what the cut engine refuses); or
             a :class:`Schedule` of one's own, or a function ``(lane_of_hop, microbatches) ->
-            Schedule``. See :func:`blockpipe.schedules.builders.make_schedule`.
+            Schedule``. See :func:`blockpipe.schedules.make_schedule`.
         in_flight: at most so many micro-batches are under way at once; ``None``: what the schedule
             says.
         checkpoint: which micro-batches drop their activations and make them again before their
@@ -106,7 +106,7 @@ class Pipeline(ModuleInterface):
             only where stages begin (:meth:`StagePlan.from_layout`).
         sample: ``(args, kwargs)`` to record and place at once; else that is done at the first
             call.
-        batch_dims: what is split where; see :func:`blockpipe.batches.microbatch.split`.
+        batch_dims: what is split where; see :func:`blockpipe.testing.split`.
             ``None`` splits on dim 0 every tensor that has the batch's size there.
         loss_reduction: ``"mean"``, ``"sum"``, or a callable ``(args, kwargs, target) -> number``
             that says what a micro-batch's mean is over (its number of tokens, say).
@@ -381,7 +381,7 @@ class Pipeline(ModuleInterface):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`blockpipe.reports.summary.summary.Summary`; ``str()`` is a table,
+            A :class:`blockpipe.reports.Summary`; ``str()`` is a table,
             ``to_dict()`` data.
 
         Raises:
@@ -434,7 +434,7 @@ class Pipeline(ModuleInterface):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`blockpipe.preparation.memory_model.MemoryReport`, with suggestions; printed,
+            A :class:`blockpipe.reports.MemoryReport`, with suggestions; printed,
             it is a table.
 
         Raises:
@@ -462,7 +462,7 @@ class Pipeline(ModuleInterface):
             optimizer: as for :meth:`memory`.
 
         Yields:
-            A :class:`blockpipe.preparation.memory_model.MemoryReport`, filled in at the end.
+            A :class:`blockpipe.reports.MemoryReport`, filled in at the end.
 
         Raises:
             UsageError: nothing is placed yet.
@@ -567,7 +567,7 @@ class Pipeline(ModuleInterface):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`blockpipe.reports.verify.result.Verification`: true if all is well; printed, a
+            A :class:`blockpipe.reports.Verification`: true if all is well; printed, a
             table.
 
         Raises:
@@ -622,7 +622,7 @@ class Pipeline(ModuleInterface):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`blockpipe.reports.find_chunks.ChunksReport`; ``report.best`` is its fastest
+            A :class:`blockpipe.reports.ChunksReport`; ``report.best`` is its fastest
             trial.
 
         Raises:

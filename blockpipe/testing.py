@@ -3,6 +3,9 @@
 The stage sanitizer (``Pipeline(..., isolate=True)``) runs for real on the CPU, and so cannot see a
 ``torch.zeros(n)`` whose ``device=`` is missing: on the CPU it is right. Fake tensors carry a device
 without needing it, and an operation on two devices is an error for them as for real ones.
+
+:func:`split` is here too: the plain loop that a test compares a pipeline with needs the pipeline's
+micro-batches.
 """
 
 from collections.abc import Mapping
@@ -11,10 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .batches.microbatch import Microbatch, split
 from .recording.fake_run import record_on_fake_devices
 from .recording.record import record
 from .recording.recording import Recording
 from .stages.plan import StagePlan
+
+__all__ = ["Microbatch", "dry_run", "split"]
 
 
 def dry_run(

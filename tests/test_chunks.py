@@ -91,14 +91,14 @@ def _find_by_clock() -> ChunksReport:
     report = ChunksReport([], 12, 3)
     pipe = _pipe(sample=(torch.randn(2, 8),))
     tries = [
-        chunks_module._Try(
+        chunks_module._TrialRun(
             chunks_module.Trial("1f1b", m, m),
             _NoStep(pipe._preparer, pipe._options),
             pipe._preparer.known.copy(),
         )
         for m in (2, 3)
     ]
-    batch = chunks_module.Batch((torch.randn(12, 8),), {}, None, torch.sum)
+    batch = chunks_module.StepArguments((torch.randn(12, 8),), {}, None, torch.sum)
     chunks_module._measure(batch, tries, 3)
     for one in tries:
         one.trial.seconds = statistics.median(one.times)

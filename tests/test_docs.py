@@ -1,11 +1,14 @@
 """The documentation runs: every Python block of the pages, every example of a docstring."""
 
+import ast
 import contextlib
 import doctest
 import importlib
+import importlib.util
 import io
 import pkgutil
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,9 @@ MODULES = ["blockpipe"] + [
     for module in pkgutil.walk_packages(blockpipe.__path__, "blockpipe.")
     if not module.name.endswith("__main__")
 ]
+# What users may import: the names in these modules' ``__all__``.
+PUBLIC = ("blockpipe", "blockpipe.errors", "blockpipe.reports", "blockpipe.schedules")
+PUBLIC += ("blockpipe.testing",)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -92,3 +98,53 @@ def test_docstring_examples_run(name: str) -> None:
     for test in finder.find(module, name):
         runner.run(test, out=report.append)
     assert not runner.failures, "".join(report)
+
+
+def _is_public(path: str) -> bool:
+    """Whether a dotted path is a public module, or a name in the ``__all__`` of one."""
+    module, _, name = path.rpartition(".")
+    return path in PUBLIC or (module in PUBLIC and name in importlib.import_module(module).__all__)
+
+
+def _imported(page: str) -> Iterator[str]:
+    """The dotted paths of Blockpipe that a page's code imports."""
+    code = re.sub(r"^(>>> |\.\.\. )", "", (ROOT / page).read_text(), flags=re.MULTILINE)
+    statement = r"^ *((?:import|from) +blockpipe\b[^\n(]*(?:\([^)]*\))?)"
+    for text in re.findall(statement, code, re.MULTILINE):
+        (node,) = ast.parse(text).body
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def _documented(page: str) -> Iterator[str]:
+    """The dotted paths that a reference page's autodoc directives name."""
+    current = ""
+    directive = r"^\.\. (currentmodule|auto\w+):: (\S+)\n((?:   .*\n)*)"
+    for kind, target, options in re.findall(directive, (ROOT / page).read_text(), re.MULTILINE):
+        if kind == "currentmodule":
+            current = target
+        path = target if target.startswith("blockpipe") else f"{current}.{target}"
+        yield path
+        members = re.search(r":members: *(.+)", options)
+        if kind == "automodule" and members:
+            yield from (f"{path}.{name.strip()}" for name in members[1].split(","))
+
+
+@pytest.mark.parametrize(("found", "least"), [(_imported, 20), (_documented, 70)])
+def test_pages_name_what_is_public(found: Callable[[str], Iterator[str]], least: int) -> None:
+    """They tell nobody to import, and document, nothing of a module that is not."""
+    paths = [(page, path) for page in PAGES for path in found(page)]
+    assert len(paths) >= least
+    assert [one for one in paths if not _is_public(one[1])] == []
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_exist_and_are_no_modules(module: str) -> None:
+    """A function with the name of a module beside it would hide that module."""
+    public = importlib.import_module(module)
+    for name in public.__all__:
+        assert getattr(public, name).__doc__, name
+        is_package = hasattr(public, "__path__")
+        assert not (is_package and importlib.util.find_spec(f"{module}.{name}")), name

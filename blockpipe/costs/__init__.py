@@ -1,5 +1,6 @@
 """What operations cost, whatever the device, and how long they take on one.
 
 In: operations as they are dispatched. Out: counts of work by kind, rates of a device measured by
-probes, which operations make the host wait. Read first: ``work``, then ``rates``.
+probes, which operations make the host wait. Read first: ``work``, then ``rates``; a new kind of
+operation is a constant of ``work`` and a probe of ``probing``.
 """

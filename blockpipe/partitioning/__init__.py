@@ -1,5 +1,6 @@
 """Where to cut: stages of equal cost, within memory.
 
 In: a recording, devices, a number of stages. Out: a plan that says what its stages cost, also as
-code to paste. Read first: ``balance``; ``cut_points`` says where a recording can be cut at all.
+code to paste. Read first: ``balance``; ``cut_points`` says where a recording can be cut at all. A
+new cost to balance is computed in ``stage_costs`` and has its unit in ``balanced_plan``.
 """

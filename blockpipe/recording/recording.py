@@ -388,7 +388,7 @@ class Recording:
                 ``"backward_ms"``, ``"share"`` (of the stage's time), ``"output"`` (the shape).
 
         Returns:
-            A :class:`blockpipe.reports.summary.summary.Summary`; ``str()`` is a table,
+            A :class:`blockpipe.reports.Summary`; ``str()`` is a table,
             ``to_dict()`` data.
 
         Raises:

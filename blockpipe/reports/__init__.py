@@ -1,5 +1,41 @@
-"""What users are told: tables, pictures, verdicts. Nothing here changes a step.
+"""What users are told: tables, pictures, verdicts; public. Nothing here changes a step.
 
-In: recordings, prepared models, traces. Out: summaries, memory, timelines, verifications. Read
-first: ``inspector`` for what is asked before a step; then the folder of the report.
+In: recordings, prepared models, traces. Out: summaries, memory, timelines, verifications, whose
+classes this folder exports. Read first: ``inspector`` for what is asked before a step; then the
+folder of the report.
 """
+
+from ..preparation.memory_model import MemoryReport, StageMemory
+from ..recording.recording import Call, CrossingInfo, Hop, TensorInfo, Unmarked
+from .find_chunks import ChunksReport, Trial
+from .summary.data import Prediction
+from .summary.rows import ModuleRow, StageRow
+from .summary.summary import Summary
+from .timeline.trace import Event, Lane, LaneTotals, StepInfo, Trace
+from .verify.divergence import Divergence
+from .verify.result import Difference, Verification, WholeBatch
+
+__all__ = [
+    "Call",
+    "ChunksReport",
+    "CrossingInfo",
+    "Difference",
+    "Divergence",
+    "Event",
+    "Hop",
+    "Lane",
+    "LaneTotals",
+    "MemoryReport",
+    "ModuleRow",
+    "Prediction",
+    "StageMemory",
+    "StageRow",
+    "StepInfo",
+    "Summary",
+    "TensorInfo",
+    "Trace",
+    "Trial",
+    "Unmarked",
+    "Verification",
+    "WholeBatch",
+]

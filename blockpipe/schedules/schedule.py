@@ -127,7 +127,7 @@ class Schedule:
 
     Raises:
         ScheduleError: something in ``lanes`` is no action. Whether the whole can run is for
-            :func:`blockpipe.schedules.simulation.validate` to say, which a pipeline asks.
+            :func:`blockpipe.schedules.validate` to say, which a pipeline asks.
 
     Example:
         >>> from blockpipe.schedules import Action, Schedule

@@ -33,7 +33,7 @@ class Prediction:
 
 @dataclass(repr=False)
 class SummaryData:
-    """The fields of a :class:`blockpipe.reports.summary.summary.Summary`."""
+    """The fields of a :class:`blockpipe.reports.Summary`."""
 
     model: str
     modules: list[ModuleRow]

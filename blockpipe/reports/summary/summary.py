@@ -39,8 +39,8 @@ class Summary(SummaryData):
     Attributes:
         model: the class.
         modules: a row each, in the order of their calls:
-            :class:`blockpipe.reports.summary.rows.ModuleRow`.
-        stages: a row each: :class:`blockpipe.reports.summary.rows.StageRow`.
+            :class:`blockpipe.reports.ModuleRow`.
+        stages: a row each: :class:`blockpipe.reports.StageRow`.
         crossings: tensors that are made on one hop and read on another.
         tied: parameters with several names, or read on several stages.
         unused: names of parameters that no call reads.
