@@ -135,11 +135,11 @@ def test_data_does_not_need_torch():
 
 
 def test_the_engine_knows_no_observer():
-    """Only its interface: what collects and draws is imported by the front door alone."""
+    """Only its interface: what collects and draws is imported by pipelines' methods alone."""
     importers = {
         name for name, needs in _imports().items() if "reports.timeline.profiling" in needs
     }
-    assert importers == {"pipeline"}
+    assert importers == {"reports.report_methods"}
 
 
 def test_nothing_runs_what_it_reads():

@@ -448,10 +448,10 @@ def test_what_limits_it_is_said() -> None:
         ({"bandwidth": 0}, PlanError, "bandwidth are numbers above 0"),
         ({"devices": ["cpu"]}, PlanError, "devices has one for each of 2 stages, but 1 came"),
         ({"devices": "cpu"}, PlanError, "devices is a list"),
-        ({"optimizer": "adamm"}, UsageError, "optimizer is one of"),
+        ({"optimizer": "adamm"}, UsageError, "expected a known optimizer"),
         ({"schedule": "2f2b"}, ScheduleError, "a schedule is one of"),
-        ({"target": torch.zeros(1)}, UsageError, "a target needs a loss_fn"),
-        ({"loss_fn": 3}, UsageError, "loss_fn is a callable"),
+        ({"target": torch.zeros(1)}, UsageError, "no loss_fn to compare it by"),
+        ({"loss_fn": 3}, UsageError, "expected a callable .* for loss_fn"),
         ({"kwargs": [1]}, UsageError, "kwargs is a mapping"),
     ],
 )  # fmt: skip

@@ -562,9 +562,9 @@ def test_what_is_assigned_is_checked():
     for option, value, message in [
         ("chunks", 0, "chunks is a whole number from 1 on"),
         ("in_flight", 0, "in_flight is a number of micro-batches from 1 on"),
-        ("checkpoint", "sometimes", "checkpoint is one of"),
+        ("checkpoint", "sometimes", "for checkpoint, got"),
         ("offload", 3, "offload is True, False, or a list"),
-        ("batch_dims", "x", "batch_dims is None, a number"),
+        ("batch_dims", "x", "expected an integer, None, or a mapping"),
         ("schedule", "uncut", "isolate=True proves that stages are cut apart"),
         ("devices", stages(3), r"devices cannot be assigned .* call unplace\(\).*test_pipeline.py"),
         ("plan", None, "plan cannot be assigned .* set_pipeline_stage_assignment"),
