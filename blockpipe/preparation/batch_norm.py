@@ -119,13 +119,7 @@ class DeferredBatchNorm:
     def _call(self, module: _BatchNorm, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Gather the statistics of a batch norm's input, and call its forward."""
         step, microbatch = self.under_way, _counted_microbatch()
-        if (
-            step is not None
-            and microbatch is not None
-            and module.training
-            and module.track_running_stats
-            and module.running_mean is not None
-        ):
+        if step is not None and microbatch is not None and _updates_statistics(module):
             with ours(), torch.no_grad():
                 given, mode = next(tensors((args, kwargs))), active_mode()
                 seen = statistics((given if mode is None else mode.read(given)).detach())
@@ -164,6 +158,11 @@ class DeferredBatchNorm:
                 module._buffers.update(buffers)
             self.under_way = outer
         _commit(step)
+
+
+def _updates_statistics(module: _BatchNorm) -> bool:
+    """Whether a forward of a batch norm updates its running statistics."""
+    return module.training and module.track_running_stats and module.running_mean is not None
 
 
 class _StandIn:
