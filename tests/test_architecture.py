@@ -18,6 +18,7 @@ PACKAGE = Path(blockpipe.__file__).parent
 # not know each other.
 LAYERS = [
     "errors",
+    "_torch",
     "_common",
     "schedules",
     "stages",
@@ -132,6 +133,70 @@ def test_data_does_not_need_torch():
             for alias in node.names
         } | {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not any((module or "").partition(".")[0] == "torch" for module in imported), name
+
+
+# Of Python's own, with an underscore for other reasons than to be private.
+PYTHONS = {"_asdict", "_current_frames", "_getframe", "_lru_cache_wrapper", "_make", "_replace"}
+
+
+def test_private_names_of_torch_are_behind_one_wall():
+    """Nothing but ``_torch`` imports a private name from torch, or asks anything for a private
+    attribute that no class of the package has. Names that the wall uses are no text elsewhere
+    either (``getattr(module, "_buffers")``), but for slots."""
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    walls = {tree for path, tree in trees.items() if path.parent.name == "_torch"}
+    wall = {name for tree in walls for name in _private_names(tree)}
+    ours = {name for tree in trees.values() for name in _defined(tree)} - wall
+    assert len(wall) > 40
+    for path, tree in trees.items():
+        if tree in walls:
+            continue
+        own = set(_defined(tree))
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [part for alias in node.names for part in alias.name.split(".")]
+            elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+                # An operator's name says whose it is: torch.ops.aten._unique2.
+                if ast.unparse(node.value) not in ("self", "cls", "super()", "_aten"):
+                    names = [node.attr] if node.attr not in ours | PYTHONS else []
+            elif isinstance(node, ast.Constant) and node.value in wall - own:
+                names = [node.value]
+            found = [name for name in names if _is_private(name)]
+            assert not found, f"{path}:{node.lineno} names {found}; see _torch/__init__.py"
+
+
+def _private_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and _is_private(str(node.value)):
+            yield str(node.value)
+        elif isinstance(node, ast.alias) and _is_private(node.name):
+            yield node.name
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """What classes have: methods, attributes of the class and of ``self``, slots."""
+    for node in ast.walk(tree):
+        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if stored and ast.unparse(node.value) == "self":
+            yield node.attr
+        for member in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(member, ast.FunctionDef):
+                yield member.name
+            elif isinstance(member, ast.AnnAssign):
+                yield ast.unparse(member.target)
+            elif isinstance(member, ast.Assign):
+                yield from map(ast.unparse, member.targets)
+                if ast.unparse(member.targets[0]) == "__slots__":
+                    yield from ast.literal_eval(member.value)
+
+
+def _is_private(name: str) -> bool:
+    return name.isidentifier() and re.match("_[^_]", name) is not None
 
 
 def test_the_engine_knows_no_observer():

@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from torch import nn
 
+from .._torch.modules import buffers_of, children_of, parameters_of
 from ..errors import UsageError
 from .callsite import users_line
 
@@ -54,7 +55,7 @@ def where_model_has(model: nn.Module | None, name: str) -> str | None:
     """
     if model is None or name.startswith("_"):
         return None
-    slots = (model.__dict__, model._modules, model._parameters, model._buffers)
+    slots = (model.__dict__, children_of(model), parameters_of(model), buffers_of(model))
     if any(name in names for names in slots):
         return f"the model has it: pipe.module.{name}"
     try:

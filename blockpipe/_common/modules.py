@@ -1,24 +1,56 @@
 """What is on a module, whatever its class."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.func import functional_call
+
+R = TypeVar("R")
 
 
-def named_slots(model: nn.Module, slots: str) -> Iterator[tuple[str, Tensor]]:
+def named_slots(
+    model: nn.Module, slots_of: Callable[[nn.Module], Mapping[str, Tensor | None]]
+) -> Iterator[tuple[str, Tensor]]:
     """Every place of a module that holds a tensor, once, tied tensors under each of their names.
 
     ``named_parameters(remove_duplicate=False)`` names a module that is registered twice twice.
+
+    Args:
+        model: the module, and those in it.
+        slots_of: the places of one module: ``parameters_of`` or ``buffers_of``.
     """
     for path, module in model.named_modules():
-        for key, tensor in getattr(module, slots).items():
+        for key, tensor in slots_of(module).items():
             if tensor is not None:
                 yield (f"{path}.{key}" if path else key), tensor
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` wraps a module, or compiled it in place."""
-    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
+def call_with_tensors(
+    model: nn.Module, values: Mapping[str, Tensor], function: Callable[[], R]
+) -> R:
+    """Call a function while a model has other parameters and buffers.
+
+    Args:
+        model: gets its own again at the end.
+        values: those that it has meanwhile, by name.
+        function: may run the model, or what is more than that.
+    """
+    named = {f"model.{name}": tensor for name, tensor in values.items()}
+    result: R = functional_call(_Around(model, function), named, (), tie_weights=False)
+    return result
+
+
+class _Around(nn.Module):
+    """A module of which a call is a call of any function, and runs no hooks."""
+
+    def __init__(self, model: nn.Module, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._function = function
+
+    def __call__(self) -> Any:
+        return self._function()
 
 
 class StandIn:

@@ -5,17 +5,26 @@ trains something else (torchgpipe hands on grad mode alone, and its workers igno
 """
 
 import contextvars
-import ctypes
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils import _python_dispatch as dispatch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from .._torch.graph import saved_tensor_hooks
+from .._torch.modes import (
+    dispatch_modes,
+    function_modes,
+    how_many_function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,40 +46,11 @@ class ThreadState(threading.local):
 in_thread = ThreadState()
 
 
-def stash(key: str, value: object) -> None:
-    """Keep something where autograd's device threads find what their caller had (:func:`stashed`).
-
-    torch up to 2.11 takes over the caller's reference instead of one of its own.
-    """
-    if _takes_reference():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(key, value)
-
-
-def stashed(key: str) -> Any:
-    """What this thread, or the one that it works for, has kept; ``None``: nothing."""
-    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
-
-
-@functools.cache
-def _takes_reference() -> bool:
-    probe = object()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
-    before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls("blockpipe_probe", probe)
-    return sys.getrefcount(probe) == before
-
-
-how_many_modes = torch._C._len_torch_function_stack
-_pop_mode = torch._C._pop_torch_function_stack
-_push_mode = torch._C._push_on_torch_function_stack
-
-
 def leave_modes() -> list[TorchFunctionMode]:
     """Take every function mode off this thread; returns them for :func:`enter_modes`."""
-    if how_many_modes() == 1:  # the common case
-        return [_pop_mode()]
-    return [_pop_mode() for _ in range(how_many_modes())][::-1]
+    if how_many_function_modes() == 1:  # the common case
+        return [pop_function_mode()]
+    return [pop_function_mode() for _ in range(how_many_function_modes())][::-1]
 
 
 def enter_modes(modes: Sequence[TorchFunctionMode]) -> None:
@@ -79,7 +59,7 @@ def enter_modes(modes: Sequence[TorchFunctionMode]) -> None:
     They are pushed, not entered: whoever entered them has done that, and twice may reset them.
     """
     for mode in modes:
-        _push_mode(mode)
+        push_function_mode(mode)
 
 
 def call_under(
@@ -94,7 +74,7 @@ def call_under(
         return function(*args, **kwargs)
     finally:
         for _ in modes:
-            _pop_mode()
+            pop_function_mode()
 
 
 class ours:  # noqa: N801 - a context manager that reads as a word
@@ -141,7 +121,7 @@ class theirs:  # noqa: N801
 
     def __exit__(self, *_: object) -> None:
         for _mode in self._modes:
-            _pop_mode()
+            pop_function_mode()
         in_thread.modes = self._modes
 
 
@@ -229,9 +209,9 @@ class CallerState:
         self._context = contextvars.copy_context()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._function_modes = [*in_thread.modes, *_get_current_function_mode_stack()]
-        self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
-        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._function_modes = [*in_thread.modes, *function_modes()]
+        self._dispatch_modes = dispatch_modes()
+        self._hooks = saved_tensor_hooks()
         self._streams = _current_streams()
         return self
 
@@ -285,17 +265,15 @@ class CallerState:
         # Pushed, not entered: the caller has entered them, and entering twice may reset them.
         # The function modes wait until the user's code runs.
         before, in_thread.modes = in_thread.modes, self._function_modes
+        hooks = saved_tensors_hooks(*self._hooks) if self._hooks is not None else nullcontext()
         for dispatched in self._dispatch_modes:
-            dispatch._push_mode(dispatched)
-        if self._hooks is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+            push_dispatch_mode(dispatched)
         try:
-            yield
+            with hooks:
+                yield
         finally:
-            if self._hooks is not None:
-                torch._C._autograd._pop_saved_tensors_default_hooks()
             for _ in self._dispatch_modes:
-                dispatch._pop_mode()
+                pop_dispatch_mode()
             in_thread.modes = before
 
 

@@ -142,7 +142,7 @@ def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         row = carry(torch.tensor(factors, dtype=tensors[0].dtype), tensors[0].device)
         joined: Tensor = torch.tensordot(row, torch.stack(tensors), 1)
         return joined
-    weighted = torch._foreach_mul(tensors, factors)  # each by its own, in one call
+    weighted = [tensor * factor for tensor, factor in zip(tensors, factors, strict=True)]
     total: Tensor = sum(weighted[1:], weighted[0])
     return total
 

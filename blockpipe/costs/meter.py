@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._common.callsite import users_line
 from .._common.nested import tensors
 from .._common.thread_state import ours
+from .._torch.modes import DispatchMode
+from .._torch.tensors import OpOverload, schema_of
 from .work import Work, seen, size_of
 
 _aten = torch.ops.aten
@@ -45,7 +45,7 @@ class HostSync:
     where: str
 
 
-class Meter(TorchDispatchMode):
+class Meter(DispatchMode):
     """Tells of each operation what it does, and where one makes the host wait.
 
     Args:
@@ -147,13 +147,13 @@ def _running_statistics(
 
 
 def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return given | dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: Any) -> str | None:
-    packet = getattr(func, "_overloadpacket", None)
+    packet = getattr(func, "overloadpacket", None)
     if packet in _ASKS_HOST:
         return _ASKS_HOST[packet]
     if packet in _INDEXES:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from .._common.nested import tensors
+from .._torch.tensors import OpOverload
 
 _aten = torch.ops.aten
 
@@ -144,7 +144,7 @@ def seen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: An
         kwargs: as it was called.
         result: what it returned.
     """
-    packet = getattr(func, "_overloadpacket", func)
+    packet = getattr(func, "overloadpacket", func)
     work = Work()
     given = list(tensors((args, kwargs)))
     needy = [t for t in given if t.requires_grad] if torch.is_grad_enabled() else []
@@ -208,7 +208,7 @@ def _dtype(given: list[Tensor]) -> str:
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
     """An operation's floating-point operations; 0 for those that only move or map."""
-    packet = getattr(func, "_overloadpacket", func)
+    packet = getattr(func, "overloadpacket", func)
     if packet in _FLOPS:
         return _FLOPS[packet](*args)
     count = flop_registry.get(packet)

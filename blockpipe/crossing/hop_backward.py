@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.autograd.graph import GradientEdge, Node
 
 from .._common.thread_state import theirs
+from .._torch.graph import PythonNode, engine, gradient_hooks, incoming, sequence_number
 from .tags import HopGraph
 
 Root = tuple[GradientEdge, Tensor | None]
 
 
 def run_engine(*arguments: Any) -> Any:
-    """torch's own, whose hooks and functions are the user's."""
+    """torch's engine, whose hooks and functions are the user's."""
     with theirs():
-        return _engine_run_backward(*arguments)
+        return engine(*arguments)
 
 
 def run_whole(graph: HopGraph) -> None:
@@ -39,8 +39,6 @@ def run_whole(graph: HopGraph) -> None:
     edges, gradients = zip(*graph.roots, strict=True)
     for crossing in graph.crossings:
         crossing.slot.open = True
-    # torch.autograd.backward, less its check of the gradients, which (in torch 2.11) cannot
-    # look at an edge into a custom function such as ours.
     run_engine(edges, gradients, False, False, (), True, True)
     for crossing in graph.crossings:
         crossing.slot.open = False
@@ -139,7 +137,7 @@ def kept_for_weights(roots: list[Root], entries: list[Node]) -> int:
     if isinstance(split, str):
         return 0
     _, rest = split
-    metadata = [m for step in rest.steps for m in step.node._input_metadata]
+    metadata = [m for step in rest.steps for m in incoming(step.node)]
     # A size that is no number is a nested tensor's ragged one.
     shapes = [[n for n in m.shape if isinstance(n, int)] for m in metadata]
     return sum(math.prod(s) * m.dtype.itemsize for s, m in zip(shapes, metadata, strict=True))
@@ -156,7 +154,7 @@ def _split(roots: list[Root], entries: list[Node]) -> tuple[list[Root], WeightPa
     for node, edges in following.items():
         if not leads[node]:
             continue
-        if isinstance(node, torch._C._FunctionBase):
+        if isinstance(node, PythonNode):
             return f"{type(node).__name__.removesuffix('Backward')} is a Python function"
         off = [(n, i) for n, i in edges if n is not None and not leads[n]]
         if not off:
@@ -170,7 +168,7 @@ def _split(roots: list[Root], entries: list[Node]) -> tuple[list[Root], WeightPa
         if not _claim(edge.node, None, owners, following):
             return "a parameter is read twice, or has a hook"
     # As the engine takes them: what was computed last comes first.
-    steps.sort(key=lambda step: -step.node._sequence_nr())
+    steps.sort(key=lambda step: -sequence_number(step.node))
     return [root for root in roots if leads[root[0].node]], WeightPart(direct, steps)
 
 
@@ -208,6 +206,7 @@ def _claim(
             continue
         owners[node] = owner
         stack += [n for n, _ in following[node] if n is not None]
-        if getattr(getattr(node, "variable", None), "_backward_hooks", None):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and gradient_hooks(leaf):
             return False
     return True

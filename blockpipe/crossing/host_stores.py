@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from .._common.thread_state import ours
+from .._torch.tensors import version_of
 from ..devices.devices import is_asynchronous
 from ..devices.ownership import copying
-from .tags import version_of
 
 # Copies that are under way each way at once: one that is copied, and one that is computed with or
 # made meanwhile.

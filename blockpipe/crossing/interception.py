@@ -23,11 +23,12 @@ from .._common.nested import map_tensors, tensors
 from .._common.thread_state import (
     call_under,
     enter_modes,
-    how_many_modes,
     in_thread,
     leave_modes,
     waiting_for_device,
 )
+from .._torch.graph import saved_tensor_hooks
+from .._torch.modes import function_mode_at, how_many_function_modes
 from .microbatch_run import MicrobatchRun
 from .recompute import RecomputeSpec
 
@@ -125,7 +126,7 @@ class CrossingMode(TorchFunctionMode):
         self._is_mixed = run.step.is_mixed
 
     def __enter__(self) -> "CrossingMode":
-        self._hooks = _saved_tensor_hooks()
+        self._hooks = saved_tensor_hooks()
         self._outer = in_thread.mode
         in_thread.mode = self
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -140,8 +141,7 @@ class CrossingMode(TorchFunctionMode):
 
     def is_on(self) -> bool:
         """Whether it sees what is called here."""
-        at = torch._C._get_function_stack_at
-        return any(at(depth) is self for depth in range(how_many_modes()))
+        return any(function_mode_at(i) is self for i in range(how_many_function_modes()))
 
     def __torch_function__(
         self,
@@ -151,7 +151,7 @@ class CrossingMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
         modes: Sequence[TorchFunctionMode] = (),
     ) -> Any:
-        if how_many_modes():
+        if how_many_function_modes():
             return self.apart(func, types, args, kwargs)
         kwargs = kwargs or {}
         run = self.run
@@ -299,7 +299,7 @@ class CrossingMode(TorchFunctionMode):
             if (
                 recompute_spec is not None
                 and run.is_recomputing()
-                and _saved_tensor_hooks() == self._hooks
+                and saved_tensor_hooks() == self._hooks
             ):
                 recomputed = run.recomputed(recompute_spec, function, args, kwargs, theirs)
             run.sealed += 1
@@ -321,10 +321,6 @@ class CrossingMode(TorchFunctionMode):
         finally:
             self.inside = False
             enter_modes(modes)
-
-
-def _saved_tensor_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 class _Containers:

@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 from .._common.callsite import users_line
 from .._common.nested import map_tensors, tensors
 from .._common.thread_state import ours
+from .._torch.modes import is_transformed
+from .._torch.tensors import version_of
 from ..devices.copies import PendingCopy
 from ..devices.copy_lifetimes import CopySources, ReadCopies
 from ..devices.devices import mark
@@ -53,7 +55,6 @@ from .tags import (
     edge_of,
     enter_graph,
     set_aliases,
-    version_of,
 )
 from .tensor_attributes import class_attributes, share_attributes
 
@@ -216,7 +217,7 @@ class MicrobatchRun:
         home = self.step.home_of(tensor)
         if home is not None:
             return self._at_home(tensor, home)
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if is_transformed(tensor):
             return tensor  # inside a torch.func transform, which stays on its stage
         if tensor.requires_grad and self.step.differentiable:
             if tensor.grad_fn is not None:

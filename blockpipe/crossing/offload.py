@@ -18,14 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from .._common.callsite import users_line
 from .._common.thread_state import ours
+from .._torch.modes import without_torch_functions
+from .._torch.tensors import storage_id, version_of
 from ..devices.devices import is_asynchronous
 from ..devices.ownership import copying
 from ..errors import StateError
 from .host_stores import HostLinks, Store
-from .tags import TAG, Tag, version_of
+from .tags import TAG, Tag
 
 # Smaller ones stay: a copy of its own costs more than they take. A guess.
 SMALLEST = 64 * 1024
@@ -93,13 +96,9 @@ class Offload:
         self._stores: dict[int, dict[tuple[int, int], Store]] = {}
         self._last: dict[int, dict[torch.device, Store]] = {}
 
-    def put_on(self) -> None:
-        """Take what autograd saves in this thread from here on."""
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
-
-    def take_off(self) -> None:
-        """The other way; these are the last hooks that were put on."""
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+    def taking(self) -> saved_tensors_hooks:
+        """While entered, what autograd saves in this thread is taken."""
+        return saved_tensors_hooks(self._pack, _unpack)
 
     def away(self, tensor: Tensor) -> OffloadedTensor | None:
         """A tensor's stand-in, its storage on the way to the host; ``None``: it stays."""
@@ -116,7 +115,7 @@ class Offload:
             if storage.nbytes() < SMALLEST or self._stays(storage):
                 return None
             stores = self._stores.setdefault(hop, {})
-            key = storage._cdata, version_of(tensor)
+            key = storage_id(storage), version_of(tensor)
             store = stores.get(key)
             if store is None or not store.is_of(storage):
                 last = self._last.setdefault(hop, {})
@@ -180,5 +179,5 @@ def _written(shape: torch.Size) -> StateError:
 @contextmanager
 def _unseen() -> Iterator[None]:
     """While entered, operations are not the user's: unseen by modes, autograd and sanitizer."""
-    with torch._C.DisableTorchFunction(), copying(), torch.no_grad():
+    with without_torch_functions(), copying(), torch.no_grad():
         yield

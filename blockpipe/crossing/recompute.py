@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from .._common.callsite import users_line
@@ -32,17 +33,17 @@ from .._common.thread_state import (
     CallContext,
     call_under,
     ours,
-    stash,
-    stashed,
     theirs,
     waiting_for_device,
 )
+from .._torch.modes import stash, stashed
+from .._torch.tensors import version_of
 from ..devices.digests import Comparisons
 from ..devices.rng_streams import Source, current, moved, replayed
 from ..errors import StateError
 from ..stages.marks import Cursor, recomputing, set_cursor
 from .offload import Offload, OffloadedTensor
-from .tags import GradientSlot, enter_graph, version_of
+from .tags import GradientSlot, enter_graph
 
 Buffers = dict[str, Tensor | None]
 
@@ -203,11 +204,10 @@ class RecomputedCall:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The call itself; what it saves is dropped."""
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
         try:
-            result = call_under(self._modes, self.function, args, kwargs)
+            with saved_tensors_hooks(self._pack, _unpack):
+                result = call_under(self._modes, self.function, args, kwargs)
         finally:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
             self._forget()  # of a gradient that the call itself has asked for
         if not self.recompute_spec.about.keeps_inputs:
             self._check_arguments("is written in place by")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from .._torch.graph import PythonNode
 from ..devices.copies import PendingCopy, send
 from ..devices.copy_lifetimes import CopySources, FinishedCopies
 from ..devices.devices import is_asynchronous, mark
@@ -333,10 +334,6 @@ def set_aliases(tensor: Tensor, key: MicrobatchKey, aliases: Aliases) -> None:
     known[key] = aliases
 
 
-def version_of(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
@@ -344,7 +341,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 def edge_of(tensor: Tensor) -> GradientEdge:
     """A tensor's place in the autograd graph, whatever grad mode is, and however its stage."""
     node = tensor.grad_fn
-    if node is not None and not isinstance(node, torch._C._FunctionBase):
+    if node is not None and not isinstance(node, PythonNode):
         return GradientEdge(node, tensor.output_nr)
     # A custom function's node does not keep its own graph alive: torch adds what does.
     # torch finds a leaf's place through a view of it: no read, but the sanitizer would see one.

@@ -18,12 +18,14 @@ from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._common.callsite import users_line
+from .._torch.modes import is_transformed
+from .._torch.tensors import storage_id, version_of
 from ..devices.devices import current_stream
 from ..devices.observer import Watch
 from ..errors import CrossingError
 from ..stages.marks import Cursor
 from .microbatch_run import Arguments, Keywords, MicrobatchRun, Reader
-from .tags import TAG, StepContext, Tag, version_of
+from .tags import TAG, StepContext, Tag
 from .tensor_attributes import class_attributes, share_attributes
 
 
@@ -98,7 +100,7 @@ class UncutRun(MicrobatchRun):
         if device is None or tensor.device == device or self.stays(tensor):
             is_nobodys = not hasattr(tensor, TAG) and self.step.home_of(tensor) is None
             return self._from_outside(tensor) if is_nobodys else tensor
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_meta:
+        if is_transformed(tensor) or tensor.is_meta:
             return tensor
         mirror = self._mirror(tensor, device)
         share_attributes(tensor, mirror.value, mirror.besides)
@@ -249,4 +251,4 @@ def _pairs(roots: Any, gradients: Any) -> Iterator[tuple[Tensor, Tensor]]:
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return False
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())

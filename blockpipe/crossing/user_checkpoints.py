@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch as dispatch
 from torch.utils import checkpoint as torchs
 
 from .._common.thread_state import in_thread, ours, theirs
+from .._torch.graph import CHECKPOINT_HOOK, CheckpointHook, saved_tensor_hooks
+from .._torch.modes import dispatch_modes
 from ..devices.devices import current_stream, is_asynchronous
 from ..devices.rng_streams import current, preserve_rng, restore
 from ..devices.sanitizer import Sanitizer
@@ -37,7 +38,7 @@ from .uncut_run import UncutRun
 def is_in_checkpoint() -> bool:
     """Whether what runs here is the function of a ``torch.utils.checkpoint`` (the kind that is not
     reentrant), which keeps nothing of it."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensor_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == torchs.__name__
 
 
@@ -160,8 +161,7 @@ class Checkpoint:
 
 
 def _sanitizers() -> list[Sanitizer]:
-    modes = dispatch._get_current_dispatch_mode_stack()
-    return [mode for mode in modes if isinstance(mode, Sanitizer)]
+    return [mode for mode in dispatch_modes() if isinstance(mode, Sanitizer)]
 
 
 @contextmanager
@@ -194,16 +194,13 @@ class Checkpoints(Replacement):
     """What torch puts around the function of a checkpoint, so that one in the glue is seen while
     this is entered. There is no hook for it: the function that it gets is torch's own."""
 
-    owner, name = torchs, "_checkpoint_hook"
+    owner, name = torchs, CHECKPOINT_HOOK
 
     def replacement(self) -> Any:
         return _WatchedHook
 
 
-_OriginalHook: Any = torchs._checkpoint_hook
-
-
-class _WatchedHook(_OriginalHook):  # type: ignore[misc]
+class _WatchedHook(CheckpointHook):  # type: ignore[misc]
     def __init__(self, recomputed: Any) -> None:
         self._under_way: tuple[MicrobatchRun, Callable[[int], None]] | None = None
         mode = active_mode()

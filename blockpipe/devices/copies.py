@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .._common.thread_state import waiting_for_device
+from .._torch.modes import without_torch_functions
+from .._torch.tensors import FakeTensor
 from .devices import current_stream, is_asynchronous
 from .observer import Watch
 from .ownership import copying
@@ -68,7 +69,7 @@ class PendingCopy:
         else:
             reader.wait_event(self.arrived)
             if not keeps:
-                with copying(), torch._C.DisableTorchFunction():
+                with copying(), without_torch_functions():
                     self.value.record_stream(reader)  # allocated on the copy stream
         if self._watch is not None:
             self._watch("goes on", reader)

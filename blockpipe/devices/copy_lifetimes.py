@@ -14,6 +14,8 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch import Tensor
 
+from .._torch.modes import without_torch_functions
+from .._torch.tensors import holders_of, storage_id
 from .copies import PendingCopy
 from .ownership import copying
 
@@ -52,9 +54,9 @@ class CopySources:
 
     def reads(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of these tensors' memory is being copied."""
-        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        storages = {storage_id(tensor.untyped_storage()) for tensor in tensors}
         return any(
-            source.untyped_storage()._cdata in storages
+            storage_id(source.untyped_storage()) in storages
             for lent in self._by_owner.values()
             for source, _ in lent
         )
@@ -75,7 +77,7 @@ class ReadCopies:
         if owner is None:
             return sent.receive()
         value = sent.receive(keeps=True)
-        with copying(), torch._C.DisableTorchFunction():
+        with copying(), without_torch_functions():
             self._by_hop.setdefault(hop, []).append((value.detach(), owner))
         return value
 
@@ -134,10 +136,9 @@ class FinishedCopies:
 
 def _is_held_elsewhere(value: Tensor) -> bool:
     """Whether anybody but us has a tensor of this storage, and so a say in when it goes."""
-    storage = value.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor, and `storage`
+    return holders_of(value.untyped_storage()) > 2  # the tensor, and Python's own storage
 
 
 def _keep_until_read(value: Tensor) -> None:
-    with copying(), torch._C.DisableTorchFunction():
+    with copying(), without_torch_functions():
         value.record_stream(torch.accelerator.current_stream(value.device))

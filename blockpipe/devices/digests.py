@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._torch.modes import without_torch_functions
 from ..errors import StateError
 from .devices import current_stream, is_asynchronous
 from .ownership import copying
@@ -46,7 +47,7 @@ class Comparisons:
         pending, self._pending = self._pending, {}
         errors: list[Callable[[], StateError]] = []
         for of_device in pending.values():
-            with torch._C.DisableTorchFunction(), copying():
+            with without_torch_functions(), copying():
                 agreed = torch.stack([found for found, _ in of_device]).tolist()
             errors += [
                 error for (_, error), is_same in zip(of_device, agreed, strict=True) if not is_same
@@ -62,7 +63,7 @@ class Comparisons:
         with weights, and of floating-point ones the norm. ``None`` where there is no adding up."""
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return None
-        with torch._C.DisableTorchFunction(), copying(), torch.no_grad():
+        with without_torch_functions(), copying(), torch.no_grad():
             value = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
             if value.dtype == torch.uint8 or (
                 value.dtype.itemsize == 1 and value.is_floating_point()
@@ -106,7 +107,7 @@ class Comparisons:
 def agree(one: Tensor, other: Tensor) -> Tensor:
     """Whether two digests are of the same values, as a tensor on their device: within what
     operations that add up in no fixed order differ by; integers exactly."""
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with without_torch_functions(), torch.no_grad():
         same = one == other
         if one.is_floating_point():
             tolerance = 1e-5 if one.device.type == "cpu" else 1e-2

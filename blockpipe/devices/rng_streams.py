@@ -24,7 +24,8 @@ import torch
 
 from .._common.callsite import users_line
 from .._common.standstill import PATIENCE, Gate, Standstill
-from .._common.thread_state import stash, stashed, waiting_for_device
+from .._common.thread_state import waiting_for_device
+from .._torch.modes import stash, stashed
 from ..errors import UsageError
 from .devices import is_asynchronous
 from .ownership import copying

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._common.callsite import users_line
 from .._common.nested import tensors
 from .._common.thread_state import ours
+from .._torch.modes import DispatchMode
 from ..errors import IsolationError
 from .ownership import Owner, is_carrying, owner_of, set_owner
 
 
-class Sanitizer(TorchDispatchMode):
+class Sanitizer(DispatchMode):
     """Checks the owners of what operations touch, and enters those of what they make.
 
     Args:

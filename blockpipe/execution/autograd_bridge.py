@@ -19,6 +19,7 @@ from torch import Tensor
 from .._common.model_turns import alone_with
 from .._common.nested import leaves, map_leaves
 from .._common.thread_state import ours
+from .._torch.graph import will_run
 from ..batches.joining import JoinedLeaf
 from ..batches.microbatch import InputPlace
 from ..crossing.tags import edge_of
@@ -89,7 +90,7 @@ class _Launch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch._C._will_engine_execute_node(ctx.token):
+        if not will_run(ctx.token):
             raise UsageError(
                 "autograd.grad, or backward(inputs=…), asks for some gradients, but a pipelined "
                 "backward adds all of them up in .grad; call backward() and read .grad, or use "

@@ -3,8 +3,7 @@
 from contextlib import nullcontext
 from typing import Literal
 
-import torch
-
+from .._torch.graph import saved_tensor_hooks
 from ..devices.devices import is_asynchronous
 from ..restoring.process_state import kept_process_state
 from ..schedules.builders import ScheduleOption
@@ -44,7 +43,7 @@ class LanedStep:
         request, prepared = self._state.request, self._prepared
         schedule = prepared.schedule(option, len(request.microbatches))
         # Hooks on what is saved would unpack it once for each part of a backward.
-        packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        packs = saved_tensor_hooks() is not None
         self._backward.split = schedule.split() if only is None and not packs else set()
         threads = LaneThreads(
             schedule,

@@ -3,10 +3,10 @@
 import copy
 from typing import Any, NamedTuple, NoReturn
 
-import torch
 from torch import Tensor
 
 from .._common.callsite import users_line
+from .._torch.modes import as_plain_tensor
 from ..errors import UsageError
 
 _DONE = "forward_backward has run the backward already: remove this call"
@@ -18,7 +18,7 @@ class StepLoss(Tensor):
     Results computed from it, copies and saved files are plain tensors.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = as_plain_tensor  # type: ignore[assignment]
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Raise an error, unless a tensor with a graph was added to it in place."""

@@ -7,13 +7,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from .._common.callsite import users_line
 from .._common.checks import expected
 from .._common.model_turns import alone_with
 from .._common.nested import leaves, map_tensors
 from .._common.thread_state import CallerState, ours, theirs
+from .._torch.modes import how_many_dispatch_modes, is_in_forward_mode, is_in_transform
 from ..batches.joining import JoinedLeaf, join, output_dim, weighted_sum
 from ..batches.losses import warn_of_some_without_a_number
 from ..batches.microbatch import InputPlace, Microbatch, input_places, weights_of
@@ -266,7 +266,7 @@ def _batch_loss(step: Step) -> Tensor:
     # To look at a value is to wait for an accelerator: done in the first step only, and never where
     # a dispatch mode is on that may count such waits.
     may_look = prepared.steps == 1 or not is_asynchronous(device)
-    if may_look and not torch._C._len_torch_dispatch_stack() and bool(loss.isnan()):
+    if may_look and not how_many_dispatch_modes() and bool(loss.isnan()):
         warn_of_some_without_a_number(losses)
     return loss
 
@@ -274,7 +274,7 @@ def _batch_loss(step: Step) -> Tensor:
 def _check_call() -> None:
     """Raise :class:`UsageError` where a pipeline cannot be called: under what it cannot pass on."""
     exporting = "torch.export" if torch.compiler.is_exporting() else None
-    if exporting or torch._C._get_tracing_state() is not None:
+    if exporting or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise UsageError(
             f"{exporting or 'torch.jit.trace'} cannot see the stages of a pipeline "
             f"({users_line()}); call unplace(), and give it pipe.module"
@@ -284,12 +284,12 @@ def _check_call() -> None:
             "a pipeline was called inside a forward that Blockpipe runs; mark the inner "
             f"model's modules as blocks of the outer one instead ({users_line()})"
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_in_transform():
         raise UsageError(
             "torch.func transforms cannot go through a pipeline; transform the model's "
             f"own functions, or use the plain model ({users_line()})"
         )
-    if forward_ad._current_level >= 0:
+    if is_in_forward_mode():
         raise UsageError(
             "forward-mode AD cannot go through a pipeline: its graph is cut between the "
             f"stages; use the plain model ({users_line()})"

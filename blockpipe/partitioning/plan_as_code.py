@@ -13,6 +13,7 @@ from keyword import iskeyword
 from torch import nn
 
 from .._common.text import one_line
+from .._torch.modules import children_of
 from ..recording.plan_resolution import attached_plans
 from ..recording.recording import Call
 from ..stages.marks import mark_of
@@ -32,7 +33,7 @@ def expression(model: nn.Module, path: str, name: str = "model") -> str:
     """
     module = model
     for part in filter(None, path.split(".")):
-        children = list(module._modules)
+        children = list(children_of(module))
         if isinstance(module, nn.Sequential | nn.ModuleList) and _is_index(part, children):
             name += f"[{part}]"
         elif isinstance(module, nn.ModuleDict):

@@ -20,24 +20,28 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.nn.utils.stateless import _reparametrize_module
 
 from .._common.callsite import users_line
-from .._common.modules import named_slots
+from .._common.modules import call_with_tensors, named_slots
 from .._common.nested import map_tensors, tensors
 from .._common.progress import Progress
 from .._common.thread_state import CallerState, intra_operation_threads
+from .._torch.graph import nodes_made, sequence_number
+from .._torch.modules import COMPILED_CALL, buffers_of, parameters_of
 from ..batches.losses import computed_loss, own_loss_or_none
 from ..devices.rng_streams import every_source, preserve_rng, torchs_of
 from ..devices.stopwatch import Stopwatch
 from ..errors import UsageError
 from ..recording.recording import Recording
 from ..restoring.model_state import ModelState
+
+R = TypeVar("R")
+_Times = tuple[list[float], list[float]]  # of segments, forward and backward
 
 WARM_UP = 2
 _CHAIN = 64  # operations, by which a stamp is timed: some milliseconds
@@ -99,7 +103,7 @@ class _Run:
     def begins(self, segment: int) -> None:
         """A segment begins, in the forward."""
         self.segments.append(segment)
-        self._made.append(_nodes_made())
+        self._made.append(nodes_made())
         self.forward.append(self.watch.now())
 
     def ends(self, roots: Sequence[Tensor]) -> None:
@@ -108,7 +112,7 @@ class _Run:
         self.forward.append(self.watch.now())
         newest: dict[int, tuple[int, Node]] = {}
         for node in _nodes(roots):
-            made = node._sequence_nr()
+            made = sequence_number(node)
             at = self.segments[max(0, bisect_right(self._made, made) - 1)]
             if at not in newest or made > newest[at][0]:
                 newest[at] = made, node
@@ -131,10 +135,6 @@ class _Run:
         for segment, (begin, until) in zip(order, pairwise(begins), strict=False):
             backward[segment] = self.watch.seconds(begin, until)
         return forward, backward
-
-
-def _nodes_made() -> int:
-    return int(torch._C._autograd._get_sequence_nr())
 
 
 def _nodes(roots: Sequence[Tensor]) -> Iterator[Node]:
@@ -202,8 +202,8 @@ def measured(
     places = []
     for path, segments in begins.items():
         names = modules[path].__dict__
-        compiled = names.get("_compiled_call_impl") is not None
-        places.append((modules[path], "_compiled_call_impl" if compiled else "forward", segments))
+        compiled = names.get(COMPILED_CALL) is not None
+        places.append((modules[path], COMPILED_CALL if compiled else "forward", segments))
 
     def step(run: _Run | None) -> tuple[Any, Any]:
         """Forward and backward; the stamps before and after."""
@@ -231,7 +231,7 @@ def measured(
     def plain() -> float:
         return watch.seconds(*step(None))
 
-    def stamped() -> tuple[list[float], list[float]]:
+    def stamped() -> _Times:
         run = _Run(watch)
         before = [(m.__dict__, name, m.__dict__.get(name)) for m, name, _ in places]
         for module, name, segments in places:
@@ -243,25 +243,29 @@ def measured(
                 names.pop(name) if value is None else names.update({name: value})
         return run.times(len(recording.segments), end)
 
-    with (
-        _own_tensors(model, device),
-        intra_operation_threads(threads),
-        Progress(f"measuring {recording.model}", 2 * (WARM_UP + repeats)) as progress,
-    ):
+    def measure() -> tuple[list[_Times], float, float, float]:
+        """Each run's times, a plain run's, those of one among others, and a stamp's."""
 
-        def pair() -> tuple[float, tuple[list[float], list[float]]]:
+        def pair() -> tuple[float, _Times]:
             progress.step(count=2)
             return plain(), stamped()
 
-        for _ in range(WARM_UP):
-            pair()
-        runs = [pair() for _ in range(repeats)]
-        whole = statistics.median(run[0] for run in runs)
-        stamp = _cost_of_a_stamp(watch, training=training)
-        others = min(lanes, os.cpu_count() or 1) - 1
-        together = _beside(plain, others, repeats) if others > 0 else whole
+        with (
+            intra_operation_threads(threads),
+            Progress(f"measuring {recording.model}", 2 * (WARM_UP + repeats)) as progress,
+        ):
+            for _ in range(WARM_UP):
+                pair()
+            runs = [pair() for _ in range(repeats)]
+            whole = statistics.median(run[0] for run in runs)
+            stamp = _cost_of_a_stamp(watch, training=training)
+            others = min(lanes, os.cpu_count() or 1) - 1
+            together = _beside(plain, others, repeats) if others > 0 else whole
+        return [run[1] for run in runs], whole, together, stamp
+
+    runs, whole, together, stamp = _with_own_tensors(model, device, measure)
     forward, backward = (
-        [statistics.median(times) for times in zip(*(run[1][kind] for run in runs), strict=True)]
+        [statistics.median(times) for times in zip(*(run[kind] for run in runs), strict=True)]
         for kind in (0, 1)
     )
     with_stamps = sum(forward) + sum(backward)
@@ -364,9 +368,8 @@ def _roots(output: Any, target: Any, loss_fn: Callable[..., Any] | None) -> list
     return [t for t in tensors(output) if t.requires_grad]
 
 
-@contextmanager
-def _own_tensors(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """While entered, a model has parameters and buffers of its own, on a device."""
+def _with_own_tensors(model: nn.Module, device: torch.device, function: Callable[[], R]) -> R:
+    """Call a function while a model has parameters and buffers of its own, on a device."""
     made: dict[int, Tensor] = {}
 
     def own(tensor: Tensor) -> Tensor:
@@ -378,7 +381,7 @@ def _own_tensors(model: nn.Module, device: torch.device) -> Iterator[None]:
                 made[id(tensor)] = _copy(tensor, device)
         return made[id(tensor)]
 
-    slots = [*named_slots(model, "_parameters"), *named_slots(model, "_buffers")]
+    slots = [*named_slots(model, parameters_of), *named_slots(model, buffers_of)]
     # A module may hold a parameter elsewhere too (a list of an RNN's): that one would get it.
     gradients = [(p, p.grad) for p in model.parameters()]
     for parameter, _ in gradients:
@@ -386,8 +389,7 @@ def _own_tensors(model: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         with ModelState(model, values=True), preserve_rng([*every_source(), *torchs_of(device)]):
             swapped = {name: own(tensor) for name, tensor in slots}
-            with _reparametrize_module(model, swapped, tie_weights=False):
-                yield
+            return call_with_tensors(model, swapped, function)
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._common.nested import tensors
 from .._common.thread_state import ours
+from .._torch.modules import BatchNorm, buffers_of
 from ..crossing.interception import active_mode
 from ..stages.marks import current_microbatch, is_recomputing
 
@@ -84,7 +84,7 @@ class _Step:
 
     def __init__(self) -> None:
         # By module, then by micro-batch: of each of its calls. One thread runs a micro-batch.
-        self.seen: dict[_BatchNorm, dict[int, list[BatchStatistics]]] = {}
+        self.seen: dict[BatchNorm, dict[int, list[BatchStatistics]]] = {}
 
 
 class DeferredBatchNorm:
@@ -104,7 +104,7 @@ class DeferredBatchNorm:
         self.modules = {
             path: module
             for path, module in model.named_modules()
-            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+            if isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         }
         self._synchronized = synchronized(model)
 
@@ -113,10 +113,10 @@ class DeferredBatchNorm:
         of a step only calls the forward."""
         return {path: partial(self._stand_in, module) for path, module in self.modules.items()}
 
-    def _stand_in(self, module: _BatchNorm, forward: Forward) -> Forward:
+    def _stand_in(self, module: BatchNorm, forward: Forward) -> Forward:
         return _StandIn(module, forward, partial(self._call, module, forward))
 
-    def _call(self, module: _BatchNorm, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, module: BatchNorm, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Gather the statistics of a batch norm's input, and call its forward."""
         step, microbatch = self.under_way, _counted_microbatch()
         if step is not None and microbatch is not None and _updates_statistics(module):
@@ -147,20 +147,20 @@ class DeferredBatchNorm:
     def _taken_step(self) -> Iterator[None]:
         outer, step = self.under_way, _Step()
         self.under_way = step
-        own = {module: dict(module._buffers) for module in self.modules.values()}
+        own = {module: dict(buffers_of(module)) for module in self.modules.values()}
         try:
             for module, buffers in own.items():
                 there = {n: b for n in _BUFFERS if (b := buffers.get(n)) is not None}
-                module._buffers.update({n: b.detach().clone() for n, b in there.items()})
+                buffers_of(module).update({n: b.detach().clone() for n, b in there.items()})
             yield
         finally:
             for module, buffers in own.items():
-                module._buffers.update(buffers)
+                buffers_of(module).update(buffers)
             self.under_way = outer
         _commit(step)
 
 
-def _updates_statistics(module: _BatchNorm) -> bool:
+def _updates_statistics(module: BatchNorm) -> bool:
     """Whether a forward of a batch norm updates its running statistics."""
     return module.training and module.track_running_stats and module.running_mean is not None
 
@@ -168,7 +168,7 @@ def _updates_statistics(module: _BatchNorm) -> bool:
 class _StandIn:
     """Stands in for a module's forward. A copy of the module has the module's own again."""
 
-    def __init__(self, module: _BatchNorm, forward: Forward, call: Forward) -> None:
+    def __init__(self, module: BatchNorm, forward: Forward, call: Forward) -> None:
         self.module = module
         self.forward = forward
         # The graph of a compiled module around this one breaks here: this Python runs each time.
@@ -209,7 +209,7 @@ def _commit(step: _Step) -> None:
             _update(module, merged([part for part in parts if part is not None]))
 
 
-def _update(module: _BatchNorm, whole: BatchStatistics) -> None:
+def _update(module: BatchNorm, whole: BatchStatistics) -> None:
     factor: float | Tensor | None = module.momentum
     tracked = module.num_batches_tracked
     if tracked is not None:

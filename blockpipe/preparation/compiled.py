@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.nested import leaves, map_leaves, tensors
+from .._torch.graph import gradient_hooks
 from ..stages.marks import current_microbatch
 from .sealed_forwards import SealedForwards
 
@@ -49,7 +50,7 @@ class _Own(torch.autograd.Function):
 
 def _adds_up(leaf: Tensor) -> bool:
     """Whether a gradient is added to one that is there already, and no hook sees it."""
-    return leaf.grad is not None and not leaf._backward_hooks
+    return leaf.grad is not None and not gradient_hooks(leaf)
 
 
 class CompiledModules:

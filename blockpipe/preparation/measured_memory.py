@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._common.nested import tensors
+from .._torch.modes import DispatchMode
+from .._torch.tensors import storage_id
 from ..devices.devices import is_asynchronous
 from ..stages.marks import current_stage
 from .memory_model import bytes_of
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """Counts the bytes of the storages that operations make, as long as they live, by stage.
 
     It is for the CPU, whose allocator counts nothing. It goes with a step into its threads.
@@ -36,18 +37,19 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = {t.untyped_storage()._cdata for t in tensors((args, kwargs)) if _is_plain(t)}
+        given = {storage_id(t.untyped_storage()) for t in tensors((args, kwargs)) if _is_plain(t)}
         result = func(*args, **kwargs)
         stage = current_stage() or 0
         for tensor in tensors(result):
             if _is_plain(tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._known:
+                key = storage_id(storage)
+                if key not in given and key not in self._known:
                     self._count(storage, stage)
         return result
 
     def _count(self, storage: torch.UntypedStorage, stage: int) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_id(storage), storage.nbytes()
         with self._lock:
             self._known.add(key)
             self.now[stage] = self.now.get(stage, 0) + size

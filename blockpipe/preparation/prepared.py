@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .._common.text import bytes_text
+from .._torch.tensors import storage_id
 from ..costs.meter import ASKS_HOST
 from ..costs.rates import Rates, together
 from ..crossing.host_stores import AHEAD
@@ -242,12 +243,12 @@ class Prepared:
 
     def stays(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a storage is a parameter's or a buffer's."""
-        return storage._cdata in self._own_storages
+        return storage_id(storage) in self._own_storages
 
     @cached_property
     def _own_storages(self) -> set[int]:
         return {
-            home.tensor.untyped_storage()._cdata
+            storage_id(home.tensor.untyped_storage())
             for home in self.homes.values()
             if home.tensor.layout is torch.strided
         }

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from .._common.modules import StandIn, is_compiled
+from .._common.modules import StandIn
 from .._common.process_changes import ProcessChange
+from .._torch.modules import COMPILED_CALL, buffers_of, is_compiled
 from ..crossing.interception import active_mode
 from ..crossing.recompute import RecomputeSpec
 from ..recording.plan_resolution import Stages, planned_stage
@@ -92,8 +93,8 @@ class SealedForwards(ProcessChange):
         for path in sorted({*sealed, *planned, *inner}):
             module = modules[path]
             # A module compiled in place runs its compiled call instead of `forward`.
-            compiled = module.__dict__.get("_compiled_call_impl")
-            name = "forward" if compiled is None else "_compiled_call_impl"
+            compiled = module.__dict__.get(COMPILED_CALL)
+            name = "forward" if compiled is None else COMPILED_CALL
             forward = getattr(module, name)
             if path in inner:
                 forward = inner[path](forward)
@@ -130,11 +131,13 @@ class SealedForwards(ProcessChange):
         for held in recording.buffers:
             if held.name in about.buffers:
                 outer, _, key = held.name.rpartition(".")
-                buffers.append((modules[outer]._buffers, key, held.written))
+                buffers.append((buffers_of(modules[outer]), key, held.written))
         for module in modules[path].modules() if path in modules else ():
             # There is no tensor yet; the forward may make one.
             buffers += [
-                (module._buffers, key, True) for key, b in module._buffers.items() if b is None
+                (buffers_of(module), key, True)
+                for key, b in buffers_of(module).items()
+                if b is None
             ]
         waits = any(call.waits for call in recording.calls if call.path == path)
         return RecomputeSpec(what, about, buffers, waits)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..crossing.tags import version_of
+from .._torch.modules import buffers_of, parameters_of
+from .._torch.tensors import version_of
 from ..errors import StateError
 from ..recording.recording import Recording, TensorInfo
 
@@ -88,10 +89,10 @@ class Unwritten:
 
 def _named(model: nn.Module) -> Iterator[tuple[str, _Slots, str, Tensor]]:
     for path, module in model.named_modules():
-        for slots in ("_parameters", "_buffers"):
-            for key, tensor in vars(module)[slots].items():
+        for slots in (parameters_of(module), buffers_of(module)):
+            for key, tensor in slots.items():
                 if tensor is not None:
-                    yield (f"{path}.{key}" if path else key), vars(module)[slots], key, tensor
+                    yield (f"{path}.{key}" if path else key), slots, key, tensor
 
 
 def _state_of(tensor: Tensor | None) -> _State:

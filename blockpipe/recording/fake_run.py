@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.utils.stateless import _reparametrize_module
 
 from .._common.callsite import failing_line
 from .._common.model_turns import alone_with
-from .._common.modules import named_slots
+from .._common.modules import call_with_tensors, named_slots
 from .._common.nested import map_tensors
 from .._common.thread_state import as_ours
+from .._torch.modules import buffers_of, parameters_of
+from .._torch.tensors import FAKE_TENSOR_LOG, FakeTensor
 from ..devices.devices import is_on_meta
 from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, IsolationError, RecordingError
@@ -116,7 +116,7 @@ def record_there(
     own = {t.device.type for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
     if devices is not None or not intended or kinds == (own or {"cpu"}) == {"cpu"}:
         return here()
-    slots = ("_parameters", "_buffers")
+    slots = (parameters_of, buffers_of)
     names = [name for slot in slots for name, _ in named_slots(model, slot)]
     homes, places, first = dict.fromkeys(names, intended[0]), None, None
     if len(kinds) > 1:  # which of them each parameter is on depends on its stage
@@ -169,7 +169,7 @@ def _record_anywhere(
     except Exception as error:
         if not _is_device_mismatch(error):
             raise
-        slots = ("_parameters", "_buffers")
+        slots = (parameters_of, buffers_of)
         names = [name for slot in slots for name, _ in named_slots(model, slot)]
         whole = attempt(dict.fromkeys(names, torch.device("cpu")), None)
         if devices is None or whole.num_stages > len(devices):
@@ -246,18 +246,20 @@ def _record_with(
     on_meta = is_on_meta(model)
     swapped = {
         name: faked(tensor, None if homes is None else homes.get(name))
-        for name, tensor in (*named_slots(model, "_parameters"), *named_slots(model, "_buffers"))
+        for name, tensor in (*named_slots(model, parameters_of), *named_slots(model, buffers_of))
     }
     with ExitStack() as stack:
         stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
         stack.enter_context(state)
         stack.enter_context(state)  # an interrupt can spoil one of them
-        with preserve_rng(every_source()), _reparametrize_module(model, swapped, tie_weights=False):
-            # There a model takes any sample: only its shapes count.
-            in_one_place = on_meta or (homes is not None and devices is None)
-            if sample_device is None and in_one_place:
-                sample_device = torch.device("cpu")
-            fake_args, fake_kwargs = map_tensors(lambda t: faked(t, sample_device), (args, kwargs))
+        stack.enter_context(preserve_rng(every_source()))
+        # There a model takes any sample: only its shapes count.
+        in_one_place = on_meta or (homes is not None and devices is None)
+        if sample_device is None and in_one_place:
+            sample_device = torch.device("cpu")
+        fake_args, fake_kwargs = map_tensors(lambda t: faked(t, sample_device), (args, kwargs))
+
+        def run() -> Recording:
             with mode, _quiet(), RealWritesUndone():
                 return run_watched(
                     model,
@@ -270,6 +272,8 @@ def _record_with(
                     unhookable=unhookable,
                     objects=state.objects(),
                 )
+
+        return call_with_tensors(model, swapped, run)
 
 
 class _OtherThreadsOnly(logging.Filter):
@@ -287,7 +291,7 @@ class _OtherThreadsOnly(logging.Filter):
 def _quiet() -> Iterator[None]:
     """While entered, torch does not log what this thread's fake tensors cannot do: either it is
     raised, and then said once, or the forward runs for real."""
-    logger, filter_ = logging.getLogger("torch._subclasses.fake_tensor"), _OtherThreadsOnly()
+    logger, filter_ = logging.getLogger(FAKE_TENSOR_LOG), _OtherThreadsOnly()
     logger.addFilter(filter_)
     try:
         yield

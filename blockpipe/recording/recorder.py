@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from .._common.callsite import users_line
@@ -21,7 +20,11 @@ from .._common.model_turns import alone_with
 from .._common.modules import StandIn, named_slots
 from .._common.nested import tensors
 from .._common.progress import Progress
-from .._common.thread_state import how_many_modes, ours
+from .._common.thread_state import ours
+from .._torch.graph import saved_tensor_hooks
+from .._torch.modes import how_many_function_modes
+from .._torch.modules import buffers_of, parameters_of
+from .._torch.tensors import FakeTensor, version_of
 from ..costs.meter import HostSync
 from ..costs.work import Work, addition
 from ..crossing.hop_backward import Root, entries_of, kept_for_weights, why_whole
@@ -38,7 +41,6 @@ from ..crossing.tags import (
     StepContext,
     Tag,
     edge_of,
-    version_of,
 )
 from ..crossing.uncut_run import UncutRun
 from ..devices.rng_streams import current, host_sources, moved
@@ -147,7 +149,7 @@ class Recorder(MicrobatchRun):
     def begin(self) -> None:
         """The forward begins."""
         self.activations.put_on()
-        self._ambient_hooks = _saved_tensor_hooks()
+        self._ambient_hooks = saved_tensor_hooks()
         self._host_states = current(host_sources())
 
     def end(self) -> None:
@@ -228,7 +230,7 @@ class Recorder(MicrobatchRun):
             self._note_unmarked(hop)
         innermost = self.stack[-1][0] if self.stack else None
         self.activations.at(hop, innermost, self.segments.current.index)
-        hooks = _saved_tensor_hooks()
+        hooks = saved_tensor_hooks()
         if hooks is not None and hooks != self._ambient_hooks:
             info.whole = "it recomputes, or packs what it saves"
             info.reruns_forward = True
@@ -499,7 +501,7 @@ class Recorder(MicrobatchRun):
                 yield f"it is inside of {call.path or 'the model'}, which uses torch.func"
         if self.sealed:
             yield f"it is inside of autograd.Function {self.custom_in[-1][0]!r}"
-        if _saved_tensor_hooks() not in (None, self._ambient_hooks):
+        if saved_tensor_hooks() not in (None, self._ambient_hooks):
             yield "it is inside of what is recomputed, or packs what it saves"
 
     def drew(self, generator: torch.Generator | None) -> None:
@@ -634,7 +636,7 @@ class RecordingMode(CrossingMode):
         kwargs: Mapping[str, Any] | None = None,
         modes: Sequence[TorchFunctionMode] = (),
     ) -> Any:
-        if how_many_modes():
+        if how_many_function_modes():
             return self.apart(func, types, args, kwargs)
         self.run.function = func.__name__
         if not is_question(func):
@@ -709,10 +711,6 @@ class RecordedForward(StandIn):
         return recorder.watched(self.path, kind, self.module, self.forward, args, kwargs)
 
 
-def _saved_tensor_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
 def _writes(func: Callable[..., Any]) -> bool:
     name = func.__name__
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -728,7 +726,7 @@ def _dtype(tensor: Tensor) -> str:
 
 def hold(model: nn.Module, recorder: Recorder) -> None:
     """Make a note of every parameter and buffer, tied ones once."""
-    for is_buffer, slots in ((False, "_parameters"), (True, "_buffers")):
+    for is_buffer, slots in ((False, parameters_of), (True, buffers_of)):
         for name, tensor in named_slots(model, slots):
             held = recorder.held.get(id(tensor))
             if held is not None:

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.graph import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from .._torch.modes import without_torch_functions
+from .._torch.tensors import storage_id, version_of
 from ..crossing.recompute import Recomputable
 from .recording import ActivationBytes, Call, Hop, Saved
 
@@ -41,11 +44,11 @@ class Activations:
 
     def put_on(self) -> None:
         """Hook into what autograd saves in this thread from here on."""
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
+        push_saved_tensor_hooks(self._pack, _unpack)
 
     def take_off(self) -> None:
         """The other way; these are the last hooks that were put on."""
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensor_hooks()
 
     def inputs(self, tensors: Iterable[Tensor]) -> None:
         """These are the micro-batch's inputs: slices of the caller's batch."""
@@ -63,18 +66,17 @@ class Activations:
     def given(self, call: Call, tensors: Iterable[Tensor]) -> None:
         """A call begins, with these arguments."""
         keys = self._given.setdefault(id(call), set())
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             for tensor in {id(t): t for t in tensors}.values():
                 key = self._noted(tensor)
                 if key is not None:
                     if key in keys:
                         self._sharing.add(id(call))
                     keys.add(key)
-                if not tensor.is_inference():
-                    self._versions.append((call, tensor, tensor._version))
+                self._versions.append((call, tensor, version_of(tensor)))
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             key = self._noted(tensor)
             if key is not None:
                 self._saved.append((self._hop, self._call, key, self._segment))
@@ -103,7 +105,7 @@ class Activations:
             {id(sealed_call): sealed_call for sealed_call in sealed_call_of.values()}.values()
         )
         about: dict[str, Recomputable] = {}
-        written = {id(c) for c, tensor, version in self._versions if tensor._version != version}
+        written = {id(c) for c, tensor, version in self._versions if version_of(tensor) != version}
         for sealed_call in sealed_forwards:
             known = about.setdefault(sealed_call.path, Recomputable())
             known.keeps_inputs |= id(sealed_call) in written
@@ -213,7 +215,7 @@ class Activations:
 
 
 def _key_of(tensor: Tensor) -> _Key | None:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
 def _unpack(tensor: Tensor) -> Tensor:

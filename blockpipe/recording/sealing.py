@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from .._common.modules import is_compiled
+from .._torch.modules import is_compiled
+from .._torch.tensors import version_of
 from ..errors import CrossingError
 from .recorder import Recorder
 from .recording import Call, Recording
@@ -22,7 +23,7 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     for key, (buffer, version) in versions.items():
         held = recorder.held.get(key)
         if held is not None:
-            held.written |= buffer._version != version
+            held.written |= version_of(buffer) != version
     good: dict[str, set[int]] = {}
     bad: dict[str, set[int]] = {}
     everywhere: set[str] = set()

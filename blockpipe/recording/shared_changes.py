@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
+from .._torch.modules import COMPILED_CALL, SLOTS
 from ..restoring.process_state import process_state
 from .recording import Recording, SharedChange, TensorInfo
 
 _UNSET = object()
-_INTERCEPTED = ("forward", "_compiled_call_impl")  # ours, during a recording
-_SLOTS = ("_parameters", "_buffers", "_modules")
+_INTERCEPTED = ("forward", COMPILED_CALL)  # ours, during a recording
 _SETS_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
@@ -144,13 +144,13 @@ class SharedChanges:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """A module's plain attributes."""
-    outside = (*_INTERCEPTED, *_SLOTS)
+    outside = (*_INTERCEPTED, *SLOTS)
     return {name: value for name, value in vars(module).items() if name not in outside}
 
 
 def _slots(module: nn.Module) -> dict[str, Any]:
     """Its parameters, buffers and submodules."""
-    return {name: value for slots in _SLOTS for name, value in vars(module)[slots].items()}
+    return {name: value for slots in SLOTS for name, value in vars(module)[slots].items()}
 
 
 def _switches() -> dict[str, object]:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._common.modules import is_compiled
 from .._common.nested import map_tensors, tensors
 from .._common.progress import Progress
 from .._common.text import short
 from .._common.thread_state import as_ours, theirs
+from .._torch.modules import COMPILED_CALL, is_compiled
+from .._torch.tensors import version_of
 from ..batches.losses import own_loss_or_none
 from ..costs.meter import Meter
 from ..crossing.tags import StepContext
@@ -56,14 +57,14 @@ def run_watched(
     recorder.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
     hold(model, recorder)
     held = (*model.parameters(), *model.buffers())
-    versions = {id(t): (t, t._version) for t in held if not t.is_inference()}
+    versions = {id(t): (t, version_of(t)) for t in held}
     recorder.changes = SharedChanges(model)
     recorder.outside = OutsideState(objects, dict(model.named_modules()))
     recorder.users = {p for p, module in model.named_modules() if is_users(type(module).__module__)}
     for path, module in model.named_modules():
         names = module.__dict__
         names["forward"] = RecordedForward(module.forward, path, module, recorder, stages.get(path))
-        names.pop("_compiled_call_impl", None)
+        names.pop(COMPILED_CALL, None)
     before = set_cursor(cursor)
     try:
         args, kwargs = _as_inputs(recorder, (args, kwargs))

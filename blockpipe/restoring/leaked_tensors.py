@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .._common.nested import tensors
+from .._torch.tensors import FakeTensor, FakeTensorMode
 from ..errors import RecordingError
 
 _DEPTH = 4

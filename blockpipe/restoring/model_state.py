@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch.modes import DispatchMode
+from .._torch.tensors import FakeTensor, OpOverload, schema_of, storage_id, unset_fake_temporarily
 from .holders import (
     ClassHolder,
     DictHolder,
@@ -319,7 +318,7 @@ def slot_members(kind: type) -> tuple[types.MemberDescriptorType, ...]:
     return tuple(m for m in members if isinstance(m, types.MemberDescriptorType))
 
 
-class _Undone(TorchDispatchMode):
+class _Undone(DispatchMode):
     """While entered, the watched tensors may be written to; then they are as before.
 
     A copy is made of what is written, before it is: a forward that writes to none of them needs no
@@ -340,10 +339,10 @@ class _Undone(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, OpOverload) and func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
+        if isinstance(func, OpOverload) and (schema := schema_of(func)).is_mutable:
+            for argument, value in zip(schema.arguments, args, strict=False):
                 self._keep(argument, value)
-            for argument in func._schema.arguments[len(args) :]:
+            for argument in schema.arguments[len(args) :]:
                 self._keep(argument, kwargs.get(argument.name))
         return func(*args, **kwargs)
 
@@ -420,4 +419,4 @@ class WritesUndone(_Undone):
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor.untyped_storage())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch.graph import stepping_hooks
 from ..devices.rng_streams import Source, preserve_rng
 from .model_state import ModelState
 
@@ -37,9 +38,7 @@ class PreservedModel:
             (p, p.data, p.detach().to("cpu", copy=True)) for p in parameters if not p.is_inference()
         ]
         self._steppers: list[dict[Any, Any]] = [
-            hooks
-            for p in parameters
-            if (hooks := getattr(p, "_post_accumulate_grad_hooks", None)) is not None
+            hooks for p in parameters if (hooks := stepping_hooks(p)) is not None
         ]
 
     @contextmanager

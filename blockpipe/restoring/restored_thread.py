@@ -8,15 +8,15 @@ spoil one of them.
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils import _python_dispatch as dispatch
 
 from .._common.model_turns import how_often_entered, leave_modules
 from .._common.process_changes import leave_changes
 from .._common.thread_state import enter_modes, give_forward_lock, in_thread, leave_modes
+from .._torch.graph import pop_saved_tensor_hooks, saved_tensor_hooks
+from .._torch.modes import function_modes, how_many_dispatch_modes, pop_dispatch_mode
 from ..devices.rng_streams import end_turn, is_own_turn
 from ..stages.marks import current_microbatch, recomputing, set_cursor, set_microbatch
 
@@ -36,9 +36,9 @@ class _Before:
             in_thread.modes,
             in_thread.forward_lock,
         )
-        self._function_modes = _get_current_function_mode_stack()
-        self._dispatch_modes = torch._C._len_torch_dispatch_stack()
-        self._hooks = _saved_tensor_hooks()
+        self._function_modes = function_modes()
+        self._dispatch_modes = how_many_dispatch_modes()
+        self._hooks = saved_tensor_hooks()
         self._grad = torch.is_grad_enabled()
         self._has_turn = is_own_turn()
         self._alone, self._shared = how_often_entered(), len(in_thread.entered)
@@ -61,13 +61,13 @@ class _Before:
         in_thread.mode, in_thread.modes = self._mode, self._modes
         if self._forward_lock is None:
             give_forward_lock()
-        if _get_current_function_mode_stack() != self._function_modes:
+        if function_modes() != self._function_modes:
             leave_modes()
             enter_modes(self._function_modes)
-        while torch._C._len_torch_dispatch_stack() > self._dispatch_modes:
-            dispatch._pop_mode()
-        while (now := _saved_tensor_hooks()) is not None and now != self._hooks:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        while how_many_dispatch_modes() > self._dispatch_modes:
+            pop_dispatch_mode()
+        while (now := saved_tensor_hooks()) is not None and now != self._hooks:
+            pop_saved_tensor_hooks()
         torch.set_grad_enabled(self._grad)
         if not self._has_turn:
             end_turn()
@@ -85,10 +85,6 @@ def _interrupt_behind(error: BaseException) -> BaseException | None:
     while behind is not None and not isinstance(behind, KeyboardInterrupt):
         behind = behind.__context__
     return behind
-
-
-def _saved_tensor_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def leaves_intact(call: Callable[P, R]) -> Callable[P, R]:

@@ -24,6 +24,7 @@ from torch import nn
 
 from .._common.callsite import users_line
 from .._common.hints import knows_other_names
+from .._torch.modules import forward_pre_hooks_of
 from ..errors import MarkError
 
 P = ParamSpec("P")
@@ -469,7 +470,7 @@ def remove_blocks(model: nn.Module) -> nn.Module:
         if mark_of(module) is not None:
             del module.__dict__[MARK]
             hook = module.__dict__.pop("_blockpipe_hook")
-            module._forward_pre_hooks.pop(hook, None)
+            forward_pre_hooks_of(module).pop(hook, None)
             module.__dict__.pop("extra_repr", None)
     return model
 

@@ -8,6 +8,7 @@ from itertools import accumulate
 from torch import nn
 
 from .._common.callsite import users_line
+from .._torch.modules import children_of
 from ..errors import PlanError
 from .marks import begin_blocks
 from .plan import StagePlan
@@ -62,7 +63,7 @@ def mark_sequential(net: nn.Sequential, sizes: Sequence[int]) -> nn.Sequential:
             f"{sum(sizes)} ({users_line()}); see partition_uniform and partition_balanced"
         )
     children = list(net)
-    names = list(net._modules)
+    names = list(children_of(net))
     begins = list(accumulate(sizes))[:-1]
     for at in begins:
         if sum(child is children[at] for child in children) > 1:

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._common.callsite import warn
+from .._torch.graph import share_hooks
+from .._torch.modes import DispatchMode
+from .._torch.modules import buffers_of, parameters_of
+from .._torch.tensors import schema_of, storage_id, swap_contents
 from ..errors import WeightsError
 from ..recording.recording import TensorInfo
 from .sources import Source
@@ -153,15 +156,11 @@ def _named(held: TensorInfo) -> str:
 
 def _become(tensor: Tensor, other: Tensor) -> None:
     """Give a tensor another's memory, hooks and all staying with the object."""
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(tensor, hooks):
-            setattr(other, hooks, getattr(tensor, hooks))
-    # torch.utils.swap_tensors is this and a refusal where there are weak references, for whoever
-    # keys by them what was true of the old contents. An LSTM has some to its own parameters.
-    torch._C._swap_tensor_impl(tensor, other)
+    share_hooks(tensor, other)
+    swap_contents(tensor, other)
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(DispatchMode):
     """Notes which storages are written to. Version counters would not do: ``p.data`` has its
     own."""
 
@@ -173,7 +172,7 @@ class _Writes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for number, argument in enumerate(func._schema.arguments):
+        for number, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[number] if number < len(args) else kwargs.get(argument.name)
                 for tensor in value if isinstance(value, list | tuple) else (value,):
@@ -183,11 +182,11 @@ class _Writes(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor.untyped_storage())
 
 
 def _slots(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers
+    return parameters_of(module), buffers_of(module)
 
 
 def _held_by(module: nn.Module, recurse: bool) -> Iterator[Tensor]:

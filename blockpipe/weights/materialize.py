@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .._common.modules import named_slots
+from .._torch.modules import buffers_of, parameters_of
 from ..devices.devices import checked_devices, is_on_meta
 from ..errors import UsageError
 from ..recording.recording import Recording, TensorInfo
@@ -76,7 +77,7 @@ def materialize(
         ['meta', 'meta', 'cpu', 'cpu']
     """
     held = {name: h for h in (*recording.parameters, *recording.buffers) for name in h.names}
-    differing = {name for s in ("_parameters", "_buffers") for name, _ in named_slots(model, s)}
+    differing = {name for s in (parameters_of, buffers_of) for name, _ in named_slots(model, s)}
     differing ^= held.keys()
     if differing:
         raise UsageError(

@@ -6,7 +6,6 @@ treat the stages as one module on one device (``.to(device)``, ``torch.compile``
 """
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Self
 
@@ -16,6 +15,8 @@ from torch import Tensor, nn
 from .._common.callsite import users_line
 from .._common.hints import ALL_REDUCE, where_model_has
 from .._common.nested import map_tensors
+from .._torch.modules import CHILDREN, RefusesWrappers, Wrapper, versions_in
+from .._torch.tensors import device_in
 from ..devices.devices import is_on_meta
 from ..errors import UsageError
 from ..recording.recording import Recording
@@ -24,8 +25,27 @@ from .save import save_weights
 from .sources import Weights
 from .validation import load_checked, stages_of, to_be_loaded
 
+_NOT_IN: dict[Wrapper, str] = {
+    "torch.compile": (
+        "torch.compile around a pipeline cannot see its stages; pipe.compile() compiles the "
+        "modules inside the stages ({where})"
+    ),
+    "DistributedDataParallel": (
+        "DistributedDataParallel around a pipeline would reduce gradients once for each "
+        f"micro-batch ({{where}}); {ALL_REDUCE}"
+    ),
+    "DataParallel": (
+        "DataParallel around a pipeline would copy it to each device at each call, but its "
+        "stages have devices of their own ({where}); take it off"
+    ),
+    "torch.jit.script": (
+        "torch.jit.script cannot see the stages of a pipeline ({where}); call unplace(), and give "
+        "it pipe.module"
+    ),
+}
 
-class ModuleInterface(nn.Module):
+
+class ModuleInterface(RefusesWrappers):
     """A module that holds the user's model as ``module``, and stands for it."""
 
     module: nn.Module
@@ -36,45 +56,15 @@ class ModuleInterface(nn.Module):
         """What is known of the stages."""
         return None
 
-    @property
-    def _initialize_hook(self) -> None:
-        # What torch.compile asks a module for first.
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo"):
-            raise AttributeError("_initialize_hook")
-        raise UsageError(
-            "torch.compile around a pipeline cannot see its stages; pipe.compile() compiles the "
-            f"modules inside the stages ({users_line()})"
-        )
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> None:
-        # What DistributedDataParallel asks a module for first; anybody else has no such attribute.
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.nn.parallel"):
-            raise AttributeError("_ddp_params_and_buffers_to_ignore")
-        raise UsageError(
-            "DistributedDataParallel around a pipeline would reduce gradients once for each "
-            f"micro-batch ({users_line()}); {ALL_REDUCE}"
-        )
-
-    def _replicate_for_data_parallel(self) -> None:
-        # What DataParallel asks each module for, on every call.
-        raise UsageError(
-            "DataParallel around a pipeline would copy it to each device at each call, but its "
-            f"stages have devices of their own ({users_line()}); take it off"
-        )
-
-    def __prepare_scriptable__(self) -> None:
-        # What torch.jit.script asks a module for first.
-        raise UsageError(
-            f"torch.jit.script cannot see the stages of a pipeline ({users_line()}); call "
-            "unplace(), and give it pipe.module"
-        )
+    def _refuse_wrapper(self, wrapper: Wrapper) -> NoReturn:
+        """What would treat the stages as one module is told why not, and what to do instead."""
+        raise UsageError(_NOT_IN[wrapper].format(where=users_line()))
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            hint = where_model_has(self.__dict__.get("_modules", {}).get("module"), name)
+            hint = where_model_has(self.__dict__.get(CHILDREN, {}).get("module"), name)
             if hint is None:
                 raise
             raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
@@ -105,7 +95,7 @@ class ModuleInterface(nn.Module):
         Raises:
             UsageError: a device: each stage has its own.
         """
-        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        device = device_in(*args, **kwargs)
         if device is not None:
             self._refuse_device(device)
         return super().to(*args, **kwargs)
@@ -123,7 +113,7 @@ class ModuleInterface(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain model's, with its keys; tensors are on their stages' devices."""
         found = self.module.state_dict(*args, **kwargs)
-        prefix, versions = kwargs.get("prefix", ""), getattr(found, "_metadata", {})
+        prefix, versions = kwargs.get("prefix", ""), versions_in(found)
         if prefix:  # a module around the pipeline asks for them by the names of its own children
             for name in [name for name in versions if f"{name}.".startswith(prefix)]:
                 inner = f"{prefix}module{name[len(prefix) - 1 :]}"

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._common.modules import StandIn, named_slots
+from .._torch.modules import COMPILED_CALL, buffers_of, children_of, parameters_of
 from ..errors import PlanError, UsageError
 from ..recording.plan_resolution import attached_plan
 from ..recording.recording import Recording
@@ -44,8 +45,8 @@ class Placement:
         Returns:
             From ``id`` to (tensor, first hop, stage, name), for all that some call reads.
         """
-        named = dict(named_slots(self.model, "_parameters"))
-        named |= dict(named_slots(self.model, "_buffers"))
+        named = dict(named_slots(self.model, parameters_of))
+        named |= dict(named_slots(self.model, buffers_of))
         on_meta = [name for name, t in named.items() if t.device.type == "meta"]
         if on_meta:
             raise PlanError(
@@ -120,9 +121,6 @@ def _move_optimizer_state(optimizer: Optimizer, args: object, kwargs: object) ->
                 state[key] = value.to(parameter.device)
 
 
-_COMPILED = "_compiled_call_impl"
-
-
 class Fingerprint:
     """What a recording knows of a model, cheap to compare before each step.
 
@@ -134,15 +132,16 @@ class Fingerprint:
         # What is in a scripted module is TorchScript's, and is asked for anew each time.
         modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._modules = modules
-        self._children = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
+        slots = map(children_of, modules)
+        self._children = [(names, list(names.values())) for names in slots if names]
         self._held = [
             (names, key, tensor, tensor.device)
             for m in modules
-            for names in (m._parameters,)
+            for names in (parameters_of(m),)
             for key, tensor in names.items()
             if tensor is not None
         ]
-        self._counts = [(m._parameters, len(m._parameters)) for m in modules]
+        self._counts = [(parameters_of(m), len(parameters_of(m))) for m in modules]
         self._plans = [attached_plan(module) for module in modules]
         self._code = [_code_of(module) for module in modules]
         self._classes = [(kind, kind.forward) for kind in {type(module) for module in modules}]
@@ -166,7 +165,8 @@ class Fingerprint:
             found = own.get("forward")
             if found is not forward and not isinstance(found, StandIn):  # of a step under way
                 return False
-            if own.get(_COMPILED) is not compiled and not isinstance(own.get(_COMPILED), StandIn):
+            found = own.get(COMPILED_CALL)
+            if found is not compiled and not isinstance(found, StandIn):
                 return False
         for now, then in self._children:
             if list(now.values()) != then:
@@ -194,7 +194,7 @@ class Fingerprint:
 def _code_of(module: nn.Module) -> tuple[nn.Module, dict[str, Any], type, Any, Any, Any]:
     """A module, its attributes, and what decides which code runs where it is called."""
     own = vars(module)
-    return module, own, type(module), own.get("forward"), own.get(_COMPILED), own.get(MARK)
+    return module, own, type(module), own.get("forward"), own.get(COMPILED_CALL), own.get(MARK)
 
 
 def _is_rate(name: str, value: object) -> bool:

@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
+from .._torch.modules import (
+    IncompatibleKeys,
+    buffers_of,
+    keep_versions,
+    parameters_of,
+    unsaved_buffers_of,
+)
+from .._torch.tensors import of_class_of
 from ..errors import WeightsError
 from ..recording.recording import Recording
 from .sources import Header, is_extra, why_unreadable
@@ -161,11 +168,11 @@ def slots_of(model: nn.Module) -> dict[int, tuple[StateSlot, Tensor]]:
     slots: dict[int, tuple[StateSlot, Tensor]] = {}
     # Duplicates too: a module that is registered twice has two names in a state dict.
     for path, module in model.named_modules(remove_duplicate=False):
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for key, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
             if tensor is not None:
                 slot, _ = slots.setdefault(id(tensor), (_slot_of(tensor, saved=False), tensor))
                 slot.names.append(f"{path}.{key}" if path else key)
-                slot.saved |= key not in module._non_persistent_buffers_set
+                slot.saved |= key not in unsaved_buffers_of(module)
     return slots
 
 
@@ -224,7 +231,7 @@ def to_be_loaded(
     own = model.state_dict(keep_vars=True)
     found, complete = _compared(own, state, strict, None)
     if own.keys() == complete.keys() and not found.lines():
-        keys, taken = _IncompatibleKeys([], []), complete
+        keys, taken = IncompatibleKeys([], []), complete
     else:
         # As above; and what the model's own way makes of the dictionary is in the copy then.
         try:
@@ -246,8 +253,7 @@ def _put_into_a_copy(
     given: OrderedDict[str, Any] = OrderedDict(
         (n, v.detach() if isinstance(v, Tensor) else v) for n, v in state.items()
     )
-    if hasattr(state, "_metadata"):
-        given._metadata = state._metadata  # type: ignore[attr-defined]
+    keep_versions(state, given)
     copied = _skeleton(model)
     keys = copied.load_state_dict(given, strict=strict, assign=True)
     taken = copied.state_dict(keep_vars=True)
@@ -313,8 +319,7 @@ def _completed(
     if not ties:
         return state
     complete: OrderedDict[str, Any] = OrderedDict({**state, **ties})
-    if hasattr(state, "_metadata"):  # the versions of the modules that wrote it
-        complete._metadata = state._metadata  # type: ignore[attr-defined]
+    keep_versions(state, complete)
     return complete
 
 
@@ -341,6 +346,6 @@ def like(tensor: Tensor, device: torch.device) -> Tensor:
     # Outside of inference mode, which a first call may be under: its tensors cannot be trained.
     with torch.inference_mode(False), torch.no_grad():
         data = torch.empty_like(tensor.detach(), device=device)
-    made: Tensor = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    made = of_class_of(tensor, data)
     made.__dict__.update(tensor.__dict__)
     return made

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..._common.nested import leaves, map_tensors, tensors
 from ..._common.thread_state import theirs
+from ..._torch.tensors import storage_id
 from ...batches.losses import check_differentiable, checked_loss
 from ...batches.microbatch import Microbatch
 from ...crossing.interception import CrossingMode
@@ -146,21 +147,20 @@ class MicrobatchForward:
             return -1 if found is None else found.hop
 
         offload = run.offload = Offload(hop, hops, self._stays, self._state.links)
-        offload.put_on()
-        try:
+        with offload.taking():
             yield
-        finally:
-            offload.take_off()
 
     def _stays(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is on its device anyway: a parameter's, a buffer's, the caller's."""
-        return self._prepared.stays(storage) or storage._cdata in self._storages_of_caller
+        return self._prepared.stays(storage) or storage_id(storage) in self._storages_of_caller
 
     @cached_property
     def _storages_of_caller(self) -> set[int]:
         """The storages of the batch, which the caller holds; micro-batches are slices of it."""
         batches = [(b.args, b.kwargs, b.target) for b in self._request.microbatches]
-        return {t.untyped_storage()._cdata for t in tensors(batches) if t.layout is torch.strided}
+        return {
+            storage_id(t.untyped_storage()) for t in tensors(batches) if t.layout is torch.strided
+        }
 
     # --- results
 

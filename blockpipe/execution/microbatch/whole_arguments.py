@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..._common.callsite import users_line
 from ..._common.nested import tensors
+from ..._torch.tensors import version_of
 from ...batches.microbatch import Microbatch
-from ...crossing.tags import TAG, Tag, version_of
+from ...crossing.tags import TAG, Tag
 from ...errors import StateError
 
 # Of each argument: as it was given, as the forward has it, and the version of that.

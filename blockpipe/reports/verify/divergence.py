@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._common.modules import is_compiled
 from ..._common.nested import tensors
+from ..._torch.modes import is_transformed, without_torch_functions
+from ..._torch.modules import is_compiled
 from ...crossing.interception import active_mode
 from ...crossing.tags import TAG
 from ...devices.ownership import copying
@@ -178,7 +179,7 @@ class CallWatch:
         if m is None or is_recomputing() or torch.compiler.is_compiling():
             return
         mode = active_mode()
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             given = [t for t in tensors((args, kwargs)) if _has_values(t)]
             if mode is not None:  # what an operation here would read: it may have been written to
                 given = [mode.run.newest(t) for t in given]
@@ -197,7 +198,7 @@ class CallWatch:
         m = current_microbatch()
         if torch.compiler.is_compiling():
             return
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             found = [t for t in tensors(result) if _has_values(t)]
             sketches = [sketch(t) for t in found]
             if is_recomputing():
@@ -236,7 +237,7 @@ def _arrived(
 
 
 def _has_values(tensor: Tensor) -> bool:
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not tensor.is_meta
+    return not is_transformed(tensor) and not tensor.is_meta
 
 
 # --- where they part

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..._common.callsite import users_line
-from ..._common.modules import is_compiled
 from ..._common.nested import leaves, map_tensors, tensors
 from ..._common.thread_state import CallerState, intra_operation_threads, theirs
+from ..._torch.modules import is_compiled
 from ...batches.joining import join, output_dim
 from ...batches.losses import own_or_mean_square
 from ...batches.microbatch import split, weights_of

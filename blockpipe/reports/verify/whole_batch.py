@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..._torch.modules import BatchNorm
 from .result import Difference, Outcome, WholeBatch, compared
 from .run import Verifier
 
@@ -112,7 +112,7 @@ def _cause(differences: list[Difference], whole: Outcome, verifier: Verifier) ->
 
 
 def _normalizes_batches(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    return isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
 
 
 @contextmanager

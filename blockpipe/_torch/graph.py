@@ -1,0 +1,85 @@
+"""Autograd's graph: its engine, its nodes, and what it saves."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, _engine_run_backward
+from torch.utils import checkpoint
+
+# --- the engine
+
+engine: Callable[..., Any] = _engine_run_backward
+"""Run a backward: (edges, gradients, retain_graph, create_graph, inputs, allow_unreachable,
+accumulate_grad), the last three by position only.
+
+``torch.autograd.backward`` and ``grad`` call it. They check the gradients first, and in torch 2.11
+cannot look at an edge into a custom function such as ours. A split backward calls it for every node
+of its frontier; on two multiplications the checks make 100 µs out of 70 (torch 2.15, CPU)."""
+
+will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
+"""Whether the backward that is under way runs a node. No argument of a custom function's backward
+says which gradients were asked for, ``needs_input_grad`` neither: it is settled in the forward."""
+
+# --- nodes
+
+PythonNode = torch._C._FunctionBase
+"""The base of nodes of custom functions. torch has a public subclass, and says not to use it."""
+
+sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
+"""When a node was made: those of later operations have higher numbers. A node has no public
+number."""
+
+nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The :data:`sequence_number` of the next node of this thread."""
+
+incoming: Callable[[Node], Iterable[Any]] = attrgetter("_input_metadata")
+"""The gradients that come in at a node, each with ``shape`` and ``dtype``. In public they are known
+only when they have come."""
+
+# --- hooks of leaves
+
+gradient_hooks: Callable[[Tensor], Mapping[int, Any] | None] = attrgetter("_backward_hooks")
+"""The hooks of ``Tensor.register_hook`` in a tensor; ``None`` or empty: none. They can be added in
+public, but not asked for."""
+
+stepping_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+"""The hooks of ``Tensor.register_post_accumulate_grad_hook``, which may be an optimizer's step: a
+run that must not step has to take them off, and only their handles could, which are the user's."""
+
+
+def share_hooks(tensor: Tensor, other: Tensor) -> None:
+    """Give a tensor the hooks that another has, the same collections of them."""
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(tensor, hooks):
+            setattr(other, hooks, getattr(tensor, hooks))
+
+
+# --- saved tensors
+
+saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks,
+    True,  # also while something is traced
+)
+"""The pack and unpack hooks that are on in this thread. They can be put on in public, but not asked
+for, and so not handed on to another thread."""
+
+push_saved_tensor_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+"""What ``torch.autograd.graph.saved_tensors_hooks`` does when it is entered, for hooks that go on
+and off where no block begins and ends. In a block that one serves."""
+
+pop_saved_tensor_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""The other way. What a block left on that an interrupt kept from its end goes by this too."""
+
+CHECKPOINT_HOOK = "_checkpoint_hook"
+"""The name in ``torch.utils.checkpoint`` of :data:`CheckpointHook`, for who replaces it there."""
+
+CheckpointHook: Any = checkpoint._checkpoint_hook
+"""What torch puts on around the function of a checkpoint (of the kind that is not reentrant): made
+with a frame, whose ``recompute_fn`` runs the function again. Nothing public tells that a checkpoint
+begins: its function, the determinism check and the contexts are the user's."""

@@ -1,0 +1,108 @@
+"""What is around the code that runs in a thread: modes, transforms, and what autograd's threads
+inherit.
+
+Most names are torch's own functions under a public name, and no wrappers: an operation may come
+through several of them.
+"""
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _python_dispatch
+
+# --- function modes, which see the functions that Python code calls
+
+function_modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
+"""The function modes of this thread, the outermost first. A mode can be entered and left in public,
+but who looks which ones are there has to ask torch's stack."""
+
+how_many_function_modes = torch._C._len_torch_function_stack
+"""The length of :data:`function_modes`, without making a list: asked for each operation."""
+
+function_mode_at = torch._C._get_function_stack_at
+"""One of :data:`function_modes`, without making a list."""
+
+push_function_mode = torch._C._push_on_torch_function_stack
+"""Put a function mode on that somebody has entered elsewhere. ``with mode:`` would enter it twice,
+and modes with a state of their own are reset by that."""
+
+pop_function_mode = torch._C._pop_torch_function_stack
+"""Take the innermost function mode off, and return it. Only who entered a mode can leave it in
+public, and that is the user."""
+
+without_torch_functions = torch._C.DisableTorchFunction
+"""A context manager: neither modes nor tensors of other classes see what is called. torch's pages
+on extending it name this way and no other."""
+
+as_plain_tensor = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a class of tensors whose results are plain tensors, as torch's
+pages on extending it have it."""
+
+# --- dispatch modes, which see the operations below autograd
+
+DispatchMode = _python_dispatch.TorchDispatchMode
+"""The base of modes that see every operation; torch documents it, but has no public module for
+it."""
+
+dispatch_modes: Callable[[], list[DispatchMode]] = _python_dispatch._get_current_dispatch_mode_stack
+"""The dispatch modes of this thread, the outermost first; as :data:`function_modes`."""
+
+how_many_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""The length of :data:`dispatch_modes`."""
+
+push_dispatch_mode = _python_dispatch._push_mode
+"""Put a dispatch mode on that somebody has entered elsewhere; as :data:`push_function_mode`."""
+
+pop_dispatch_mode: Callable[[], DispatchMode] = _python_dispatch._pop_mode
+"""Take the innermost dispatch mode off; as :data:`pop_function_mode`."""
+
+# --- transforms
+
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is that of a torch.func transform, which must not meet a copy of ours. The class
+of these tensors is ``Tensor``: there is nothing else to tell them by."""
+
+
+def is_in_transform() -> bool:
+    """Whether this thread is inside of a torch.func transform, which cannot be asked in public."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_in_forward_mode() -> bool:
+    """Whether a level of forward-mode AD is entered. The public module can enter one, and not
+    say."""
+    return bool(forward_ad._current_level >= 0)
+
+
+# --- what autograd's device threads inherit
+
+
+def stash(key: str, value: object) -> None:
+    """Keep something where autograd's device threads find what their caller had (:func:`stashed`).
+
+    They take over the caller's thread-local state of torch, and context variables are none of it.
+    torch up to 2.11 takes over the caller's reference instead of one of its own.
+    """
+    if _takes_reference():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def stashed(key: str) -> Any:
+    """What this thread, or the one that it works for, has kept; ``None``: nothing."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+@functools.cache
+def _takes_reference() -> bool:
+    probe = object()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("blockpipe_probe", probe)
+    return sys.getrefcount(probe) == before

@@ -1,0 +1,106 @@
+"""One module: the dictionaries behind its attributes, how it was compiled, and its state dict."""
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import _IncompatibleKeys
+
+Slots = dict[str, Tensor | None]
+
+parameters_of: Callable[[nn.Module], Slots] = attrgetter("_parameters")
+"""A module's own parameters by name, in the dictionary itself. ``named_parameters`` leaves out what
+is ``None`` and, unless told not to, names of tied ones; and to look up one name in it each step
+takes a walk through all."""
+
+buffers_of: Callable[[nn.Module], Slots] = attrgetter("_buffers")
+"""A module's own buffers, as :data:`parameters_of`; replaced here, where an assignment to the
+module would run a ``__setattr__`` of the user's."""
+
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""A module's children, as :data:`parameters_of`: ``named_children`` leaves out names of one that is
+there twice."""
+
+CHILDREN = "_modules"
+"""The name of that dictionary, for who asks a module that may not have it yet."""
+
+SLOTS = ("_parameters", "_buffers", CHILDREN)
+"""The names of the three, for who looks through ``vars(module)``."""
+
+unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+"""The names of buffers that a state dict leaves out. Making one to see would run the user's hooks,
+and take in what ``get_extra_state`` makes."""
+
+forward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+"""A module's forward pre-hooks by their handle's id. A handle removes its own in public, but a
+deep copy of a module has a copy of the hooks, and no handles to it."""
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute with what ``Module.compile()`` made, which a call of the module runs in place of
+its ``forward``. To see or stand in for that, there is no public way."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` wraps a module, or compiled it in place: its wrapper has the module
+    in ``_orig_mod``, and its class is not public."""
+    return hasattr(module, "_orig_mod") or module.__dict__.get(COMPILED_CALL) is not None
+
+
+BatchNorm = _BatchNorm
+"""The base of all batch norms. The public ones are three of its subclasses, and users derive from
+it."""
+
+IncompatibleKeys = _IncompatibleKeys
+"""What ``load_state_dict`` returns, for one of ours to return the same."""
+
+
+def keep_versions(source: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    """Give a state dict the versions of the modules that another was made by, if that has them.
+    ``load_state_dict`` hands them to modules that read older formats, and torch keeps them in an
+    attribute of the dictionary."""
+    if hasattr(source, "_metadata"):
+        target._metadata = source._metadata  # type: ignore[attr-defined]
+
+
+def versions_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The versions that :func:`keep_versions` is about, by the paths of modules."""
+    found: dict[str, Any] = getattr(state, "_metadata", {})
+    return found
+
+
+Wrapper = Literal["torch.compile", "DistributedDataParallel", "DataParallel", "torch.jit.script"]
+
+
+class RefusesWrappers(nn.Module):
+    """A module that hears of it when something is put around it, before that has done anything.
+
+    A wrapper tells the module nothing in public. But each asks for an attribute that nothing else
+    asks for, and has to get an exception there. Who goes through all attributes
+    (``inspect.getmembers``) is no wrapper: these are not in ``dir()``.
+    """
+
+    def _refuse_wrapper(self, wrapper: Wrapper) -> None:
+        """Raise what there is to say."""
+        raise NotImplementedError
+
+    @property
+    def _initialize_hook(self) -> None:
+        # Lazy modules have it: they are initialized before they are compiled.
+        self._refuse_wrapper("torch.compile")
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> None:
+        self._refuse_wrapper("DistributedDataParallel")
+
+    def _replicate_for_data_parallel(self) -> None:
+        # What DataParallel makes its copies with, on every call.
+        self._refuse_wrapper("DataParallel")
+
+    def __prepare_scriptable__(self) -> None:
+        self._refuse_wrapper("torch.jit.script")
+
+    def __dir__(self) -> list[str]:
+        asked = {"_initialize_hook", "_ddp_params_and_buffers_to_ignore"}
+        return [name for name in super().__dir__() if name not in asked]  # type: ignore[no-untyped-call]

@@ -1,0 +1,72 @@
+"""One tensor: its version, its storage, its class, and operators on it."""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, _ops
+from torch._subclasses import fake_tensor
+
+FakeTensor = fake_tensor.FakeTensor
+"""A tensor without memory that computes shapes, on any device. torch documents it, but has no
+public module for it; a meta tensor knows no device."""
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""The mode that makes them; as :data:`FakeTensor`."""
+
+unset_fake_temporarily = fake_tensor.unset_fake_temporarily
+"""A context manager: operations on real tensors are real. The user's code has entered the mode, so
+it is not ours to leave; and a mode that is no longer on is not found by ``with mode:`` either."""
+
+FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
+"""The name of the logger that tells of what fake tensors cannot do."""
+
+OpOverload = _ops.OpOverload
+"""The class of what a dispatch mode is given as ``func``, which has no public name."""
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""An operator's schema: its arguments, and which of them it writes to. An operator shows it in
+public only as text."""
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor's memory was written to in place; always -1 for one of inference mode,
+    which does not count. Autograd compares these numbers, and shows them nowhere in public."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Which storage it is, as long as it lives. ``data_ptr()`` is 0 for all without memory (meta and
+empty ones), and fails for fake ones; ``id()`` is that of a Python object, which may go earlier."""
+
+
+def holders_of(storage: torch.UntypedStorage) -> int:
+    """How many have a storage in hand: tensors of it, and Python's own storage object. What is not
+    Python's is in no public count."""
+    return torch._C._storage_Use_Count(storage_id(storage))
+
+
+def of_class_of(tensor: Tensor, data: Tensor) -> Tensor:
+    """Data as a leaf of a tensor's class that needs grad if that one does.
+
+    ``data.as_subclass`` makes a view: under ``no_grad`` one that cannot be written to in place
+    where gradients are on.
+    """
+    made: Tensor = Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    return made
+
+
+swap_contents: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
+"""Swap the contents of two tensors, the objects staying who they are.
+
+``torch.utils.swap_tensors`` is this and a refusal where there are weak references, for whoever keys
+by them what was true of the old contents. An LSTM has some to its own parameters."""
+
+
+def device_in(*args: Any, **kwargs: Any) -> torch.device | None:
+    """The device among the arguments of ``Module.to``, which ``Module.to`` itself finds this way;
+    ``None``: there is none. To try them on a tensor would need the device, and would not tell a
+    CPU that was asked for from none."""
+    device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
+    return device

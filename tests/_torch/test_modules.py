@@ -1,0 +1,185 @@
+"""What ``_torch/modules.py`` relies on."""
+
+import copy
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from blockpipe._torch import modules
+
+
+def net():
+    made = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    made.register_buffer("unsaved", torch.ones(1), persistent=False)
+    return made
+
+
+def test_slots_are_what_the_module_reads():
+    model = net()
+    slots = {
+        "parameters": modules.parameters_of(model[0]),
+        "buffers": modules.buffers_of(model),
+        "children": modules.children_of(model),
+    }
+    assert list(slots["parameters"]) == ["weight", "bias"], (
+        "torch leaves out parameters without value"
+    )
+    assert list(slots["buffers"]) == ["unsaved"]
+    assert list(slots["children"]) == ["0", "1"]
+    assert all(vars(model)[name] is not None for name in modules.SLOTS)
+    replaced = slots["buffers"]["unsaved"] = torch.zeros(1)
+    assert model.unsaved is replaced, (
+        "torch's modules no longer read the dictionaries in which batch norm's buffers are replaced"
+    )
+
+
+def test_slots_are_found_in_vars():
+    model = net()
+    found = [vars(model)[name] for name in modules.SLOTS]
+    readers = modules.parameters_of, modules.buffers_of, modules.children_of
+    assert all(names is of(model) for names, of in zip(found, readers, strict=True)), (
+        "torch's modules have their tensors under other names"
+    )
+    assert modules.SLOTS[2] == modules.CHILDREN
+
+
+def test_unsaved_buffers():
+    assert modules.unsaved_buffers_of(net()) == {"unsaved"}, (
+        "torch no longer notes which buffers a state dict leaves out"
+    )
+
+
+def test_forward_pre_hooks_go_by_the_id_of_their_handle():
+    model, ran = net(), []
+    handle = model.register_forward_pre_hook(lambda module, args: ran.append(module))
+    copied = copy.deepcopy(model)
+    assert modules.forward_pre_hooks_of(copied).pop(handle.id, None) is not None, (
+        "torch's copied modules have their hooks under other numbers: marks would stay on them"
+    )
+    copied(torch.ones(2, 2))
+    assert not ran
+    model(torch.ones(2, 2))
+    assert ran == [model]
+
+
+def test_compiled_in_place():
+    model = net()
+    assert not modules.is_compiled(model)
+    model.compile(backend="eager")
+    assert modules.is_compiled(model), "torch's Module.compile() leaves its call elsewhere"
+    ran = []
+    vars(model)[modules.COMPILED_CALL] = lambda *args: ran.append(args)
+    model(torch.ones(2, 2))
+    assert ran, (
+        "torch's modules no longer run their compiled call, for which a stand-in is put there"
+    )
+
+
+def test_compiled_in_a_wrapper():
+    assert modules.is_compiled(torch.compile(net(), backend="eager")), (
+        "torch.compile's wrapper no longer has the module in _orig_mod"
+    )
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_batch_norms_have_one_base(kind):
+    assert issubclass(kind, modules.BatchNorm)
+    made = kind(2)
+    found = {*modules.buffers_of(made)}
+    assert found >= {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def test_incompatible_keys():
+    found = net().load_state_dict({}, strict=False)
+    assert type(found) is modules.IncompatibleKeys, (
+        "torch returns something else from load_state_dict"
+    )
+    made = modules.IncompatibleKeys(["a"], ["b"])
+    assert (made.missing_keys, made.unexpected_keys) == (["a"], ["b"])
+
+
+class OfSomeVersion(nn.Module):
+    _version = 3
+
+    def __init__(self):
+        super().__init__()
+        self.loaded = []
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        self.loaded.append(local_metadata.get("version"))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def test_versions_of_a_state_dict():
+    model = OfSomeVersion()
+    state = model.state_dict()
+    assert modules.versions_in(state)[""] == {"version": 3}, (
+        "torch's state dicts no longer carry their modules' versions in _metadata"
+    )
+    kept = type(state)(state)
+    modules.keep_versions(state, kept)
+    model.load_state_dict(kept)
+    assert model.loaded == [3], (
+        "torch's load_state_dict no longer reads versions from the dictionary"
+    )
+    assert modules.versions_in({}) == {}
+    modules.keep_versions({}, kept)
+    assert modules.versions_in(kept)[""] == {"version": 3}
+
+
+class RefusedError(Exception):
+    pass
+
+
+class Refusing(modules.RefusesWrappers):
+    def forward(self, x):
+        return x
+
+    def _refuse_wrapper(self, wrapper):
+        raise RefusedError(wrapper)
+
+
+def distributed(model):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model.register_parameter("weight", nn.Parameter(torch.ones(1)))
+        nn.parallel.DistributedDataParallel(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def scripted(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit itself
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.jit.script(model)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "put_around"),
+    [
+        ("torch.compile", lambda model: torch.compile(model, backend="eager")),
+        ("DistributedDataParallel", distributed),
+        ("DataParallel", lambda model: nn.parallel.replicate(model, [0])),
+        ("torch.jit.script", scripted),
+    ],
+)
+def test_wrappers_are_refused_before_they_do_anything(wrapper, put_around, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # for replicate
+    try:
+        put_around(Refusing())
+    except RefusedError as error:
+        assert error.args == (wrapper,)
+    else:
+        pytest.fail(f"{wrapper} no longer asks for what RefusesWrappers refuses it by")
+
+
+def test_who_looks_at_all_attributes_is_no_wrapper():
+    names = [name for name, _ in inspect.getmembers(Refusing())]
+    assert "forward" in names
+    assert "_initialize_hook" not in names
