@@ -560,10 +560,10 @@ def test_what_is_assigned_is_checked():
     """As by the constructor, with the other options; the old value stays."""
     pipe = pipeline(net(), isolate=True)
     for option, value, message in [
-        ("chunks", 0, "chunks is a whole number from 1 on"),
+        ("chunks", 0, "expected a positive integer for chunks, got 0"),
         ("in_flight", 0, "in_flight is a number of micro-batches from 1 on"),
         ("checkpoint", "sometimes", "for checkpoint, got"),
-        ("offload", 3, "offload is True, False, or a list"),
+        ("offload", 3, "expected True, False or a list of stages for offload, got 3"),
         ("batch_dims", "x", "expected an integer, None, or a mapping"),
         ("schedule", "uncut", "isolate=True proves that stages are cut apart"),
         ("devices", stages(3), r"devices cannot be assigned .* call unplace\(\).*test_pipeline.py"),
