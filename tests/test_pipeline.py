@@ -12,7 +12,7 @@ from torch import nn
 
 import blockpipe as bp
 from blockpipe.errors import BlockpipeError, PlanError
-from blockpipe.execution.lanes import close_idle_threads, idle_threads
+from blockpipe.execution.lanes.thread_pool import close_idle_threads, idle_threads
 
 from .models import linears, square
 from .parity import difference, plain_step
@@ -562,11 +562,11 @@ def test_what_is_assigned_is_checked():
     """As by the constructor, with the other options; the old value stays."""
     pipe = pipeline(linears(3), isolate=True)
     for option, value, message in [
-        ("chunks", 0, "chunks is a whole number from 1 on"),
+        ("chunks", 0, "expected a positive integer for chunks, got 0"),
         ("in_flight", 0, "expected a positive integer or None for in_flight"),
-        ("checkpoint", "sometimes", "checkpoint is one of"),
-        ("offload", 3, "offload is True, False, or a list"),
-        ("batch_dims", "x", "batch_dims is None, a number"),
+        ("checkpoint", "sometimes", "for checkpoint, got"),
+        ("offload", 3, "expected True, False or a list of stages for offload, got 3"),
+        ("batch_dims", "x", "expected an integer, None, or a mapping"),
         ("schedule", "uncut", "isolate=True proves that stages are cut apart"),
         ("devices", stages(3), r"devices cannot be assigned .* call unplace\(\).*test_pipeline.py"),
         ("plan", None, "plan cannot be assigned .* set_pipeline_stage_assignment"),

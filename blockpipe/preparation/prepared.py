@@ -1,5 +1,5 @@
-"""What is worked out once for each recording, and used by every step: homes, doors, lanes,
-schedules, and whether threads pay."""
+"""Everything that is computed once for a recording and used by each step: homes of parameters,
+stand-ins, lanes, schedules, and whether threads pay."""
 
 from __future__ import annotations
 
@@ -47,12 +47,14 @@ _FLOPS, _BYTES, _OPERATION = 4e10, 1e10, 4e-6  # a second; of one core; seconds 
 
 
 def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hashable]:
-    """For each stage what names its lane: the accelerator device, or on the CPU the stage itself;
-    CPU devices with an index (``"cpu:0"``) are lanes that stages may share.
+    """Return the name of each stage's lane.
+
+    It is the accelerator device, or on the CPU the stage itself; CPU devices with an index
+    (``"cpu:0"``) are lanes that stages may share.
 
     Args:
-        devices: one for each stage, checked.
-        names: the same as the user gave them.
+        devices: the device of each stage, checked.
+        names: the same devices, as the user gave them.
     """
     given = [torch.device(name) for name in names]
     return [
@@ -89,11 +91,11 @@ def has_one_lane(lanes: Iterable[Hashable], *, is_small: bool) -> bool:
 
 
 def runs_inline(schedule: ScheduleOption, microbatches: int, *, has_one_lane: bool) -> bool:
-    """Whether each micro-batch goes out and comes back before the next, in one thread.
+    """Return whether each micro-batch goes out and comes back before the next, in one thread.
 
     Args:
-        schedule: as asked for; one of the user's own is played as it is.
-        microbatches: of a step.
+        schedule: the schedule that is asked for; the user's own is played as it is.
+        microbatches: the number of micro-batches in a step.
         has_one_lane: whether nothing can overlap, or threads would cost more than that gains.
     """
     return isinstance(schedule, str) and (
@@ -102,7 +104,7 @@ def runs_inline(schedule: ScheduleOption, microbatches: int, *, has_one_lane: bo
 
 
 def roofline(hop: Hop) -> float:
-    """What a hop's forward would take one core of round numbers: to tell small ones by, alone."""
+    """Return the seconds of a hop's forward on a core of round numbers: only to find small ones."""
     return sum(
         count * (_OPERATION + max(operation.flops / _FLOPS, operation.bytes / _BYTES))
         for operation, count in hop.work.forward.items()
@@ -111,7 +113,7 @@ def roofline(hop: Hop) -> float:
 
 @dataclass
 class Prepared:
-    """A recording, carried out: the model is placed, and steps can run."""
+    """A recording that steps can run by: the model is placed, and has its stand-ins."""
 
     model: nn.Module
     recording: Recording
@@ -126,12 +128,12 @@ class Prepared:
     offload: frozenset[int] = frozenset()  # stages
     compiled: CompiledModules | None = None
     batch_norm: DeferredBatchNorm | None = None
-    written: frozenset[str] = frozenset()  # names of what later steps were seen to write
-    steps: int = 0  # that were run with it
+    written: frozenset[str] = frozenset()  # names of tensors that later steps were seen to write
+    steps: int = 0  # how many have run with it
     settled: Hashable | None = None  # sizes of the step before: see unsettled
-    microbatches: int = 0  # of the last of them
+    microbatches: int = 0  # in the last of them
     choices: dict[int, ScheduleChoice] = field(default_factory=dict)  # of "auto", by micro-batches
-    loss_draws: dict[Any, bool] = field(default_factory=dict)  # by loss function, once known
+    loss_draws: dict[Any, bool] = field(default_factory=dict)  # by loss function: whether it draws
     _schedules: dict[Any, Schedule] = field(default_factory=dict)
     _own_schedule: Any = None  # the last of the user's, which _schedules has as "own"
 
@@ -143,7 +145,7 @@ class Prepared:
 
     @cached_property
     def begins(self) -> list[int]:
-        """For each hop, which of the forward's marks it began with."""
+        """For each hop, the number of the mark that it began with."""
         return [hop.mark for hop in self.recording.hops]
 
     @cached_property
@@ -165,7 +167,7 @@ class Prepared:
 
     @cached_property
     def unwritten(self) -> Unwritten:
-        """What no forward of this recording writes."""
+        """The tensors that no forward of this recording writes."""
         return Unwritten(self.model, self.recording, self.written)
 
     @cached_property
@@ -175,29 +177,30 @@ class Prepared:
 
     @cached_property
     def sources(self) -> list[list[Source]]:
-        """What each hop draws random numbers from."""
+        """The generators that each hop draws from."""
         return [
             sources_of(sorted(hop.draws), self.devices[hop.stage]) for hop in self.recording.hops
         ]
 
     @cached_property
     def all_sources(self) -> list[list[Source]]:
-        """What each hop could draw from."""
+        """The generators that each hop could draw from."""
         kinds = ["torch", *host_sources()]
         return [sources_of(kinds, self.devices[stage]) for stage in self.route]
 
     @cached_property
     def generators(self) -> list[Source]:
-        """torch's, of the host and of the stages' devices."""
+        """torch's generators, of the host and of the stages' devices."""
         return list(dict.fromkeys(s for device in self.devices for s in torchs_of(device)))
 
     def mark_as_random(self, hop: int | None = None, kind: str = "torch") -> None:
-        """A forward drew random numbers that it did not draw when it was recorded: from the next
-        step on it takes turns.
+        """Mark a hop as drawing random numbers although none were drawn in the recording.
+
+        From the next step on its forwards take turns.
 
         Args:
-            hop: where; ``None``: nobody knows (a dropout that was 0 until now).
-            kind: of generator.
+            hop: the hop; ``None``: it is not known (a dropout that was 0 until now).
+            kind: the kind of generator.
         """
         for info in self.recording.hops if hop is None else [self.recording.hops[hop]]:
             info.draws.add(kind)
@@ -209,14 +212,14 @@ class Prepared:
         return frozenset(hop.index for hop in self.recording.hops if hop.reruns_forward)
 
     def recomputes(self, microbatch: int, microbatches: int) -> bool:
-        """Whether a micro-batch is recomputed where no mark says otherwise."""
+        """Return whether a micro-batch is recomputed where no mark says otherwise."""
         if self.checkpoint == "except_last":
             return microbatch < microbatches - 1
         return self.checkpoint == "always"
 
     @cached_property
     def does_recompute(self) -> bool:
-        """Whether any hop has something to make again, or bring back, before its backward."""
+        """Whether any hop recomputes activations, or brings them back, before its backward."""
         return any(self._is_recomputed(hop, 0, 2) for hop in range(len(self.route)))
 
     def _is_recomputed(self, hop: int, microbatch: int, microbatches: int) -> bool:
@@ -224,7 +227,7 @@ class Prepared:
         return bool(calls) or hop in self.offloaded
 
     def activation_bytes(self, hop: int, microbatch: int, microbatches: int) -> ActivationBytes:
-        """What a hop keeps of a micro-batch, as it is recomputed."""
+        """Return the activations that a hop keeps of a micro-batch, as it is recomputed."""
         info = self.recording.hops[hop]
         found = info.always if self.recomputes(microbatch, microbatches) else info.asked
         return found if found.calls else info.never
@@ -232,33 +235,33 @@ class Prepared:
     def kept(
         self, hop: int, microbatch: int, microbatches: int, *, is_split: bool = False
     ) -> tuple[int, int]:
-        """In bytes, what a hop keeps of a micro-batch, and that with what is made again.
+        """Return the bytes that a hop holds per micro-batch: before recomputation, and after.
 
         Args:
-            hop: which.
-            microbatch: of so many.
-            microbatches: so many.
-            is_split: its backward is in two parts.
+            hop: the number of the hop.
+            microbatch: the number of the micro-batch.
+            microbatches: how many there are in a step.
+            is_split: whether the hop's backward is in two parts.
         """
         kept = self.activation_bytes(hop, microbatch, microbatches)
-        # What an earlier hop keeps as well is there once, where it has not moved; on the CPU the
-        # inputs are the caller's.
+        # A tensor that an earlier hop keeps as well counts once if it was not copied; on the CPU
+        # the inputs are the caller's.
         there = kept.shared if self.on_one_device else 0
         there += 0 if is_asynchronous(self.devices[self.route[hop]]) else kept.inputs
         if hop in self.offloaded and is_asynchronous(self.devices[self.route[hop]]):
             if kept.calls or is_split:
                 return 0, kept.full - there
-            # In its backward: what is read, and what is on its way.
+            # In its backward: the storage that is read, and those that are on their way.
             return 0, sum(kept.largest[: 1 + AHEAD])
         return kept.bytes - there, kept.full - there
 
     @cached_property
     def offloaded(self) -> frozenset[int]:
-        """The hops whose activations are in host memory meanwhile."""
+        """The hops whose activations are in host memory between forward and backward."""
         return frozenset(hop for hop, stage in enumerate(self.route) if stage in self.offload)
 
     def stays(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is a parameter's or a buffer's."""
+        """Return whether a storage is a parameter's or a buffer's."""
         return storage_id(storage) in self._own_storages
 
     @cached_property
@@ -291,24 +294,24 @@ class Prepared:
         return None if len(sizes) == 1 and sizes == self.settled else sizes
 
     def runs_inline(self, schedule: ScheduleOption, microbatches: int) -> bool:
-        """Whether each micro-batch goes out and comes back before the next, in one thread."""
+        """Return whether micro-batches go out and come back one by one, in one thread."""
         return runs_inline(schedule, microbatches, has_one_lane=self.has_one_lane)
 
     @property
     def rates(self) -> list[Rates]:
-        """Of each stage's device, as the lanes have it."""
+        """The rates of each stage's device, shared by the lanes that run at once."""
         lanes = 1 if self.has_one_lane else len(set(self.lane_of_hop))
         return rates_of_stages(self.devices, lanes)
 
     @property
     def costs(self) -> Costs:
-        """What the hops cost, in seconds: predicted. Rates that are not known yet are measured."""
+        """The predicted costs of the hops. Rates that are not known yet are measured."""
         held = [self.activation_bytes(hop, 0, 2) for hop in range(len(self.route))]
         far = [hop for hop in self.offloaded if is_asynchronous(self.devices[self.route[hop]])]
         return hop_costs(self.recording, held, self.devices, self.rates, far)
 
     def compile(self, options: Mapping[str, Any] | None, *, cuda_graphs: bool) -> None:
-        """Have compiled modules, or CUDA graphs, stand in for the sealed ones."""
+        """Let compiled modules, or CUDA graphs, stand in for the sealed ones."""
         self.compiled = CompiledModules(self.sealed_forwards, options, cuda_graphs=cuda_graphs)
         _log.info("compiled: %s", ", ".join(self.compiled.paths) or "nothing")
         self.steps = 0
@@ -319,7 +322,7 @@ class Prepared:
                 whole.whole = whole.whole or f"compiled module {call.path or '(the model)'}"
 
     def cautions(self, option: ScheduleOption) -> Iterator[str]:
-        """What cannot be meant so, for a warning and the summary.
+        """Yield what the user can hardly have meant, for a warning and the summary.
 
         Args:
             option: the schedule that is asked for.
@@ -350,7 +353,7 @@ class Prepared:
         return len(set(self.lane_of_hop)) == len(self.lane_of_hop)
 
     def notes(self) -> list[str]:
-        """What was decided for it, for the summary."""
+        """Return what was decided for it, for the summary."""
         notes = [f"auto ({m} micro-batches): {choice}" for m, choice in self.choices.items()]
         if notes:
             notes.append(f"auto: by rates {together(rates.source for rates in self.rates)}")
@@ -377,11 +380,11 @@ class Prepared:
                 yield f"{path or 'the model'} is not recomputed: {about.refuses}"
 
     def schedule(self, option: ScheduleOption, microbatches: int) -> Schedule:
-        """The schedule that an option asks for, checked against the route.
+        """Return the schedule that an option asks for, checked against the route.
 
         Raises:
-            ScheduleError: a user's own schedule does not fit; names the first action that cannot
-                be.
+            ScheduleError: the user's own schedule does not fit; the message names the first action
+                that is wrong.
         """
         key = option if isinstance(option, str) else "own", microbatches
         if not isinstance(option, str) and option is not self._own_schedule:

@@ -5,7 +5,7 @@ classes this folder exports. Read first: ``inspector`` for the reports that need
 folder of the report.
 """
 
-from ..preparation.memory_model import MemoryReport, StageMemory
+from ..preparation.memory_report import MemoryReport, StageMemory
 from ..recording.recording import Call, CrossingInfo, Hop, TensorInfo, Unmarked
 from .find_chunks import ChunksReport, Trial
 from .summary.data import Prediction

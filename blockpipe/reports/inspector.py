@@ -16,7 +16,9 @@ from .._common.text import bytes_text, one_line
 from ..batches.batch_dims import has_batch
 from ..batches.joining import is_weighed, output_dim
 from ..errors import ScheduleError, UsageError
-from ..preparation.memory_model import MemoryReport, measured, predict
+from ..preparation.measured_memory import measured
+from ..preparation.memory_model import predict
+from ..preparation.memory_report import MemoryReport
 from ..preparation.options import PipelineOptions
 from ..preparation.prepared import Prepared
 from ..preparation.preparer import Preparer, split_call

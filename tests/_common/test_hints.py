@@ -54,7 +54,7 @@ def test_the_backward_of_a_result_has_been_done() -> None:
     """Plain loops call it; a result has none."""
     result = step()
     assert not hasattr(result, "backward")
-    with pytest.raises(AttributeError, match="has done the backward already: leave this call out"):
+    with pytest.raises(AttributeError, match="has run the backward already: remove this call"):
         result.backward  # noqa: B018
     with pytest.raises(UsageError, match=rf"the backward already: .*{HERE}\); scale a loss in"):
         result.loss.backward()

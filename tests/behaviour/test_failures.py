@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.errors import UsageError
-from blockpipe.execution import lanes
-from blockpipe.execution.lanes import Turns, close_idle_threads, idle_threads
+from blockpipe.execution.lanes.lane_threads import LaneThreads
+from blockpipe.execution.lanes.thread_pool import close_idle_threads, idle_threads, pool
 
 from ..models import SCHEDULES
 from ..stage_devices import assert_close, equal, stages
@@ -320,13 +320,13 @@ def test_the_first_of_two_failures_wins(monkeypatch: pytest.MonkeyPatch) -> None
     """When two runs fail, the caller gets the one that failed first."""
     bomb, net, plain, pipe = make("gpipe")
     second_is_under_way, first_has_failed = threading.Event(), threading.Event()
-    failed = Turns.fail
+    failed = LaneThreads.fail
 
-    def fail(self: Turns, error: BaseException) -> None:
+    def fail(self: LaneThreads, error: BaseException) -> None:
         failed(self, error)
         first_has_failed.set()
 
-    monkeypatch.setattr(Turns, "fail", fail)
+    monkeypatch.setattr(LaneThreads, "fail", fail)
     step(pipe, bomb, "forward_backward")  # in the first step stages take turns: they may draw
     net.zero_grad()
     armed = True
@@ -498,14 +498,14 @@ def test_an_interrupt_of_the_main_thread_ends_the_step(
     """Ctrl-C while runs run in other threads ends the step, and the next call works."""
     bomb, net, plain, pipe = make(schedule)
     gate = Gate(_signal_main)
-    failed = Turns.fail
+    failed = LaneThreads.fail
 
-    def fail(self: Turns, error: BaseException) -> None:
+    def fail(self: LaneThreads, error: BaseException) -> None:
         failed(self, error)
         if isinstance(error, KeyboardInterrupt):
             gate.taken.set()
 
-    monkeypatch.setattr(Turns, "fail", fail)
+    monkeypatch.setattr(LaneThreads, "fail", fail)
     bomb.before = gate
     bomb.arm(*place, ValueError)  # raised after the interrupt: it lost
     bomb.visits.clear()
@@ -559,14 +559,14 @@ def test_an_interrupt_before_the_caller_waits_ends_the_threads(
     """Ctrl-C after threads were started, but before the caller waits for them, ends them too."""
     bomb, net, plain, pipe = make("1f1b")
     begun, release, ended = threading.Event(), threading.Event(), threading.Event()
-    wait, failed = Turns._wait_until_over, Turns.fail
+    begin, failed = LaneThreads._begin, LaneThreads.fail
 
-    def interrupted(self: Turns) -> None:
+    def interrupted(self: LaneThreads) -> None:
+        begin(self)
         assert begun.wait(20)
         _raise_signal()
-        wait(self)
 
-    def fail(self: Turns, error: BaseException) -> None:
+    def fail(self: LaneThreads, error: BaseException) -> None:
         failed(self, error)
         release.set()
 
@@ -575,8 +575,8 @@ def test_an_interrupt_before_the_caller_waits_ends_the_threads(
         assert release.wait(20)
         ended.set()
 
-    monkeypatch.setattr(Turns, "_wait_until_over", interrupted)
-    monkeypatch.setattr(Turns, "fail", fail)
+    monkeypatch.setattr(LaneThreads, "_begin", interrupted)
+    monkeypatch.setattr(LaneThreads, "fail", fail)
     bomb.before = hold
     bomb.arm("module", 0, 0, ValueError)
     try:
@@ -677,4 +677,4 @@ def test_a_signal_handler_that_raises_ends_the_step():
 
 def is_busy(thread):
     """Whether a thread of the pool is not in it."""
-    return thread not in lanes._pool._idle
+    return thread not in pool.idle

@@ -19,7 +19,7 @@ from blockpipe._common import model_turns as alone
 from blockpipe._common.thread_state import in_thread
 from blockpipe.crossing import torch_patches as replaced
 from blockpipe.devices import rng_streams as randomness
-from blockpipe.execution import lanes
+from blockpipe.execution.lanes import thread_pool
 from blockpipe.stages.cursor import current_cursor
 
 from ..models import square
@@ -34,13 +34,15 @@ LETS_GO = {
     "crossing/tags": {"settle"},
     "_common/model_turns": {"__exit__", "_leave"},
     "_common/process_changes": {"__exit__", "_hold"},
-    "preparation/doors": {"take_off"},
+    "preparation/sealed_forwards": {"take_off"},
     "crossing/interception": {"__exit__"},
     "crossing/torch_patches": {"take_off"},
     "crossing/microbatch_run": {"finish_forward", "abandon", "settle"},
     "devices/lending": {"_is_held_elsewhere", "_let_go", "settle_all", "drop", "hops"},
     "devices/rng_streams": {"release", "end"},
-    "execution/lanes": {"put_back", "fail", "_one_less", "run", "_work", "_join", "_run"},
+    "execution/lanes/lane_threads": {"fail", "_one_less", "run", "_work", "_join", "_is_over"},
+    "execution/lanes/lane_state": {"stop"},
+    "execution/lanes/thread_pool": {"put_back", "run"},
 }
 
 
@@ -170,12 +172,12 @@ def test_after_a_failure_anywhere_the_next_step_runs():
             return pipe.forward_backward(x, loss_fn=square).loss
 
         step(), step()
-        lanes.close_idle_threads()  # new threads are traced
+        thread_pool.close_idle_threads()  # new threads are traced
         for place in places_of(step):
             if place in tried or place[1] in LETS_GO.get(place[0], ()):
                 continue
             tried.add(place)
-            lanes.close_idle_threads()
+            thread_pool.close_idle_threads()
             once = iter([True])
             try:
                 traced(raising_at(place, once), step)

@@ -12,7 +12,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.crossing import host_stores as storing
 from blockpipe.crossing import offload as offloading
-from blockpipe.preparation.memory_model import LiveBytes
+from blockpipe.preparation.measured_memory import LiveBytes
 
 from ..models import SCHEDULES, square
 from ..parity import difference, plain_step
@@ -187,7 +187,7 @@ def test_a_write_behind_autograds_back_is_found(stores):
 @pytest.mark.parametrize("wrong", ["all", 3, [0, -1], [True], [0.5]])
 def test_what_names_no_stages_is_refused(wrong):
     """Before anything moves."""
-    with pytest.raises(ValueError, match=r"offload is True, False, or a list of stages"):
+    with pytest.raises(ValueError, match=r"expected True, False or a list of stages for offload"):
         bp.Pipeline(layers(), devices=stages(3), chunks=2, offload=wrong)
 
 

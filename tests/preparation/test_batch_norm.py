@@ -673,7 +673,9 @@ def test_synchronized_modules_are_named():
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_a_wrong_option_is_refused(value):
     """The option is True or False."""
-    with pytest.raises(UsageError, match=r"deferred_batch_norm is True or False, but .*\.py:\d+"):
+    with pytest.raises(
+        UsageError, match=r"expected True or False for deferred_batch_norm, got .*\.py:\d+"
+    ):
         bp.Pipeline(net(), devices=["cpu"], deferred_batch_norm=value)
 
 

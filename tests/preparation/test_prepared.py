@@ -202,7 +202,9 @@ def step(schedule, devices=("cpu", "cpu"), chunks=2, rows=4, **options):
 def test_a_schedule_that_does_not_fit_is_refused():
     """Before anything runs: hops, micro-batches, lanes, the limit, what a function returns."""
     good = make_schedule("gpipe", [0, 1], 2)
-    with pytest.raises(ScheduleError, match="is for 2 micro-batches, but chunks=3; pass chunks=2"):
+    with pytest.raises(
+        ScheduleError, match=r"is for 2 micro-batches, but chunks=3 \(.*; pass chunks=2"
+    ):
         step(good, chunks=3)
     with pytest.raises(ScheduleError, match="hops and 3 micro-batches, got .* and 4 micro-batches"):
         step(make_schedule("gpipe", [0, 1], 4), chunks=4, rows=3)

@@ -28,6 +28,11 @@ ENGINE = [
     "crossing.tags",
     "crossing.microbatch_run",
     "execution.step",
+    "execution.step_state",
+    "execution.microbatch.arguments",
+    "execution.microbatch.forward",
+    "execution.microbatch.backward",
+    "execution.plain_loop",
     "execution.autograd_bridge",
 ]
 
@@ -98,7 +103,9 @@ def test_a_step_needs_it(mutant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mutant", mutants(["execution.lanes", "_common.thread_state"], FORWARD_LOCK), ids=str
+    "mutant",
+    mutants(["execution.lanes.lane_threads", "_common.thread_state"], FORWARD_LOCK),
+    ids=str,
 )
 def test_forward_code_needs_the_baton(mutant):
     """Not taken, two threads run the user's code at a time."""
