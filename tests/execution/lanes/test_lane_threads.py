@@ -1,4 +1,4 @@
-"""Turns by themselves: who runs when, with actions that only note that they ran."""
+"""Threads of lanes by themselves: who runs when, with actions that only note that they ran."""
 
 import contextlib
 import threading
@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpipe._common.thread_state import CallerState
-from blockpipe.execution.lanes import Turns
+from blockpipe.execution.lanes.lane_threads import Cross, LaneThreads
 from blockpipe.schedules.builders import make_schedule
 from blockpipe.schedules.schedule import Action, Schedule
 
-from ..schedules.test_schedule import names, routes
-from ..stage_devices import examples
+from ...schedules.test_schedule import names, routes
+from ...stage_devices import examples
 
 
 class Played:
-    """Plays a schedule in turns, and notes what ran on which lane.
+    """Plays a schedule on lanes, and notes what ran on which lane.
 
     Args:
         schedule: what to play.
@@ -39,7 +39,7 @@ class Played:
         self.lane_of, self.skips, self.on = schedule.lane_of_hop, skips, on
         self.lanes: list[list[Action]] = [[] for _ in schedule.lanes]
         self.begun: list[Action] = []  # on all lanes
-        self.turns = Turns(
+        self.threads = LaneThreads(
             schedule,
             self._forward,
             self._run,
@@ -50,14 +50,14 @@ class Played:
         )
 
     def run(self) -> "Played":
-        self.turns.run()
+        self.threads.run()
         return self
 
-    def _forward(self, microbatch: int) -> None:
+    def _forward(self, microbatch: int, cross: Cross) -> None:
         before = -1
         for hop in range(len(self.lane_of)):
             if (hop, microbatch) not in self.skips:
-                self.turns.cross(microbatch, before, hop)
+                cross(microbatch, before, hop)
                 self._run(Action("F", hop, microbatch))
                 before = hop
 
@@ -123,7 +123,7 @@ def test_a_failure_anywhere_is_the_callers_and_ends_the_step(name, route, microb
     assert all(
         lane == list(full)[: len(lane)] for lane, full in zip(ran, schedule.lanes, strict=True)
     )
-    assert played.turns._running == 0
+    assert played.threads._running == 0
     assert played.lanes == ran
 
 
