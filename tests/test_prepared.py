@@ -64,6 +64,18 @@ def test_small_models_run_in_the_callers_thread(constant, monkeypatch):
     assert "operations are small: steps run in one thread" in str(pipe.summary())
 
 
+@pytest.mark.cpu("whether threads pay is a matter of the CPU")
+def test_small_models_return_outputs_in_every_step(monkeypatch):
+    """From the second step on it is the plain loop, whose outputs are joined as well: they failed."""
+    monkeypatch.setattr(prepared, "SMALL_OPERATION", 1.0)
+    net = make_net(2)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    x = torch.randn(5, 4)
+    for _ in range(3):
+        result = pipe.forward_backward(x, loss_fn=loss_fn, return_outputs=True)
+        torch.testing.assert_close(result.outputs, net(x))
+
+
 def test_large_models_run_on_lanes():
     """The default constants: a layer of 512 units and 256 rows is large, one of 16 is small."""
     for width, rows, is_small in ((1024, 512, False), (16, 16, True)):

@@ -317,6 +317,11 @@ class Execution:
             result = self.results[m] = MicrobatchResult(loss.detach())
             if "outputs" in self.want:
                 result.outputs = detached(output)
+                stays = is_asynchronous(self.prepared.devices[first])
+                result.on_host = [
+                    stays and isinstance(leaf, Tensor) and leaf.device.type == "cpu"
+                    for leaf in leaves(output)
+                ]
             del output
             phase = "backward"
             set_microbatch(outer)  # its forward is over: what is computed again is not another one
