@@ -21,7 +21,7 @@ def join(
     sizes: Sequence[int],
     weights: Sequence[float],
     device: torch.device | None,
-    dim: int | Literal["list"] = 0,
+    dim: int | Literal["list"] | None = 0,
     on_host: Sequence[Sequence[bool]] = (),
 ) -> tuple[Any, list["JoinedLeaf"]]:
     """One result out of the micro-batches', on a device.
@@ -30,8 +30,8 @@ def join(
     summed by weight; one that is the same tensor for all (a weight) is kept, and so are a mask or
     positions, and what is no tensor, if all agree; anything else becomes a list, one entry a
     micro-batch. With ``"list"`` for ``dim`` the results are lists themselves, one element a sample,
-    and become one list. What is marked as ``on_host``, by micro-batch and leaf, is left where it
-    is.
+    and become one list. With ``None`` they are not put together: the result is a list of them. What
+    is marked as ``on_host``, by micro-batch and leaf, is left where it is.
 
     Returns:
         The result, and for each of its leaves how it was joined.
@@ -46,6 +46,8 @@ def join(
     """
     columns = [list(leaves(result)) for result in results]
     hosts = on_host or [[False] * len(column) for column in columns]
+    if dim is None:
+        return _listed(list(results), sizes, columns, device, hosts)
     if dim == "list":
         return _joined_lists(results, sizes, columns, device, hosts)
     if len({len(column) for column in columns}) > 1:
@@ -95,6 +97,18 @@ def _joined_lists(
                 f"{what} ({type(result).__name__}) for {size} samples; leave 'output' out of "
                 "batch_dims, or return a list with one element a sample"
             )
+    joined = type(results[0])(itertools.chain.from_iterable(results))
+    return _listed(joined, sizes, columns, device, on_host)
+
+
+def _listed(
+    listed: Any,
+    sizes: Sequence[int],
+    columns: list[list[Any]],
+    device: torch.device | None,
+    on_host: Sequence[Sequence[bool]],
+) -> tuple[Any, list["JoinedLeaf"]]:
+    """Results that stand one behind the other: each leaf is one micro-batch's."""
     joints = []
     for m, column in enumerate(columns):
         joints += [
@@ -103,19 +117,19 @@ def _joined_lists(
         ]
     stays = itertools.chain.from_iterable(on_host)
     values = iter([j.value(None if s else device) for j, s in zip(joints, stays, strict=True)])
-    joined = type(results[0])(itertools.chain.from_iterable(results))
-    return map_leaves(lambda _: next(values), joined), joints
+    return map_leaves(lambda _: next(values), listed), joints
 
 
 def output_dim(
     dims: BatchDims, results: Sequence[Any] = (), sizes: Sequence[int] = ()
-) -> int | Literal["list"]:
-    """The dim on which outputs are joined, or ``"list"``: as ``batch_dims`` says; else lists with
-    one element a sample, where the arguments are such lists."""
+) -> int | Literal["list"] | None:
+    """The dim on which outputs are joined, ``"list"``, or ``None`` for not at all: as
+    ``batch_dims`` says; else lists with one element a sample, where the arguments are such lists.
+    """
     if not isinstance(dims, Mapping):
         return dims or 0
     if "output" in dims or "list" not in dims.values():
-        return dims.get("output") or 0
+        return dims.get("output", 0)
     are_lists = all(
         type(result) in (list, tuple) and len(result) == size
         for result, size in zip(results, sizes, strict=True)
