@@ -11,7 +11,8 @@ copies and pickles carry it along, and the class and the ``state_dict`` stay wha
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -56,6 +57,7 @@ class Cursor:
         self.follow_marks = follow_marks
         self.highest = -1
         self.checkpoint: bool | None = None  # what the mark in effect says of recomputation
+        self.noted: dict[Any, Any] = {}  # by a numbering, of this forward
         self._scopes: list[tuple[int, bool | None, Mark | None]] = []
         self.in_scope = False
         self.on_move: Callable[[int], None] | None = None
@@ -66,12 +68,17 @@ class Cursor:
         """A cursor that stands where this one does, and tells nobody."""
         new = Cursor(follow_marks=self.follow_marks)
         new.stage, new.mark, new.highest = self.stage, self.mark, self.highest
+        new.noted = {**self.noted}
         new.checkpoint, new._scopes, new.in_scope = self.checkpoint, [*self._scopes], self.in_scope
         return new
 
     def begin(self, mark: Mark) -> None:
         """Move to a mark's stage."""
-        stage = self.highest + 1 if mark.stage is None else mark.stage
+        numbering = _numbering.get()
+        if numbering is not None:
+            stage = numbering(self, mark)
+        else:
+            stage = self.highest + 1 if mark.stage is None else mark.stage
         self.highest = max(self.highest, stage)
         self.block_ended = False
         self.checkpoint = mark.checkpoint
@@ -102,6 +109,25 @@ class Cursor:
 
 
 _cursor: ContextVar[Cursor | None] = ContextVar("blockpipe_cursor", default=None)
+
+# The stage of a mark that a forward has come to, from its cursor and the mark.
+Numbering = Callable[[Cursor, Mark], int]
+_numbering: ContextVar[Numbering | None] = ContextVar("blockpipe_numbering", default=None)
+
+
+@contextmanager
+def numbered_by(numbering: Numbering) -> Iterator[None]:
+    """While entered, forwards that are recorded or run ask this function for each mark's stage.
+
+    A number at the mark cannot say which stages the blocks of a name are put together in: that is
+    decided where the pipeline is made. What the function has to remember of a forward is kept in
+    ``cursor.noted``, for several run at once.
+    """
+    token = _numbering.set(numbering)
+    try:
+        yield
+    finally:
+        _numbering.reset(token)
 
 
 def set_cursor(cursor: Cursor | None) -> Cursor | None:
@@ -257,6 +283,16 @@ class Block:
         cursor = _active_cursor()
         if cursor is not None:
             cursor.leave()
+
+    def begin(self) -> None:
+        """Be on the block's stage from here on, until the next mark.
+
+        As the call of a module under :func:`BeginBlock`, for code that no ``with`` is around. In a
+        nested ``with Block`` it lasts until the end of that.
+        """
+        cursor = _active_cursor()
+        if cursor is not None:
+            cursor.begin(Mark(self.stage, self.name, users_line(), self.checkpoint))
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         if not callable(function) or isinstance(function, nn.Module):
