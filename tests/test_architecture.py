@@ -32,6 +32,7 @@ LAYERS = [
     "execution",
     "partitioning reports",
     "pipeline",
+    "replicas",
     "compat testing",
     "cli",
 ]
