@@ -10,19 +10,20 @@ A share is a micro-batch of the whole batch, and a pipeline cuts it further.
 
 import copy
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ._common.callsite import remembers_caller, users_line
-from ._common.thread_state import CallerState
+from ._common.thread_state import CallerState, intra_operation_threads
 from .batches.joining import join, output_dim
 from .batches.losses import computed_loss
 from .batches.microbatch import Microbatch, split, weights_of
-from .devices.devices import is_on_meta
+from .devices.devices import is_asynchronous, is_on_meta
 from .devices.rng_streams import Source, diverted, host_sources, torchs_of
 from .errors import PlanError, UsageError
 from .execution.step_result import StepResult
@@ -79,6 +80,7 @@ class Replicas:
             )
         self.module = model
         models = [model, *(copy.deepcopy(model) for _ in groups[1:])]
+        self._threads: ThreadPoolExecutor | None = None
         self.pipes = [
             Pipeline(each, devices=group, **options)
             for each, group in zip(models, groups, strict=True)
@@ -160,7 +162,10 @@ class Replicas:
         return self.module
 
     def close(self) -> None:
-        """As :meth:`Pipeline.close`."""
+        """End the threads that wait for a next step. The copies can be used again."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
         self.pipes[0].close()
 
     # --- a step
@@ -181,11 +186,26 @@ class Replicas:
         jobs = [*zip(self.pipes, shares, weights, strict=False)]
         if not self._may_overlap(jobs):
             return self._one_by_one(work, jobs)
-        ambient = CallerState().for_threads()
-        with ThreadPoolExecutor(len(jobs) - 1, "blockpipe-copy") as pool:  # waits at its end
-            others = [pool.submit(ambient.run, lambda job=job: work(*job)) for job in jobs[1:]]
-            first = work(*jobs[0])
-            return [first, *(other.result() for other in others)]
+        if self._threads is None:  # kept, for a new thread has a new pool of OpenMP's
+            self._threads = ThreadPoolExecutor(len(self.pipes) - 1, "blockpipe-copy")
+        ambient, share = CallerState().for_threads(), self._share_of_threads(len(jobs))
+
+        def run(job: tuple[Pipeline, Microbatch, float]) -> Any:
+            with intra_operation_threads(share):
+                return work(*job)
+
+        others = [self._threads.submit(ambient.run, partial(run, job)) for job in jobs[1:]]
+        try:
+            first = run(jobs[0])
+        finally:
+            wait(others)
+        return [first, *(other.result() for other in others)]
+
+    def _share_of_threads(self, copies: int) -> int | None:
+        """How many threads an operation has on the CPU, where copies share its cores."""
+        if any(is_asynchronous(device) for device in self.pipes[0].devices):
+            return None
+        return max(1, torch.get_num_threads() // copies)
 
     @staticmethod
     def _may_overlap(jobs: Sequence[tuple[Pipeline, Any, Any]]) -> bool:

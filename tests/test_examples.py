@@ -28,6 +28,14 @@ def test_digits() -> None:
     assert "gradients: " in out
 
 
+def test_a_script_of_poptorchs() -> None:
+    """It trains, on two copies of two stages, and tests with the other model."""
+    pytest.importorskip("sklearn")
+    out = run("examples/from_poptorch.py")
+    assert "2 copies of 2 stages" in out
+    assert "test accuracy: 9" in out
+
+
 def test_gpt() -> None:
     """The GPT learns English."""
     out = run("examples/gpt_text.py", "--steps", "60")
