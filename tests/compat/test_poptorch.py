@@ -240,6 +240,12 @@ def test_sharded_execution_gives_the_same_one_stage_at_a_time() -> None:
     assert_close(host([*net.parameters()]), host([*twin.parameters()]))
 
 
+def test_one_micro_batch_is_meant_where_stages_take_turns() -> None:
+    """No warning says that the devices stand idle."""
+    opts = accumulating(1).setExecutionStrategy(poptorch.ShardedExecution())
+    poptorch.trainingModel(WithLoss(two_stages()), opts)(*batch(4))
+
+
 @pytest.mark.cpu("two copies need devices that the CPU always has")
 def test_too_few_devices_for_the_copies_are_one_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which runs the others' shares as further micro-batches, with the same result."""
