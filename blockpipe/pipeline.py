@@ -164,7 +164,7 @@ class Pipeline(ReportMethods, ModuleInterface):
         self.module = model
         self._preparer = Preparer(model, devices=devices, plan=plan, values=self._values)
         several = len(set(self._preparer.given_devices or ()))
-        if chunks == 1 and several > 1:
+        if chunks == 1 and several > 1 and schedule != "sequential":
             warn(f"chunks=1 on {several} devices: only one works at a time; pass chunks=8, say")
         if deferred_batch_norm and (left_alone := synchronized(model)):
             warn(

@@ -22,7 +22,7 @@ def join(
     sizes: Sequence[int],
     weights: Sequence[float],
     device: torch.device | None,
-    dim: int | Literal["list"] = 0,
+    dim: int | Literal["list"] | None = 0,
     on_host: Sequence[Sequence[bool]] = (),
 ) -> tuple[Any, list["JoinedLeaf"]]:
     """Join the micro-batches' results into one, on a device.
@@ -31,14 +31,15 @@ def join(
     summed by weight; one that is the same tensor for all (a weight) is kept, and so are a mask,
     positions, and values other than tensors, if all agree; anything else becomes a list, one entry
     a micro-batch. With ``"list"`` for ``dim`` the results are lists themselves, one element a
-    sample, and become one list.
+    sample, and become one list. With ``None`` the results are not
+    joined: they are returned as a list.
 
     Args:
         results: the results, one for each micro-batch.
         sizes: the micro-batches' numbers of samples.
         weights: the weights of their losses.
         device: the device of the result; ``None``: leaves stay on their devices.
-        dim: the dim that has the samples, or ``"list"``.
+        dim: the dim that has the samples, ``"list"``, or ``None``.
         on_host: by micro-batch and leaf, whether the leaf stays on the host; empty: none does.
 
     Returns:
@@ -54,6 +55,8 @@ def join(
     """
     columns = [list(leaves(result)) for result in results]
     hosts = on_host or [[False] * len(column) for column in columns]
+    if dim is None:
+        return _listed(list(results), sizes, columns, device, hosts)
     if dim == "list":
         return _joined_lists(results, sizes, columns, device, hosts)
     if len({len(column) for column in columns}) > 1:
@@ -102,6 +105,18 @@ def _joined_lists(
                 f"expected a list of {size} elements, one a sample, for the output, got {got} "
                 f"({users_line()}); leave 'output' out of batch_dims, or return such a list"
             )
+    joined = type(results[0])(itertools.chain.from_iterable(results))
+    return _listed(joined, sizes, columns, device, on_host)
+
+
+def _listed(
+    listed: Any,
+    sizes: Sequence[int],
+    columns: list[list[Any]],
+    device: torch.device | None,
+    on_host: Sequence[Sequence[bool]],
+) -> tuple[Any, list["JoinedLeaf"]]:
+    """Results that stand one behind the other: each leaf is one micro-batch's."""
     joints = []
     for m, column in enumerate(columns):
         joints += [
@@ -110,14 +125,13 @@ def _joined_lists(
         ]
     stays = itertools.chain.from_iterable(on_host)
     values = iter([j.value(None if s else device) for j, s in zip(joints, stays, strict=True)])
-    joined = type(results[0])(itertools.chain.from_iterable(results))
-    return map_leaves(lambda _: next(values), joined), joints
+    return map_leaves(lambda _: next(values), listed), joints
 
 
 def output_dim(
     dims: BatchDims, results: Sequence[Any] = (), sizes: Sequence[int] = ()
-) -> int | Literal["list"]:
-    """Return the dim on which outputs are joined, or ``"list"``.
+) -> int | Literal["list"] | None:
+    """Return the dim on which outputs are joined, ``"list"``, or ``None`` for not at all.
 
     ``batch_dims`` decides it. If it does not name the output, lists with one element a sample are
     joined as such where the arguments are such lists.
@@ -125,7 +139,7 @@ def output_dim(
     if not isinstance(dims, Mapping):
         return dims or 0
     if "output" in dims or "list" not in dims.values():
-        return dims.get("output") or 0
+        return dims.get("output", 0)
     are_lists = all(
         type(result) in (list, tuple) and len(result) == size
         for result, size in zip(results, sizes, strict=True)

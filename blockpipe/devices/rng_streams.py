@@ -229,6 +229,27 @@ class preserve_rng:  # noqa: N801 - a context manager that reads as a participle
         restore(self._before)
 
 
+class diverted:  # noqa: N801 - a context manager that reads as a participle
+    """While entered, generators are in states that follow from where they were.
+
+    Args:
+        kept: those that are where they were at the end; the others go on from what was drawn.
+        sources: those that are drawn from meanwhile.
+        what: draws; of the same state, another text makes other numbers.
+    """
+
+    def __init__(self, kept: Iterable[Source], sources: Iterable[Source], what: str) -> None:
+        self._kept, self._sources, self._what = kept, sources, what
+
+    def __enter__(self) -> None:
+        self._before = current(self._kept)
+        for source, state in current(self._sources).items():
+            _set(source, _derived(source, state, self._what))
+
+    def __exit__(self, *failure: Any) -> None:
+        restore(self._before)
+
+
 @contextmanager
 def replayed(states: States) -> Iterator[None]:
     """Enter to draw again the numbers from these states on; restores the earlier states."""

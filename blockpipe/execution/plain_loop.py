@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from .._common.callsite import users_line
-from .._common.nested import map_tensors, tensors
+from .._common.nested import leaves, map_tensors, tensors
 from .._common.thread_state import theirs
 from ..batches.losses import check_differentiable, checked_loss
 from ..crossing.hop_backward import run_engine
 from ..crossing.microbatch_run import detached
+from ..devices.devices import is_asynchronous
 from ..errors import RouteError
 from ..stages.cursor import Cursor, Mark, set_cursor, set_microbatch
 from .microbatch.failure_notes import note_failure
@@ -86,6 +87,11 @@ class PlainLoop:
         result = state.results[m] = MicrobatchResult(loss.detach())
         if "outputs" in self._request.want:
             result.outputs = detached(output)
+            stays = is_asynchronous(self._request.prepared.devices[self._request.prepared.route[0]])
+            result.on_host = [
+                stays and isinstance(leaf, Tensor) and leaf.device.type == "cpu"
+                for leaf in leaves(output)
+            ]
         return loss
 
     def _backward(self, m: int, loss: Tensor) -> None:

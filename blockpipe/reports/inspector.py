@@ -103,7 +103,7 @@ class Inspector:
         """Say what the step returns for outputs that have no entry for each sample."""
         averaged, listed = dict[str, None](), dict[str, None]()
         dim = output_dim(self.options.batch_dims)
-        if dim == "list":
+        if dim == "list" or dim is None:
             return
         for output in recording.outputs:
             dtype = getattr(torch, output.dtype)

@@ -5,7 +5,8 @@ A recording and every run put a cursor into the context; marks move it. A stack 
 also when the mark was made deep inside a module call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ class Cursor:
         block_ended: whether the last event was the end of an outermost block.
         on_move: called with the new stage when the stage changes.
         on_call: called in the place of a function that is a block.
+        noted: what a numbering (:func:`numbered_by`) remembers of this forward.
     """
 
     def __init__(self, *, follow_marks: bool = True) -> None:
@@ -65,17 +67,23 @@ class Cursor:
         self.on_move: Callable[[int], None] | None = None
         self.on_call: FunctionCall | None = None
         self.block_ended = False
+        self.noted: dict[Any, Any] = {}
 
     def copy(self) -> "Cursor":
         """Return a cursor at the same position, without callbacks."""
         new = Cursor(follow_marks=self.follow_marks)
         new.stage, new.mark, new.highest = self.stage, self.mark, self.highest
+        new.noted = {**self.noted}
         new.checkpoint, new._scopes, new.in_scope = self.checkpoint, [*self._scopes], self.in_scope
         return new
 
     def begin(self, mark: Mark) -> None:
         """Move to a mark's stage."""
-        stage = self.highest + 1 if mark.stage is None else mark.stage
+        numbering = _numbering.get()
+        if numbering is not None:
+            stage = numbering(self, mark)
+        else:
+            stage = self.highest + 1 if mark.stage is None else mark.stage
         self.highest = max(self.highest, stage)
         self.block_ended = False
         self.checkpoint = mark.checkpoint
@@ -106,6 +114,26 @@ class Cursor:
 
 
 _cursor: ContextVar[Cursor | None] = ContextVar("blockpipe_cursor", default=None)
+
+
+# Returns the stage of a mark that a forward has come to, from its cursor and the mark.
+Numbering = Callable[[Cursor, Mark], int]
+_numbering: ContextVar[Numbering | None] = ContextVar("blockpipe_numbering", default=None)
+
+
+@contextmanager
+def numbered_by(numbering: Numbering) -> Iterator[None]:
+    """While entered, ask a function for each mark's stage, in recordings and in steps.
+
+    The number at a mark cannot say which stages the blocks of a name are put together in: that is
+    decided where the pipeline is made. The function keeps what it remembers of a forward in
+    ``cursor.noted``, because several forwards run at once.
+    """
+    token = _numbering.set(numbering)
+    try:
+        yield
+    finally:
+        _numbering.reset(token)
 
 
 def set_cursor(cursor: Cursor | None) -> Cursor | None:

@@ -111,6 +111,16 @@ class Block:
         if cursor is not None:
             cursor.leave()
 
+    def begin(self) -> None:
+        """Be on the block's stage from here on, until the next mark.
+
+        As the call of a module under :func:`BeginBlock`, for code that no ``with`` is around. In a
+        nested ``with Block`` it lasts until the end of that.
+        """
+        cursor = active_cursor()
+        if cursor is not None:
+            cursor.begin(Mark(self.stage, self.name, users_line(), self.checkpoint))
+
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         if not callable(function) or isinstance(function, nn.Module):
             fix = "mark a module with BeginBlock"

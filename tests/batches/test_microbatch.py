@@ -1,5 +1,6 @@
 """Splitting a batch and putting results together."""
 
+import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -174,3 +175,21 @@ def test_a_state_that_is_joined_on_its_own_dimension_is_not_named():
     x = torch.randn(8, 4)
     assert not any("output 0" in note for note in pipe.summary(x).notes)
     assert pipe(x)[0].shape == (1, 8, 4)
+
+
+def test_outputs_that_are_not_to_be_joined_are_a_list():
+    """Each micro-batch's, whatever is in it; gradients find their way back."""
+    net = nn.Linear(4, 2)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=["cpu"], chunks=2, batch_dims={"output": None})
+    x = torch.randn(5, 4)
+    parts = pipe(x)
+    assert [part.shape for part in parts] == [(3, 2), (2, 2)]
+    (parts[0].sum() * 2 + parts[1].sum()).backward()
+    expected = [plain(part) for part in x.split([3, 2])]
+    (expected[0].sum() * 2 + expected[1].sum()).backward()
+    torch.testing.assert_close(net.weight.grad, plain.weight.grad)
+    result = pipe.forward_backward(x, loss_fn=torch.sum, return_outputs=True)
+    torch.testing.assert_close(torch.cat(result.outputs), plain(x))
+    assert "no entry for each sample" not in str(pipe.summary())
+    assert pipe.verify(x)

@@ -33,6 +33,7 @@ LAYERS = [
     "execution",
     "partitioning reports",
     "pipeline",
+    "replicas",
     "compat testing",
     "cli",
 ]

@@ -28,6 +28,14 @@ def test_the_demo_reaches_its_accuracy_with_plain_gradients() -> None:
     assert "gradients: " in out
 
 
+def test_a_script_of_poptorchs() -> None:
+    """It trains, on two copies of two stages, and tests with the other model."""
+    pytest.importorskip("sklearn")
+    out = run("examples/from_poptorch.py")
+    assert "2 copies of 2 stages" in out
+    assert "test accuracy: 9" in out
+
+
 def test_the_gpt_example_learns() -> None:
     """The GPT learns English."""
     out = run("examples/gpt_text.py", "--steps", "60")

@@ -57,6 +57,17 @@ def test_small_models_run_in_the_callers_thread(constant, monkeypatch):
 
 
 @pytest.mark.cpu("whether threads pay is a matter of the CPU")
+def test_small_models_return_outputs_in_every_step(monkeypatch):
+    """From the second step on it is the plain loop, whose outputs are joined as well: they failed."""
+    monkeypatch.setattr(prepared, "SMALL_OPERATION", 1.0)
+    net = linears(2)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    x = torch.randn(5, 4)
+    for _ in range(3):
+        result = pipe.forward_backward(x, loss_fn=square, return_outputs=True)
+        torch.testing.assert_close(result.outputs, net(x))
+
+
 @pytest.mark.every
 @pytest.mark.parametrize(("width", "rows", "are_lanes"), [(1024, 512, True), (16, 16, False)])
 def test_large_models_run_on_lanes_and_small_ones_do_not(width, rows, are_lanes, monkeypatch):

@@ -16,7 +16,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.errors import MarkError
 from blockpipe.stages import marks
-from blockpipe.stages.cursor import Cursor, Mark, set_cursor
+from blockpipe.stages.cursor import Cursor, Mark, numbered_by, set_cursor
 
 
 def two_layers() -> nn.Sequential:
@@ -347,6 +347,47 @@ def test_a_block_outside_of_a_recording_looks_at_no_frame(monkeypatch):
             assert asked
     finally:
         set_cursor(before)
+
+
+def test_begin_lasts_until_the_next_mark():
+    """A block without a ``with``; inside of one it lasts to its end."""
+
+    def script(net, x):
+        x = net.layers[0](x)
+        bp.Block(1).begin()
+        x = net.layers[1](x)
+        with bp.Block(2):
+            x = net.layers[2](x)
+            bp.Block(3).begin()
+            x = net.layers[3](x)
+            with bp.Block(4):
+                x = net.layers[4](x)
+                bp.Block(5).begin()
+                x = net.layers[5](x)
+            return net.layers[0](x)
+
+    assert route(script) == [0, 1, 2, 3, 4, 5, 3]
+
+
+def test_stages_are_numbered_by_a_function():
+    """It is asked at each mark, in the recording and in steps, and keeps what it notes by forward."""
+
+    def numbered(cursor, mark):
+        return cursor.noted.setdefault(mark.name[0], len(cursor.noted))
+
+    def script(net, x):
+        for name, layer in zip(("a1", "b1", "a2"), net.layers, strict=False):
+            with bp.Block(name=name):
+                x = layer(x)
+        return x
+
+    net = Scripted(script)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    with numbered_by(numbered):
+        for _ in range(2):
+            pipe.forward_backward(torch.ones(4, 4), loss_fn=torch.sum)
+    assert pipe.recording.route == [0, 1, 0]
+    assert route(script) == [0, 1, 2]
 
 
 def test_a_cursor_is_a_stack_of_stages():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from ..._common.callsite import users_line
 from ..._common.nested import leaves, map_tensors, tensors
 from ..._common.thread_state import CallerState, intra_operation_threads, theirs
 from ..._torch.modules import is_compiled
+from ...batches.batch_dims import BatchDims
 from ...batches.joining import join, output_dim
 from ...batches.losses import own_or_mean_square
 from ...batches.microbatch import split, weights_of
@@ -54,7 +55,9 @@ class Verifier:
         loss_fn: Callable[..., Any] | None,
         device: Any,
     ) -> None:
-        self.runner, self.preparer, self.options = runner, runner.preparer, runner.options
+        # Outputs that are not joined are joined here: the whole batch's are compared with them.
+        self.options = replace(runner.options, batch_dims=_joining(runner.options.batch_dims))
+        self.runner, self.preparer = replace(runner, options=self.options), runner.preparer
         self.args, self.kwargs, self.target = args, kwargs, target
         self.loss = loss_fn if isinstance(loss_fn, nn.Module) else None
         self.modules = [self.preparer.model, *([self.loss] if self.loss is not None else [])]
@@ -351,6 +354,13 @@ class Verifier:
             outcome.put("buffers", buffers)
         if self.trains:
             outcome.put("input gradients", [(name, t.grad) for name, t in inputs.items()])
+
+
+def _joining(dims: BatchDims) -> BatchDims:
+    """The same, but outputs are joined."""
+    if not isinstance(dims, Mapping) or dims.get("output", 0) is not None:
+        return dims
+    return {name: dim for name, dim in dims.items() if name != "output"}
 
 
 @contextmanager
