@@ -64,9 +64,12 @@ class Tag:
         self.is_kept = False  # on the host, where the user's code asked for it
         self.constant: int | None = None  # the version at which it is one, if it is
         self.site: Hashable = None  # of a constant: what made it
-        self.copies: dict[Hashable, PendingCopy] | None = (
-            None  # of a constant, for other micro-batches
-        )
+        # Of a constant, for other micro-batches:
+        self.copies: dict[Hashable, PendingCopy] | None = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Have no tag on copies and pickles of a tensor: they belong to no run."""
+        return type(None), ()
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether its tensor was computed from nothing of a micro-batch's, and not written to

@@ -16,6 +16,7 @@ from torch import nn
 
 import blockpipe as bp
 from blockpipe._common import model_turns as alone
+from blockpipe._common import process_changes
 from blockpipe._common.thread_state import in_thread
 from blockpipe.crossing import torch_patches as replaced
 from blockpipe.devices import rng_streams as randomness
@@ -143,6 +144,12 @@ def raising_at(place: tuple[str, str], once: Iterator[bool]) -> Callable[..., An
     return trace
 
 
+def is_free() -> bool:
+    """From another thread than the one that may have kept it: it is one that may be taken twice."""
+    with process_changes._lock:
+        return True
+
+
 def assert_nothing_stays() -> None:
     assert in_thread.forward_lock is None
     assert in_thread.mode is None
@@ -153,6 +160,7 @@ def assert_nothing_stays() -> None:
     assert randomness._turn._owner is None, "the turn to draw is still taken"
     assert not alone._entered
     assert in_thread.entered == []
+    assert in_time(is_free), "the lock around changes to the process is still taken"
     assert not any(kind()._threads for kind in (replaced.TensorHooks, replaced.CustomFunctions))
 
 

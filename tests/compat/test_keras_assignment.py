@@ -733,7 +733,7 @@ def test_version_1_is_read():
     ("text", "message"),
     [
         ('{"version": 3, "assignments": []}', "version 3 is not known"),
-        ('{"assignments": [{"path": 1, "call": 0, "stage": 0}]}', "entry 0: 1, call 0"),
+        ('{"assignments": [{"path": 1, "call": 0, "stage": 0}]}', "entry 0 has path 1, call 0"),
         ('{"assignments": [{"path": "a", "call": "x", "stage": 0}]}', "entry 0: 'a', call 'x'"),
         ('{"assignments": [{"path": "a", "call": -1, "stage": 0}]}', "entry 0: 'a', call -1"),
         (

@@ -406,7 +406,7 @@ def test_a_schedule_of_ones_own_is_played_out() -> None:
         ScheduleError, match=r"for 2 hops and 8 micro-batches, got 'gpipe' for 3 hops and 8"
     ):
         bp.balance(net, x, 2, measure=False, schedule=make_schedule("gpipe", [0, 1, 2], 8))
-    with pytest.raises(ScheduleError, match="a Schedule, or a function"):
+    with pytest.raises(ScheduleError, match="a Schedule or a callable for schedule, got 3"):
         bp.balance(net, x, 2, measure=False, schedule=3)
 
 

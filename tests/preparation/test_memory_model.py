@@ -276,7 +276,8 @@ def test_measuring_needs_a_placed_model():
     """There is nothing to compare with before."""
     pipe = bp.Pipeline(layers(), devices=stages(2), chunks=4)
     with pytest.raises(
-        TypeError, match=r"measured_memory\(\) compares with a prediction.*test_memory\.py:\d+"
+        TypeError,
+        match=r"measured_memory\(\) compares with a prediction.*test_memory_model\.py:\d+",
     ):
         with pipe.measured_memory():
             pass

@@ -1,5 +1,6 @@
 """verify: what it compares, what it finds, and that it leaves no trace."""
 
+import array
 import random
 import threading
 import time
@@ -203,9 +204,10 @@ def _assert_parts(found: Verification, phase: str, path: str, stage: int) -> Non
 
 
 class _Shared:
-    """What modules on two stages share behind the pipeline's back: a number."""
+    """State that modules on two stages share, which no step compares: the content of an array."""
 
-    value = 1.0
+    def __init__(self) -> None:
+        self.content = array.array("d", [1.0])
 
 
 class _Writes(nn.Linear):
@@ -215,7 +217,7 @@ class _Writes(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(0.05)
-        self.shared.value = float(x.detach().abs().max())
+        self.shared.content[0] = float(x.detach().abs().max())
         return super().forward(x)
 
 
@@ -223,7 +225,7 @@ class _Reads(nn.Linear):
     shared: _Shared
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.shared.value
+        return super().forward(x) * self.shared.content[0]
 
 
 def test_state_left_between_microbatches_is_found():
@@ -232,7 +234,9 @@ def test_state_left_between_microbatches_is_found():
     net[1].shared = net[3].shared = _Shared()
     bp.begin_blocks(net, {"2": 1})
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
-    net[1].shared.value = 1.0
+    for _ in range(3):  # in a first step the CPU's stages take turns
+        pipe.forward_backward(torch.randn(8, 8), loss_fn=torch.sum)
+    net[1].shared.content[0] = 1.0
     found = pipe.verify(torch.randn(8, 8))
     _assert_parts(found, "forward", "1", 0)
     assert found.first_difference is not None
