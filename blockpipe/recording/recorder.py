@@ -30,19 +30,19 @@ from ..costs.work import Work, addition
 from ..crossing.constants import writes
 from ..crossing.hop_backward import Root, entries_of, kept_for_weights, why_whole
 from ..crossing.interception import CrossingMode, is_question, looks_at_graph
-from ..crossing.microbatch_run import MicrobatchRun
+from ..crossing.microbatch_run import MicrobatchRun, Reader
 from ..crossing.tags import (
     RECORDING,
     TAG,
     UNCUT,
     HopGraph,
-    Import,
     MicrobatchKey,
     ParameterHome,
     StepContext,
     Tag,
     edge_of,
 )
+from ..crossing.tensors.place import Reads
 from ..crossing.uncut_run import UncutRun
 from ..devices.rng_streams import current, host_sources, moved
 from ..errors import CrossingError, PlanError
@@ -105,8 +105,19 @@ class WatchedCursor(Cursor):
             self.recorder.marked = True
 
 
-class Recorder(MicrobatchRun):
-    """The run of the recording pass."""
+class Recorder:
+    """Writes down what the run of the recording pass does: its listener.
+
+    Args:
+        step: of the recording; its route grows as the run goes on.
+        cursor: moved by the marks of the forward.
+        result: where all of it is written down.
+        activations: notices what autograd saves.
+        unhookable: paths of calls in which autograd bears no saved-tensor hooks.
+
+    Attributes:
+        run: the run that is watched.
+    """
 
     def __init__(
         self,
@@ -116,12 +127,15 @@ class Recorder(MicrobatchRun):
         activations: Activations,
         unhookable: Collection[str] = (),
     ) -> None:
-        super().__init__(step, 0, cursor)
+        kind = MicrobatchRun if step.cut else UncutRun
+        self.step = step
+        self.key = MicrobatchKey(RECORDING, 0)
+        self.run = kind(step, 0, cursor, self.key, listener=self)
+        self._read = self.run.reader()
         self.activations = activations
-        self.unhookable = unhookable  # calls in which autograd bears no saved-tensor hooks
+        self.unhookable = unhookable
         self.failed_in: Call | None = None
         self.function = ""  # the name of the torch function under way
-        self.key = MicrobatchKey(RECORDING, 0)
         cursor.recorder = self
         cursor.on_move = None
         self.cursor: WatchedCursor = cursor
@@ -149,6 +163,16 @@ class Recorder(MicrobatchRun):
         self._kernels = 0  # that have run
         self._host_states: dict[Any, Any] = {}
 
+    @property
+    def hop(self) -> int:
+        """The hop that the run is on; -1 before the first."""
+        return self.run.hop
+
+    @property
+    def stage(self) -> int:
+        """The stage that the run is on."""
+        return self.run.stage
+
     def begin(self) -> None:
         """The forward begins."""
         self.activations.put_on()
@@ -162,12 +186,10 @@ class Recorder(MicrobatchRun):
 
     # --- the route
 
-    def next_hop(self, stage: int) -> int:
-        return self.hop + 1
-
-    def _cross(self, hop: int) -> None:
-        stage = self.cursor.stage
+    def departs(self, stage: int) -> None:
+        """The run is about to begin a new hop."""
         self._check_device(stage)
+        hop = self.hop + 1
         self.step.route.append(stage)
         mark = self.cursor.mark
         self.result.hops.append(
@@ -180,7 +202,9 @@ class Recorder(MicrobatchRun):
                 self.cursor.moves,
             )
         )
-        super()._cross(hop)
+
+    def arrived(self) -> None:
+        """The run is on the new hop."""
         self._note_host_draws()  # since the mark: the forward waits for its turn there
 
     def _check_device(self, stage: int) -> None:
@@ -193,7 +217,7 @@ class Recorder(MicrobatchRun):
 
     def moved(self, stage: int) -> None:
         """A mark moves the cursor: no module whose call is under way stays on one stage."""
-        if self.sealed:
+        if self.run.sealed:
             name, _ = self.custom_in[-1]
             checkpoint = "; torch.utils.checkpoint: pass use_reentrant=False"
             raise CrossingError(
@@ -220,7 +244,7 @@ class Recorder(MicrobatchRun):
 
     def operation(self) -> None:
         """An operation runs here: which calls is it a part of?"""
-        hop = self.arrive()
+        hop = self.run.arrive()
         info = self.result.hops[hop]
         info.operations += 1
         self.segments.operation()
@@ -234,7 +258,7 @@ class Recorder(MicrobatchRun):
         follows = self.cursor.follow_marks  # a plan says where everything is
         if follows and not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
             self._note_unmarked(hop)
-        innermost = self.stack[-1][0] if self.stack else None
+        innermost = self._innermost()
         self.activations.at(hop, innermost, self.segments.current.index)
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks != self._ambient_hooks:
@@ -250,8 +274,28 @@ class Recorder(MicrobatchRun):
         else:
             self.result.unmarked.append(Unmarked(self.stage, users_line(), 1, after))
 
-    def local(self, tensor: Tensor) -> Tensor:
-        original = tensor
+    def read(self, tensor: Tensor, reads: Reads) -> Tensor:
+        """Note that an operation reads a tensor, and read it."""
+        self._note_origin(tensor)
+        is_untagged = getattr(tensor, TAG, None) is None
+        if is_untagged and self.step.cut:
+            held = self.held.get(id(tensor))
+            if held is None and not isinstance(tensor, FakeTensor):
+                self.outside_tensors.read(tensor, self.hop)
+            if held is None or not held.is_buffer:
+                self.outsiders.append((tensor, version_of(tensor)))
+        try:
+            return self._read(tensor, reads)
+        except CrossingError as error:
+            if not is_untagged:
+                raise
+            # In a sealed module nobody will look (torch.func makes such tensors): see conclude.
+            self.untracked.append((error.with_traceback(None), self._innermost()))
+            return tensor
+
+    def _note_origin(self, tensor: Tensor) -> None:
+        """Note where a tensor that is read comes from, and what that means for the calls under
+        way."""
         key = id(tensor)
         held = self.held.get(key)
         if held is not None:
@@ -259,23 +303,20 @@ class Recorder(MicrobatchRun):
         elif getattr(tensor, TAG, None) is not None and self.outside_tensors.knows(tensor):
             # A real run wrote to it, and it became this micro-batch's.
             self.outside_tensors.read(tensor, self.hop)
-        newest = self.newest(original)
+        newest = self.run.newest(tensor)
         tag: Tag | None = getattr(newest, TAG, None)
         if isinstance(tag, _RecordedTag):
             self._note_flow(newest, tag)
             for call in tag.calls - tag.returned_by:
                 if not call.under_way:
-                    # It came out by another way than the door: state, a list.
+                    # It came out by another way than the call's result: state, a list.
                     call.open(f"it makes a tensor that it does not return, read at {_line()}")
         self._note_if_not_given(key, newest, tag)
-        foreign = self.is_foreign(newest)
-        found = super().local(tensor)
-        if foreign:
+        if self.run.is_foreign(newest):
             what = "a tensor" if held is None else held.name
             for call, given, _ in self.stack:
                 if key not in given and id(newest) not in given:
                     call.open(f"it reads {what} of another stage, no argument ({_line()})")
-        return found
 
     def _note_flow(self, tensor: Tensor, tag: _RecordedTag) -> None:
         """A tensor of this forward is read: where from?"""
@@ -311,39 +352,27 @@ class Recorder(MicrobatchRun):
                     f"it writes to a tensor that is no argument and no buffer ({_line()})"
                 )
 
-    def _local_untagged(self, tensor: Tensor) -> Tensor:
-        held = self.held.get(id(tensor))
-        if held is None and not isinstance(tensor, FakeTensor):
-            self.outside_tensors.read(tensor, self.hop)
-        if held is None or not held.is_buffer:
-            self.outsiders.append((tensor, version_of(tensor)))
-        try:
-            return super()._local_untagged(tensor)
-        except CrossingError as error:
-            # In a sealed module nobody will look (torch.func makes such tensors): see conclude.
-            call = self.stack[-1][0] if self.stack else None
-            self.untracked.append((error.with_traceback(None), call))
-            return tensor
+    def given_to_calls(self) -> set[int]:
+        """The ids of the tensors that the calls under way were given: a sealed call has copies of
+        them."""
+        return set().union(*(known for _, known, _ in self.stack[1:]))
 
-    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
-        # What a call under way was given, its door will have imported.
-        given: set[int] = set().union(*(known for _, known, _ in self.stack[1:]))
-        super().refuse_foreign(what, [t for t in tensors_ if id(t) not in given])
-
-    def _tag(self, tensor: Tensor) -> None:
-        # What a fake run writes to in place and is no fake tensor outlives the recording.
-        if isinstance(tensor, FakeTensor) or not self.result.fake:
-            super()._tag(tensor)
-
-    def take_input(self, tensor: Tensor, index: int = 0) -> Tensor:
-        value = super().take_input(tensor, index)
+    def take_input(self, tensor: Tensor) -> Tensor:
+        """An input of the forward, as if made on its first hop."""
+        value = self.run.take_input(tensor)
         setattr(value, TAG, _RecordedTag(self.key, 0, 0, set(), (), 0))
         return value
 
-    def _make_tag(self) -> Tag:
+    def made(self, tensor: Tensor) -> Tag | None:
+        """The tag for a tensor that was made here."""
+        if self.result.fake and not isinstance(tensor, FakeTensor):
+            return None  # what a fake run writes to in place, and outlives the recording
         calls = {call for call, _, _ in self.stack}
         sources, segment = tuple(self._sources.values()), self.segments.current.index
         return _RecordedTag(self.key, self.hop, self.stage, calls, sources, segment)
+
+    def _innermost(self) -> Call | None:
+        return self.stack[-1][0] if self.stack else None
 
     def _note_read(self, tensor: Tensor, held: TensorInfo) -> None:
         if held.hop is None:
@@ -361,7 +390,7 @@ class Recorder(MicrobatchRun):
             if held.is_buffer:
                 call.buffers.add(held.name)
 
-    def made(self, tensor: Tensor) -> bool:
+    def has_made(self, tensor: Tensor) -> bool:
         """Whether this forward made a tensor."""
         tag: Tag | None = getattr(tensor, TAG, None)
         return tag is not None and tag.key is self.key
@@ -369,18 +398,21 @@ class Recorder(MicrobatchRun):
     def gave(self, arguments: Any) -> bool:
         """Whether a call in another thread (autograd's, or of the forward's own making) is a part
         of this recording: some of its arguments come from it."""
-        return any(isinstance(t, FakeTensor) or self.made(t) for t in tensors(arguments))
+        return any(isinstance(t, FakeTensor) or self.has_made(t) for t in tensors(arguments))
 
-    def _write_through(self, tensor: Tensor, used: Import) -> None:
+    def wrote_across(self) -> None:
+        """An operation wrote in place to a tensor that an earlier hop had made."""
         self.result.writes_across = True
-        super()._write_through(tensor, used)
 
     def abandon(self) -> None:
-        super().abandon()
+        """Let go of everything, and end the cycle of the recorder, its run and its cursor."""
+        self.run.abandon()
+        self.run.place.listener = None
         self.cursor.recorder = None
         self.cursor.on_call = None
 
-    def note_import(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
+    def imported(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
+        """A tensor was copied to this hop."""
         stage = self.step.route[home_hop]
         self.result.crossings.append(
             CrossingInfo(
@@ -394,7 +426,7 @@ class Recorder(MicrobatchRun):
                 tensor.requires_grad and self.step.differentiable,
                 name,
                 users_line(),
-                self.stack[-1][0] if self.stack else None,
+                self._innermost(),
             )
         )
 
@@ -407,10 +439,10 @@ class Recorder(MicrobatchRun):
         call = Call(
             path,
             kind,
-            self.count_call(module),
+            self.run.count_call(module),
             len(self.stack),
             users_line(),
-            parent=self.stack[-1][0] if self.stack else None,
+            parent=self._innermost(),
             stage=self.cursor.stage,
             is_function=is_function,
             checkpoint=self.cursor.checkpoint,
@@ -427,7 +459,7 @@ class Recorder(MicrobatchRun):
         if path in self.unhookable:
             self.activations.take_off()
             self.refuse_again("torch.func, or whatever bears no saved-tensor hooks, is in it", call)
-        given = {id(t) for t in tensors(args)} | {id(self.newest(t)) for t in tensors(args)}
+        given = {id(t) for t in tensors(args)} | {id(self.run.newest(t)) for t in tensors(args)}
         self.stack.append((call, given, args))
         return call
 
@@ -480,10 +512,10 @@ class Recorder(MicrobatchRun):
         """Operations ran in a call that no function mode saw: of a scripted module, or of an
         extension. Together they count as one."""
         self.operation()
+        reads = Reads()
         for tensor in tensors(given):
-            self.local(tensor)
-        self.take_foreign()
-        self.claim(result)
+            self.read(tensor, reads)
+        self.run.claims.claim(result, reads.outside)
 
     def spent(self, work: Work, made: int) -> None:
         """An operation ran below autograd: what it did, and how many bytes it made."""
@@ -514,7 +546,7 @@ class Recorder(MicrobatchRun):
                 yield f"it is inside of compiled module {call.path or '(the model)'}"
             if call.path in self.unhookable:
                 yield f"it is inside of {call.path or 'the model'}, which uses torch.func"
-        if self.sealed:
+        if self.run.sealed:
             yield f"it is inside of autograd.Function {self.custom_in[-1][0]!r}"
         if saved_tensor_hooks() not in (None, self._ambient_hooks):
             yield "it is inside of what is recomputed, or packs what it saves"
@@ -527,7 +559,7 @@ class Recorder(MicrobatchRun):
             hop = max(self.hop, 0)
             drawn.hops += [] if hop in drawn.hops else [hop]
             return
-        self.result.hops[self.arrive()].draws.add("torch")  # perhaps the first of its hop
+        self.result.hops[self.run.arrive()].draws.add("torch")  # perhaps the first of its hop
         for call, _, _ in self.stack:
             call.draws = True
 
@@ -541,7 +573,7 @@ class Recorder(MicrobatchRun):
     def given(self, operands: Iterable[Tensor]) -> None:
         """What an operation below autograd is given: inside of a custom function that is all that
         tells which buffers it reads, and which tensors that are no arguments of it."""
-        for tensor in operands if self.sealed else ():
+        for tensor in operands if self.run.sealed else ():
             self._note_closure(tensor)
             held = self.held.get(id(tensor))
             if held is not None and held.is_buffer:
@@ -572,9 +604,12 @@ class Recorder(MicrobatchRun):
     def _note_closure(self, tensor: Tensor) -> None:
         """Another stage's tensor that a custom function was not given: nobody could hand it a copy,
         and what its backward adds would go around the cut."""
+        if not self.step.cut:
+            return  # there are no copies: an argument cannot be told from other tensors
         tag: Tag | None = getattr(tensor, TAG, None)
-        given: set[int] = set().union(*(known for _, known, _ in self.stack[1:]))
-        if tag is None or tag.key is not self.key or tag.hop == self.hop or id(tensor) in given:
+        if tag is None or tag.key is not self.key or tag.hop == self.hop:
+            return
+        if id(tensor) in self.given_to_calls():
             return
         name, call = self.custom_in[-1] if self.custom_in else ("", None)
         error = CrossingError(
@@ -611,38 +646,45 @@ class Recorder(MicrobatchRun):
 
     def note_whole(self, output: Any) -> None:
         """Which hops' backwards cannot be split: a look at their graphs, after the forward."""
+        graphs = self.run.gradients.graphs
         roots: dict[int, list[Root]] = {}
-        for graph in self.graphs.values():
+        for graph in graphs.values():
             for crossing in graph.crossings:
                 roots.setdefault(crossing.to_hop, []).append((crossing.to_edge, None))
-        for tensor in map(self.newest, tensors(output)):
-            if tensor.requires_grad and self.made(tensor):
-                roots.setdefault(self.hop_of(tensor), []).append((edge_of(tensor), None))
+        for tensor in map(self.run.newest, tensors(output)):
+            if tensor.requires_grad and self.has_made(tensor):
+                roots.setdefault(self.run.hop_of(tensor), []).append((edge_of(tensor), None))
         for hop in self.result.hops:
-            graph = self.graphs.get(hop.index, HopGraph())
+            graph = graphs.get(hop.index, HopGraph())
             entries = [entry.node for entry in entries_of(graph)]
             why = why_whole(roots.get(hop.index, []), entries)
             hop.weight_bytes = kept_for_weights(roots.get(hop.index, []), entries)
             hop.whole = hop.whole if why is None else why
 
+    def note_checkpoint(self) -> None:
+        """The forward uses ``torch.utils.checkpoint``."""
+        self.checkpointed_in.append(self._innermost())
+
     def custom_function(self, name: str) -> None:
         """A custom autograd function was applied: what its backward does nobody knows."""
         self.result.hops[max(self.hop, 0)].reruns_forward = True
-        self.custom_in.append((name, self.stack[-1][0] if self.stack else None))
-
-
-class UncutRecorder(Recorder, UncutRun):
-    """The run of a recording whose graph is not cut."""
-
-    def _note_closure(self, tensor: Tensor) -> None:
-        pass  # it has no copies: what is an argument cannot be told from what is none
+        self.custom_in.append((name, self._innermost()))
 
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class RecordingMode(CrossingMode):
-    run: Recorder
+    """Intercepts every operation of the recorded forward, in modules too.
+
+    Args:
+        recorder: writes them down.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder.run)
+        self.recorder = recorder
+        self._local = recorder.read
 
     def __torch_function__(
         self,
@@ -654,37 +696,42 @@ class RecordingMode(CrossingMode):
     ) -> Any:
         if how_many_function_modes():
             return self.apart(func, types, args, kwargs)
-        self.run.function = func.__name__
+        self.recorder.function = func.__name__
         if not is_question(func):
-            self.run.operation()
-            self.run.changes.at_operation(self.run.hop)
-            self.run.look_outside()
+            self.recorder.operation()
+            self.recorder.changes.at_operation(self.recorder.hop)
+            self.recorder.look_outside()
         elif looks_at_graph(func):
-            self.run.looked_at_graph()
-        self.run.changes.at_function(func, args)
+            self.recorder.looked_at_graph()
+        self.recorder.changes.at_function(func, args)
         result = super().__torch_function__(func, types, args, kwargs, modes)
-        self.run.check_outsiders(func, args[0] if args else None)
+        self.recorder.check_outsiders(func, args[0] if args else None)
         if func == _SETS_DATA:  # each look at it makes another object
-            self.run.wrote(args[0])
+            self.recorder.wrote(args[0])
         return result
 
+    def _handed(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Reader:
+        given = self.recorder.given_to_calls()
+        return self.run.handed(func, args, kwargs, self._local, given)
+
     def saw_checkpoint(self) -> None:
-        stack = self.run.stack
-        self.run.checkpointed_in.append(stack[-1][0] if stack else None)
+        self.recorder.note_checkpoint()
 
     def saw_generator_set(self) -> None:
-        self.run.drew(None)
+        self.recorder.drew(None)
 
     def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
-        self.run.operation()
-        self.run.custom_function(name)
+        self.recorder.operation()
+        self.recorder.custom_function(name)
         if is_scripted:
-            self.run.refuse_again(_SCRIPTED)
+            self.recorder.refuse_again(_SCRIPTED)
 
     def call_function(
         self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        return self.run.watched(key, "function", function, function, args, kwargs)
+        return self.recorder.watched(key, "function", function, function, args, kwargs)
 
 
 class RecordedForward(StandIn):
@@ -715,7 +762,7 @@ class RecordedForward(StandIn):
             with alone_with(self.module):
                 return self.forward(*args, **kwargs)
         if self.stages is not None:
-            call_number = recorder.count_call(self)
+            call_number = recorder.run.count_call(self)
             now = recorder.cursor.stage
             stage = planned_stage(self.stages, call_number, now)
             if stage != now:

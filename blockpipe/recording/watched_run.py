@@ -26,7 +26,7 @@ from ..stages.marks import mark_of, set_cursor
 from .outside_state import TORCHS, OutsideState
 from .plan_resolution import Planned
 from .reads import Reads
-from .recorder import RecordedForward, Recorder, RecordingMode, UncutRecorder, WatchedCursor, hold
+from .recorder import RecordedForward, Recorder, RecordingMode, WatchedCursor, hold
 from .recording import Hop, Output, Recording
 from .saved_tensors import Activations
 from .sealing import conclude
@@ -79,8 +79,7 @@ def run_watched(
     step = StepContext([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
     result.unhookable = sorted(unhookable)
     activations = Activations([*model.parameters(), *model.buffers()])
-    kind = Recorder if cut else UncutRecorder
-    recorder = kind(step, cursor, result, activations, unhookable)
+    recorder = Recorder(step, cursor, result, activations, unhookable)
     recorder.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
     hold(model, recorder)
     held = (*model.parameters(), *model.buffers())
@@ -106,9 +105,9 @@ def run_watched(
             with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
                 with theirs(), RecordingMode(recorder), meter:
                     output = model(*args, **kwargs)
-                recorder.notice_writes()
+                recorder.run.notice_writes()
                 for tensor in tensors(output):
-                    recorder.newest(tensor)
+                    recorder.run.newest(tensor)
         recorder.note_whole(output)
         given = recorder.held.keys() | {id(tensor) for tensor in tensors((args, kwargs))}
         result.outputs = list(_outputs(output, given))
@@ -220,7 +219,7 @@ def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:
         for path, module in model.named_modules()
         for value in module.__dict__.values()
         if isinstance(value, Tensor | list | tuple)
-        and any(t.requires_grad and recorder.made(t) for t in tensors(value))
+        and any(t.requires_grad and recorder.has_made(t) for t in tensors(value))
     ]
 
 
