@@ -6,35 +6,28 @@ sees is what a replay will do.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from .._common.callsite import users_line
-from .._common.model_turns import alone_with
-from .._common.modules import StandIn, named_slots
+from .._common.modules import named_slots
 from .._common.nested import tensors
-from .._common.progress import Progress
 from .._common.thread_state import ours
 from .._torch.graph import saved_tensor_hooks
-from .._torch.modes import how_many_function_modes
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FakeTensor, version_of
 from ..costs.meter import HostSync
 from ..costs.work import Work, addition
 from ..crossing.constants import writes
 from ..crossing.hop_backward import Root, entries_of, kept_for_weights, why_whole
-from ..crossing.interception import CrossingMode, is_question, looks_at_graph
-from ..crossing.microbatch_run import MicrobatchRun, Reader
+from ..crossing.microbatch_run import MicrobatchRun
 from ..crossing.tags import (
     RECORDING,
     TAG,
-    UNCUT,
     HopGraph,
     MicrobatchKey,
     ParameterHome,
@@ -50,36 +43,14 @@ from ..stages.marks import Cursor, Mark
 from ..stages.plan import too_few_devices
 from .outside_state import OutsideState
 from .outside_tensors import OutsideTensors
-from .plan_resolution import planned_stage
-from .recording import Call, CrossingInfo, Flow, GeneratorUse, Hop, Recording, TensorInfo, Unmarked
+from .recording import Call, CrossingInfo, GeneratorUse, Hop, Recording, TensorInfo, Unmarked
 from .saved_tensors import Activations
-from .segments import Segments, inbound
+from .segments import Segments
 from .shared_changes import SharedChanges
+from .watching.calls import CallsUnderWay, RecordedTag, is_made_by
+from .watching.custom_functions import CustomFunctions
 
-_SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimized itself"
-
-
-class _RecordedTag(Tag):
-    """A tag that knows inside which calls its tensor was made, and which of them returned it."""
-
-    __slots__ = ("calls", "flow", "is_read", "returned_by", "segment", "sources")
-
-    def __init__(
-        self,
-        key: MicrobatchKey,
-        hop: int,
-        stage: int,
-        calls: set[Call],
-        sources: tuple[Call, ...],
-        segment: int,
-    ) -> None:
-        super().__init__(key, hop, stage)
-        self.calls = calls
-        self.returned_by: set[Call] = set()
-        self.sources = sources  # calls that made it, or what it was computed from in glue
-        self.segment = segment  # in which it was made
-        self.flow: Flow | None = None
-        self.is_read = False
+SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimized itself"
 
 
 class WatchedCursor(Cursor):
@@ -90,8 +61,7 @@ class WatchedCursor(Cursor):
 
     def begin(self, mark: Mark) -> None:
         assert self.recorder is not None
-        stack = self.recorder.stack
-        self.recorder.result.marks.setdefault(mark.where, stack[-1][0] if stack else None)
+        self.recorder.result.marks.setdefault(mark.where, self.recorder.calls.innermost)
         super().begin(mark)
 
     def move(self, stage: int, mark: Mark | None) -> None:
@@ -133,8 +103,9 @@ class Recorder:
         self.run = kind(step, 0, cursor, self.key, listener=self)
         self._read = self.run.reader()
         self.activations = activations
-        self.unhookable = unhookable
-        self.failed_in: Call | None = None
+        self.segments = Segments(result.segments, result.flows)
+        self.calls = CallsUnderWay(self.run, result, self.segments, activations, unhookable)
+        self.custom = CustomFunctions(self.run, self.calls)
         self.function = ""  # the name of the torch function under way
         cursor.recorder = self
         cursor.on_move = None
@@ -142,19 +113,13 @@ class Recorder:
         self.result = result
         self.marked = False
         self.begun_by: str | None = None  # the call with which a plan moved the cursor last
-        self.stack: list[tuple[Call, set[int], object]] = []
         self.held: dict[int, TensorInfo] = {}
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
-        self.custom_in: list[tuple[str, Call | None]] = []
         self.generators: dict[int, GeneratorUse] = {}  # the user's, by id
         self.checkpointed_in: list[Call | None] = []
-        self.compiled: set[str] = set()  # paths of modules
         self.keepers: list[str] = []
-        self.untracked: list[tuple[CrossingError, Call | None]] = []
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.outside_tensors = OutsideTensors()
-        self.segments = Segments(result.segments, result.flows)
-        self.progress: Progress | None = None
         self.changes: SharedChanges
         self.outside: OutsideState
         self.users: set[str] = set()  # paths of modules of the user's own classes
@@ -218,7 +183,7 @@ class Recorder:
     def moved(self, stage: int) -> None:
         """A mark moves the cursor: no module whose call is under way stays on one stage."""
         if self.run.sealed:
-            name, _ = self.custom_in[-1]
+            name = self.custom.last
             checkpoint = "; torch.utils.checkpoint: pass use_reentrant=False"
             raise CrossingError(
                 f"a mark inside the forward of autograd.Function {name!r} asks for stage "
@@ -229,12 +194,13 @@ class Recorder:
             self._note_host_draws()
             self.outside.look(self.hop)
         self.result.moves = True
-        for call, _, _ in self.stack:
+        for call in self.calls:
             call.open(f"a mark inside of it moves the forward ({_line()})")
 
     def look_outside(self) -> None:
         """Where the user's own code is about to run something: has it changed its own objects?"""
-        if not self.stack or self.stack[-1][0].path in self.users:
+        innermost = self.calls.innermost
+        if innermost is None or innermost.path in self.users:
             has_moved = (
                 self.hop >= 0 and self.cursor.stage != self.stage
             )  # the next hop begins here
@@ -249,16 +215,11 @@ class Recorder:
         info.operations += 1
         self.segments.operation()
         self._sources = {}
-        for call, _, _ in self.stack:
-            if call.hop is None:
-                call.hop = hop
-            elif call.last_hop != hop and call.last_hop is not None:
-                call.open(f"it visits several stages ({_line()})")
-            call.last_hop = hop
+        self.calls.visit(hop, _line())
         follows = self.cursor.follow_marks  # a plan says where everything is
         if follows and not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
             self._note_unmarked(hop)
-        innermost = self._innermost()
+        innermost = self.calls.innermost
         self.activations.at(hop, innermost, self.segments.current.index)
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks != self._ambient_hooks:
@@ -290,7 +251,7 @@ class Recorder:
             if not is_untagged:
                 raise
             # In a sealed module nobody will look (torch.func makes such tensors): see conclude.
-            self.untracked.append((error.with_traceback(None), self._innermost()))
+            self.custom.fail(error.with_traceback(None))
             return tensor
 
     def _note_origin(self, tensor: Tensor) -> None:
@@ -305,20 +266,16 @@ class Recorder:
             self.outside_tensors.read(tensor, self.hop)
         newest = self.run.newest(tensor)
         tag: Tag | None = getattr(newest, TAG, None)
-        if isinstance(tag, _RecordedTag):
+        if isinstance(tag, RecordedTag):
             self._note_flow(newest, tag)
-            for call in tag.calls - tag.returned_by:
-                if not call.under_way:
-                    # It came out by another way than the call's result: state, a list.
-                    call.open(f"it makes a tensor that it does not return, read at {_line()}")
+            self.calls.read_unreturned(tag, _line())
         self._note_if_not_given(key, newest, tag)
         if self.run.is_foreign(newest):
             what = "a tensor" if held is None else held.name
-            for call, given, _ in self.stack:
-                if key not in given and id(newest) not in given:
-                    call.open(f"it reads {what} of another stage, no argument ({_line()})")
+            for call in self.calls.not_given(key, id(newest)):
+                call.open(f"it reads {what} of another stage, no argument ({_line()})")
 
-    def _note_flow(self, tensor: Tensor, tag: _RecordedTag) -> None:
+    def _note_flow(self, tensor: Tensor, tag: RecordedTag) -> None:
         """A tensor of this forward is read: where from?"""
         if tag.key is self.key:
             self._sources.update((id(call), call) for call in tag.sources)
@@ -335,9 +292,9 @@ class Recorder:
         another micro-batch's when it is run again."""
         if tag is None or tag.key is not self.key or tag.is_constant(tensor):
             return
-        inside = tag.calls if isinstance(tag, _RecordedTag) else ()
-        for call, given, _ in self.stack:
-            if call.refuses is None and call not in inside and not {key, id(tensor)} & given:
+        inside = tag.calls if isinstance(tag, RecordedTag) else ()
+        for call in self.calls.not_given(key, id(tensor)):
+            if call.refuses is None and call not in inside:
                 call.refuses = f"it reads a tensor that it was not given ({_line()})"
 
     def check_outsiders(self, func: Callable[..., Any], first: object) -> None:
@@ -348,31 +305,23 @@ class Recorder:
             # A tensor that is no fake one is not written in a fake run: then it goes by the name.
             if version_of(tensor) != version or (tensor is first and writes(func)):
                 self.outside_tensors.wrote(tensor)
-                self.refuse_again(
+                self.calls.refuse(
                     f"it writes to a tensor that is no argument and no buffer ({_line()})"
                 )
-
-    def given_to_calls(self) -> set[int]:
-        """The ids of the tensors that the calls under way were given: a sealed call has copies of
-        them."""
-        return set().union(*(known for _, known, _ in self.stack[1:]))
 
     def take_input(self, tensor: Tensor) -> Tensor:
         """An input of the forward, as if made on its first hop."""
         value = self.run.take_input(tensor)
-        setattr(value, TAG, _RecordedTag(self.key, 0, 0, set(), (), 0))
+        setattr(value, TAG, RecordedTag(self.key, 0, 0, set(), (), 0))
         return value
 
     def made(self, tensor: Tensor) -> Tag | None:
         """The tag for a tensor that was made here."""
         if self.result.fake and not isinstance(tensor, FakeTensor):
             return None  # what a fake run writes to in place, and outlives the recording
-        calls = {call for call, _, _ in self.stack}
+        calls = set(self.calls)
         sources, segment = tuple(self._sources.values()), self.segments.current.index
-        return _RecordedTag(self.key, self.hop, self.stage, calls, sources, segment)
-
-    def _innermost(self) -> Call | None:
-        return self.stack[-1][0] if self.stack else None
+        return RecordedTag(self.key, self.hop, self.stage, calls, sources, segment)
 
     def _note_read(self, tensor: Tensor, held: TensorInfo) -> None:
         if held.hop is None:
@@ -385,15 +334,14 @@ class Recorder:
         self.segments.reads(held)
         self._note_gradient(tensor)  # to `.grad`, or to that of another read
         home_hop = held.hop
-        for call, _, _ in self.stack:
+        for call in self.calls:
             self.reads.setdefault(id(call), set()).add(home_hop)
             if held.is_buffer:
                 call.buffers.add(held.name)
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether this forward made a tensor."""
-        tag: Tag | None = getattr(tensor, TAG, None)
-        return tag is not None and tag.key is self.key
+        return is_made_by(tensor, self.key)
 
     def gave(self, arguments: Any) -> bool:
         """Whether a call in another thread (autograd's, or of the forward's own making) is a part
@@ -426,58 +374,11 @@ class Recorder:
                 tensor.requires_grad and self.step.differentiable,
                 name,
                 users_line(),
-                self._innermost(),
+                self.calls.innermost,
             )
         )
 
     # --- module calls
-
-    def begin_call(
-        self, path: str, kind: str, module: object, args: Any, *, is_function: bool = False
-    ) -> Call:
-        """A module's forward, or a function, begins."""
-        call = Call(
-            path,
-            kind,
-            self.run.count_call(module),
-            len(self.stack),
-            users_line(),
-            parent=self._innermost(),
-            stage=self.cursor.stage,
-            is_function=is_function,
-            checkpoint=self.cursor.checkpoint,
-            mark=self.cursor.mark.where if self.cursor.mark else None,
-            mark_name=self.cursor.mark.name if self.cursor.mark else None,
-        )
-        sources = [getattr(getattr(t, TAG, None), "sources", ()) for t in tensors(args)]
-        call.inbound = inbound(sources, call)
-        if self.progress is not None:
-            self.progress.step(path)
-        self.segments.begin(len(self.result.calls), self._closed())
-        self.result.calls.append(call)
-        self.activations.given(call, tensors(args))
-        if path in self.unhookable:
-            self.activations.take_off()
-            self.refuse_again("torch.func, or whatever bears no saved-tensor hooks, is in it", call)
-        given = {id(t) for t in tensors(args)} | {id(self.run.newest(t)) for t in tensors(args)}
-        self.stack.append((call, given, args))
-        return call
-
-    def end_call(self, call: Call, result: Any) -> None:
-        """A module's forward, or a function, ended."""
-        self.stack.pop()
-        if call.path in self.unhookable:
-            self.activations.put_on()
-        call.under_way = False
-        for index, tensor in enumerate(tensors(result)):
-            call.outputs.append(tuple(tensor.shape))
-            tag = getattr(tensor, TAG, None)
-            if isinstance(tag, Tag) and tag.is_constant(tensor):
-                call.constants.add(index)
-            if isinstance(tag, _RecordedTag):
-                tag.returned_by.add(call)
-                tag.sources = (call,)
-        call.stage = self.step.route[call.hop] if call.hop is not None else call.stage
 
     def watched(
         self,
@@ -489,11 +390,13 @@ class Recorder:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a call, and write it down."""
-        is_function = function is what
         with ours():
-            call = self.begin_call(path, kind, what, (args, kwargs), is_function=is_function)
+            call = self.calls.begin(
+                *(path, kind, what, (args, kwargs), self._why_closed()),
+                is_function=function is what,
+            )
             if isinstance(what, torch.jit.ScriptModule):
-                self.refuse_again(_SCRIPTED)
+                self.calls.refuse(SCRIPTED)
         result, kernels = None, self._kernels
         try:
             result = function(*args, **kwargs)
@@ -502,11 +405,11 @@ class Recorder:
                     self._note_unseen((args, kwargs), result)
             return result
         except BaseException:
-            self.failed_in = self.failed_in or call
+            self.calls.failed_in = self.calls.failed_in or call
             raise
         finally:
             with ours():
-                self.end_call(call, result)
+                self.calls.end(call, result)
 
     def _note_unseen(self, given: Any, result: Any) -> None:
         """Operations ran in a call that no function mode saw: of a scripted module, or of an
@@ -530,7 +433,7 @@ class Recorder:
             part.largest_bytes = max(part.largest_bytes, made)
             part.flops += flops
             part.work.add(work)
-        for call, _, _ in self.stack:
+        for call in self.calls:
             call.flops += flops
             call.work.setdefault(hop.stage, Work()).add(work)
 
@@ -539,28 +442,24 @@ class Recorder:
         if tensor.requires_grad and torch.is_grad_enabled():
             self.spent(Work(backward=Counter([addition(tensor)])), 0)
 
-    def _closed(self) -> Iterator[str]:
-        """Why no stage can begin with the call that begins here."""
-        for call, _, _ in self.stack:
-            if call.path in self.compiled and not call.is_function:
-                yield f"it is inside of compiled module {call.path or '(the model)'}"
-            if call.path in self.unhookable:
-                yield f"it is inside of {call.path or 'the model'}, which uses torch.func"
+    def _why_closed(self) -> Iterator[str]:
+        """The reasons why no stage can begin with the call that begins here."""
+        yield from self.calls.why_closed()
         if self.run.sealed:
-            yield f"it is inside of autograd.Function {self.custom_in[-1][0]!r}"
+            yield f"it is inside of autograd.Function {self.custom.last!r}"
         if saved_tensor_hooks() not in (None, self._ambient_hooks):
             yield "it is inside of what is recomputed, or packs what it saves"
 
     def drew(self, generator: torch.Generator | None) -> None:
         """An operation drew random numbers, perhaps from a generator of the user's."""
         if generator is not None:
-            self.refuse_again(f"it draws from a generator of its own ({_line()})")
+            self.calls.refuse(f"it draws from a generator of its own ({_line()})")
             drawn = self.generators.setdefault(id(generator), GeneratorUse([], users_line()))
             hop = max(self.hop, 0)
             drawn.hops += [] if hop in drawn.hops else [hop]
             return
         self.result.hops[self.run.arrive()].draws.add("torch")  # perhaps the first of its hop
-        for call, _, _ in self.stack:
+        for call in self.calls:
             call.draws = True
 
     def wrote(self, tensor: Tensor) -> None:
@@ -574,50 +473,15 @@ class Recorder:
         """What an operation below autograd is given: inside of a custom function that is all that
         tells which buffers it reads, and which tensors that are no arguments of it."""
         for tensor in operands if self.run.sealed else ():
-            self._note_closure(tensor)
+            self.custom.read(tensor)
             held = self.held.get(id(tensor))
             if held is not None and held.is_buffer:
-                for call, _, _ in self.stack:
+                for call in self.calls:
                     call.buffers.add(held.name)
             elif held is not None:
-                self._note_tied(tensor, held)
-
-    def _note_tied(self, tensor: Tensor, held: TensorInfo) -> None:
-        """A parameter in a custom function that it is no argument of: the backward runs code of the
-        user's with it, where no copy of it could be handed over, and adds up its gradient there."""
-        name, call = self.custom_in[-1] if self.custom_in else ("", None)
-        if held.hop is None:
-            self._note_read(tensor, held)
-        if held.stage == self.stage or not held.trainable:
-            return
-        what, remedy = f"autograd.Function {name!r}", f"pass it as an argument, or {UNCUT}"
-        if name == "CheckpointFunction":
-            what, remedy = "torch.utils.checkpoint", "pass use_reentrant=False"
-        elif not self.step.cut:
-            return
-        error = CrossingError(
-            f"{what} on stage {self.stage} reads parameter {held.name!r} of stage {held.stage} "
-            f"({users_line()}): its backward would run there and here at once; {remedy}"
-        )
-        self.untracked.append((error, call))
-
-    def _note_closure(self, tensor: Tensor) -> None:
-        """Another stage's tensor that a custom function was not given: nobody could hand it a copy,
-        and what its backward adds would go around the cut."""
-        if not self.step.cut:
-            return  # there are no copies: an argument cannot be told from other tensors
-        tag: Tag | None = getattr(tensor, TAG, None)
-        if tag is None or tag.key is not self.key or tag.hop == self.hop:
-            return
-        if id(tensor) in self.given_to_calls():
-            return
-        name, call = self.custom_in[-1] if self.custom_in else ("", None)
-        error = CrossingError(
-            f"autograd.Function {name!r} on stage {self.stage} reads a tensor of shape "
-            f"{tuple(tensor.shape)} made on stage {tag.stage} that is none of its arguments "
-            f"({users_line()}); pass it as one (torch.utils.checkpoint: pass use_reentrant=False)"
-        )
-        self.untracked.append((error, call))
+                if held.hop is None:
+                    self._note_read(tensor, held)
+                self.custom.read_parameter(held)
 
     def _note_host_draws(self) -> None:
         """Whether the hop drew from Python's or numpy's generator since this was asked last."""
@@ -626,15 +490,10 @@ class Recorder:
             draws.update(map(str, moved(self._host_states)))
         self._host_states = current(host_sources())
 
-    def refuse_again(self, why: str, call: Call | None = None) -> None:
-        """No call that this is a part of can be run again."""
-        for under_way in [*(c for c, _, _ in self.stack), *([call] if call else [])]:
-            under_way.refuses = why
-
     def waited(self, sync: HostSync) -> None:
         """The host would wait for a device here."""
         self.result.waiting.add(self.function)
-        for call, _, _ in self.stack:
+        for call in self.calls:
             call.waits = True
         if sync not in self.result.host_syncs:
             self.result.host_syncs.append(sync)
@@ -663,115 +522,12 @@ class Recorder:
 
     def note_checkpoint(self) -> None:
         """The forward uses ``torch.utils.checkpoint``."""
-        self.checkpointed_in.append(self._innermost())
+        self.checkpointed_in.append(self.calls.innermost)
 
     def custom_function(self, name: str) -> None:
         """A custom autograd function was applied: what its backward does nobody knows."""
         self.result.hops[max(self.hop, 0)].reruns_forward = True
-        self.custom_in.append((name, self._innermost()))
-
-
-_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-class RecordingMode(CrossingMode):
-    """Intercepts every operation of the recorded forward, in modules too.
-
-    Args:
-        recorder: writes them down.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder.run)
-        self.recorder = recorder
-        self._local = recorder.read
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        modes: Sequence[TorchFunctionMode] = (),
-    ) -> Any:
-        if how_many_function_modes():
-            return self.apart(func, types, args, kwargs)
-        self.recorder.function = func.__name__
-        if not is_question(func):
-            self.recorder.operation()
-            self.recorder.changes.at_operation(self.recorder.hop)
-            self.recorder.look_outside()
-        elif looks_at_graph(func):
-            self.recorder.looked_at_graph()
-        self.recorder.changes.at_function(func, args)
-        result = super().__torch_function__(func, types, args, kwargs, modes)
-        self.recorder.check_outsiders(func, args[0] if args else None)
-        if func == _SETS_DATA:  # each look at it makes another object
-            self.recorder.wrote(args[0])
-        return result
-
-    def _handed(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Reader:
-        given = self.recorder.given_to_calls()
-        return self.run.handed(func, args, kwargs, self._local, given)
-
-    def saw_checkpoint(self) -> None:
-        self.recorder.note_checkpoint()
-
-    def saw_generator_set(self) -> None:
-        self.recorder.drew(None)
-
-    def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
-        self.recorder.operation()
-        self.recorder.custom_function(name)
-        if is_scripted:
-            self.recorder.refuse_again(_SCRIPTED)
-
-    def call_function(
-        self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        return self.recorder.watched(key, "function", function, function, args, kwargs)
-
-
-class RecordedForward(StandIn):
-    """Stands around every module's forward and writes the call down.
-
-    A call of another thread is the user's own, and none of the recording: it waits until the
-    recording is over, for the parameters are fake ones meanwhile.
-    """
-
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        path: str,
-        module: nn.Module,
-        recorder: Recorder,
-        stages: Mapping[int | None, int] | None,
-    ) -> None:
-        self.forward = forward
-        self.path = path
-        self.module = module
-        self.recorder = recorder
-        self.stages = stages
-        self._thread = threading.get_ident()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = self.recorder
-        if threading.get_ident() != self._thread and not recorder.gave((args, kwargs)):
-            with alone_with(self.module):
-                return self.forward(*args, **kwargs)
-        if self.stages is not None:
-            call_number = recorder.run.count_call(self)
-            now = recorder.cursor.stage
-            stage = planned_stage(self.stages, call_number, now)
-            if stage != now:
-                recorder.begun_by = f"{self.path!r} call {call_number}"
-            recorder.cursor.move(stage, None)
-        recorder.changes.at_call(self.path, self.module)
-        recorder.look_outside()
-        kind = type(self.module).__name__
-        return recorder.watched(self.path, kind, self.module, self.forward, args, kwargs)
+        self.custom.apply(name)
 
 
 def _line() -> str:

@@ -48,9 +48,9 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     _place_unread(model, recorder)
     result.recomputes = not all(map(_in_sealed, recorder.checkpointed_in))
     result.custom_functions = sorted(
-        {name for name, call in recorder.custom_in if not _in_sealed(call)}
+        {name for name, call in recorder.custom.applied if not _in_sealed(call)}
     )
-    for error, untracked_in in recorder.untracked:
+    for error, untracked_in in recorder.custom.failures:
         if not _in_sealed(untracked_in):
             raise error
     _say_what_is_whole(model, result)

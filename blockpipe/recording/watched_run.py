@@ -26,11 +26,12 @@ from ..stages.marks import mark_of, set_cursor
 from .outside_state import TORCHS, OutsideState
 from .plan_resolution import Planned
 from .reads import Reads
-from .recorder import RecordedForward, Recorder, RecordingMode, WatchedCursor, hold
+from .recorder import Recorder, WatchedCursor, hold
 from .recording import Hop, Output, Recording
 from .saved_tensors import Activations
 from .sealing import conclude
 from .shared_changes import SharedChanges
+from .watching.mode import RecordedForward, RecordingMode
 
 
 def looked_at_twice(run: Callable[[], Recording]) -> Recording:
@@ -80,7 +81,7 @@ def run_watched(
     result.unhookable = sorted(unhookable)
     activations = Activations([*model.parameters(), *model.buffers()])
     recorder = Recorder(step, cursor, result, activations, unhookable)
-    recorder.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
+    recorder.calls.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
     hold(model, recorder)
     held = (*model.parameters(), *model.buffers())
     versions = {id(t): (t, version_of(t)) for t in held}
@@ -101,7 +102,9 @@ def run_watched(
             recorder.spent, recorder.waited, recorder.drew, recorder.wrote, recorder.given
         )
         modules = sum(1 for _ in model.modules())
-        with Progress(f"recording {result.model}", modules, "module calls") as recorder.progress:
+        with Progress(
+            f"recording {result.model}", modules, "module calls"
+        ) as recorder.calls.progress:
             with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
                 with theirs(), RecordingMode(recorder), meter:
                     output = model(*args, **kwargs)
@@ -202,9 +205,9 @@ def _saving_watched(recorder: Recorder) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        call = recorder.failed_in
+        call = recorder.calls.failed_in
         path = "" if call is None else call.path
-        if "support saved tensor hooks" in str(error) and path not in recorder.unhookable:
+        if "support saved tensor hooks" in str(error) and path not in recorder.calls.unhookable:
             raise HooksRefusedError(path) from error
         raise
     finally:
