@@ -24,10 +24,10 @@ from ..restoring.holders import Holder
 from ..restoring.model_state import is_users
 from ..stages.marks import mark_of, set_cursor
 from .outside_state import TORCHS, OutsideState
-from .plan_resolution import Planned
 from .reads import Reads
 from .recorder import Recorder, WatchedCursor, hold
 from .recording import Hop, Output, Recording
+from .sample import RecordRequest
 from .saved_tensors import Activations
 from .sealing import conclude
 from .shared_changes import SharedChanges
@@ -60,27 +60,24 @@ def looked_at_twice(run: Callable[[], Recording]) -> Recording:
 
 
 @as_ours
-def run_watched(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    planned: Planned | None,
-    devices: list[torch.device] | None,
-    *,
-    fake: bool,
-    cut: bool,
-    unhookable: frozenset[str],
-    holders: Iterable[Holder],
-) -> Recording:
+def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]) -> Recording:
+    """Run a forward once and write down what it does; nothing is put back but the cursor.
+
+    Args:
+        request: the forward.
+        fake: whether its tensors are fake ones.
+        holders: the user's objects that the model reaches.
+    """
+    model, planned, cut = request.model, request.planned, request.cut
     result = Recording(type(model).__name__, fake, planned=planned is not None)
     result.planned_at = None if planned is None else planned.where
     cursor = WatchedCursor(follow_marks=planned is None)
     stages = {} if planned is None else planned.stages
     differentiable = torch.is_grad_enabled()
-    step = StepContext([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
-    result.unhookable = sorted(unhookable)
+    step = StepContext([], {}, request.devices, differentiable=differentiable, cut=cut, splits=True)
+    result.unhookable = sorted(request.unhookable)
     activations = Activations([*model.parameters(), *model.buffers()])
-    recorder = Recorder(step, cursor, result, activations, unhookable)
+    recorder = Recorder(step, cursor, result, activations, request.unhookable)
     recorder.calls.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
     hold(model, recorder)
     held = (*model.parameters(), *model.buffers())
@@ -97,7 +94,7 @@ def run_watched(
         names.pop(COMPILED_CALL, None)
     before = set_cursor(cursor)
     try:
-        args, kwargs = _as_inputs(recorder, (args, kwargs))
+        args, kwargs = _as_inputs(recorder, (request.args, request.kwargs))
         meter = Meter(
             recorder.spent, recorder.waited, recorder.drew, recorder.wrote, recorder.given
         )
