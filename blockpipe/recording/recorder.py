@@ -6,7 +6,6 @@ sees is what a replay will do.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -20,35 +19,31 @@ from .._common.thread_state import ours
 from .._torch.graph import saved_tensor_hooks
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FakeTensor, version_of
-from ..costs.meter import HostSync
-from ..costs.work import Work, addition
 from ..crossing.constants import writes
-from ..crossing.hop_backward import Root, entries_of, kept_for_weights, why_whole
 from ..crossing.microbatch_run import MicrobatchRun
 from ..crossing.tags import (
     RECORDING,
     TAG,
-    HopGraph,
     MicrobatchKey,
     ParameterHome,
     StepContext,
     Tag,
-    edge_of,
 )
 from ..crossing.tensors.place import Reads
 from ..crossing.uncut_run import UncutRun
-from ..devices.rng_streams import current, host_sources, moved
 from ..errors import CrossingError, PlanError
 from ..stages.marks import Cursor, Mark
 from ..stages.plan import too_few_devices
 from .outside_state import OutsideState
 from .outside_tensors import OutsideTensors
-from .recording import Call, CrossingInfo, GeneratorUse, Hop, Recording, TensorInfo, Unmarked
+from .recording import Call, CrossingInfo, Hop, Recording, TensorInfo, Unmarked
 from .saved_tensors import Activations
 from .segments import Segments
 from .shared_changes import SharedChanges
 from .watching.calls import CallsUnderWay, RecordedTag, is_made_by
+from .watching.costs import Costs
 from .watching.custom_functions import CustomFunctions
+from .watching.draws import RandomDraws, line
 
 SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimized itself"
 
@@ -106,7 +101,8 @@ class Recorder:
         self.segments = Segments(result.segments, result.flows)
         self.calls = CallsUnderWay(self.run, result, self.segments, activations, unhookable)
         self.custom = CustomFunctions(self.run, self.calls)
-        self.function = ""  # the name of the torch function under way
+        self.costs = Costs(self.run, result, self.segments, self.calls)
+        self.draws = RandomDraws(self.run, result, self.calls)
         cursor.recorder = self
         cursor.on_move = None
         self.cursor: WatchedCursor = cursor
@@ -115,7 +111,6 @@ class Recorder:
         self.begun_by: str | None = None  # the call with which a plan moved the cursor last
         self.held: dict[int, TensorInfo] = {}
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
-        self.generators: dict[int, GeneratorUse] = {}  # the user's, by id
         self.checkpointed_in: list[Call | None] = []
         self.keepers: list[str] = []
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
@@ -125,8 +120,6 @@ class Recorder:
         self.users: set[str] = set()  # paths of modules of the user's own classes
         self._sources: dict[int, Call] = {}  # calls that made what the operation under way reads
         self._ambient_hooks: Any = None
-        self._kernels = 0  # that have run
-        self._host_states: dict[Any, Any] = {}
 
     @property
     def hop(self) -> int:
@@ -142,11 +135,11 @@ class Recorder:
         """The forward begins."""
         self.activations.put_on()
         self._ambient_hooks = saved_tensor_hooks()
-        self._host_states = current(host_sources())
+        self.draws.begin()
 
     def end(self) -> None:
         """The forward is over."""
-        self._note_host_draws()
+        self.draws.look()
         self.activations.take_off()
 
     # --- the route
@@ -170,7 +163,7 @@ class Recorder:
 
     def arrived(self) -> None:
         """The run is on the new hop."""
-        self._note_host_draws()  # since the mark: the forward waits for its turn there
+        self.draws.look()  # since the mark: the forward waits for its turn there
 
     def _check_device(self, stage: int) -> None:
         if self.step.devices is not None and stage >= len(self.step.devices):
@@ -191,11 +184,11 @@ class Recorder:
                 f"mark around it{checkpoint if name == 'CheckpointFunction' else ''}"
             )
         if self.hop >= 0:  # else the first hop drew
-            self._note_host_draws()
+            self.draws.look()
             self.outside.look(self.hop)
         self.result.moves = True
         for call in self.calls:
-            call.open(f"a mark inside of it moves the forward ({_line()})")
+            call.open(f"a mark inside of it moves the forward ({line()})")
 
     def look_outside(self) -> None:
         """Where the user's own code is about to run something: has it changed its own objects?"""
@@ -215,7 +208,7 @@ class Recorder:
         info.operations += 1
         self.segments.operation()
         self._sources = {}
-        self.calls.visit(hop, _line())
+        self.calls.visit(hop, line())
         follows = self.cursor.follow_marks  # a plan says where everything is
         if follows and not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
             self._note_unmarked(hop)
@@ -268,12 +261,12 @@ class Recorder:
         tag: Tag | None = getattr(newest, TAG, None)
         if isinstance(tag, RecordedTag):
             self._note_flow(newest, tag)
-            self.calls.read_unreturned(tag, _line())
+            self.calls.read_unreturned(tag, line())
         self._note_if_not_given(key, newest, tag)
         if self.run.is_foreign(newest):
             what = "a tensor" if held is None else held.name
             for call in self.calls.not_given(key, id(newest)):
-                call.open(f"it reads {what} of another stage, no argument ({_line()})")
+                call.open(f"it reads {what} of another stage, no argument ({line()})")
 
     def _note_flow(self, tensor: Tensor, tag: RecordedTag) -> None:
         """A tensor of this forward is read: where from?"""
@@ -284,7 +277,7 @@ class Recorder:
                 tag.flow, tag.segment, size, needs_grad=tensor.requires_grad
             )
             if tag.is_read:
-                self._note_gradient(tensor)
+                self.costs.add_gradient(tensor)
             tag.is_read = True
 
     def _note_if_not_given(self, key: int, tensor: Tensor, tag: Tag | None) -> None:
@@ -295,7 +288,7 @@ class Recorder:
         inside = tag.calls if isinstance(tag, RecordedTag) else ()
         for call in self.calls.not_given(key, id(tensor)):
             if call.refuses is None and call not in inside:
-                call.refuses = f"it reads a tensor that it was not given ({_line()})"
+                call.refuses = f"it reads a tensor that it was not given ({line()})"
 
     def check_outsiders(self, func: Callable[..., Any], first: object) -> None:
         """After an operation: did it write to what is neither argument nor buffer?"""
@@ -306,7 +299,7 @@ class Recorder:
             if version_of(tensor) != version or (tensor is first and writes(func)):
                 self.outside_tensors.wrote(tensor)
                 self.calls.refuse(
-                    f"it writes to a tensor that is no argument and no buffer ({_line()})"
+                    f"it writes to a tensor that is no argument and no buffer ({line()})"
                 )
 
     def take_input(self, tensor: Tensor) -> Tensor:
@@ -332,7 +325,7 @@ class Recorder:
         if self.hop not in held.hops:
             held.hops.append(self.hop)
         self.segments.reads(held)
-        self._note_gradient(tensor)  # to `.grad`, or to that of another read
+        self.costs.add_gradient(tensor)  # to `.grad`, or to that of another read
         home_hop = held.hop
         for call in self.calls:
             self.reads.setdefault(id(call), set()).add(home_hop)
@@ -397,10 +390,10 @@ class Recorder:
             )
             if isinstance(what, torch.jit.ScriptModule):
                 self.calls.refuse(SCRIPTED)
-        result, kernels = None, self._kernels
+        result, kernels = None, self.costs.kernels
         try:
             result = function(*args, **kwargs)
-            if call.hop is None and self._kernels > kernels:
+            if call.hop is None and self.costs.kernels > kernels:
                 with ours():
                     self._note_unseen((args, kwargs), result)
             return result
@@ -420,28 +413,6 @@ class Recorder:
             self.read(tensor, reads)
         self.run.claims.claim(result, reads.outside)
 
-    def spent(self, work: Work, made: int) -> None:
-        """An operation ran below autograd: what it did, and how many bytes it made."""
-        kernels = work.forward.total()
-        self._kernels += kernels
-        if self.hop < 0:
-            return
-        hop, segment = self.result.hops[self.hop], self.segments.current
-        flops = sum(operation.flops for operation in work.forward)
-        for part in (hop, segment):
-            part.kernels += kernels
-            part.largest_bytes = max(part.largest_bytes, made)
-            part.flops += flops
-            part.work.add(work)
-        for call in self.calls:
-            call.flops += flops
-            call.work.setdefault(hop.stage, Work()).add(work)
-
-    def _note_gradient(self, tensor: Tensor) -> None:
-        """In the backward a gradient of the tensor is added to another one."""
-        if tensor.requires_grad and torch.is_grad_enabled():
-            self.spent(Work(backward=Counter([addition(tensor)])), 0)
-
     def _why_closed(self) -> Iterator[str]:
         """The reasons why no stage can begin with the call that begins here."""
         yield from self.calls.why_closed()
@@ -449,18 +420,6 @@ class Recorder:
             yield f"it is inside of autograd.Function {self.custom.last!r}"
         if saved_tensor_hooks() not in (None, self._ambient_hooks):
             yield "it is inside of what is recomputed, or packs what it saves"
-
-    def drew(self, generator: torch.Generator | None) -> None:
-        """An operation drew random numbers, perhaps from a generator of the user's."""
-        if generator is not None:
-            self.calls.refuse(f"it draws from a generator of its own ({_line()})")
-            drawn = self.generators.setdefault(id(generator), GeneratorUse([], users_line()))
-            hop = max(self.hop, 0)
-            drawn.hops += [] if hop in drawn.hops else [hop]
-            return
-        self.result.hops[self.run.arrive()].draws.add("torch")  # perhaps the first of its hop
-        for call in self.calls:
-            call.draws = True
 
     def wrote(self, tensor: Tensor) -> None:
         """An operation wrote to a tensor without counting up its version."""
@@ -483,42 +442,10 @@ class Recorder:
                     self._note_read(tensor, held)
                 self.custom.read_parameter(held)
 
-    def _note_host_draws(self) -> None:
-        """Whether the hop drew from Python's or numpy's generator since this was asked last."""
-        if self.result.hops:
-            draws = self.result.hops[max(self.hop, 0)].draws
-            draws.update(map(str, moved(self._host_states)))
-        self._host_states = current(host_sources())
-
-    def waited(self, sync: HostSync) -> None:
-        """The host would wait for a device here."""
-        self.result.waiting.add(self.function)
-        for call in self.calls:
-            call.waits = True
-        if sync not in self.result.host_syncs:
-            self.result.host_syncs.append(sync)
-
     def looked_at_graph(self) -> None:
         """The forward hooks into its graph, or asks for it."""
         if self.hop >= 0:
-            self.result.hops[self.hop].whole = f"a hook, or a look at the graph ({_line()})"
-
-    def note_whole(self, output: Any) -> None:
-        """Which hops' backwards cannot be split: a look at their graphs, after the forward."""
-        graphs = self.run.gradients.graphs
-        roots: dict[int, list[Root]] = {}
-        for graph in graphs.values():
-            for crossing in graph.crossings:
-                roots.setdefault(crossing.to_hop, []).append((crossing.to_edge, None))
-        for tensor in map(self.run.newest, tensors(output)):
-            if tensor.requires_grad and self.has_made(tensor):
-                roots.setdefault(self.run.hop_of(tensor), []).append((edge_of(tensor), None))
-        for hop in self.result.hops:
-            graph = graphs.get(hop.index, HopGraph())
-            entries = [entry.node for entry in entries_of(graph)]
-            why = why_whole(roots.get(hop.index, []), entries)
-            hop.weight_bytes = kept_for_weights(roots.get(hop.index, []), entries)
-            hop.whole = hop.whole if why is None else why
+            self.result.hops[self.hop].whole = f"a hook, or a look at the graph ({line()})"
 
     def note_checkpoint(self) -> None:
         """The forward uses ``torch.utils.checkpoint``."""
@@ -528,10 +455,6 @@ class Recorder:
         """A custom autograd function was applied: what its backward does nobody knows."""
         self.result.hops[max(self.hop, 0)].reruns_forward = True
         self.custom.apply(name)
-
-
-def _line() -> str:
-    return users_line().rpartition("/")[2]
 
 
 def _dtype(tensor: Tensor) -> str:

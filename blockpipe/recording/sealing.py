@@ -44,7 +44,7 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     result.recomputable = activations.conclude(result.hops, _sealed_forwards(result))
     activations.by_call()
     result.saved = activations.by_segments()
-    result.shared_generators = [d for d in recorder.generators.values() if len(d.hops) > 1]
+    result.shared_generators = [d for d in recorder.draws.generators.values() if len(d.hops) > 1]
     _place_unread(model, recorder)
     result.recomputes = not all(map(_in_sealed, recorder.checkpointed_in))
     result.custom_functions = sorted(

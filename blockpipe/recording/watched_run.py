@@ -31,6 +31,7 @@ from .sample import RecordRequest
 from .saved_tensors import Activations
 from .sealing import conclude
 from .shared_changes import SharedChanges
+from .watching.costs import note_split_backwards
 from .watching.mode import RecordedForward, RecordingMode
 
 
@@ -96,7 +97,11 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
     try:
         args, kwargs = _as_inputs(recorder, (request.args, request.kwargs))
         meter = Meter(
-            recorder.spent, recorder.waited, recorder.drew, recorder.wrote, recorder.given
+            recorder.costs.spent,
+            recorder.costs.waited,
+            recorder.draws.drew,
+            recorder.wrote,
+            recorder.given,
         )
         modules = sum(1 for _ in model.modules())
         with Progress(
@@ -108,7 +113,7 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
                 recorder.run.notice_writes()
                 for tensor in tensors(output):
                     recorder.run.newest(tensor)
-        recorder.note_whole(output)
+        note_split_backwards(recorder.run, result, output)
         given = recorder.held.keys() | {id(tensor) for tensor in tensors((args, kwargs))}
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)

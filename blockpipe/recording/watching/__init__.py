@@ -1,6 +1,6 @@
 """The parts that watch a recorded forward.
 
 In: operations and calls, as they happen. Out: entries of a :class:`Recording`. Read first:
-``calls``, the calls under way; then ``custom_functions``. ``mode`` stands between the forward and
-the recorder, which uses the other two.
+``calls``, the calls under way. ``mode`` stands between the forward and the recorder, which uses the
+others.
 """

@@ -43,7 +43,7 @@ class RecordingMode(CrossingMode):
     ) -> Any:
         if how_many_function_modes():
             return self.apart(func, types, args, kwargs)
-        self.recorder.function = func.__name__
+        self.recorder.costs.function = func.__name__
         if not is_question(func):
             self.recorder.operation()
             self.recorder.changes.at_operation(self.recorder.hop)
@@ -67,7 +67,7 @@ class RecordingMode(CrossingMode):
         self.recorder.note_checkpoint()
 
     def saw_generator_set(self) -> None:
-        self.recorder.drew(None)
+        self.recorder.draws.drew(None)
 
     def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
         self.recorder.operation()
