@@ -24,7 +24,7 @@ from ..devices.rng_streams import torchs_of
 from ..errors import CrossingError, RouteError
 from ..stages.marks import Cursor
 from .offload import Offload
-from .recompute import RecomputedCall, RecomputeSpec
+from .recompute import RecomputedCall, RecomputeSpec, SealedCall
 from .tags import TAG, UNCUT, Import, MicrobatchKey, StepContext, Tag
 from .tensor_attributes import class_attributes, share_attributes
 from .tensors.claims import Claims
@@ -259,13 +259,8 @@ class MicrobatchRun:
         device = self.step.device_of(self.stage) or torch.device("cpu")
         recomputed = RecomputedCall(
             recompute_spec,
-            self.stage,
-            self.microbatch,
+            SealedCall(function, args, kwargs, modes, self.stage, self.microbatch),
             known or torchs_of(device),
-            function,
-            args,
-            kwargs,
-            modes,
             offload=self.gradients.offload,
             comparisons=self.step.comparisons,
         )

@@ -1,7 +1,7 @@
-"""The watched run: what the recording pass sees, and what follows from it.
+"""The listener of the recording's run: it writes down what the run does.
 
-It is a run like every other, with every operation intercepted, inside modules too; so what it
-sees is what a replay will do.
+The run itself is one like every other, with every operation intercepted, inside modules too; so it
+does what the runs of a step will do.
 """
 
 from __future__ import annotations
@@ -10,25 +10,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._common.callsite import users_line
-from .._common.modules import named_slots
 from .._common.nested import tensors
 from .._common.thread_state import ours
 from .._torch.graph import saved_tensor_hooks
-from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FakeTensor, version_of
 from ..crossing.constants import writes
 from ..crossing.microbatch_run import MicrobatchRun
-from ..crossing.tags import (
-    RECORDING,
-    TAG,
-    MicrobatchKey,
-    ParameterHome,
-    StepContext,
-    Tag,
-)
+from ..crossing.tags import RECORDING, TAG, MicrobatchKey, ParameterHome, StepContext, Tag
 from ..crossing.tensors.place import Reads
 from ..crossing.uncut_run import UncutRun
 from ..errors import CrossingError, PlanError
@@ -44,6 +35,7 @@ from .watching.calls import CallsUnderWay, RecordedTag, is_made_by
 from .watching.costs import Costs
 from .watching.custom_functions import CustomFunctions
 from .watching.draws import RandomDraws, line
+from .watching.held import dtype_of
 
 SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimized itself"
 
@@ -362,7 +354,7 @@ class Recorder:
                 stage,
                 self.stage,
                 tuple(tensor.shape),
-                _dtype(tensor),
+                dtype_of(tensor),
                 tensor.numel() * tensor.element_size(),
                 tensor.requires_grad and self.step.differentiable,
                 name,
@@ -455,28 +447,3 @@ class Recorder:
         """A custom autograd function was applied: what its backward does nobody knows."""
         self.result.hops[max(self.hop, 0)].reruns_forward = True
         self.custom.apply(name)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def hold(model: nn.Module, recorder: Recorder) -> None:
-    """Make a note of every parameter and buffer, tied ones once."""
-    for is_buffer, slots in ((False, parameters_of), (True, buffers_of)):
-        for name, tensor in named_slots(model, slots):
-            held = recorder.held.get(id(tensor))
-            if held is not None:
-                held.names.append(name)
-                continue
-            held = TensorInfo(
-                [name],
-                tuple(tensor.shape),
-                _dtype(tensor),
-                tensor.numel() * tensor.element_size(),
-                tensor.numel(),
-                tensor.requires_grad,
-                is_buffer,
-            )
-            recorder.held[id(tensor)] = held
-            (recorder.result.buffers if is_buffer else recorder.result.parameters).append(held)

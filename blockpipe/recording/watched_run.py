@@ -25,13 +25,14 @@ from ..restoring.model_state import is_users
 from ..stages.marks import mark_of, set_cursor
 from .outside_state import TORCHS, OutsideState
 from .reads import Reads
-from .recorder import Recorder, WatchedCursor, hold
+from .recorder import Recorder, WatchedCursor
 from .recording import Hop, Output, Recording
 from .sample import RecordRequest
 from .saved_tensors import Activations
 from .sealing import conclude
 from .shared_changes import SharedChanges
 from .watching.costs import note_split_backwards
+from .watching.held import held_tensors
 from .watching.mode import RecordedForward, RecordingMode
 
 
@@ -80,7 +81,7 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
     activations = Activations([*model.parameters(), *model.buffers()])
     recorder = Recorder(step, cursor, result, activations, request.unhookable)
     recorder.calls.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
-    hold(model, recorder)
+    recorder.held = held_tensors(model, result)
     held = (*model.parameters(), *model.buffers())
     versions = {id(t): (t, version_of(t)) for t in held}
     recorder.changes = SharedChanges(model)
