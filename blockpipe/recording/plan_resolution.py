@@ -137,9 +137,10 @@ class Planned:
 
     def _has(self, call: Call | None) -> bool:
         """Whether a call is inside of the model that the plan was set on."""
-        while self.inside and call is not None and call.path != self.inside:
-            call = call.parent
-        return not self.inside or call is not None
+        if not self.inside:
+            return True
+        around = () if call is None else (call, *call.ancestors())
+        return any(c.path == self.inside for c in around)
 
     def _misfits(self, recording: Recording) -> list[str]:
         made = {(call.path, call.call) for call in recording.calls if call.is_module}

@@ -98,8 +98,8 @@ class Activations:
         """Fill in what the hops keep; returns what running sealed calls again takes, by path.
 
         Args:
-            hops: of the route.
-            door_of: from the id of a call to the sealed call that it is, or is inside of.
+            hops: the hops of the route.
+            sealed_call_of: from the id of a call to the sealed call that it is, or is inside of.
         """
         sealed_forwards = list(
             {id(sealed_call): sealed_call for sealed_call in sealed_call_of.values()}.values()
@@ -133,10 +133,8 @@ class Activations:
         for hop, call, key, _ in self._saved:
             first.setdefault((hop, key), call)
         for (_, key), saver in first.items():
-            call = saver
-            while call is not None:
+            for call in () if saver is None else (saver, *saver.ancestors()):
                 call.saved_bytes += self._storages[key][1]
-                call = call.parent
 
     def by_segments(self) -> list[Saved]:
         """What is saved in which segments; what is saved in the same ones stands together."""

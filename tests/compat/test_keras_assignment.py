@@ -732,10 +732,16 @@ def test_version_1_is_read():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version": 3, "assignments": []}', "version 3 is not known"),
+        ('{"version": 3, "assignments": []}', "version 3 is unknown"),
         ('{"assignments": [{"path": 1, "call": 0, "stage": 0}]}', "entry 0 has path 1, call 0"),
-        ('{"assignments": [{"path": "a", "call": "x", "stage": 0}]}', "entry 0: 'a', call 'x'"),
-        ('{"assignments": [{"path": "a", "call": -1, "stage": 0}]}', "entry 0: 'a', call -1"),
+        (
+            '{"assignments": [{"path": "a", "call": "x", "stage": 0}]}',
+            "entry 0 has path 'a', call 'x'",
+        ),
+        (
+            '{"assignments": [{"path": "a", "call": -1, "stage": 0}]}',
+            "entry 0 has path 'a', call -1",
+        ),
         (
             '{"assignments": [{"path": "a", "call": 0, "stage": 0, "inside": [{}]}]}',
             "expected a plan .*'path'",

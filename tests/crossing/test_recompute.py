@@ -1197,7 +1197,8 @@ def test_a_failure_in_a_recomputation_locks_nobody_out(place, monkeypatch):
     )
     comparisons = digests.Comparisons()
     x = torch.randn(4, 8)
-    frame = checkpoints.RecomputedCall(again, 0, 0, [], function, (x,), {}, comparisons=comparisons)
+    call = checkpoints.SealedCall(function, (x,), {})
+    frame = checkpoints.RecomputedCall(again, call, [], comparisons=comparisons)
     y = frame.run((x,), {})
     mean = net.running_mean.clone()
     with monkeypatch.context() as patch:

@@ -27,6 +27,8 @@ ENGINE = [
     "devices.copy_lifetimes",
     "crossing.tags",
     "crossing.microbatch_run",
+    "crossing.tensors.gradients",
+    "crossing.tensors.hop_copies",
     "execution.step",
     "execution.step_state",
     "execution.microbatch.arguments",

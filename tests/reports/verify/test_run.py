@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe.crossing import microbatch_run as run
+from blockpipe.crossing.tensors.tensor_import import TensorImport
 from blockpipe.errors import UsageError, VerificationError
 from blockpipe.preparation import prepared
 from blockpipe.reports.verify.divergence import Sketch, sketch
@@ -307,11 +307,11 @@ def test_a_corrupted_crossing_names_its_reader_and_origin(
     monkeypatch: pytest.MonkeyPatch, microbatch: int
 ):
     """One tensor arrives changed: the module is named that reads it, and from where it came."""
-    honest = run.MicrobatchRun._imported
+    honest = TensorImport._imported
 
-    def corrupt(self: Any, tensor: Tensor, tag: Any) -> Tensor:
-        value = honest(self, tensor, tag)
-        broken = self.microbatch == microbatch and self.stage == 2
+    def corrupt(self: Any, tensor: Tensor, tag: Any, reads: Any) -> Tensor:
+        value = honest(self, tensor, tag, reads)
+        broken = self._place.microbatch == microbatch and self._place.stage == 2
         if broken and threading.current_thread() is not threading.main_thread():
             with torch.no_grad():
                 value.data[0, 0] += 1e-3
@@ -322,7 +322,7 @@ def test_a_corrupted_crossing_names_its_reader_and_origin(
     pipe = bp.Pipeline(net, devices=stages(3), chunks=3, isolate=True)
     x = torch.randn(6, 8)
     pipe.forward_backward(x, loss_fn=torch.sum)
-    monkeypatch.setattr(run.MicrobatchRun, "_imported", corrupt)
+    monkeypatch.setattr(TensorImport, "_imported", corrupt)
     found = pipe.verify(x)
     _assert_parts(found, "forward", "2", 2)
     assert found.first_difference is not None
