@@ -1,6 +1,7 @@
 """The tensors and wrappers of a module of any class."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -52,6 +53,10 @@ class _Around(nn.Module):
 
     def __call__(self) -> Any:
         return self._function()
+
+
+class OwnHook(partial[Any]):
+    """A hook of Blockpipe's on a module: it does not change what the user's forward does."""
 
 
 class StandIn:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._common.modules import OwnHook
 from ..._common.nested import tensors
 from ..._torch.modes import is_transformed, without_torch_functions
 from ..._torch.modules import is_compiled
@@ -152,7 +153,7 @@ class CallWatch:
         handles = []
         try:
             for path, module in self._visible():
-                before, after = partial(self._begin, path), partial(self._end, path)
+                before, after = OwnHook(self._begin, path), OwnHook(self._end, path)
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(module.register_forward_hook(after))
             yield
