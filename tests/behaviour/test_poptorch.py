@@ -495,7 +495,9 @@ def test_marking_twice_is_an_error_until_blocks_are_removed() -> None:
     net = two_stages()
     with pytest.raises(MarkError, match="is marked as stage 1 already"):
         poptorch.BeginBlock(net[2], ipu_id=0)
-    with pytest.raises(poptorch.Error, match="marks an nn.Module or a callable"):
+    with pytest.raises(
+        poptorch.Error, match="expected an nn.Module or a callable for BeginBlock, got 3"
+    ):
         poptorch.BeginBlock(3)  # type: ignore[type-var]
     poptorch.removeBlocks(net)
     assert "BeginBlock" not in repr(net)
