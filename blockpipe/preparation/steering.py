@@ -340,7 +340,7 @@ def _reader(holder: Holder, members: dict[Hashable, Any]) -> Callable[[Any], tup
 
 
 def _is_torchs(variable: Hashable) -> bool:
-    """Return whether torch sets an environment variable itself, at the first use of a part of it."""
+    """Return whether torch sets an environment variable itself, when a part of it is first used."""
     return isinstance(variable, bytes) and variable.startswith((b"TORCH", b"PYTORCH"))
 
 
