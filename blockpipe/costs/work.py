@@ -227,5 +227,6 @@ def is_view(func: Any) -> bool:
 
 
 def size_of(tensor: Tensor) -> int:
-    """A tensor's bytes."""
+    """Return the bytes of a tensor's elements; a sparse one counts as dense: not every layout has a
+    size."""
     return tensor.numel() * tensor.element_size()

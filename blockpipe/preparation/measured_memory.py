@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from .._common.nested import tensors
 from .._torch.modes import DispatchMode
 from .._torch.tensors import storage_id
+from ..costs.work import size_of
 from ..devices.devices import is_asynchronous
 from ..stages.cursor import current_stage
-from .memory_model import bytes_of
 
 
 class LiveBytes(DispatchMode):
@@ -99,7 +99,7 @@ def measured(
         stage = stage_of.get(id(tensor), 0)
         state = optimizer.state.get(tensor, {}) if isinstance(optimizer, Optimizer) else {}
         gradient = [] if tensor.grad is None else [tensor.grad]
-        there[stage] += sum(map(bytes_of, (tensor, *gradient, *tensors(dict(state)))))
+        there[stage] += sum(map(size_of, (tensor, *gradient, *tensors(dict(state)))))
     live = LiveBytes()
     with live:
         yield peaks

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from .._common.checks import expected, is_integer
 from .._common.nested import tensors
+from ..costs.work import size_of
 from ..devices.devices import is_asynchronous
 from ..errors import UsageError
 from ..schedules.builders import ScheduleOption
@@ -116,8 +117,8 @@ def copies_of(optimizer: object) -> float:
     if isinstance(optimizer, Optimizer):
         if optimizer.state:
             states = [tensors(dict(state)) for state in optimizer.state.values()]
-            kept = sum(bytes_of(t) for state in states for t in state)
-            return kept / (sum(bytes_of(p) for p in tensors(list(optimizer.state))) or 1)
+            kept = sum(size_of(t) for state in states for t in state)
+            return kept / (sum(size_of(p) for p in tensors(list(optimizer.state))) or 1)
         name = type(optimizer).__name__.lower()
         if name == "sgd" and optimizer.defaults.get("momentum"):
             name = "momentum"
@@ -214,8 +215,3 @@ def _peak(
             if now > most:
                 most, of = now, len({m for _, m in held})
     return most, of
-
-
-def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 from torch import nn
 
+from .._common.checks import did_you_mean
 from ..errors import PlanError
 from ..stages.plan import Assignment, StagePlan
 from .recording import Call, Recording
@@ -86,10 +86,8 @@ class Planned:
         unknown = [a for a in plan.assignments if id(a) not in resolved]
         if unknown:
             paths = [a.path for a in unknown]
-            near = get_close_matches(
-                paths[0], [p for p, _ in model.named_modules() if p], cutoff=0.4
-            )
-            hint = f"did you mean {', '.join(map(repr, near))}?" if near else "make the plan anew"
+            known = [path for path, _ in model.named_modules() if path]
+            hint = did_you_mean(paths[0], known, "make the plan anew")
             raise PlanError(
                 f"the plan assigns {sorted(set(paths))[:5]}, which {self.model} does not have; "
                 f"{hint} (record(model, args).plan is one that fits){self._at()}"

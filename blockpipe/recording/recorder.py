@@ -18,6 +18,7 @@ from .._common.text import dtype_text
 from .._common.thread_state import ours
 from .._torch.graph import saved_tensor_hooks
 from .._torch.tensors import FakeTensor, version_of
+from ..costs.work import size_of
 from ..crossing.constants import writes
 from ..crossing.microbatch_run import MicrobatchRun
 from ..crossing.tags import RECORDING, TAG, MicrobatchKey, ParameterHome, StepContext, Tag
@@ -264,7 +265,7 @@ class Recorder:
         """A tensor of this forward is read: where from?"""
         if tag.key is self.key:
             self._sources.update((id(call), call) for call in tag.sources)
-            size = tensor.numel() * tensor.element_size()
+            size = size_of(tensor)
             tag.flow = self.segments.flow(
                 tag.flow, tag.segment, size, needs_grad=tensor.requires_grad
             )
@@ -355,7 +356,7 @@ class Recorder:
                 self.stage,
                 tuple(tensor.shape),
                 dtype_text(tensor.dtype),
-                tensor.numel() * tensor.element_size(),
+                size_of(tensor),
                 tensor.requires_grad and self.step.differentiable,
                 name,
                 users_line(),

@@ -16,6 +16,7 @@ from torch import Tensor
 from .._torch.graph import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from .._torch.modes import without_torch_functions
 from .._torch.tensors import storage_id, version_of
+from ..costs.work import size_of
 from ..crossing.recompute import Recomputable
 from .recording import ActivationBytes, Call, Hop, Saved
 
@@ -55,7 +56,7 @@ class Activations:
         for tensor in tensors:
             key = _key_of(tensor)
             if key is not None and key not in self._skipped:
-                size = tensor.numel() * tensor.element_size()
+                size = size_of(tensor)
                 self._storages[key] = tensor.untyped_storage(), size
                 self._inputs.add(key)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._common.bounded_json import parse_json, read_text
 from .._common.text import dtype_text
+from ..costs.work import size_of
 from ..errors import UsageError, WeightsError
 from .safetensors_file import read_entries, read_tensor
 
@@ -181,7 +182,7 @@ class TorchFile:
             self._tensors = self._load()
         tensor = self._tensors[name]
         into.detach().copy_(tensor)
-        self._read += tensor.numel() * tensor.element_size()
+        self._read += size_of(tensor)
         if self._read >= _MAPPED:
             self._tensors, self._read = None, 0
 

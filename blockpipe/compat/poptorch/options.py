@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from ..._common.callsite import users_line, warn
+from ..._common.checks import is_integer
 from ...errors import PlanError, UsageError
 from .outputs import OutputMode
 from .strategies import PipelinedExecution
@@ -242,7 +243,7 @@ class Options:
 
 
 def _from_one(name: str, number: object) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+    if not is_integer(number, 1):
         raise PlanError(
             f"expected a whole number from 1 on, got {name}({number!r}) ({users_line()}); pass 1 "
             "for none of it"

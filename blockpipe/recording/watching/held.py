@@ -7,6 +7,7 @@ from torch import nn
 from ..._common.modules import named_slots
 from ..._common.text import dtype_text
 from ..._torch.modules import buffers_of, parameters_of
+from ...costs.work import size_of
 from ..recording import Recording, TensorInfo
 
 
@@ -31,7 +32,7 @@ def held_tensors(model: nn.Module, result: Recording) -> dict[int, TensorInfo]:
                 [name],
                 tuple(tensor.shape),
                 dtype_text(tensor.dtype),
-                tensor.numel() * tensor.element_size(),
+                size_of(tensor),
                 tensor.numel(),
                 tensor.requires_grad,
                 is_buffer,

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...costs.work import size_of
 from ...devices.devices import current_stream, is_asynchronous
 from ...devices.observer import Moment, Watch
 from ...preparation.prepared import Prepared
@@ -131,7 +132,7 @@ class _StepProfile:
         return _now(None if kind == "wait" else current_stream(self.devices[stage]))
 
     def watch(self, tensor: Tensor, from_hop: int, to_hop: int, microbatch: int) -> Watch:
-        size = _size(tensor)
+        size = size_of(tensor)
         since: dict[str, Time] = {}
 
         def watch(moment: Moment, stream: torch.Stream | None) -> None:
@@ -233,11 +234,6 @@ class Profile:
         if isinstance(time_, int):
             return time_ * 1e-9
         return self._clocks[time_.device].seconds(time_.event)
-
-
-def _size(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; a sparse one counts as dense: not every layout has a size."""
-    return tensor.numel() * tensor.element_size()
 
 
 def _named(device: torch.device, stages: tuple[int, ...], names: tuple[Any, ...]) -> Lane:
