@@ -22,16 +22,8 @@ from .recording.recording import Recording
 from .reports.timeline.timeline import Timeline
 from .schedules.schedule import Action, Schedule
 from .schedules.simulation import Costs, simulate
-from .stages.marks import (
-    BeginBlock,
-    Block,
-    BlockFunction,
-    begin_blocks,
-    current_microbatch,
-    current_stage,
-    is_recomputing,
-    remove_blocks,
-)
+from .stages.cursor import current_microbatch, current_stage, is_recomputing
+from .stages.marks import BeginBlock, Block, BlockFunction, begin_blocks, remove_blocks
 from .stages.plan import Assignment, StagePlan
 from .stages.sequential import mark_sequential
 from .weights.materialize import materialize
@@ -82,10 +74,10 @@ __all__ = [
     "BlockpipeError",
 ]
 
-if not TYPE_CHECKING:  # for type checkers, what is not here is an error as it is
+if not TYPE_CHECKING:  # type checkers report a missing name as it is
 
     def __getattr__(name: str) -> NoReturn:
-        """Say where the errors, and what else is not at hand here, are."""
+        """Raise an error that names the module of a public name that is elsewhere."""
         elsewhere = {"dry_run": "testing", "make_schedule": "schedules", "testing": ""}
         elsewhere |= dict.fromkeys(errors.__all__, "errors")
         module = elsewhere.get(name)

@@ -4,21 +4,21 @@ Every class is a :class:`BlockpipeError` and the builtin that it is a kind of, s
 ``except BlockpipeError`` and ``except ValueError`` do what their reader expects::
 
     BlockpipeError
-    ├── MarkError (ValueError)         a mark on the wrong thing, or marked twice
+    ├── MarkError (ValueError)         a mark on the wrong object, or a second mark
     ├── PlanError (ValueError)         stages with gaps, unknown paths, too few devices
     ├── ScheduleError (ValueError)     a schedule that cannot run
     ├── MicrobatchError (ValueError)   a batch that cannot be split or put together
-    ├── DeviceError (ValueError)       a device that is not there
+    ├── DeviceError (ValueError)       a device that does not exist
     ├── WeightsError (ValueError)      a checkpoint that does not fit, or tensors without values
     ├── RecordingError (RuntimeError)  a forward that cannot be recorded, or is not pipelinable
     ├── RouteError (RuntimeError)      a micro-batch left the recorded route
     ├── CrossingError (RuntimeError)   a tensor crossed in a way that autograd cannot follow
     ├── StateError (RuntimeError)      a tensor of another micro-batch was read
     ├── IsolationError (RuntimeError)  an operation touched another stage's storage
-    ├── VerificationError (AssertionError)  a pipelined run that is not what the plain one is
+    ├── VerificationError (AssertionError)  a pipelined run that differs from the plain one
     └── UsageError (TypeError)         a call that a pipeline does not support
 
-A message has four parts: what was expected, what came, where, and what to do.
+A message has four parts: what was expected, what was given, where, and how to fix it.
 """
 
 __all__ = [
@@ -44,7 +44,7 @@ class BlockpipeError(Exception):
 
 
 class MarkError(BlockpipeError, ValueError):
-    """A mark was put on the wrong thing, with a wrong stage, or twice."""
+    """A mark on the wrong object, with a wrong stage, or on a marked one."""
 
 
 class PlanError(BlockpipeError, ValueError):
@@ -68,28 +68,28 @@ class WeightsError(BlockpipeError, ValueError):
 
 
 class RecordingError(BlockpipeError, RuntimeError):
-    """A forward that cannot be recorded, or that does what no pipeline can do."""
+    """A forward that cannot be recorded, or that cannot be pipelined."""
 
 
 class RouteError(BlockpipeError, RuntimeError):
-    """A micro-batch went to a stage where the recorded route does not go."""
+    """A micro-batch that left the recorded route."""
 
 
 class CrossingError(BlockpipeError, RuntimeError):
-    """A tensor crossed between stages in a way that autograd cannot follow."""
+    """A tensor that crossed between stages in a way that autograd cannot follow."""
 
 
 class StateError(BlockpipeError, RuntimeError):
-    """A tensor that belongs to another micro-batch, or to another stage's state, was used."""
+    """The use of a tensor of another micro-batch, or of another stage's state."""
 
 
 class IsolationError(BlockpipeError, RuntimeError):
-    """Under ``isolate=True``: an operation touched a storage that another stage owns."""
+    """An operation that touched the storage of another stage, under ``isolate=True``."""
 
 
 class UsageError(BlockpipeError, TypeError):
-    """A call that is not supported, with what to do instead."""
+    """A call that is not supported; the message has the alternative."""
 
 
 class VerificationError(BlockpipeError, AssertionError):
-    """A pipelined run is not what the plain one is: :meth:`Pipeline.verify` says where."""
+    """A pipelined run that differs from the plain one: :meth:`Pipeline.verify` locates it."""

@@ -1,4 +1,4 @@
-"""Proof of placement without the devices: a fake run on several of them.
+"""Proof of placement without the devices: a run on fake ones.
 
 The stage sanitizer (``Pipeline(..., isolate=True)``) runs for real on the CPU, and so cannot see a
 ``torch.zeros(n)`` whose ``device=`` is missing: on the CPU it is right. Fake tensors carry a device
@@ -31,16 +31,16 @@ def dry_run(
     plan: StagePlan | None = None,
     device_type: str = "cuda",
 ) -> Recording:
-    """Run a model's forward on fake devices, one for each stage, and say what does not fit.
+    """Run a model's forward on fake devices, one for each stage, to find misplaced tensors.
 
-    Takes no device and no memory; nothing is computed. The model is left as it was.
+    It needs no device and no memory, and computes nothing. The model is not changed.
 
     Args:
         model: a marked model.
-        args: the forward's positional arguments; a single tensor may come bare.
+        args: the forward's positional arguments, in a tuple; a single tensor may be passed bare.
         kwargs: its keyword arguments.
         plan: stages that override the marks.
-        device_type: what the fake devices are called.
+        device_type: the type of the fake devices.
 
     Returns:
         The recording of the run on the fake devices.

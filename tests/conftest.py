@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from blockpipe.execution.lanes import close_idle_threads
+from blockpipe.execution.lanes.thread_pool import close_idle_threads
 from blockpipe.preparation import prepared
 
 from . import stage_devices

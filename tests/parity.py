@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe._common.nested import map_tensors, tensors
-from blockpipe.batches.microbatch import BatchDims, split, weights_of
+from blockpipe.batches.batch_dims import BatchDims
+from blockpipe.batches.microbatch import split, weights_of
 
 from .stage_devices import assert_close, host, is_simulated, stages
 

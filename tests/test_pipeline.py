@@ -12,7 +12,7 @@ from torch import nn
 
 import blockpipe as bp
 from blockpipe.errors import BlockpipeError, PlanError
-from blockpipe.execution.lanes import close_idle_threads, idle_threads
+from blockpipe.execution.lanes.thread_pool import close_idle_threads, idle_threads
 
 from .models import linears, square
 from .parity import difference, plain_step
@@ -31,7 +31,7 @@ class Out:
     loss: torch.Tensor | None = None
 
 
-def test_nested_inputs_and_outputs():
+def test_nested_inputs_and_outputs_are_split_and_joined():
     """Dicts, tuples, dataclasses, None and plain values go in and come out."""
 
     class Nested(nn.Module):
@@ -62,7 +62,7 @@ def test_nested_inputs_and_outputs():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", lambda a, k, t: (t != -100).sum()])
-def test_loss_reductions(reduction):
+def test_loss_reductions_weigh_uneven_micro_batches_as_plain(reduction):
     """Uneven micro-batches by share, by sum, and by the tokens that count."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5))
     bp.begin_blocks(model, {"1": 1})
@@ -110,7 +110,7 @@ def test_batches_smaller_than_chunks_and_other_sizes():
         assert_close(pipe(x), model(x))
 
 
-def test_eval_before_train_and_under_no_grad():
+def test_each_mode_has_a_recording_of_its_own():
     """Modes get recordings of their own."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 4))
     bp.begin_blocks(model, {"3": 1})
@@ -129,7 +129,7 @@ def test_eval_before_train_and_under_no_grad():
     assert model[1].num_batches_tracked == 3
 
 
-def test_inputs_that_need_grad():
+def test_inputs_that_need_grad_get_it_once():
     """Their gradients go into the caller's graph once, for both ways of calling."""
     model = linears(3)
     plain = copy.deepcopy(model)
@@ -158,7 +158,7 @@ def test_inputs_that_need_grad():
         source.grad = whole.grad = None
 
 
-def test_two_forwards_outstanding():
+def test_two_forwards_may_wait_for_their_backwards():
     """Two calls may wait for their backwards."""
     model = linears(3)
     pipe = pipeline(model)
@@ -191,7 +191,7 @@ def test_the_model_stays_the_users():
     assert pipe.unplace() is model
 
 
-def test_clipping_schedulers_and_two_optimizers():
+def test_a_usual_training_loop_gives_plain_parameters():
     """A usual training loop gives the plain loop's parameters, to the bit."""
     model = linears(3)
     plain = copy.deepcopy(model)
@@ -218,7 +218,7 @@ def test_clipping_schedulers_and_two_optimizers():
     assert all(equal(p, q) for p, q in zip(*results, strict=True))
 
 
-def test_autocast_and_a_grad_scaler():
+def test_stages_run_under_the_callers_autocast():
     """The stages run under the caller's autocast; a scaled loss is scaled back."""
     model = linears(3)
     plain = copy.deepcopy(model)
@@ -244,7 +244,7 @@ def test_autocast_and_a_grad_scaler():
         assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-4)
 
 
-def test_a_loss_function_with_parameters():
+def test_a_loss_functions_parameters_get_gradients():
     """It lives on the last stage, and its gradients come too."""
 
     class Weighted(nn.Module):
@@ -286,7 +286,7 @@ def test_hooks_fire_as_in_the_plain_loop():
     assert logs[0] == logs[1]
 
 
-def test_skipped_hops():
+def test_a_micro_batch_may_skip_a_stage():
     """A micro-batch may skip a stage (LayerDrop), and tied parameters come home all the same."""
 
     class Drops(nn.Module):
@@ -387,7 +387,7 @@ def test_close_ends_idle_threads():
     pipe.close()
 
 
-def test_context_goes_with_the_threads():
+def test_the_callers_context_goes_with_the_threads():
     """Default device, user's modes, context variables, grad mode and saved-tensor hooks."""
     from contextvars import ContextVar
 
@@ -486,9 +486,11 @@ def test_a_model_that_was_moved_is_placed_anew(how, look):
 
 
 @pytest.mark.parametrize("devices", [{0: "cpu"}, {"cpu"}, map(str, ["cpu"]), (d for d in ["cpu"])])
-def test_devices_have_an_order(devices):
+def test_devices_without_an_order_are_refused(devices):
     """A dictionary, a set or a generator is no list of them."""
-    with pytest.raises(PlanError, match="devices is a list"):
+    with pytest.raises(
+        PlanError, match="expected a list with one device for each stage for devices"
+    ):
         bp.Pipeline(linears(3), devices=devices)
 
 
@@ -560,11 +562,11 @@ def test_what_is_assigned_is_checked():
     """As by the constructor, with the other options; the old value stays."""
     pipe = pipeline(linears(3), isolate=True)
     for option, value, message in [
-        ("chunks", 0, "chunks is a whole number from 1 on"),
-        ("in_flight", 0, "in_flight is a number of micro-batches from 1 on"),
-        ("checkpoint", "sometimes", "checkpoint is one of"),
-        ("offload", 3, "offload is True, False, or a list"),
-        ("batch_dims", "x", "batch_dims is None, a number"),
+        ("chunks", 0, "expected a positive integer for chunks, got 0"),
+        ("in_flight", 0, "expected a positive integer or None for in_flight"),
+        ("checkpoint", "sometimes", "for checkpoint, got"),
+        ("offload", 3, "expected True, False or a list of stages for offload, got 3"),
+        ("batch_dims", "x", "expected an integer, None, or a mapping"),
         ("schedule", "uncut", "isolate=True proves that stages are cut apart"),
         ("devices", stages(3), r"devices cannot be assigned .* call unplace\(\).*test_pipeline.py"),
         ("plan", None, "plan cannot be assigned .* set_pipeline_stage_assignment"),

@@ -1,4 +1,4 @@
-"""What every folder needs, and no user of the library imports.
+"""Helpers of every folder, which no user of the library imports.
 
 In: nothing of Blockpipe but its errors. Out: nested containers, the user's file and line, thread
 state, text and tables, JSON read within bounds, files that replace earlier ones. Read first:

@@ -1,9 +1,9 @@
-"""JSON that anybody may have written, read within bounds.
+"""JSON from any source, read within bounds.
 
-``json.loads`` alone takes what other readers refuse (a name twice, ``NaN``, half of a surrogate
+``json.loads`` alone accepts texts that others refuse (a name twice, ``NaN``, half of a surrogate
 pair) and goes as deep as the text says; ``Path.read_text`` reads ``/dev/zero`` until memory is
-full. Every bound is a name here. What is beyond one is a ``ValueError`` that says it, and each
-caller makes an error of its own out of that.
+full. Every bound has a name here. A text beyond one is a ``ValueError`` that states it, from which
+each caller makes an error of its own.
 """
 
 import json
@@ -12,6 +12,8 @@ import re
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from .checks import mismatch
 
 LARGEST_TEXT = 100_000_000
 """Characters of a text; in bytes it is the limit of the safetensors format for a header."""
@@ -30,10 +32,10 @@ _STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """What is in a text file in UTF-8.
+    """Return the text of a file in UTF-8.
 
     Raises:
-        ValueError: it is larger than :data:`LARGEST_TEXT`, or no UTF-8.
+        ValueError: it is larger than :data:`LARGEST_TEXT`, or not UTF-8.
         OSError: it cannot be read.
     """
     with Path(path).open(encoding="utf-8") as file:
@@ -43,19 +45,19 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, has a name twice in one object, has what UTF-8 cannot hold, or
+        ValueError: it is not JSON, has a name twice in one object, has half of a surrogate pair, or
             is beyond :data:`LARGEST_TEXT`, :data:`DEEPEST` or :data:`LONGEST_NUMBER`.
 
     Example:
         >>> parse_json('{"a": 1, "a": 2}')
         Traceback (most recent call last):
-        ValueError: 'a' is there twice in one object
+        ValueError: one object has the name 'a' twice
     """
     if not isinstance(text, str):
-        raise ValueError(f"JSON is text, but a {type(text).__name__} came")
+        raise ValueError(mismatch("text", text, for_="JSON"))
     _check_size(text)
     bare = _STRING.sub("", text)
     if _TOO_LONG.search(bare):
@@ -78,10 +80,10 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{name[:100]!r} is there twice in one object")
+            raise ValueError(f"one object has the name {name[:100]!r} twice")
         found[name] = value
     return found
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

@@ -1,7 +1,8 @@
-"""The user's file and line: the innermost frame that is neither torch's nor ours.
+"""The user's file and line: the innermost frame that belongs neither to torch nor to Blockpipe.
 
 ``traceback.extract_stack`` would read source files for every frame; errors and recordings need
-only a name and a number, so the frames are walked by hand.
+only a name and a number, so the frames are walked by hand. torch is located and not imported: the
+folders that do without it raise errors too.
 """
 
 import functools
@@ -10,22 +11,29 @@ import sysconfig
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
-import torch
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
+
+def _package_directory(name: str) -> str:
+    spec = find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).parent) + "/"
+
+
 _OURS = str(Path(__file__).parents[1]) + "/"  # the package's
-_TORCH = str(Path(torch.__file__).parent) + "/"
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 _PACKAGES = sysconfig.get_paths()["purelib"] + "/"
-_SKIPPED = (_OURS, _TORCH, "<frozen", "<string>")
+_SKIPPED = (_OURS, _package_directory("torch"), "<frozen", "<string>")
 
-# Where the user called the pipeline: for a thread of ours, whose own frames do not go back there.
+# The line at which the user called the pipeline. Threads of ours need it: their own frames do not
+# lead back there.
 _call_line: ContextVar[str] = ContextVar("blockpipe_call_line", default="<unknown>")
 
 
@@ -37,7 +45,7 @@ def _is_users(code: CodeType) -> bool:
 
 
 def remembers_caller(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorates what users call: what has no line of theirs is then said to be at that call's."""
+    """Decorate a public method: errors below it that find no frame of the user's name its call."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -51,12 +59,12 @@ def remembers_caller(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def say_caller(what: str) -> None:
-    """Where no line of the user's led here: this did."""
+    """Set the text that errors show where no frame of the user's is on the stack."""
     _call_line.set(what)
 
 
 def users_line() -> str:
-    """``file.py:41`` of the innermost frame of the user's, or of the call that led here."""
+    """Return ``file.py:41`` of the user's innermost frame, or of the call that led here."""
     return _line_from(sys._getframe(1))
 
 
@@ -71,7 +79,7 @@ def users_place() -> tuple[CodeType, int] | None:
 
 
 def line_of_thread(thread: int) -> str:
-    """``file.py:41`` of where another thread is, by its identifier."""
+    """Return ``file.py:41`` of the place where another thread is, by its identifier."""
     return _line_from(sys._current_frames().get(thread))
 
 
@@ -84,7 +92,7 @@ def _line_from(frame: FrameType | None) -> str:
 
 
 def warn(text: str) -> None:
-    """Warn at the innermost line of the user's."""
+    """Warn at the user's innermost line."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and not _is_users(frame.f_code):
         frame, level = frame.f_back, level + 1
@@ -92,7 +100,7 @@ def warn(text: str) -> None:
 
 
 def failing_line(traceback: TracebackType | None) -> str:
-    """``file.py:41`` of the innermost frame of the user's in a traceback."""
+    """Return ``file.py:41`` of the user's innermost frame in a traceback."""
     line = _call_line.get()
     while traceback is not None:
         if _is_users(traceback.tb_frame.f_code):

@@ -11,28 +11,50 @@ _LONGEST = 200  # characters of a value
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None))
 
 
-def expected(what: str, got: object, *, for_: str = "", fix: str = "") -> str:
-    """Return the text of an error: what was expected, what came, where, and what to do.
+def expected(
+    what: str, got: object, *, for_: str = "", fix: str = "", where: str | None = None
+) -> str:
+    """Return the text of an error: what was expected, what was given, where, and how to fix it.
 
     Args:
         what: the contract, with its article (``"a positive integer"``).
-        got: the user's value. Plain values are shown, of others the type.
+        got: the user's value. Plain values are shown, and the type of all others.
         for_: the argument's name.
         fix: a remedy, in the imperative.
+        where: the user's file and line; ``None``: that of the user's innermost frame.
 
     Example:
-        >>> expected("a positive integer", 0, for_="chunks").partition(" (")[0]
+        >>> expected("a positive integer", 0, for_="chunks", fix="pass chunks=4", where="a.py:7")
+        'expected a positive integer for chunks, got 0 (a.py:7); pass chunks=4'
+    """
+    remedy = f"; {fix}" if fix else ""
+    return f"{mismatch(what, got, for_=for_)} ({where or users_line()}){remedy}"
+
+
+def mismatch(what: str, got: object, *, for_: str = "") -> str:
+    """Return the part of :func:`expected` that has no place and no remedy: one of a list of
+    problems that an error collects.
+
+    Args:
+        what: the contract, with its article.
+        got: the user's value.
+        for_: the argument's name.
+
+    Example:
+        >>> mismatch("a positive integer", 0, for_="chunks")
         'expected a positive integer for chunks, got 0'
     """
     argument = f" for {for_}" if for_ else ""
-    remedy = f"; {fix}" if fix else ""
-    return f"expected {what}{argument}, got {_shown(got)} ({users_line()}){remedy}"
+    return f"expected {what}{argument}, got {_shown(got)}"
 
 
 def _shown(value: object) -> str:
     if not isinstance(value, _PLAIN):  # a module's or a tensor's text may have thousands of lines
         return type(value).__name__
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return type(value).__name__
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 

@@ -1,4 +1,4 @@
-"""What things are called elsewhere, for errors that say what they are called here.
+"""Names from other libraries, for errors that give Blockpipe's name.
 
 The names are those of the libraries that people come from, and of the model that a pipeline holds.
 Accepting them would be a second way to say everything: they are only understood.
@@ -25,10 +25,10 @@ ALL_REDUCE = (
 
 
 def knows_other_names(**meant: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function that people call with other libraries' arguments.
+    """Decorate a function that people call with other libraries' arguments.
 
     Args:
-        **meant: from the name of an argument elsewhere to what is written here instead.
+        **meant: for the name of an argument elsewhere, the remedy that the error names.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -49,9 +49,9 @@ def knows_other_names(**meant: str) -> Callable[[Callable[P, R]], Callable[P, R]
 
 
 def where_model_has(model: nn.Module | None, name: str) -> str | None:
-    """How to reach an attribute of a pipeline's model; ``None`` if it has none of that name.
+    """Return how to reach an attribute of a pipeline's model; ``None``: it has none of that name.
 
-    Nothing is evaluated for it: a property may fail, or take its time.
+    No property is evaluated: it may fail or be slow.
     """
     if model is None or name.startswith("_"):
         return None

@@ -1,4 +1,4 @@
-"""The log switch: what Blockpipe decides, told by the standard ``logging``.
+"""The log switch: Blockpipe's decisions, logged by the standard ``logging``.
 
 Each file has a logger of its own below ``"blockpipe"``, so that a program which sets up its own
 logging needs nothing from here. For everybody else one line, or one environment variable, puts
@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .callsite import warn
+from .checks import expected, is_integer
 
 LEVELS = {
     "debug": logging.DEBUG,
@@ -45,7 +46,7 @@ _handler = _OnStderr()
 
 
 def set_log_level(level: str | int | None) -> None:
-    """Say how much of what Blockpipe decides is told, on stderr.
+    """Set how many of Blockpipe's decisions are logged on stderr.
 
     The environment variable ``BLOCKPIPE_LOG`` does the same from outside. A program that has
     handlers on the root logger gets the messages there instead.
@@ -53,10 +54,10 @@ def set_log_level(level: str | int | None) -> None:
     Args:
         level: ``"debug"`` (each decision with its details), ``"info"`` (recordings, placement,
             schedules), ``"warning"``, ``"error"``, ``"off"`` (nothing, not even the progress of
-            what takes long), or a number as :mod:`logging` has them; ``None``: as it was at first.
+            long tasks), or a level number of :mod:`logging`; ``None``: the initial state.
 
     Raises:
-        UsageError: no such level.
+        UsageError: there is no such level.
 
     Example:
         >>> import blockpipe as bp
@@ -68,23 +69,21 @@ def set_log_level(level: str | int | None) -> None:
         _logger.setLevel(logging.NOTSET)
         return
     number = LEVELS.get(level.lower()) if isinstance(level, str) else level
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise UsageError(
-            f"a log level is one of {', '.join(map(repr, LEVELS))}, a number of logging's, or "
-            f"None, but {level!r} came"
-        )
+    if not is_integer(number, 0):
+        contract = f"one of {', '.join(map(repr, LEVELS))}, a level number of logging, or None"
+        raise UsageError(expected(contract, level, for_="level"))
     _logger.setLevel(number)
     if _handler not in _logger.handlers:
         _logger.addHandler(_handler)
 
 
 def is_silent() -> bool:
-    """Whether nothing at all is to be told."""
+    """Return whether logging is off altogether."""
     return not _logger.isEnabledFor(logging.CRITICAL)
 
 
 def _begin() -> None:
-    """What the import does: a library is silent, unless the environment asks."""
+    """Set up logging at import: a library is silent unless the environment asks."""
     _logger.addHandler(logging.NullHandler())
     wanted = os.environ.get(_VARIABLE)
     if not wanted:
@@ -92,7 +91,7 @@ def _begin() -> None:
     if wanted.lower() in LEVELS:
         set_log_level(wanted)
     else:
-        warn(f"{_VARIABLE} is one of {', '.join(LEVELS)}, but {wanted!r} came; it is ignored")
+        warn(f"{_VARIABLE}={wanted!r} is ignored: expected one of {', '.join(LEVELS)}")
 
 
 _begin()

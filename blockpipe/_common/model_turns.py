@@ -21,10 +21,10 @@ class alone_with:  # noqa: N801 - a context manager that reads as an adverb
     """While entered, no other thread's call works with these modules. A thread may enter it again.
 
     Args:
-        model: whose modules.
+        model: the model with these modules.
 
     Raises:
-        UsageError: another thread's call has them, and stands still.
+        UsageError: another thread's call has them, and has stopped.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -85,7 +85,7 @@ def _are_others() -> bool:
 
 
 def how_often_entered() -> int:
-    """How many that this thread has entered it has not left yet."""
+    """Return the number of turns that this thread has entered and not left."""
     return sum(entered._is_ours() for entered in _entered)
 
 

@@ -1,6 +1,7 @@
-"""What is on a module, whatever its class."""
+"""The tensors and wrappers of a module of any class."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -12,13 +13,14 @@ R = TypeVar("R")
 def named_slots(
     model: nn.Module, slots_of: Callable[[nn.Module], Mapping[str, Tensor | None]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every place of a module that holds a tensor, once, tied tensors under each of their names.
+    """Yield every slot of a model that holds a tensor, tied tensors under each of their names.
 
-    ``named_parameters(remove_duplicate=False)`` names a module that is registered twice twice.
+    ``named_parameters(remove_duplicate=False)`` would list the slots of a module that is
+    registered under two names twice.
 
     Args:
-        model: the module, and those in it.
-        slots_of: the places of one module: ``parameters_of`` or ``buffers_of``.
+        model: the model.
+        slots_of: the slots of one module: ``parameters_of`` or ``buffers_of``.
     """
     for path, module in model.named_modules():
         for key, tensor in slots_of(module).items():
@@ -53,5 +55,9 @@ class _Around(nn.Module):
         return self._function()
 
 
+class OwnHook(partial[Any]):
+    """A hook of Blockpipe's on a module: it does not change what the user's forward does."""
+
+
 class StandIn:
-    """What stands in for a module's forward for a while, and is no change of the user's."""
+    """A temporary replacement of a module's forward, which is not a change by the user."""

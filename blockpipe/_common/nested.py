@@ -21,7 +21,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything in a nested value that is no container, in order."""
+    """Yield everything in a nested value that is not a container, in order."""
     if isinstance(value, Tensor) or type(value) in _PLAIN:
         yield value
     elif isinstance(value, tuple | list):
@@ -38,7 +38,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def leaf_names(value: Any, name: str = "output") -> list[str]:
-    """What everything that :func:`leaves` yields is called in the nested value.
+    """Return the names in the nested value of everything that :func:`leaves` yields.
 
     Example:
         >>> leaf_names({"logits": 1, "states": (2, 3)})
@@ -58,14 +58,14 @@ def leaf_names(value: Any, name: str = "output") -> list[str]:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a nested value, in order."""
+    """Return the tensors in a nested value, in order."""
     if isinstance(value, Tensor):  # the common case, and on every step's way
         return iter((value,))
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same nested value with every leaf replaced; unchanged containers stay themselves."""
+    """Return a nested value with every leaf replaced; unchanged containers stay themselves."""
     if isinstance(value, Tensor) or type(value) in _PLAIN:
         return function(value)
     if isinstance(value, tuple | list):
@@ -92,7 +92,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same nested value with every tensor replaced."""
+    """Return a nested value with every tensor replaced."""
     if isinstance(value, Tensor):
         return function(value)
     kind = type(value)

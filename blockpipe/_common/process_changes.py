@@ -5,6 +5,7 @@ interrupt in the middle leaves nothing that could not be put right (:func:`leave
 """
 
 import threading
+from contextlib import suppress
 from typing import Any
 
 from .thread_state import in_thread
@@ -38,7 +39,7 @@ class ProcessChange:
             in_thread.entered.remove(self)
 
     def _hold(self, times: int) -> None:
-        """This thread has it entered so many times."""
+        """Set how many times this thread has it entered."""
         own = threading.get_ident()
         threads = (*(t for t in self._threads if t != own), *[own] * times)
         if not threads:
@@ -54,3 +55,7 @@ def leave_changes(first: int) -> None:
         for shared in in_thread.entered[first:]:
             shared._hold(in_thread.entered[:first].count(shared))
         del in_thread.entered[first:]
+    # An interrupt after the body of a ``with``, and before its end, keeps the lock.
+    with suppress(RuntimeError):  # this thread has it no longer
+        while True:
+            _lock.release()

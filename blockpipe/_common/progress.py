@@ -1,7 +1,7 @@
-"""How far something long has come, on one line of a terminal.
+"""The progress of a long task, on one line of a terminal.
 
-Nothing is shown for what is over in two seconds, nor where nobody looks: not in a log file, not in
-a test. A bar of tqdm's would be a dependency, and would write its line into CI logs too.
+Nothing is shown for a task of less than two seconds, nor in a log file or a test. A bar of tqdm's
+would be a dependency, and would write its line into CI logs too.
 """
 
 import sys
@@ -17,12 +17,12 @@ _WIDTH = 79
 
 
 class Progress:
-    """Counts the steps of something; entered around it.
+    """Counts the steps of a task; entered around it.
 
     Args:
-        what: what is under way: ``"recording ResNet"``.
-        total: how many steps there will be; ``None``: nobody knows.
-        unit: what a step is.
+        what: the task, such as ``"recording ResNet"``.
+        total: the number of steps; ``None``: it is unknown.
+        unit: the noun for steps.
 
     Example:
         >>> with Progress("measuring", total=3, unit="pieces") as progress:
@@ -40,11 +40,11 @@ class Progress:
         self._kind = None if is_silent() else _place()
 
     def step(self, what: str = "", count: int = 1) -> None:
-        """So much more is done, or begins.
+        """Count steps that are done or begin.
 
         Args:
-            what: shown beside the numbers.
-            count: of steps.
+            what: a text beside the numbers.
+            count: the number of steps.
         """
         self.done += count
         if self._kind is None:
@@ -83,7 +83,7 @@ class Progress:
 
 
 def _place() -> str | None:
-    """Where it is shown: a terminal, a notebook, or nowhere."""
+    """Return where progress is shown: in a terminal, a notebook, or nowhere."""
     if sys.stderr is None:  # a program without a console
         return None
     if sys.stderr.isatty():

@@ -15,7 +15,7 @@ ABANDONED = 3600.0  # seconds without a write: longer than any living writer pau
 
 
 def part_of(path: Path) -> Path:
-    """Where a file is written before it gets its name.
+    """Return the path at which a file is written before it gets its name.
 
     Two that write the same file by mistake do not write into one, be they in containers where each
     is process 1; nobody can know the name before and put a link there.
@@ -29,7 +29,7 @@ def remove_abandoned(directory: Path, names: str) -> None:
     A writer that was only stopped, and goes on later, fails then: its file has no name any more.
 
     Args:
-        directory: where.
+        directory: the directory of these files.
         names: a regular expression for the names of the files that were being written.
     """
     part = re.compile(rf"\.({names})\.[0-9a-f]{{16}}\.part")

@@ -30,17 +30,17 @@ class Gate:
         self._shut.acquire()
 
     def wait(self) -> None:
-        """Until it is opened, or for ``POLL`` seconds."""
+        """Wait until it is opened, or for ``POLL`` seconds."""
         self._shut.acquire(timeout=POLL)
 
     def open(self) -> None:
-        """Let one through: who waits now, or comes next."""
+        """Let one waiter through: the present one, or the next."""
         with suppress(RuntimeError):  # it is open
             self._shut.release()
 
 
 class Standstill:
-    """How long the process has done nothing, as of somebody who waits and looks every ``POLL``."""
+    """Counts the time for which the process has computed nothing, for a waiter that polls it."""
 
     def __init__(self) -> None:
         self._begin()
@@ -49,7 +49,7 @@ class Standstill:
         self._looks, self._used = 0, time.process_time()
 
     def is_reached(self) -> bool:
-        """Whether nothing has been computed for ``PATIENCE`` seconds; asked after each ``POLL``.
+        """Return whether nothing was computed for ``PATIENCE`` seconds; asked after each ``POLL``.
 
         Looks are counted, and not seconds: a process that was stopped for a minute has not waited.
         """
@@ -63,7 +63,7 @@ class Standstill:
 
 
 def _is_debugged() -> bool:
-    """Whether a thread stands in a debugger, and waits for what the user types."""
+    """Return whether a thread is in a debugger, which waits for the user's input."""
     frames: list[FrameType | None] = list(sys._current_frames().values())
     for frame in frames:
         while frame is not None:

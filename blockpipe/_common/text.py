@@ -6,7 +6,7 @@ _BAR = 16  # characters
 
 
 def bytes_text(count: int) -> str:
-    """A size as people read it."""
+    """Return a size in bytes as people read it."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
@@ -16,7 +16,7 @@ def bytes_text(count: int) -> str:
 
 
 def flops_text(count: float) -> str:
-    """Floating-point operations, with the prefixes of the field.
+    """Return a number of floating-point operations with its prefix.
 
     Example:
         >>> flops_text(3.6e9), flops_text(0)
@@ -29,7 +29,7 @@ def flops_text(count: float) -> str:
 
 
 def milliseconds_text(seconds: float) -> str:
-    """Three digits, or all before the point.
+    """Return a time in milliseconds with three digits, or all before the point.
 
     Example:
         >>> milliseconds_text(0.0012345), milliseconds_text(12.3456)
@@ -39,15 +39,38 @@ def milliseconds_text(seconds: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def seconds_text(seconds: float) -> str:
+    """Return a time with three digits and its unit.
+
+    Example:
+        >>> seconds_text(1.5), seconds_text(0.0123), seconds_text(4.2e-6)
+        ('1.5 s', '12.3 ms', '4.2 µs')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def dtype_text(dtype: object) -> str:
+    """Return the name of a ``torch.dtype`` without its module.
+
+    Example:
+        >>> dtype_text("torch.float32")
+        'float32'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def stages_text(stages: list[int]) -> str:
-    """Stages as a range where they are one."""
+    """Return stages as a list, or as a range if they are one."""
     if len(stages) > 2 and stages == list(range(stages[0], stages[-1] + 1)):
         return f"{stages[0]}-{stages[-1]}"
     return ", ".join(map(str, stages))
 
 
 def one_line(text: str) -> str:
-    """A name from elsewhere on one line: what cannot be printed is written as Python escapes it.
+    """Return a foreign name on one line, with unprintable characters as Python escapes them.
 
     A module's name may be any text. A line break in it would begin a line of a table, or of code
     that is printed to be pasted; an escape character would speak to the terminal.
@@ -62,12 +85,12 @@ def one_line(text: str) -> str:
 
 
 def short(where: str) -> str:
-    """A file and line without the directories."""
+    """Return a file and line without the directories."""
     return where.rpartition("/")[2]
 
 
 def bar(share: float) -> str:
-    """A number from 0 to 1 as a bar.
+    """Return a number from 0 to 1 as a bar.
 
     Example:
         >>> bar(0.5)
@@ -78,7 +101,13 @@ def bar(share: float) -> str:
 
 
 def text_table(head: list[str], rows: list[list[str]], left: int) -> str:
-    """Columns as wide as they need; the first ``left`` to the left, the rest to the right."""
+    """Return a table.
+
+    Args:
+        head: the titles of the columns.
+        rows: the cells of each row.
+        left: the number of columns that are aligned to the left; the others are to the right.
+    """
     head, *rows = [list(map(one_line, row)) for row in (head, *rows)]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 

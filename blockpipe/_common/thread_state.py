@@ -217,7 +217,7 @@ class CallerState:
 
     @property
     def autocasts(self) -> bool:
-        """Whether the caller is under autocast."""
+        """Whether the caller has autocast on."""
         return bool(self._autocast)
 
     def run(self, function: Callable[[], R], *, backward: bool = False) -> R:

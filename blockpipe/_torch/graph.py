@@ -18,7 +18,8 @@ accumulate_grad), the last three by position only.
 
 ``torch.autograd.backward`` and ``grad`` call it. They check the gradients first, and in torch 2.11
 cannot look at an edge into a custom function such as ours. A split backward calls it for every node
-of its frontier; on two multiplications the checks make 100 µs out of 70 (torch 2.15, CPU)."""
+of its frontier; on a tiny graph the checks made 147 µs out of 103 for ``grad``, and 151 out of 97
+for ``backward`` (torch 2.15, CPU, medians)."""
 
 will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 """Whether the backward that is under way runs a node. No argument of a custom function's backward

@@ -41,6 +41,11 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 empty ones), and fails for fake ones; ``id()`` is that of a Python object, which may go earlier."""
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return which storage a tensor has: :data:`storage_id` of it."""
+    return storage_id(tensor.untyped_storage())
+
+
 def holders_of(storage: torch.UntypedStorage) -> int:
     """How many have a storage in hand: tensors of it, and Python's own storage object. What is not
     Python's is in no public count."""

@@ -1,4 +1,4 @@
-"""The micro-batches' results into one: values forward, gradients back."""
+"""The micro-batches' results, joined into one: values forward, gradients back."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from .._common.callsite import users_line
+from .._common.checks import expected
 from .._common.nested import leaf_names, leaves, map_leaves
 from ..devices.copies import carry
 from ..devices.devices import is_asynchronous
 from ..errors import MicrobatchError
-from .microbatch import BatchDims
+from .batch_dims import BatchDims, has_batch
 
 
 def join(
@@ -21,23 +22,31 @@ def join(
     sizes: Sequence[int],
     weights: Sequence[float],
     device: torch.device | None,
-    dim: int | Literal["list"] = 0,
+    dim: int | Literal["list"] | None = 0,
     on_host: Sequence[Sequence[bool]] = (),
 ) -> tuple[Any, list["JoinedLeaf"]]:
-    """One result out of the micro-batches', on a device.
+    """Join the micro-batches' results into one, on a device.
 
     A tensor with a micro-batch's size on ``dim`` is concatenated; a 0-d floating-point tensor is
-    summed by weight; one that is the same tensor for all (a weight) is kept, and so are a mask or
-    positions, and what is no tensor, if all agree; anything else becomes a list, one entry a
-    micro-batch. With ``"list"`` for ``dim`` the results are lists themselves, one element a sample,
-    and become one list. What is marked as ``on_host``, by micro-batch and leaf, is left where it
-    is.
+    summed by weight; one that is the same tensor for all (a weight) is kept, and so are a mask,
+    positions, and values other than tensors, if all agree; anything else becomes a list, one entry
+    a micro-batch. With ``"list"`` for ``dim`` the results are lists themselves, one element a
+    sample, and become one list. With ``None`` the results are not
+    joined: they are returned as a list.
+
+    Args:
+        results: the results, one for each micro-batch.
+        sizes: the micro-batches' numbers of samples.
+        weights: the weights of their losses.
+        device: the device of the result; ``None``: leaves stay on their devices.
+        dim: the dim that has the samples, ``"list"``, or ``None``.
+        on_host: by micro-batch and leaf, whether the leaf stays on the host; empty: none does.
 
     Returns:
         The result, and for each of its leaves how it was joined.
 
     Raises:
-        MicrobatchError: the results have different structures, or sizes on other dims, or are no
+        MicrobatchError: the results have different structures, or sizes on other dims, or are not
             lists of samples.
 
     Example:
@@ -46,13 +55,14 @@ def join(
     """
     columns = [list(leaves(result)) for result in results]
     hosts = on_host or [[False] * len(column) for column in columns]
+    if dim is None:
+        return _listed(list(results), sizes, columns, device, hosts)
     if dim == "list":
         return _joined_lists(results, sizes, columns, device, hosts)
     if len({len(column) for column in columns}) > 1:
-        raise MicrobatchError(
-            f"micro-batches give results of one structure, but they have "
-            f"{[len(c) for c in columns]} members; return the same members each time"
-        )
+        counts, fix = [len(c) for c in columns], "return the same members for every micro-batch"
+        contract = "as many members in the result of every micro-batch"
+        raise MicrobatchError(expected(contract, counts, fix=fix))
     joints = [
         JoinedLeaf.of([column[i] for column in columns], sizes, weights, dim, i)
         for i in range(len(columns[0]))
@@ -63,7 +73,7 @@ def join(
 
 
 def _joined(result: Any, at: int, joint: "JoinedLeaf", device: torch.device | None) -> Any:
-    """The joined leaf number ``at`` of results such as this one."""
+    """Return the joined leaf number ``at`` of results of this structure."""
     try:
         return joint.value(device)
     except RuntimeError as error:
@@ -73,10 +83,10 @@ def _joined(result: Any, at: int, joint: "JoinedLeaf", device: torch.device | No
         if other is None:
             raise
         raise MicrobatchError(
-            f"micro-batches give outputs that differ on dim {joint.dim} alone, where they are put "
-            f"together, but {leaf_names(result)[at]} has the shape {shapes[0]} in micro-batch 0 "
-            f"and {shapes[other]} in micro-batch {other} ({users_line()}); pad it to one size in "
-            "the forward, or name the dim that has the samples: batch_dims={'output': …}"
+            f"expected outputs that differ only on dim {joint.dim}, on which they are joined, got "
+            f"{leaf_names(result)[at]} with the shape {shapes[0]} in micro-batch 0 and "
+            f"{shapes[other]} in micro-batch {other} ({users_line()}); pad it to one size in the "
+            "forward, or name the dim that has the samples: batch_dims={'output': …}"
         ) from error
 
 
@@ -89,12 +99,24 @@ def _joined_lists(
 ) -> tuple[Any, list["JoinedLeaf"]]:
     for result, size in zip(results, sizes, strict=True):
         if not isinstance(result, list | tuple) or len(result) != size:
-            what = f"{len(result)} elements" if isinstance(result, list | tuple) else "no list"
+            is_list = isinstance(result, list | tuple)
+            got = f"one of {len(result)}" if is_list else type(result).__name__
             raise MicrobatchError(
-                f"batch_dims joins outputs by elements, one a sample, but the model returned "
-                f"{what} ({type(result).__name__}) for {size} samples; leave 'output' out of "
-                "batch_dims, or return a list with one element a sample"
+                f"expected a list of {size} elements, one a sample, for the output, got {got} "
+                f"({users_line()}); leave 'output' out of batch_dims, or return such a list"
             )
+    joined = type(results[0])(itertools.chain.from_iterable(results))
+    return _listed(joined, sizes, columns, device, on_host)
+
+
+def _listed(
+    listed: Any,
+    sizes: Sequence[int],
+    columns: list[list[Any]],
+    device: torch.device | None,
+    on_host: Sequence[Sequence[bool]],
+) -> tuple[Any, list["JoinedLeaf"]]:
+    """Results that stand one behind the other: each leaf is one micro-batch's."""
     joints = []
     for m, column in enumerate(columns):
         joints += [
@@ -103,19 +125,21 @@ def _joined_lists(
         ]
     stays = itertools.chain.from_iterable(on_host)
     values = iter([j.value(None if s else device) for j, s in zip(joints, stays, strict=True)])
-    joined = type(results[0])(itertools.chain.from_iterable(results))
-    return map_leaves(lambda _: next(values), joined), joints
+    return map_leaves(lambda _: next(values), listed), joints
 
 
 def output_dim(
     dims: BatchDims, results: Sequence[Any] = (), sizes: Sequence[int] = ()
-) -> int | Literal["list"]:
-    """The dim on which outputs are joined, or ``"list"``: as ``batch_dims`` says; else lists with
-    one element a sample, where the arguments are such lists."""
+) -> int | Literal["list"] | None:
+    """Return the dim on which outputs are joined, ``"list"``, or ``None`` for not at all.
+
+    ``batch_dims`` decides it. If it does not name the output, lists with one element a sample are
+    joined as such where the arguments are such lists.
+    """
     if not isinstance(dims, Mapping):
         return dims or 0
     if "output" in dims or "list" not in dims.values():
-        return dims.get("output") or 0
+        return dims.get("output", 0)
     are_lists = all(
         type(result) in (list, tuple) and len(result) == size
         for result, size in zip(results, sizes, strict=True)
@@ -123,22 +147,17 @@ def output_dim(
     return "list" if are_lists else 0
 
 
-def has_batch(shape: Sequence[int], size: int, dim: int) -> bool:
-    """Whether a result of a micro-batch has an entry for each of its samples."""
-    return len(shape) > dim and shape[dim] == size
-
-
 def is_weighed(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a result without them is summed by weight."""
+    """Return whether a tensor that has no entry for each sample is summed by weight."""
     return len(shape) == 0 and (dtype.is_floating_point or dtype.is_complex)
 
 
 def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Of one tensor from each micro-batch, on one device."""
-    # What has no weight counts for nothing, also where it is no number.
+    """Return the weighted sum of one tensor from each micro-batch, all on one device."""
+    # A tensor without weight is left out: 0 times NaN would be NaN.
     counted = [(p, w) for p, w in zip(parts, weights, strict=True) if w]
     tensors, factors = [p for p, _ in counted], [w for _, w in counted]
-    if is_asynchronous(tensors[0].device):  # in few launches, and so in any order
+    if is_asynchronous(tensors[0].device):  # few launches; the order of the sum is free
         row = carry(torch.tensor(factors, dtype=tensors[0].dtype), tensors[0].device)
         joined: Tensor = torch.tensordot(row, torch.stack(tensors), 1)
         return joined
@@ -149,15 +168,16 @@ def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 @dataclass
 class JoinedLeaf:
-    """How leaves of the micro-batches' results become one: values forward, gradients back.
+    """The way in which leaves of the micro-batches' results become one: values forward, gradients
+    back.
 
     Attributes:
-        how: see :func:`join`.
+        how: the rule, see :func:`join`.
         parts: the leaves.
-        sizes: of the micro-batches.
-        weights: of the micro-batches.
-        dim: on which parts are put together.
-        places: (micro-batch, leaf of its result) of each part.
+        sizes: the micro-batches' numbers of samples.
+        weights: the weights of their losses.
+        dim: the dim on which parts are concatenated.
+        places: the micro-batch and the index of the leaf in its result, for each part.
     """
 
     how: Literal["cat", "sum", "same", "list"]
@@ -176,7 +196,7 @@ class JoinedLeaf:
         dim: int,
         leaf: int = 0,
     ) -> "JoinedLeaf":
-        """Choose how the same leaf of all micro-batches is joined."""
+        """Choose the rule by which a leaf of all micro-batches is joined."""
         first = parts[0]
         how: Literal["cat", "sum", "same", "list"]
         if not all(isinstance(part, Tensor) for part in parts):
@@ -186,8 +206,8 @@ class JoinedLeaf:
         elif is_weighed(first.shape, first.dtype):
             how = "sum"
         elif first.is_floating_point() or first.is_complex() or first.dim() == 0:
-            # Not by their values, which may be alike in one step and differ in the next: then only
-            # one of them had its gradient.
+            # Their values do not decide: they may be equal in one step and differ in the next, and
+            # then only one of them would have got its gradient.
             how = "same" if all(_is_same_memory(p, first) for p in parts[1:]) else "list"
         else:  # a mask, or positions
             how = "same" if all(_same(p, first) for p in parts[1:]) else "list"
@@ -195,7 +215,7 @@ class JoinedLeaf:
         return cls(how, parts, sizes, weights, dim, places)
 
     def value(self, device: torch.device | None) -> Any:
-        """The joined leaf."""
+        """Return the joined leaf."""
         parts = self.parts
         if device is not None:
             parts = [p.to(device) if isinstance(p, Tensor) else p for p in parts]
@@ -208,7 +228,7 @@ class JoinedLeaf:
         return weighted_sum(parts, self.weights)
 
     def gradients(self, gradient: Tensor) -> list[Tensor | None]:
-        """What each micro-batch's part gets of the joined leaf's gradient."""
+        """Return each part's share of the joined leaf's gradient."""
         if len(self.parts) == 1:
             return [gradient]
         if self.how == "cat":
@@ -223,7 +243,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both are one tensor, a weight of the model's or an argument that goes whole."""
+    """Return whether both are one tensor: a weight, or an argument that was not split."""
     if a is b:
         return True
     if a.layout is not torch.strided or b.layout is not torch.strided:

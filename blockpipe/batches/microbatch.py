@@ -1,12 +1,11 @@
-"""A batch into micro-batches.
+"""A batch, split into micro-batches.
 
 ``torch.chunk`` on everything would drop or misalign rows where sizes differ (torchgpipe zips its
-chunk lists and loses some). Here one size is *the batch's*, and a tensor either has it or is no
-part of the batch. What could be meant in two ways is refused: a list of samples looks like a list
-of tensors that each have the batch's size.
+chunk lists and loses some). Here one size is *the batch's*, and a tensor either has it or is not
+part of the batch. An ambiguous argument is refused: a list of samples looks like a list of tensors
+that each have the batch's size.
 """
 
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,23 +15,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._common.callsite import users_line
+from .._common.checks import expected
 from .._common.nested import leaves, map_tensors, tensors
 from ..errors import MicrobatchError
+from .batch_dims import WHOLE, ArgumentDims, BatchDims, has_batch
 
-BatchDim = int | Literal["list"] | None
-BatchDims = int | Mapping[int | str, BatchDim] | None
 LossReduction = str | Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 @dataclass(frozen=True)
 class BatchPart:
-    """What the first micro-batch is of its batch, for messages.
+    """The first micro-batch's part of its batch, for messages.
 
     Attributes:
-        count: of micro-batches.
-        size: its samples.
-        batch: the batch's.
-        dims: what was split on which dim, by position or name of the argument.
+        count: the number of micro-batches.
+        size: the micro-batch's number of samples.
+        batch: the batch's number of samples.
+        dims: the dim of each argument that was split, by its position or name.
     """
 
     count: int
@@ -43,13 +43,13 @@ class BatchPart:
 
 @dataclass
 class Microbatch:
-    """One micro-batch's arguments, its target, and how many samples it has."""
+    """One micro-batch's arguments, its target, and its number of samples."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
     size: int
-    share: BatchPart | None = None  # of the first one
+    share: BatchPart | None = None  # the first one has it
 
 
 def split(
@@ -63,23 +63,23 @@ def split(
 ) -> list[Microbatch]:
     """Split a batch into at most ``chunks`` micro-batches.
 
-    Their sizes differ by one at the most; the larger ones come first.
+    Their sizes differ by at most one, and the larger ones come first.
 
     Args:
-        args: positional arguments; nested values are fine.
-        kwargs: keyword arguments.
-        target: what the loss compares with; split like the inputs.
-        chunks: how many micro-batches are wanted. A batch of fewer samples gives fewer.
+        args: the positional arguments, nested or not.
+        kwargs: the keyword arguments.
+        target: the target of the loss, split like the inputs.
+        chunks: the number of micro-batches. A batch of fewer samples gives fewer.
         dims: ``None``: every tensor whose dim 0 has the batch's size (that of the first tensor)
             is split there. A number: the same on that dim. A mapping from an argument's position
             or name (and ``"target"``) to its dim, to ``"list"`` for a list or tuple that has one
-            element a sample, or to ``None`` for "goes whole"; what it does not name is treated as
-            by ``None``.
-        cut: the pieces are leaves of their own; otherwise autograd sees the split.
+            element a sample, or to ``None`` if every micro-batch gets it whole; arguments that it
+            does not name are treated as by ``None``.
+        cut: whether the pieces are leaves of their own; otherwise autograd sees the split.
 
     Raises:
-        MicrobatchError: an empty batch, tensors that do not fit together, or a list that may hold
-            samples and is not named in ``dims``.
+        MicrobatchError: the batch is empty, its tensors do not fit together, or it has a list that
+            may hold samples and is not named in ``dims``.
 
     Example:
         >>> import torch
@@ -88,112 +88,115 @@ def split(
         [2, 2, 1]
     """
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    if isinstance(dims, Mapping):
-        known = {name for name, _ in named} | {"target", "output"}
-        unknown = [name for name in dims if name not in known]
-        if unknown:
-            raise MicrobatchError(
-                f"batch_dims names {unknown}, but the arguments are {[n for n, _ in named]}; use "
-                "positions and names of this call's arguments, 'target' and 'output'"
-            )
-    size = _batch_size(named, dims)
+    by = ArgumentDims(dims)
+    by.check_names([name for name, _ in named])
+    size = _batch_size(named, by)
     if size is None:
         return [Microbatch(args, kwargs, target, 1)]
     if size == 0:
-        raise MicrobatchError("a batch has at least one sample, but the first tensor has 0 rows")
+        contract, fix = "at least one sample", "skip empty batches"
+        raise MicrobatchError(expected(contract, 0, for_="the batch's first tensor", fix=fix))
     for name, value in [*named, ("target", target)]:
-        if not (isinstance(dims, Mapping) and name in dims):
-            _check_for_samples(name, value, size, _dim_of(name, dims))
-    _check_target(target, size, _dim_of("target", dims))
-    count = min(chunks, size)
-    bounds = [size // count + (i < size % count) for i in range(count)]
-    split_on: dict[int | str, int | Literal["list"]] = {}
+        if not by.names(name):
+            _check_for_samples(name, value, size, by.of(name))
+    _check_target(target, size, by.of("target"))
+    splitter = _Splitter(by, size, min(chunks, size), cut)
+    if splitter.count > 1:
+        return splitter.microbatches(args, kwargs, target)
+    for name, value in named:
+        splitter.parts(name, value)  # for its checks
+    return [Microbatch(args, kwargs, target, size)]
 
-    def parts(name: int | str, value: Any) -> list[Any]:
-        dim = _dim_of(name, dims)
-        if dim is _WHOLE:
-            return [value] * count
+
+class _Splitter:
+    """Splits the arguments of one batch.
+
+    Args:
+        by: the dims of the arguments.
+        batch: the batch's samples.
+        count: the number of micro-batches.
+        cut: as for :func:`split`.
+    """
+
+    def __init__(self, by: ArgumentDims, batch: int, count: int, cut: bool) -> None:
+        self.count = count
+        self._by = by
+        self._batch = batch
+        self._cut = cut
+        self._sizes = [batch // count + (i < batch % count) for i in range(count)]
+        self._split_on: dict[int | str, int | Literal["list"]] = {}
+
+    def microbatches(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> list[Microbatch]:
+        """Return the micro-batches; the first one knows its part of the batch."""
+        positional = [self.parts(i, value) for i, value in enumerate(args)]
+        by_name = [self.parts(name, value) for name, value in kwargs.items()]
+        every_args = zip(*positional, strict=True) if args else [()] * self.count
+        every_kwargs = (
+            [dict(zip(kwargs, row, strict=True)) for row in zip(*by_name, strict=True)]
+            if kwargs
+            else [kwargs] * self.count
+        )
+        share = BatchPart(self.count, self._sizes[0], self._batch, dict(self._split_on))
+        targets = self.parts("target", target)
+        rows = zip(every_args, every_kwargs, targets, self._sizes, strict=True)
+        microbatches = list(itertools.starmap(Microbatch, rows))
+        microbatches[0].share = share
+        return microbatches
+
+    def parts(self, name: int | str, value: Any) -> list[Any]:
+        """Return each micro-batch's part of an argument."""
+        dim = self._by.of(name)
+        if dim is WHOLE:
+            return [value] * self.count
         if dim == "list":
-            _check_list(name, value, size)
-            ends = itertools.accumulate(bounds)
-            own = map_tensors(_own_leaf, value) if cut else value
-            split_on[name] = "list"
-            return [own[end - n : end] for end, n in zip(ends, bounds, strict=True)]
-        if isinstance(dims, int) or (isinstance(dims, Mapping) and name in dims):
-            _check_named(name, value, dim, size)
-        if isinstance(value, Tensor):  # the common case, and this is on every step's way
-            is_split = value.dim() > dim and value.shape[dim] == size
-            if is_split:
-                split_on[name] = dim
-            return _pieces(value, bounds, dim, cut) if is_split else [value] * count
+            return self._elements(name, value)
+        if self._by.asks_for(name):
+            _check_named(name, value, dim, self._batch)
+        if isinstance(value, Tensor):  # the common case, in every step
+            if not has_batch(value.shape, self._batch, dim):
+                return [value] * self.count
+            self._split_on[name] = dim
+            return _pieces(value, self._sizes, dim, self._cut)
         pieces: dict[int, Sequence[Tensor]] = {
-            id(t): _pieces(t, bounds, dim, cut)
+            id(t): _pieces(t, self._sizes, dim, self._cut)
             for t in tensors(value)
-            if t.dim() > dim and t.shape[dim] == size
+            if has_batch(t.shape, self._batch, dim)
         }
         if pieces:
-            split_on[name] = dim
+            self._split_on[name] = dim
 
         def part(i: int) -> Any:
             return map_tensors(lambda t: pieces[id(t)][i] if id(t) in pieces else t, value)
 
-        return [part(i) for i in range(count)]
+        return [part(i) for i in range(self.count)]
 
-    if count == 1:
-        for position, value in named:
-            parts(position, value)  # for its checks
-        return [Microbatch(args, kwargs, target, size)]
-    positional = [parts(i, value) for i, value in enumerate(args)]
-    by_name = [parts(name, value) for name, value in kwargs.items()]
-    every_args = zip(*positional, strict=True) if args else [()] * count
-    every_kwargs = (
-        [dict(zip(kwargs, row, strict=True)) for row in zip(*by_name, strict=True)]
-        if kwargs
-        else [kwargs] * count
-    )
-    rows = zip(every_args, every_kwargs, parts("target", target), bounds, strict=True)
-    microbatches = list(itertools.starmap(Microbatch, rows))
-    split_on.pop("target", None)
-    microbatches[0].share = BatchPart(count, bounds[0], size, split_on)
-    return microbatches
+    def _elements(self, name: int | str, value: Any) -> list[Any]:
+        _check_list(name, value, self._batch)
+        self._split_on[name] = "list"
+        own = map_tensors(_own_leaf, value) if self._cut else value
+        ends = itertools.accumulate(self._sizes)
+        return [own[end - n : end] for end, n in zip(ends, self._sizes, strict=True)]
 
 
-def dims_of_call(
-    dims: BatchDims, parameters: Mapping[str, inspect.Parameter], args: Sequence[Any], given: Any
-) -> BatchDims:
-    """``batch_dims`` for one call: an argument has its dim by position or by name, however it is
-    passed, and a parameter that this call leaves out is no mistake.
-
-    Args:
-        dims: as the user gave it.
-        parameters: of the model's forward, in order.
-        args: positional arguments of the call.
-        given: names of the keyword arguments.
-    """
-    if not isinstance(dims, Mapping):
-        return dims
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [name for name, p in parameters.items() if p.kind in by_position]
-    found: dict[int | str, BatchDim] = {}
-    for name, dim in dims.items():
-        position = names.index(name) if name in names else name
-        passed_as = position if isinstance(position, int) and position < len(args) else name
-        if isinstance(name, int) and len(args) <= name < len(names):
-            passed_as = names[name]
-        if passed_as in given or passed_as not in parameters:
-            found[passed_as] = dim
-    return found
-
-
-def _check_named(name: int | str, value: Any, dim: int, size: int) -> None:
-    """A dim that was asked for is there, and has the batch's size."""
+def _check_named(name: int | str, value: Any, dim: int, size: int | None) -> None:
+    """Check that the tensors of an argument have the dim that the user has named, with the batch's
+    size; ``None``: that is not known yet."""
     for tensor in tensors(value):
         if tensor.dim() and (tensor.dim() <= dim or tensor.shape[dim] != size):
-            raise MicrobatchError(
-                f"batch_dims splits argument {name!r} on dim {dim}, where the batch has {size} "
-                f"samples, but a tensor of shape {tuple(tensor.shape)} came; name the dim that "
-                f"has them, or batch_dims={{{name!r}: None}} to give every micro-batch the whole"
+            fix = (
+                "name the dim that has the samples, or pass "
+                f"batch_dims={{{name!r}: None}} to give every micro-batch the whole"
             )
+            contract, argument = _samples_on(dim, size), f"argument {name!r}"
+            shape = tuple(tensor.shape)
+            raise MicrobatchError(expected(contract, shape, for_=argument, fix=fix))
+
+
+def _samples_on(dim: int, size: int | None) -> str:
+    samples = "samples" if size is None else f"the batch's {size} samples"
+    return f"a shape with {samples} on dim {dim}"
 
 
 def _pieces(tensor: Tensor, bounds: list[int], dim: int, cut: bool) -> list[Tensor]:
@@ -211,53 +214,47 @@ def _own_leaf(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
     return leaf.requires_grad_() if needs and torch.is_grad_enabled() else leaf
 
 
-_WHOLE: Any = object()
-
-
-def _dim_of(name: int | str, dims: BatchDims) -> Any:
-    if dims is None:
-        return 0
-    if isinstance(dims, int):
-        return dims
-    dim = dims.get(name, 0)
-    return _WHOLE if dim is None else dim
-
-
-def _batch_size(named: list[tuple[Any, Any]], dims: BatchDims) -> int | None:
+def _batch_size(named: list[tuple[Any, Any]], by: ArgumentDims) -> int | None:
+    """Return the number of samples of the first argument that is split; ``None``: none is."""
     for name, value in named:
-        dim = _dim_of(name, dims)
-        if dim is _WHOLE:
+        dim = by.of(name)
+        if dim is WHOLE:
             continue
         if dim == "list":
             _check_list(name, value)
             return len(value)
-        if not (isinstance(dims, Mapping) and name in dims):
+        if not by.names(name):
             _check_for_samples(name, value, None, dim)
         for tensor in tensors(value):
             if tensor.dim() > dim:
                 return int(tensor.shape[dim])
-            if tensor.dim() and dims is not None:
-                _check_named(name, tensor, dim, 0)
+            if tensor.dim() and not by.is_default:
+                _check_named(name, tensor, dim, None)
     return None
 
 
 def _check_list(name: int | str, value: Any, size: int | None = None) -> None:
-    """A list of samples that was asked for is there, and has the batch's size."""
+    """Check that an argument that the user has named as a list is one, of the batch's size."""
+    argument = f"argument {name!r}"
     if not isinstance(value, list | tuple):
-        raise MicrobatchError(
-            f"batch_dims splits argument {name!r} by elements, but {type(value).__name__} came; "
-            "pass a list or tuple with one element a sample, or name a dim instead"
-        )
+        contract = "a list or tuple with one element a sample"
+        fix = "pass one, or name a dim in batch_dims"
+        raise MicrobatchError(expected(contract, value, for_=argument, fix=fix))
     if size is not None and len(value) != size:
-        raise MicrobatchError(
-            f"batch_dims splits argument {name!r} by elements, but it has {len(value)} of them "
-            f"where the batch has {size} samples; pass one element a sample"
-        )
+        contract = f"as many elements as the batch has samples, {size},"
+        raise MicrobatchError(expected(contract, len(value), for_=argument))
 
 
 def _check_for_samples(name: int | str, value: Any, size: int | None, dim: Any) -> None:
-    """Refuse a list of samples that nobody said is one: each of them would be split, or all go to
-    every micro-batch. ``size`` is ``None`` where the batch's would be taken from this argument."""
+    """Refuse a list that may hold samples and that the user has not named as one: each sample would
+    be split, or every micro-batch would get all of them.
+
+    Args:
+        name: the argument's position or name.
+        value: the argument.
+        size: the batch's number of samples; ``None``: this argument would decide it.
+        dim: the dim on which the argument is split.
+    """
     if isinstance(value, Tensor):
         return
     for found in _sequences(value):
@@ -273,23 +270,25 @@ def _check_for_samples(name: int | str, value: Any, size: int | None, dim: Any) 
                 where += f" has a {type(found).__name__} inside that"
             raise MicrobatchError(
                 f"{where} may be a list of {len(found)} samples, or hold tensors that have all "
-                f"samples each; say which by batch_dims={{{name!r}: 'list'}} (one element a "
-                f"sample), {{{name!r}: 0}} (each tensor is split on dim 0) or {{{name!r}: None}} "
+                f"samples each ({users_line()}); pass batch_dims={{{name!r}: 'list'}} (one element "
+                f"a sample), {{{name!r}: 0}} (each tensor is split on dim 0) or {{{name!r}: None}} "
                 "(every micro-batch gets the whole)"
             )
     for leaf in leaves(value):
         shape = getattr(leaf, "shape", None)
         is_array = hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)
         if size is not None and is_array and isinstance(shape, tuple) and shape[:1] == (size,):
-            raise MicrobatchError(
-                f"argument {name!r} has a {type(leaf).__name__} with the batch's {size} rows, but "
-                "only tensors are split; pass torch.as_tensor(…) of it, or "
+            fix = (
+                "pass torch.as_tensor(…) of it, or "
                 f"batch_dims={{{name!r}: None}} to give every micro-batch the whole"
             )
+            contract, argument = f"a tensor with the batch's {size} rows", f"argument {name!r}"
+            raise MicrobatchError(expected(contract, leaf, for_=argument, fix=fix))
 
 
 def _sequences(value: Any) -> Iterator[list[Any] | tuple[Any, ...]]:
-    """Lists and plain tuples in a nested value, from outside in; a named tuple is a record."""
+    """Yield the lists and plain tuples in a nested value, the outer ones first; a named tuple is a
+    record."""
     if isinstance(value, Mapping):
         for item in value.values():
             yield from _sequences(item)
@@ -300,7 +299,7 @@ def _sequences(value: Any) -> Iterator[list[Any] | tuple[Any, ...]]:
 
 
 def _alike(sequence: Sequence[Any]) -> bool:
-    """Whether these look like one sample each, not like the parts of one record."""
+    """Return whether the items look like one sample each, and not like the parts of one record."""
     if len(sequence) < 2 or len({type(item) for item in sequence}) > 1:
         return False
     if isinstance(sequence[0], Tensor):
@@ -314,28 +313,30 @@ def _of_texts(sequence: Sequence[Any]) -> bool:
 
 
 def _check_target(target: Any, size: int, dim: Any) -> None:
-    if dim is _WHOLE or dim == "list":
+    if dim is WHOLE or dim == "list":
         return
     for tensor in tensors(target):
         if tensor.dim() > dim and tensor.shape[dim] != size:
+            fix = (
+                "pass a target for each sample, or batch_dims={'target': None} to give every "
+                "micro-batch the whole of it"
+            )
+            shape = tuple(tensor.shape)
             raise MicrobatchError(
-                f"a target splits like the inputs, whose batch has {size} samples, but a target "
-                f"of shape {tuple(tensor.shape)} has {tensor.shape[dim]} on dim {dim}; pass a "
-                "target for each sample, or batch_dims={'target': None} to give every micro-batch "
-                "the whole of it"
+                expected(_samples_on(dim, size), shape, for_="the target", fix=fix)
             )
 
 
 def weights_of(microbatches: Sequence[Microbatch], reduction: LossReduction) -> list[float]:
-    """What each micro-batch's loss counts in the batch's.
+    """Return the weight of each micro-batch's loss in the batch's.
 
     Args:
-        microbatches: as split.
+        microbatches: the micro-batches of :func:`split`.
         reduction: ``"mean"``: its share of the samples; ``"sum"``: 1; a callable ``(args, kwargs,
             target) -> number``: its share of those numbers (tokens that count, say).
 
     Raises:
-        MicrobatchError: the numbers of the callable are negative, or all zero.
+        MicrobatchError: a number of the callable is negative or not finite, or all are zero.
     """
     if reduction == "sum":
         return [1.0] * len(microbatches)
@@ -346,10 +347,9 @@ def weights_of(microbatches: Sequence[Microbatch], reduction: LossReduction) -> 
         except (TypeError, ValueError):
             counts = [-1.0]
         if not all(math.isfinite(n) and n >= 0 for n in counts) or sum(counts) <= 0:
-            raise MicrobatchError(
-                f"loss_reduction gives finite weights from 0 on, not all 0, but {given} came; "
-                "count what the loss averages over"
-            )
+            contract = "finite weights from 0 on, not all 0,"
+            fix = "count the terms that the loss averages over"
+            raise MicrobatchError(expected(contract, given, for_="loss_reduction", fix=fix))
     else:
         counts = [float(m.size) for m in microbatches]
     total = sum(counts)
@@ -358,11 +358,11 @@ def weights_of(microbatches: Sequence[Microbatch], reduction: LossReduction) -> 
 
 @dataclass
 class InputPlace:
-    """Where one of the batch's tensors is in the micro-batches' arguments.
+    """The place of one of the batch's leaves in the micro-batches' arguments.
 
     Attributes:
-        dim: on which it was split; ``None``: it went whole.
-        leaves: by micro-batch, which leaf of the arguments it is, or has its piece.
+        dim: the dim on which it was split; ``None``: it was not.
+        leaves: for each micro-batch that has it or a piece of it, the index of that leaf.
     """
 
     dim: int | None
@@ -376,38 +376,35 @@ def input_places(
     sizes: Sequence[int],
     dims: BatchDims,
 ) -> list[InputPlace]:
-    """For each leaf of a batch's arguments and its target, in order: where it went.
+    """Return the places of the leaves of a batch's arguments and its target, in order.
 
     Args:
-        args: as given to :func:`split`.
-        kwargs: as given to :func:`split`.
-        target: as given to :func:`split`.
-        sizes: of the micro-batches that it made.
-        dims: as given to :func:`split`.
+        args: the positional arguments of :func:`split`.
+        kwargs: its keyword arguments.
+        target: its target.
+        sizes: the sizes of the micro-batches that it made.
+        dims: its ``batch_dims``.
     """
     size, count = sum(sizes), len(sizes)
+    by = ArgumentDims(dims)
     reached = [0] * count  # leaves of each micro-batch's arguments so far
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items(), ("target", target)]
     places = []
     for name, value in named:
-        dim = _dim_of(name, dims)
+        dim = by.of(name)
         if dim == "list":
             owners = [m for m, n in enumerate(sizes) for _ in range(n)]
             parts = [([m], item) for m, item in zip(owners, value, strict=True)]
         else:
             parts = [(list(range(count)), value)]
         for members, part in parts:
+            # An element of a list goes whole to one micro-batch.
+            may_be_split = len(members) > 1 and dim is not WHOLE
             for leaf in leaves(part):
-                is_split = (
-                    isinstance(leaf, Tensor)
-                    and len(members) > 1
-                    and dim is not _WHOLE
-                    and leaf.dim() > dim
-                    and leaf.shape[dim] == size
-                )
-                places.append(
-                    InputPlace(dim if is_split else None, {m: reached[m] for m in members})
-                )
+                is_split = may_be_split and isinstance(leaf, Tensor)
+                is_split = is_split and has_batch(leaf.shape, size, dim)
+                found = {m: reached[m] for m in members}
+                places.append(InputPlace(dim if is_split else None, found))
                 for m in members:
                     reached[m] += 1
     return places

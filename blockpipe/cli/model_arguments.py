@@ -9,42 +9,43 @@ import importlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .._common.checks import did_you_mean
 from ..errors import UsageError
 
 _TENSOR = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<sizes>[^:=]*)(?::(?P<rest>.*))?")
 
 
 MOST_DIGITS = 12
-"""Of a whole number in words. Python itself refuses to read one of thousands."""
+"""The most digits of an integer. Python itself refuses to read one of thousands."""
 
 MOST_VALUES = 1 << 28
-"""Of an input with values; a larger one has a shape only, which is what a recording asks for."""
+"""The most values of an input; a larger one has a shape only, which a recording is content with."""
 
 _WHOLE = re.compile(rf"\s*[0-9]{{1,{MOST_DIGITS}}}\s*")
 
 
 class CommandLineError(UsageError):
-    """Words of a command line that cannot be meant."""
+    """The words of a command line are wrong."""
 
 
 class ModelInputs(NamedTuple):
-    """What is passed to the model's forward."""
+    """The arguments of the model's forward."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def find_callable(text: str) -> Callable[..., Any]:
-    """What ``module:name`` stands for: a class, a function, or a module that is built already.
+    """Return the object of ``module:name``: a class, a function, or a module that exists already.
 
     Raises:
-        CommandLineError: no such module or name (with near misses), or nothing that can be called.
+        CommandLineError: the module or the name does not exist (with near misses), or the object
+            cannot be called.
 
     Example:
         >>> find_callable("torch.nn:Linear").__name__
@@ -53,8 +54,8 @@ def find_callable(text: str) -> Callable[..., Any]:
     module_name, colon, name = text.partition(":")
     if not colon or not module_name or not name:
         raise CommandLineError(
-            f"a model is given as module:callable, but {text!r} came; write "
-            "torchvision.models:resnet50, say"
+            f"expected module:callable for the model, got {text!r}; write "
+            "torchvision.models:resnet50, for example"
         )
     try:
         found: Any = importlib.import_module(module_name)
@@ -62,29 +63,28 @@ def find_callable(text: str) -> Callable[..., Any]:
         raise CommandLineError(f"{text!r} does not import: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            near = get_close_matches(part, dir(found), n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
-            raise CommandLineError(f"{module_name!r} has no {name!r}{hint}")
+            hint = did_you_mean(part, dir(found))
+            raise CommandLineError(f"{module_name!r} has no {name!r}; {hint}")
         found = getattr(found, part)
     if not callable(found):
         raise CommandLineError(
-            f"{text!r} is {type(found).__name__}, but a model is a class or a function that makes "
-            "one"
+            f"expected a class or a function that makes a model, got {type(found).__name__} "
+            f"from {text!r}"
         )
     return found  # type: ignore[no-any-return]
 
 
 def build_model(text: str, arguments: Mapping[str, Any], *, meta: bool) -> nn.Module:
-    """Call what ``module:callable`` names.
+    """Make the model that ``module:callable`` names.
 
     Args:
         text: the name.
-        arguments: keyword arguments of the call.
-        meta: build it on the meta device, without memory. A model that reads values while it is
-            built is built on the CPU instead.
+        arguments: the keyword arguments of the call.
+        meta: whether to build it on the meta device, without memory. A model that reads values
+            while it is built is built on the CPU instead.
 
     Raises:
-        CommandLineError: it makes no ``nn.Module``.
+        CommandLineError: the result is not an ``nn.Module``.
     """
     make = find_callable(text)
     if isinstance(make, nn.Module):
@@ -95,16 +95,16 @@ def build_model(text: str, arguments: Mapping[str, Any], *, meta: bool) -> nn.Mo
             with torch.device("meta"):
                 model = make(**arguments)
         except Exception:
-            model = None  # built below; what is wrong with it shows there
+            model = None  # built on the CPU below, where a real error shows again
     if model is None:
         model = make(**arguments)
     if not isinstance(model, nn.Module):
-        raise CommandLineError(f"{text!r} returned {type(model).__name__}, not an nn.Module")
+        raise CommandLineError(f"expected an nn.Module from {text!r}, got {type(model).__name__}")
     return model
 
 
 def literals(words: Iterable[str], option: str) -> dict[str, Any]:
-    """``NAME=VALUE`` pairs; a value is a Python literal, or else text.
+    """Read ``NAME=VALUE`` pairs, where a value is a Python literal, or else text.
 
     Example:
         >>> literals(["weights=None", "kind=small"], "--model-arg")
@@ -114,7 +114,7 @@ def literals(words: Iterable[str], option: str) -> dict[str, Any]:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier():
-            raise CommandLineError(f"{option} takes NAME=VALUE, but {word!r} came")
+            raise CommandLineError(f"expected NAME=VALUE for {option}, got {word!r}")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -123,7 +123,7 @@ def literals(words: Iterable[str], option: str) -> dict[str, Any]:
 
 
 def whole_number(word: str) -> int | None:
-    """The number that a word of up to :data:`MOST_DIGITS` digits is; ``None``: it is no such word.
+    """Read an integer of up to :data:`MOST_DIGITS` digits; ``None`` if the word is not one.
 
     Example:
         >>> whole_number(" 12"), whole_number("-1"), whole_number("9" * 5000)
@@ -133,7 +133,7 @@ def whole_number(word: str) -> int | None:
 
 
 def begins(words: Iterable[str]) -> dict[str, int]:
-    """``PATH=STAGE`` pairs.
+    """Read ``PATH=STAGE`` pairs.
 
     Example:
         >>> begins(["layer3=1"])
@@ -144,7 +144,7 @@ def begins(words: Iterable[str]) -> dict[str, int]:
         path, equals, text = word.rpartition("=")
         stage = whole_number(text)
         if not equals or not path or stage is None:
-            raise CommandLineError(f"--begin takes PATH=STAGE (layer3=1), but {word!r} came")
+            raise CommandLineError(f"expected PATH=STAGE (layer3=1) for --begin, got {word!r}")
         if path in found:
             raise CommandLineError(f"--begin {path} is given twice")
         found[path] = stage
@@ -152,13 +152,13 @@ def begins(words: Iterable[str]) -> dict[str, int]:
 
 
 def make_inputs(words: Iterable[str], others: Mapping[str, Any]) -> ModelInputs:
-    """The forward's arguments: tensors by their sizes, and other keyword arguments.
+    """Make the forward's arguments: tensors from their sizes, and other keyword arguments.
 
     A tensor is ``[NAME=]SIZES[:DTYPE[:HIGH]]``: ``8,3,224,224``, or ``input_ids=4,128:int64:1000``
-    for whole numbers below 1000 (below 2 where no limit is given). Values are random, from seed 0.
+    for integers below 1000 (below 2 without a limit). Values are random, from seed 0.
 
     Raises:
-        CommandLineError: a word that is no such tensor.
+        CommandLineError: a word does not describe a tensor.
 
     Example:
         >>> make_inputs(["2,3", "mask=2:bool"], {}).kwargs["mask"].dtype
@@ -184,29 +184,26 @@ def _tensor(word: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
     shape = [size for size in map(whole_number, sizes) if size is not None]
     if match is None or len(shape) < len(sizes):
         raise CommandLineError(
-            f"an input is [NAME=]SIZES[:DTYPE[:HIGH]], but {word[:100]!r} came; write 8,3,224,224, "
-            f"or input_ids=4,128:int64:1000; numbers have {MOST_DIGITS} digits at the most"
+            f"expected [NAME=]SIZES[:DTYPE[:HIGH]] for --input, got {word[:100]!r}; write "
+            f"8,3,224,224, or input_ids=4,128:int64:1000, at most {MOST_DIGITS} digits a number"
         )
     kind, _, high = (match["rest"] or "float32").partition(":")
     dtype = getattr(torch, kind, None)
     if not isinstance(dtype, torch.dtype):
-        near = [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
-        hint = get_close_matches(kind, near, n=3)
-        raise CommandLineError(
-            f"{kind!r} in input {word!r} is no dtype of torch"
-            + (f"; did you mean {', '.join(hint)}?" if hint else "")
-        )
+        known = [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
+        hint = did_you_mean(kind, known)
+        raise CommandLineError(f"expected a dtype of torch in input {word!r}, got {kind!r}; {hint}")
     limit = whole_number(high) if high else 2
     if not limit:
         raise CommandLineError(
-            f"the limit in input {word[:100]!r} is a whole number from 1 on, of {MOST_DIGITS} "
-            f"digits at the most, not {high[:100]!r}"
+            f"expected a positive integer of at most {MOST_DIGITS} digits for the limit in input "
+            f"{word[:100]!r}, got {high[:100]!r}"
         )
-    is_whole = not (dtype.is_floating_point or dtype.is_complex)
-    if high and not is_whole:
-        raise CommandLineError(f"input {word!r} is not of whole numbers, and takes no limit")
+    is_integral = not (dtype.is_floating_point or dtype.is_complex)
+    if high and not is_integral:
+        raise CommandLineError(f"input {word!r} has a limit, but its dtype is not one of integers")
     if math.prod(shape) > MOST_VALUES:
         return match["name"], torch.empty(shape, dtype=dtype, device="meta")
-    if not is_whole:
+    if not is_integral:
         return match["name"], torch.randn(shape, dtype=torch.float32, generator=generator).to(dtype)
     return match["name"], torch.randint(0, limit, shape, generator=generator).to(dtype)

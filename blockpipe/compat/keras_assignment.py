@@ -1,8 +1,8 @@
-"""Stages as data on a model: get them, change them, set them, take them off.
+"""Stages as data on a model: get, change, set and reset them, by the names of IPU Keras.
 
-A list that Keras users know: one entry for each module call, in execution order. It is kept on the
-model and not given to a pipeline, so that whatever records the model follows it: the marks in its
-code need not be touched, nor every place where it is used.
+They are a list with one entry for each module call, in execution order. The list is kept on the
+model and not passed to a pipeline, so everything that records the model follows it, without a
+change to the marks in its code or to the places where it is used.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from .._common.callsite import remembers_caller, users_line
+from .._common.checks import expected, is_integer
 from ..errors import PlanError, UsageError
 from ..pipeline import Pipeline
 from ..recording.plan_resolution import AttachedPlan, Planned, attach_plan, resolve
@@ -28,25 +29,25 @@ from ..stages.plan_text import read_layout
 def get_pipeline_stage_assignment(
     model: nn.Module | Recording, args: Any = (), kwargs: Mapping[str, Any] | None = None
 ) -> list[Assignment]:
-    """The stage of each module call, in execution order.
+    """Return the stage of each module call, in execution order.
 
-    The entries are yours: what you change in them counts once they are given to
+    The entries are yours: a change to them takes effect once they are passed to
     :func:`set_pipeline_stage_assignment`.
 
     Args:
         model: a model, a :class:`Pipeline` (which needs no sample once it was called), or a
             recording.
-        args: the forward's positional arguments; a single tensor may come bare. Only their shapes
+        args: the forward's positional arguments; a single tensor needs no tuple. Only their shapes
             count.
-        kwargs: its keyword arguments.
+        kwargs: the forward's keyword arguments.
 
     Returns:
-        One :class:`Assignment` for each call of an outermost submodule; the calls it makes are in
-        its ``inside``. ``StagePlan(entries).assignments`` has all of them in a row. Calls of
-        functions under :func:`BlockFunction` have no entry: they are where the forward is.
+        An :class:`Assignment` for each call of an outermost submodule; the calls that it makes are
+        in its ``inside``. ``StagePlan(entries).assignments`` has all of them in one list. Calls of
+        functions under :func:`BlockFunction` have no entry: they run on the forward's stage.
 
     Raises:
-        UsageError: a pipeline that is not recorded yet, and no sample.
+        UsageError: the pipeline is not recorded yet, and there is no sample.
 
     Source: IPU Keras' ``Model.get_pipeline_stage_assignment``.
 
@@ -66,36 +67,35 @@ def set_pipeline_stage_assignment(
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> StagePlan:
-    """Set the stages of a model, in the place of its marks.
+    """Set the stages of a model, instead of its marks.
 
-    What is set is kept on the model: :func:`record`, :class:`Pipeline` and all else follow it,
-    unless they are given a ``plan=`` of their own; of a model that contains it too, unless stages
-    are set on that one. Copies and pickles of the model have it too;
-    the ``state_dict`` is what it was. A pipeline of the model notices at its next call, and places
-    the model anew.
+    The stages are kept on the model. :func:`record`, :class:`Pipeline` and everything else that
+    records it follow them, unless they have a ``plan=`` of their own; so does a model that contains
+    it, unless stages are set on that one. Copies and pickles of the model have them too; the
+    ``state_dict`` does not change. A pipeline of the model notices at its next call, and places the
+    model anew.
 
     Args:
-        model: whose stages; for a :class:`Pipeline`, those of its model.
-        assignment: the entries that :func:`get_pipeline_stage_assignment` gave, or all of them in
-            a row; a :class:`StagePlan`; or only where stages begin, as
-            :func:`begin_blocks` has it: a mapping from path patterns (``{"layer3": 1}``), a layout
-            (``"layer3=1, layer4=2"``); or the name of a JSON file, which ends in ``.json``, or its
-            path.
-        args: a sample; with it everything is checked at once. Without it, what depends on the
-            forward is checked when it is recorded first.
-        kwargs: its keyword arguments.
+        model: the model; for a :class:`Pipeline`, its model.
+        assignment: the entries from :func:`get_pipeline_stage_assignment`, nested or in one list; a
+            :class:`StagePlan`; the places where stages begin, as in :func:`begin_blocks`: a mapping
+            from path patterns (``{"layer3": 1}``) or a layout (``"layer3=1, layer4=2"``); or the
+            name of a JSON file, which ends in ``.json``, or its path.
+        args: a sample, with which everything is checked at once. Without it, the checks that depend
+            on the forward are made when it is recorded first.
+        kwargs: the sample's keyword arguments.
 
     Returns:
-        The plan that was set: a copy.
+        A copy of the plan that was set.
 
     Raises:
-        PlanError: all that is wrong with it: no stage, or none that can be; gaps; a stage that
-            begins before the one below it has run; calls that are missing, in another order or of
-            another class, or that the forward does not make. Then nothing has changed. (Returning
-            to an earlier stage is fine.)
-        UsageError: no model, or a pipeline that was given a ``plan=``.
+        PlanError: the assignment does not fit: an entry has no stage, or an impossible one; there
+            are gaps; a stage begins before the one below it has run; calls are missing, in another
+            order or of another class, or the forward does not make them. The error names all of
+            these, and nothing has changed. (A return to an earlier stage is fine.)
+        UsageError: the model is not a module, or is a pipeline with a ``plan=``.
 
-    Source: IPU Keras' ``Model.set_pipeline_stage_assignment``, where no stage can be returned to.
+    Source: IPU Keras' ``Model.set_pipeline_stage_assignment``, which cannot return to a stage.
 
     Example:
         >>> import torch, blockpipe as bp
@@ -121,8 +121,7 @@ def set_pipeline_stage_assignment(
         more = f"; and {len(problems) - 12} more" if len(problems) > 12 else ""
         raise PlanError(
             f"the assignment does not fit {type(module).__name__}: {'; '.join(problems[:12])}{more}"
-            f" ({where}); get_pipeline_stage_assignment(model, args) gives one that does, to be "
-            "changed"
+            f" ({where}); change one that get_pipeline_stage_assignment(model, args) returns"
         )
     planned = Planned(module, plan, where, every_module=True)
     if has_sample:
@@ -132,7 +131,7 @@ def set_pipeline_stage_assignment(
 
 
 def reset_pipeline_stage_assignment(model: nn.Module) -> None:
-    """Take off what :func:`set_pipeline_stage_assignment` set: the marks count again.
+    """Undo :func:`set_pipeline_stage_assignment`, so that the marks count again.
 
     Args:
         model: a model, or a pipeline of it.
@@ -153,38 +152,32 @@ def reset_pipeline_stage_assignment(model: nn.Module) -> None:
 def recording_of(
     what: nn.Module | Recording, args: Any, kwargs: Mapping[str, Any] | None
 ) -> Recording:
-    """The recording that is meant by a model with a sample, a pipeline, or a recording."""
+    """Return the recording of a model with a sample, of a pipeline, or a recording itself."""
     if isinstance(what, Recording):
         return what
     if isinstance(what, Pipeline):
-        bare = not isinstance(args, tuple | list)
-        return what.recorded((args,) if bare else tuple(args), dict(kwargs or {}))
+        is_single = not isinstance(args, tuple | list)
+        return what.recorded((args,) if is_single else tuple(args), dict(kwargs or {}))
     if isinstance(what, nn.Module):
         return record(what, args, kwargs)
-    raise UsageError(
-        f"stages are those of an nn.Module, a Pipeline or a Recording, but {type(what).__name__} "
-        f"came ({users_line()})"
-    )
+    raise UsageError(expected("an nn.Module, a Pipeline or a Recording", what, for_="model"))
 
 
 def _model_of(model: nn.Module) -> nn.Module:
     if isinstance(model, Pipeline):
         if model._preparer.given_plan is not None:
             raise UsageError(
-                "this pipeline was given a plan=, which overrides what is set on its model; make "
-                f"it without, or make another with the new plan ({users_line()})"
+                "this pipeline was given a plan=, which overrides stages that are set on its model "
+                f"({users_line()}); make it without, or make another with the new plan"
             )
         return model.module
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            "stages are set on an nn.Module or a Pipeline, but "
-            f"{type(model).__name__} came ({users_line()})"
-        )
+        raise UsageError(expected("an nn.Module or a Pipeline", model, for_="model"))
     return model
 
 
 def _as_plan(given: object, where: str) -> tuple[StagePlan, list[str]]:
-    """What was given as a plan, and what is wrong with its parts."""
+    """Return an argument as a plan, and the problems of its entries."""
     try:
         if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
             return StagePlan.load(given), []
@@ -200,25 +193,27 @@ def _as_plan(given: object, where: str) -> tuple[StagePlan, list[str]]:
     if isinstance(given, list | tuple):
         problems = _wrong_entries(given)
         return StagePlan([] if problems else list(given)), problems
-    raise PlanError(
-        "an assignment is a list of Assignment entries, a StagePlan, a mapping from paths to "
-        f"stages, a layout or a JSON file, but {type(given).__name__} came ({where})"
-    )
+    contract = "a list of Assignment entries, a StagePlan, a mapping, a layout or a JSON file"
+    raise PlanError(expected(contract, given, for_="assignment"))
 
 
 def _wrong_entries(entries: Sequence[Any]) -> list[str]:
     return [
-        f"entry {i} is {entry!r}, no Assignment with a path and the number of a call"
+        f"entry {i} is {entry!r}, but should be an Assignment with a path and the number of a call"
         for i, entry in enumerate(entries)
-        if not isinstance(entry, Assignment)
-        or not isinstance(entry.path, str)
-        or not (entry.call is None or (type(entry.call) is int and entry.call >= 0))
-        or not isinstance(entry.inside, list)
+        if not _is_entry(entry)
     ]
 
 
+def _is_entry(value: object) -> bool:
+    if not isinstance(value, Assignment):
+        return False
+    has_call = value.call is None or is_integer(value.call, 0)
+    return has_call and isinstance(value.path, str) and isinstance(value.inside, list)
+
+
 def _misfits(model: nn.Module, plan: StagePlan) -> Iterator[str]:
-    """What is wrong with a plan as the model's modules alone tell."""
+    """Iterate over the problems of a plan that the model's modules show without a forward."""
     try:
         Planned(model, plan)
     except PlanError as error:
@@ -230,8 +225,8 @@ def _misfits(model: nn.Module, plan: StagePlan) -> Iterator[str]:
         found = [modules[path] for path in named[id(entry)]]
         if all(_is_never_called(module) for module in found):
             yield (
-                f"{entry.name} is a {type(found[0]).__name__}, which is never called, so that no "
-                "stage can begin with it; name what is in it"
+                f"{entry.name} is a {type(found[0]).__name__}, which is never called, so no stage "
+                "can begin with it; name the modules inside"
             )
         elif entry.kind and entry.kind != type(found[0]).__name__:
             yield f"{entry.name} is a {type(found[0]).__name__}, but in the plan a {entry.kind}"
@@ -242,7 +237,7 @@ def _is_never_called(module: nn.Module) -> bool:
 
 
 def _too_early(plan: StagePlan) -> Iterator[str]:
-    """Stages that begin before the one below: of calls that hold no other, in the plan's order."""
+    """Iterate over stages that begin before the one below: at calls without calls inside."""
     highest = -1
     for entry in () if plan.is_partial else plan.assignments:
         if not entry.inside:

@@ -1,7 +1,7 @@
-"""The stage of each module call as the table that Keras users know.
+"""The stage of each module call as the table of IPU Keras, of the same width and columns.
 
-Of the same width and columns as there, line by line; only what is too long for its column goes on
-in the next line, where Keras cuts it off: module paths differ at their ends.
+Only a cell that is too long for its column continues in the next line, where Keras cuts it off:
+module paths differ at their ends. :func:`blockpipe._common.text.text_table` has no fixed width.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from .._common.callsite import remembers_caller, users_line
+from .._common.callsite import remembers_caller
+from .._common.checks import expected, is_integer
 from .._common.text import one_line
 from ..errors import UsageError
 from ..recording.recording import Recording
@@ -20,8 +21,8 @@ from ..stages.plan import Assignment
 from .keras_assignment import recording_of
 
 _HEAD = ("Layer (type) (node index)", "Input Layers", "Pipeline Stage")
-_ENDS = (0.4, 0.8, 1.0)  # of the line, where columns end
-_LEAST = 30  # of a line: what the header's words take
+_ENDS = (0.4, 0.8, 1.0)  # where columns end, as shares of the line
+_LEAST = 30  # characters of a line, which the words of the header need
 
 
 @remembers_caller
@@ -35,17 +36,17 @@ def print_pipeline_stage_assignment_summary(
 ) -> None:
     """Print the stage of each module call, in execution order.
 
-    A module that holds calls of several stages has all of them in its row.
+    The row of a module whose calls inside are on several stages shows all of them.
 
     Args:
         model: a recording, a :class:`Pipeline` that was called, or a model with a sample.
-        line_length: in characters; 89 by default. Columns end at 40, 80 and 100 % of it.
-        print_fn: gets one line a call, without a line break.
-        args: a sample, for a model: the forward's positional arguments.
-        kwargs: its keyword arguments.
+        line_length: the characters of a line, 89 by default. Columns end at 40, 80 and 100 % of it.
+        print_fn: a function that is called with each line, without its line break.
+        args: for a model, the positional arguments of a sample.
+        kwargs: the keyword arguments of the sample.
 
     Raises:
-        UsageError: a line that is too short; a pipeline that is not recorded yet, and no sample.
+        UsageError: the line is too short; the pipeline is not recorded yet, and there is no sample.
 
     Source: the layout is that of IPU Keras' ``Model.print_pipeline_stage_assignment_summary``.
 
@@ -65,14 +66,12 @@ def print_pipeline_stage_assignment_summary(
         ============================================================
     """
     length = 89 if line_length is None else line_length
-    if not isinstance(length, int) or isinstance(length, bool) or length < _LEAST:
-        raise UsageError(
-            f"line_length is a whole number from {_LEAST} on, but {line_length!r} came "
-            f"({users_line()})"
-        )
+    if not is_integer(length, _LEAST):
+        contract = f"an integer from {_LEAST} up"
+        raise UsageError(expected(contract, line_length, for_="line_length"))
     write = print if print_fn is None else print_fn
     if not callable(write):
-        raise UsageError(f"print_fn is a function of a line, but {write!r} came ({users_line()})")
+        raise UsageError(expected("a function of a line", write, for_="print_fn"))
     recording = recording_of(model, args, kwargs)
     calls = [call for call in recording.calls if call.is_module]
     write(f'Model: "{recording.model}"')
@@ -93,7 +92,7 @@ def _stages(entry: Assignment) -> str:
 
 
 def _write_row(cells: list[list[str]], length: int, write: Callable[[str], object]) -> None:
-    """Cells of any number of lines beside each other."""
+    """Write cells of any number of lines beside each other."""
     ends = [int(length * end) for end in _ENDS]
     widths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     columns = [
@@ -105,7 +104,7 @@ def _write_row(cells: list[list[str]], length: int, write: Callable[[str], objec
 
 
 def _parts(text: str, width: int) -> list[str]:
-    """A text in lines, broken after a dot or at a space where there is one."""
+    """Return a text as lines, broken after a dot or at a space where possible."""
     parts = []
     text = one_line(text)
     while len(text) > width:

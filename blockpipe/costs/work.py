@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from .._common.nested import tensors
+from .._common.text import dtype_text
 from .._torch.tensors import OpOverload
 
 _aten = torch.ops.aten
@@ -203,7 +204,7 @@ def _gradients(
 
 def _dtype(given: list[Tensor]) -> str:
     found = next((t.dtype for t in given if t.is_floating_point() or t.is_complex()), None)
-    return str(found or given[0].dtype).removeprefix("torch.") if given else ""
+    return dtype_text(found or given[0].dtype) if given else ""
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
@@ -226,5 +227,6 @@ def is_view(func: Any) -> bool:
 
 
 def size_of(tensor: Tensor) -> int:
-    """A tensor's bytes."""
+    """Return the bytes of a tensor's elements; a sparse one counts as dense: not every layout has a
+    size."""
     return tensor.numel() * tensor.element_size()

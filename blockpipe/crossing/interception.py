@@ -31,8 +31,9 @@ from .._common.thread_state import (
 from .._torch.graph import saved_tensor_hooks
 from .._torch.modes import function_mode_at, how_many_function_modes
 from ..errors import CrossingError
-from .microbatch_run import MicrobatchRun
+from .microbatch_run import MicrobatchRun, Reader
 from .recompute import RecomputeSpec
+from .tensors.place import Reads
 
 # Questions that need no copy, and hooks, which belong on the tensor itself.
 _PROPERTIES = """shape dtype ndim layout requires_grad is_leaf grad_fn names is_meta is_sparse
@@ -48,7 +49,7 @@ def watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None
     """``Tensor.register_hook`` in a sealed module: noted, for there nobody looks."""
     mode = active_mode()
     if mode is not None and mode.inside:
-        mode.run.hooked.add(mode.run.hop)
+        mode.run.gradients.hooked.add(mode.run.hop)
     return _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
 
 
@@ -125,6 +126,8 @@ class CrossingMode(TorchFunctionMode):
         super().__init__()
         self.run = run
         self.inside = False  # of a sealed module, where this mode is off
+        self._local = run.reader()
+        self._claims = run.claims
         self._is_mixed = run.step.is_mixed
 
     def __enter__(self) -> "CrossingMode":
@@ -156,16 +159,17 @@ class CrossingMode(TorchFunctionMode):
         if how_many_function_modes():
             return self.apart(func, types, args, kwargs)
         kwargs = kwargs or {}
-        run = self.run
+        run, claims = self.run, self._claims
         if func in _QUESTIONS:
             return self._answered(func, args, kwargs, modes)
         run.arrive()
-        local = run.handed(func, args, kwargs) if func in _ON_ITSELF else run.local
+        reads = Reads()
+        local = self._handed(func, args, kwargs) if func in _ON_ITSELF else self._local
         args = tuple(
             [
-                local(a)
+                local(a, reads)
                 if isinstance(a, Tensor)
-                else map_tensors(local, a)
+                else _all_local(local, a, reads)
                 if isinstance(a, list | tuple)
                 else a
                 for a in args
@@ -173,26 +177,31 @@ class CrossingMode(TorchFunctionMode):
         )
         if kwargs:
             kwargs = {
-                k: local(v)
+                k: local(v, reads)
                 if isinstance(v, Tensor)
-                else map_tensors(local, v)
+                else _all_local(local, v, reads)
                 if isinstance(v, list | tuple)
                 else v
                 for k, v in kwargs.items()
             }
-        foreign = run.take_foreign()
-        is_constant = run.reads_constants(func, args, kwargs)
+        constants = claims.constants_read(func, args, kwargs)
         waiting = run.step.waiting
         with waiting_for_device() if waiting and func.__name__ in waiting else _NOTHING:
             result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
-        if foreign:
-            run.check_written(foreign)
+        if reads:
+            run.check_written(reads)
         if self._is_mixed and self._asks_for_host(func, args, kwargs):
-            result = run.keep_on_host(result, args)
-        if is_constant:
-            run.claim_constant(result, func)
-        run.claim(result)
+            result = claims.keep_on_host(result, args, reads.outside)
+        if constants is not None:
+            claims.claim_constant(result, func, constants, reads.outside)
+        claims.claim(result, reads.outside)
         return result
+
+    def _handed(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Reader:
+        """What reads the arguments of a function that is about tensors themselves."""
+        return self.run.handed(func, args, kwargs, self._local)
 
     def apart(
         self,
@@ -222,7 +231,7 @@ class CrossingMode(TorchFunctionMode):
         if func is Tensor.cpu or (isinstance(device, torch.device) and device.type == "cpu"):
             return True
         given = list(tensors((args, kwargs)))
-        return bool(given) and all(map(self.run.stays, given))
+        return bool(given) and all(map(self.run.step.stays, given))
 
     def _answered(
         self,
@@ -233,10 +242,10 @@ class CrossingMode(TorchFunctionMode):
     ) -> Any:
         """What needs no copy. Where a tensor is, is where the stage that asks would read it."""
         run = self.run
-        if func in _HOOKS or run.wrote_foreign:
+        if func in _HOOKS or run.writes.reached_back:
             args = (run.newest(args[0]), *args[1:])
         if func in _LOOKS_AT_GRAPH:
-            run.hooked.add(run.hop_of(args[0]))
+            run.gradients.hooked.add(run.hop_of(args[0]))
         where = _WHERE.get(func)
         if where is None:
             return call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
@@ -246,11 +255,8 @@ class CrossingMode(TorchFunctionMode):
         """What an operation here is handed in the place of a tensor; function modes are off."""
         if self.inside:
             return tensor
-        run = self.run
-        run.arrive()
-        found = run.local(tensor)
-        run.take_foreign()
-        return found
+        self.run.arrive()
+        return self._local(tensor, Reads())
 
     def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
         """Called for each custom autograd function, or scripted one, in the glue; the recording
@@ -263,7 +269,7 @@ class CrossingMode(TorchFunctionMode):
         run = self.run
         if name in run.step.custom_functions or not run.step.cut:
             return
-        run.hooked.add(run.arrive())
+        run.gradients.hooked.add(run.arrive())
         if name == "CheckpointFunction":
             raise CrossingError(
                 "expected what the recorded forward does, got a reentrant torch.utils.checkpoint "
@@ -304,13 +310,13 @@ class CrossingMode(TorchFunctionMode):
         """Run something untouched: tensors are looked at on the way in and out only.
 
         Args:
-            function: what to call.
-            args: with what.
-            kwargs: with what.
-            again: how it is recomputed, if it can be.
+            function: the module's forward, or the function.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            recompute_spec: how it is recomputed, if it can be.
             waits: whether it makes the host wait for the device.
-            constants: which of the tensors in its result are constants.
-            name: what the recording calls it.
+            constants: the indices of the tensors in its result that are constants.
+            name: its name in the recording.
         """
         run = self.run
         modes: Sequence[TorchFunctionMode] = leave_modes()
@@ -318,10 +324,13 @@ class CrossingMode(TorchFunctionMode):
         self.inside = True
         try:
             run.arrive()
-            own = _Containers()
-            args = own.localize(run.local, args)
-            kwargs = own.localize(run.local, kwargs) if kwargs else kwargs
-            foreign = run.take_foreign()
+            own, reads, read = _Containers(), Reads(), self._local
+
+            def local(tensor: Tensor) -> Tensor:
+                return read(tensor, reads)
+
+            args = own.localize(local, args)
+            kwargs = own.localize(local, kwargs) if kwargs else kwargs
             recomputed = None
             if (
                 recompute_spec is not None
@@ -338,18 +347,22 @@ class CrossingMode(TorchFunctionMode):
                         result = call_under(theirs, function, args, kwargs)
                     else:
                         result = function(*args, **kwargs)
-                if foreign:
-                    run.check_written(foreign)
+                if reads:
+                    run.check_written(reads)
             finally:
                 run.sealed -= 1
                 own.write_back()
             if constants:
-                run.claim_constants(result, constants, name)
-            run.claim(result)
+                self._claims.claim_constants(result, constants, name, reads.outside)
+            self._claims.claim(result, reads.outside)
             return result
         finally:
             self.inside = False
             enter_modes(modes)
+
+
+def _all_local(local: Reader, value: Any, reads: Reads) -> Any:
+    return map_tensors(lambda tensor: local(tensor, reads), value)
 
 
 class _Containers:

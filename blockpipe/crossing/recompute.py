@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._common.callsite import users_line
 from .._common.nested import map_leaves, map_tensors
+from .._common.text import dtype_text
 from .._common.thread_state import (
     CallContext,
     call_under,
@@ -41,7 +42,7 @@ from .._torch.tensors import version_of
 from ..devices.digests import Comparisons
 from ..devices.rng_streams import Source, current, moved, replayed
 from ..errors import StateError
-from ..stages.marks import Cursor, checkpointing, recomputing, set_cursor
+from ..stages.cursor import Cursor, checkpointing, recomputing, set_cursor
 from .offload import Offload, OffloadedTensor
 from .tags import GradientSlot, enter_graph
 
@@ -140,18 +141,34 @@ class _AllRecomputed(BaseException):
     user's ``except Exception`` may handle."""
 
 
+@dataclasses.dataclass(frozen=True)
+class SealedCall:
+    """A sealed call, as the forward makes it.
+
+    Attributes:
+        function: the module's forward, or the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        modes: the function modes that the user's code has entered.
+        stage: where it runs.
+        microbatch: the index of its micro-batch.
+    """
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    modes: Sequence[TorchFunctionMode] = ()
+    stage: int = 0
+    microbatch: int = 0
+
+
 class RecomputedCall:
     """One sealed call of one micro-batch, which can be run again.
 
     Args:
-        again: how.
-        stage: where it runs.
-        microbatch: whose it is.
-        sources: what it draws random numbers from; if it does, for all that is known.
-        function: what is called.
-        args: with what; kept, without their graphs.
-        kwargs: with what.
-        modes: the function modes that the user's code has entered.
+        recompute_spec: how it is recomputed.
+        call: the call; its arguments are kept without their graphs.
+        sources: the generators that it draws random numbers from, if it draws any.
         offload: where to keep the arguments; ``None``: where they are.
         comparisons: where what is made again is compared with what was saved (a digest of each
             tensor): in a pipeline's first step, for a module may depend on what nobody can see.
@@ -160,26 +177,21 @@ class RecomputedCall:
     def __init__(
         self,
         recompute_spec: RecomputeSpec,
-        stage: int,
-        microbatch: int,
+        call: SealedCall,
         sources: list[Source],
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        modes: Sequence[TorchFunctionMode] = (),
         *,
         offload: Offload | None = None,
         comparisons: Comparisons | None = None,
     ) -> None:
         self.recompute_spec = recompute_spec
-        self.stage = stage
-        self.microbatch = microbatch
-        self.function = function
+        self.stage = call.stage
+        self.microbatch = call.microbatch
+        self.function = call.function
         self.comparisons = comparisons
         self.keeps = False  # what was made again, after it was read: it may be read once more
         self.count = 0
-        self._modes = modes
-        self._surroundings = CallContext(modes)
+        self._modes = call.modes
+        self._surroundings = CallContext(call.modes)
         self._arguments: dict[
             int, _SavedArgument
         ] = {}  # by id: modules ask whether two arguments are one
@@ -191,7 +203,7 @@ class RecomputedCall:
                 self._arguments[id(tensor)] = kept
             return kept
 
-        self._call = map_tensors(keep, _opened((args, kwargs)))
+        self._call = map_tensors(keep, _opened((call.args, call.kwargs)))
         self._buffers = [
             _copy_of(names.get(key)) if written else names.get(key)
             for names, key, written in recompute_spec.buffers
@@ -358,7 +370,7 @@ def _differs(
 
 
 def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return f"{dtype_text(dtype)}{list(shape)}"
 
 
 @dataclasses.dataclass

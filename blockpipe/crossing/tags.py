@@ -64,9 +64,12 @@ class Tag:
         self.is_kept = False  # on the host, where the user's code asked for it
         self.constant: int | None = None  # the version at which it is one, if it is
         self.site: Hashable = None  # of a constant: what made it
-        self.copies: dict[Hashable, PendingCopy] | None = (
-            None  # of a constant, for other micro-batches
-        )
+        # Of a constant, for other micro-batches:
+        self.copies: dict[Hashable, PendingCopy] | None = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Have no tag on copies and pickles of a tensor: they belong to no run."""
+        return type(None), ()
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether its tensor was computed from nothing of a micro-batch's, and not written to
@@ -252,6 +255,29 @@ class StepContext:
     def is_mixed(self) -> bool:
         """Whether some stages are on the CPU, and some on an accelerator."""
         return len({device.type == "cpu" for device in self.devices or ()}) > 1
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the host because the user's code wants it there.
+
+        A tensor that a model on one accelerator finds on the host is on the host in a pipeline too:
+        results that an accelerator's stage has on the host, and tensors from outside of the
+        forward. Parameters, buffers, inputs, and what a stage on the CPU computes follow the
+        forward.
+        """
+        if tensor.device.type != "cpu":
+            return False
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is not None:
+            made_on = self.device_of(tag.stage)
+            return tag.is_kept or (made_on is not None and made_on.type != "cpu")
+        home = self.home_of(tensor)
+        return home is None or home.is_adopted
+
+    def watch(self, tensor: Tensor, from_hop: int, to_hop: int, microbatch: int) -> Watch | None:
+        """What an observer has for a copy between hops (-1: the caller)."""
+        if self.observer is None:
+            return None
+        return self.observer.watch(tensor, from_hop, to_hop, microbatch)
 
     def settle(self) -> None:
         """The step is over: what it was given, and what it made, may be written and let go."""

@@ -9,7 +9,7 @@ device. Version counters tell what was written, and node for node whether autogr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,10 +23,12 @@ from .._torch.tensors import storage_id, version_of
 from ..devices.devices import current_stream
 from ..devices.observer import Watch
 from ..errors import CrossingError
-from ..stages.marks import Cursor
+from ..stages.cursor import Cursor
 from .microbatch_run import Arguments, Keywords, MicrobatchRun, Reader
-from .tags import TAG, StepContext, Tag
+from .tags import TAG, MicrobatchKey, StepContext, Tag
 from .tensor_attributes import class_attributes, share_attributes
+from .tensors.place import Listener, Reads
+from .tensors.tensor_import import from_outside
 
 
 class Mirror:
@@ -72,17 +74,25 @@ class UncutRun(MicrobatchRun):
     """A run that may take any way, in one ordinary graph.
 
     Args:
-        step: as for a run.
-        microbatch: as for a run.
-        cursor: as for a run.
+        step: what it shares with the other runs of its step.
+        microbatch: its index.
+        cursor: moved by the marks of its forward.
+        key: which run it is, if that does not follow from the step.
+        listener: notices what it does; a recording does.
     """
 
-    def __init__(self, step: StepContext, microbatch: int, cursor: Cursor) -> None:
-        super().__init__(step, microbatch, cursor)
+    def __init__(
+        self,
+        step: StepContext,
+        microbatch: int,
+        cursor: Cursor,
+        key: MicrobatchKey | None = None,
+        listener: Listener | None = None,
+    ) -> None:
+        super().__init__(step, microbatch, cursor, key, listener)
         # By tensor, then by device. Not kept by the tensors themselves: a leaf is held by the graph
         # of its mirror, which would be a cycle.
         self._mirrors: Any = WeakTensorKeyDictionary()
-        self._given: list[tuple[Tensor, Mirror]] = []  # to the operation under way
         self._has_aliases = False  # whether two mirrors on a device mirror the same memory
 
     # --- where the run is
@@ -95,16 +105,22 @@ class UncutRun(MicrobatchRun):
 
     # --- what may be read here
 
-    def local(self, tensor: Tensor) -> Tensor:
-        device = self.step.device_of(self.stage)
-        if device is None or tensor.device == device or self.stays(tensor):
-            is_nobodys = not hasattr(tensor, TAG) and self.step.home_of(tensor) is None
-            return self._from_outside(tensor) if is_nobodys else tensor
+    def reader(self) -> Reader:
+        return self._read
+
+    def _read(self, tensor: Tensor, reads: Reads) -> Tensor:
+        step = self.step
+        device = step.device_of(self.stage)
+        if device is None or tensor.device == device or step.stays(tensor):
+            if self._has_aliases:
+                self.notice_writes()  # by way of one view; the operation may read another
+            is_nobodys = not hasattr(tensor, TAG) and step.home_of(tensor) is None
+            return from_outside(tensor, reads) if is_nobodys else tensor
         if is_transformed(tensor) or tensor.is_meta:
             return tensor
         mirror = self._mirror(tensor, device)
         share_attributes(tensor, mirror.value, mirror.besides)
-        self._given.append((tensor, mirror))
+        reads.append((tensor, mirror))
         return mirror.value
 
     def _mirror(self, tensor: Tensor, device: torch.device) -> Mirror:
@@ -116,9 +132,10 @@ class UncutRun(MicrobatchRun):
         if found is None or (tensor.requires_grad and not found.value.requires_grad):
             tag: Tag | None = getattr(tensor, TAG, None)
             from_hop = self.hop if tag is None else tag.hop
-            value = self._copied_to(device, tensor, self._watch(tensor, from_hop, self.hop))
+            watch = self.step.watch(tensor, from_hop, self.hop, self.microbatch)
+            value = self._copied_to(device, tensor, watch)
             found = mirrors[device] = Mirror(tensor, value)
-            setattr(value, TAG, self._make_tag())  # on the CPU it is not from outside
+            setattr(value, TAG, self.place.tag(value))  # on the CPU it is not from outside
             self._has_aliases = self._has_aliases or any(
                 other is not tensor and device in there and _same_memory(other, tensor)
                 for other, there in self._mirrors.items()
@@ -139,18 +156,13 @@ class UncutRun(MicrobatchRun):
 
     # --- what was written to
 
-    def take_foreign(self) -> list[Any]:
-        if self._has_aliases:
-            self.notice_writes()  # by way of one view; the operation may read another
-        given, self._given = self._given, []
-        return given
-
-    def check_written(self, foreign: list[Any]) -> None:
-        for source, mirror in foreign:
+    def check_written(self, reads: Iterable[tuple[Tensor, Any]]) -> None:
+        mirrored = list(reads)
+        for source, mirror in mirrored:
             share_attributes(mirror.value, source, mirror.besides)
-        written = [source for source, mirror in foreign if mirror.push(source)]
+        written = [source for source, mirror in mirrored if mirror.push(source)]
         for source in written if self.sealed else ():
-            if any(other is not source and _same_memory(other, source) for other, _ in foreign):
+            if any(other is not source and _same_memory(other, source) for other, _ in mirrored):
                 raise CrossingError(
                     f"a module on stage {self.stage} writes in place to a tensor of shape "
                     f"{tuple(source.shape)} that lives on {source.device}, and is given another "
@@ -187,27 +199,30 @@ class UncutRun(MicrobatchRun):
 
     # --- what is done to tensors themselves, wherever they are
 
-    def handed(self, func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Reader:
+    def handed(
+        self,
+        func: Callable[..., Any],
+        args: Arguments,
+        kwargs: Keywords,
+        read: Reader,
+        given: Collection[int] = (),
+    ) -> Reader:
         found = _BACKWARDS.get(func)
         if found is not None:
-            given, at, name = found
-            roots = args[0] if args else kwargs.get(given)
+            roots_name, at, name = found
+            roots = args[0] if args else kwargs.get(roots_name)
             gradients = args[at] if len(args) > at else kwargs.get(name)
             beside = {id(g): g.to(r.device) for r, g in _pairs(roots, gradients)}
-            return lambda tensor: beside.get(id(tensor), tensor)
+            return lambda tensor, _: beside.get(id(tensor), tensor)
         tensor = args[0]
-        if self.local(tensor) is tensor:
-            return self.local
-        self.take_foreign()
+        if read(tensor, Reads()) is tensor:
+            return read
         if func in _ASSIGNS:
             for device, mirror in self._mirrors[tensor].items():
                 mirror.value.data = args[1].to(device)  # what was saved of it has other data, too
         else:
             del self._mirrors[tensor]
-        return lambda other: other.to(tensor.device)
-
-    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
-        pass
+        return lambda other, _: other.to(tensor.device)
 
     def newest(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -226,7 +241,6 @@ class UncutRun(MicrobatchRun):
     def finish_forward(self) -> None:
         super().finish_forward()
         self._mirrors.clear()
-        self._given.clear()
 
 
 _ASSIGNS = frozenset([Tensor.data.__set__])  # type: ignore[attr-defined]

@@ -27,10 +27,12 @@ from .._torch.modes import dispatch_modes
 from ..devices.devices import current_stream, is_asynchronous
 from ..devices.rng_streams import current, preserve_rng, restore
 from ..devices.sanitizer import Sanitizer
-from ..stages.marks import Cursor, recomputing, set_cursor, set_microbatch
+from ..stages.cursor import Cursor, recomputing, set_cursor, set_microbatch
 from .interception import CrossingMode, active_mode
 from .microbatch_run import MicrobatchRun
 from .tags import TAG, GradientSlot, MicrobatchKey, StepContext, Tag, enter_graph
+from .tensors.place import Reads
+from .tensors.tensor_import import TensorImport
 from .torch_patches import Backwards, CustomFunctions, Replacement, ScriptFunctions
 from .uncut_run import UncutRun
 
@@ -42,43 +44,60 @@ def is_in_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == torchs.__name__
 
 
+class _RecomputedImport(TensorImport):
+    """Reads what the forward read, where the forward read it."""
+
+    forward_key: MicrobatchKey
+
+    def local(self, tensor: Tensor, reads: Reads) -> Tensor:
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is None or tag.key is not self.forward_key:
+            return super().local(tensor, reads)
+        hop = self._place.hop
+        while tag.newest is not None:
+            newest: Tag = getattr(tag.newest, TAG)
+            if newest.hop > hop:
+                break  # written on a later hop than this is
+            tensor, tag = tag.newest, newest
+        if tag.hop == hop:
+            return tensor
+        found = (tag.imports or {}).get(hop)
+        return self._brought(tensor, reads) if found is None else found.value
+
+    def _local_untagged(self, tensor: Tensor, reads: Reads) -> Tensor:
+        is_inner = tensor.requires_grad and tensor.grad_fn is not None
+        return self._brought(tensor, reads) if is_inner else super()._local_untagged(tensor, reads)
+
+    def _brought(self, tensor: Tensor, reads: Reads) -> Tensor:
+        """A tensor of the forward that it had no import of here, or that torch kept for the
+        checkpoint by hooks, which loses the tag."""
+        value = self._constant(tensor, reads)
+        if value is not tensor and tensor.requires_grad:
+            value = enter_graph(GradientSlot(), value)
+        return value
+
+
 class RecomputedRun(MicrobatchRun):
-    """What a checkpoint runs again: reads what the forward read, where the forward read it."""
+    """What a checkpoint runs again.
+
+    Args:
+        step: the step of the forward.
+        microbatch: the index of its micro-batch.
+        cursor: where the forward stood.
+        forward_key: the run that was the forward.
+    """
+
+    importing = _RecomputedImport
 
     def __init__(
         self, step: StepContext, microbatch: int, cursor: Cursor, forward_key: MicrobatchKey
     ) -> None:
         super().__init__(step, microbatch, cursor)
-        self.forward_key = forward_key
+        assert isinstance(self._imports, _RecomputedImport)
+        self._imports.forward_key = forward_key
 
     def is_recomputing(self) -> bool:
         return False  # it is being run again
-
-    def local(self, tensor: Tensor) -> Tensor:
-        tag: Tag | None = getattr(tensor, TAG, None)
-        if tag is None or tag.key is not self.forward_key:
-            return super().local(tensor)
-        while tag.newest is not None:
-            newest: Tag = getattr(tag.newest, TAG)
-            if newest.hop > self.hop:
-                break  # written on a later hop than this is
-            tensor, tag = tag.newest, newest
-        if tag.hop == self.hop:
-            return tensor
-        found = (tag.imports or {}).get(self.hop)
-        return self._brought(tensor) if found is None else found.value
-
-    def _local_untagged(self, tensor: Tensor) -> Tensor:
-        is_inner = tensor.requires_grad and tensor.grad_fn is not None
-        return self._brought(tensor) if is_inner else super()._local_untagged(tensor)
-
-    def _brought(self, tensor: Tensor) -> Tensor:
-        """A tensor of the forward that it had no import of here, or that torch kept for the
-        checkpoint by hooks, which loses the tag."""
-        value = self._constant(tensor)
-        if value is not tensor and tensor.requires_grad:
-            value = enter_graph(GradientSlot(), value)
-        return value
 
 
 class UncutRecomputedRun(UncutRun):

@@ -1,10 +1,10 @@
-"""A tensor from device to device.
+"""A tensor's way from device to device.
 
-Written against the device-generic ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``, so
-that every accelerator torch knows works. ``Tensor.to`` alone would run on the source's compute
-stream, behind whatever is queued there; here the copy has streams of its own on both sides. It
-begins when the source is there (an event says so, which may be older than what is queued by now),
-and its reader waits for it only where it begins to read.
+It is written against the device-generic ``torch.accelerator``, ``torch.Stream`` and
+``torch.Event``, so that every accelerator torch knows works. ``Tensor.to`` alone would run on the
+source's compute stream, behind all work that is queued there; here the copy has streams of its own
+on both sides. It begins when the source is there (after an event, which may be older than the work
+that is queued by now), and its reader waits for it only where it begins to read.
 """
 
 import threading
@@ -25,9 +25,9 @@ class PendingCopy:
     """A tensor's values on their way to a device.
 
     Attributes:
-        value: on that device; not to be read before :meth:`receive`.
-        source: what is being read for it, cut off from autograd; ``None``: nothing is.
-        arrived: when all of it is there, and the source may be written or freed.
+        value: the tensor on that device; not to be read before :meth:`receive`.
+        source: the tensor that is being read for it, cut off from autograd; ``None``: none is.
+        arrived: the event after which all of it is there, and the source may be written or freed.
         owner: the stream that the value was allocated on, where it is not the reader's.
         is_awaited: whether nobody has received it yet.
     """
@@ -50,10 +50,10 @@ class PendingCopy:
         self._watch = watch
 
     def receive(self, *, keeps: bool = False) -> Tensor:
-        """The values, for the device's current stream to read, or for the host, which waits.
+        """Return the values, for the device's current stream to read, or for the host, which waits.
 
         Args:
-            keeps: the caller sees to it that their memory is not let go before they are read.
+            keeps: whether the caller keeps their memory until they are read.
         """
         if not self.is_awaited:
             return self.value
@@ -88,13 +88,15 @@ def send(
     """Begin to copy a tensor's values to a device, cut off from autograd.
 
     Args:
-        tensor: what to copy. Until :attr:`Sent.arrived` it must be neither written nor freed:
-            see :class:`blockpipe.devices.copy_lifetimes.Lent`.
-        device: where to; ``None``: where it is.
-        copy: a real copy even on the same device (the stage sanitizer's wish), strides and all.
-        after: when the tensor was there; ``None``: once all is done that is queued on its device.
-        back: it is a gradient on its way back, which does not queue behind what goes forward.
-        watch: told when it is under way.
+        tensor: the tensor to copy. Until :attr:`PendingCopy.arrived` it must be neither written
+            nor freed: see :class:`blockpipe.devices.copy_lifetimes.CopySources`.
+        device: the target; ``None``: the tensor's own device.
+        copy: whether to make a real copy even on the same device, with the same strides; the stage
+            sanitizer needs it.
+        after: the event after which the tensor is there; ``None``: when all work that is queued on
+            its device is done.
+        back: whether it is a gradient on its way back, which does not queue behind activations.
+        watch: called at the moments of the copy.
 
     Returns:
         An alias where no copy is needed. An expanded tensor stays expanded: the copy holds each
@@ -103,9 +105,9 @@ def send(
     stays = device is None or tensor.device == device
     if stays and not copy and watch is None and torch.is_grad_enabled():
         return PendingCopy(tensor.detach())
-    # With grad on, also where the user's code has it off: autograd would forbid a later write
-    # to an alias made without. What is detached gets no graph either way.
-    # Without inference mode, whose tensors do not count what is written to them.
+    # Grad is on, also where the user's code has it off: autograd would forbid a later write to an
+    # alias made without it. A detached tensor gets no graph either way.
+    # Inference mode is off: its tensors do not count the writes to them.
     with copying(), torch.inference_mode(False), torch.enable_grad():
         source = _counting(tensor) if tensor.is_inference() else tensor.detach()
         if stays:
@@ -136,7 +138,7 @@ def send(
 
 
 def _counting(tensor: Tensor) -> Tensor:
-    """An alias of a tensor of inference mode that counts what is written to it."""
+    """Return an alias of a tensor of inference mode that counts the writes to it."""
     if tensor.layout is not torch.strided or type(tensor) is not Tensor:
         return tensor.detach()
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -150,7 +152,7 @@ def _has_streams(tensor: Tensor, device: torch.device) -> bool:
 
 
 def carry(tensor: Tensor, device: torch.device | None, *, copy: bool = False) -> Tensor:
-    """A tensor's values on a device, there to be read at once; as :func:`send`."""
+    """Return a tensor's values on a device, ready to be read; the arguments are those of `send`."""
     return send(tensor, device, copy=copy).receive()
 
 
@@ -161,12 +163,12 @@ def _across(
     back: bool,
     watch: Watch | None,
 ) -> PendingCopy:
-    """Between two accelerators, on copy streams; compute streams wait by events only."""
-    way = _ways.between(source.device, device, back)
-    sending, receiving = way.sending, way.receiving
+    """Copy between two accelerators, on copy streams; compute streams wait by events only."""
+    streams = _copy_streams.between(source.device, device, back)
+    sending, receiving = streams.sending, streams.receiving
     assert sending is not None
     assert receiving is not None
-    with way.lock:
+    with streams.lock:
         sending.wait_event(after or torch.accelerator.current_stream(source.device).record_event())
         with sending, receiving:
             if watch is not None:
@@ -181,15 +183,17 @@ def _across(
 def _from_host(
     source: Tensor, device: torch.device, back: bool, watch: Watch | None
 ) -> PendingCopy:
-    """From the host, on the device's copy stream, through pinned memory: a copy of pageable memory
-    would wait until all that is queued on the device is done. The pinned memory is torch's cache,
-    which keeps it until the copy is over; memory that the caller has pinned is copied as well, for
-    the caller may fill it anew as soon as the step returns."""
-    way = _ways.between(source.device, device, back)
-    receiving = way.receiving
+    """Copy from the host, on the device's copy stream, through pinned memory.
+
+    A copy of pageable memory would wait until all work that is queued on the device is done. The
+    pinned memory is that of torch's cache, which keeps it until the copy is over. Memory that the
+    caller has pinned is copied as well: the caller may refill it as soon as the step returns.
+    """
+    streams = _copy_streams.between(source.device, device, back)
+    receiving = streams.receiving
     assert receiving is not None
     pinned = torch.empty_like(source, pin_memory=True).copy_(source)
-    with way.lock, receiving:
+    with streams.lock, receiving:
         if watch is not None:
             watch("sends", receiving)
         moved = pinned.to(device, non_blocking=True)
@@ -206,13 +210,13 @@ def _to_host(
     back: bool,
     watch: Watch | None,
 ) -> PendingCopy:
-    """To the host, on the device's copy stream, into pinned memory: the host waits for this copy
-    alone, where it begins to read, and not for all that is queued on the device."""
-    way = _ways.between(source.device, device, back)
-    sending = way.sending
+    """Copy to the host, on the device's copy stream, into pinned memory: the host waits for this
+    copy alone, where it begins to read, and not for all work that is queued on the device."""
+    streams = _copy_streams.between(source.device, device, back)
+    sending = streams.sending
     assert sending is not None
     moved = torch.empty_like(source, device=device, pin_memory=True)
-    with way.lock:
+    with streams.lock:
         sending.wait_event(after or torch.accelerator.current_stream(source.device).record_event())
         with sending:
             if watch is not None:
@@ -226,7 +230,7 @@ def _to_host(
 
 @dataclass
 class _CopyStream:
-    """The copy streams from one device to another, and who may queue a copy there now."""
+    """The copy streams from one device to another, and the lock for queueing a copy there."""
 
     sending: torch.Stream | None
     receiving: torch.Stream | None
@@ -234,27 +238,30 @@ class _CopyStream:
 
 
 class _CopyStreams:
-    """Copy streams, those of the process: for each pair of devices and each direction of the step.
-    What shares a stream waits for what is queued there before, though it may be ready long before:
-    a skip connection, or a gradient, would wait for the activations of later micro-batches."""
+    """The process's copy streams, for each pair of devices and each direction of the step.
+
+    A copy waits for those that are queued on its stream before it, even if its source is ready
+    long before: on a shared stream a skip connection, or a gradient, would wait for the
+    activations of later micro-batches.
+    """
 
     def __init__(self) -> None:
-        self._ways: dict[tuple[torch.device, torch.device, bool], _CopyStream] = {}
+        self._by_way: dict[tuple[torch.device, torch.device, bool], _CopyStream] = {}
 
     def between(self, source: torch.device, target: torch.device, back: bool) -> _CopyStream:
         key = source, target, back
-        way = self._ways.get(key)
-        if way is None:
+        found = self._by_way.get(key)
+        if found is None:
             sending, receiving = (torch.Stream(d) if is_asynchronous(d) else None for d in key[:2])
-            way = self._ways.setdefault(key, _CopyStream(sending, receiving))
-        return way
+            found = self._by_way.setdefault(key, _CopyStream(sending, receiving))
+        return found
 
 
-_ways = _CopyStreams()
+_copy_streams = _CopyStreams()
 
 
 def _compacted(tensor: Tensor) -> tuple[Tensor, bool]:
-    """The tensor with every expanded dimension narrowed to one, and whether there was one."""
+    """Return the tensor with every expanded dimension narrowed to one, and whether it had any."""
     if tensor.layout is not torch.strided or 0 not in tensor.stride():
         return tensor, False
     expanded = [

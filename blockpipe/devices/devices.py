@@ -1,4 +1,4 @@
-"""The devices of this machine, and what a user calls them."""
+"""The devices of this machine, and the names by which a user passes them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,38 +6,39 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._common.checks import expected, is_integer
 from .._common.thread_state import as_ours
 from ..errors import DeviceError, PlanError
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether a model is without values, as a whole or in part."""
+    """Return whether a model, or a part of it, has no values."""
     return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Whether work on this device is queued on streams: an accelerator, not CPU or meta."""
+    """Return whether work on this device is queued on streams: an accelerator, not CPU or meta."""
     return device.type not in ("cpu", "meta")
 
 
 @as_ours
 def check_device(device: Any) -> torch.device:
-    """A device with its index, checked to be there; without one it is the current device.
+    """Return a device with its index, and check that it exists.
+
+    An accelerator without an index is the current device.
 
     Raises:
-        DeviceError: no such device on this machine.
+        DeviceError: this machine has no such device.
     """
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise DeviceError(
-            f"a device is a torch.device or a name such as 'cpu' or 'cuda:0', but {device!r} came"
-        ) from error
+        contract = "a torch.device or a name such as 'cpu' or 'cuda:0'"
+        raise DeviceError(expected(contract, device, for_="a device")) from error
     if found.type == "meta":
-        raise DeviceError(
-            "a stage computes, but device 'meta' holds no values; record(model, args) and its "
-            "summary work without devices"
-        )
+        contract = "a device that computes"
+        fix = "for a summary without devices call record(model, args).summary()"
+        raise DeviceError(expected(contract, "meta", for_="a stage", fix=fix))
     if not is_asynchronous(found):
         return torch.device(found.type)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -47,15 +48,14 @@ def check_device(device: Any) -> torch.device:
         return torch.device(found.type, torch.accelerator.current_device_index())
     if not is_kind or (found.index or 0) >= count:
         have = f"{accelerator.type}:0..{count - 1}" if accelerator is not None else "only the CPU"
-        raise DeviceError(
-            f"device {str(found)!r} is not there: this machine has {have}; "
-            "pass devices that exist, or devices=['cpu'] * stages to try without"
-        )
+        contract = f"a device of this machine, which has {have},"
+        fix = "pass devices that exist, or devices=['cpu'] * stages to try without"
+        raise DeviceError(expected(contract, str(found), fix=fix))
     return torch.device(found.type, found.index or 0)
 
 
 def default_devices() -> list[torch.device] | None:
-    """Every accelerator device of the machine, or ``None`` where there is only the CPU."""
+    """Return every accelerator device of the machine; ``None``: it has only the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return None
@@ -63,46 +63,42 @@ def default_devices() -> list[torch.device] | None:
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that computes on a device; ``None``: the host."""
+    """Return the stream that computes on a device; ``None``: the host computes."""
     return torch.accelerator.current_stream(device) if is_asynchronous(device) else None
 
 
 def mark(device: torch.device) -> torch.Event | None:
-    """An event behind what is queued on a device so far; ``None``: nothing ever is."""
+    """Return an event behind all work queued on a device so far; ``None``: it has no queue."""
     stream = current_stream(device)
     return None if stream is None else stream.record_event()
 
 
 def checked_devices(devices: Sequence[Any] | None) -> list[torch.device] | None:
-    """A list of devices, one for each stage, each checked; ``None`` stays.
+    """Return a list of devices, one for each stage, each checked; ``None`` stays ``None``.
 
     Raises:
-        PlanError: it is no such list.
-        DeviceError: one is not there.
+        PlanError: it is not such a list.
+        DeviceError: this machine does not have one of them.
     """
     if devices is None:
         return None
-    if isinstance(devices, str | torch.device | int):
-        if isinstance(devices, int) and not isinstance(devices, bool):
-            raise PlanError(
-                "devices is a list with one device for each stage, but a number came; write "
-                f"devices={[*range(devices)]} for the first {devices} accelerators, or "
+    if not isinstance(devices, Sequence) or isinstance(devices, str):
+        contract, got = "a list with one device for each stage", devices
+        fix = "write devices=[…], in the order of the stages"
+        if is_integer(devices, 0):
+            fix = (
+                f"write devices={[*range(devices)]} for the first {devices} accelerators, or "
                 f"devices=['cpu'] * {devices}"
             )
-        name = str(devices) if isinstance(devices, torch.device) else devices
-        raise PlanError(
-            f"devices is a list with one device for each stage, but {name!r} came; "
-            f"write devices=[{name!r}, …]"
-        )
-    if not isinstance(devices, Sequence):
-        raise PlanError(
-            f"devices is a list with one device for each stage, but {type(devices).__name__} came; "
-            "write devices=[…], in the order of the stages"
-        )
+        elif isinstance(devices, str | torch.device):
+            got = str(devices)
+            fix = f"write devices=[{got!r}, …]"
+        raise PlanError(expected(contract, got, for_="devices", fix=fix))
     checked = [check_device(device) for device in devices]
     if not checked:
-        raise PlanError("devices is empty; pass one for each stage, or None for all there are")
+        contract, fix = "at least one device", "pass one for each stage, or None for all there are"
+        raise PlanError(expected(contract, [], for_="devices", fix=fix))
     kinds = {device.type for device in checked if is_asynchronous(device)}
     if len(kinds) > 1:
-        raise PlanError(f"stages are on accelerators of one kind, but {sorted(kinds)} came")
+        raise PlanError(expected("accelerators of one kind", sorted(kinds), for_="devices"))
     return checked

@@ -1,8 +1,8 @@
-"""What tells a tensor's values from others, compared where they are.
+"""Digests of tensors' values, compared on their devices.
 
 A comparison that the host reads makes it wait for the device, and a model's first step has hundreds
-of them. So on an accelerator all of a step stay on their devices until its end, and are read at
-once; on the CPU, where there is nothing to wait for, each is read at once.
+of them. So on an accelerator all comparisons of a step stay on their devices until its end, and are
+read together; on the CPU, where there is nothing to wait for, each is read immediately.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ _AT_ONCE = 1 << 22
 
 
 class Comparisons:
-    """Those of one step."""
+    """The comparisons of one step."""
 
     def __init__(self) -> None:
         self._pending: dict[torch.device, list[tuple[Tensor, Callable[[], StateError]]]] = {}
         self._weights: dict[tuple[int, torch.dtype, torch.device, int], Tensor] = {}
 
     def compare(self, one: Tensor, other: Tensor, error: Callable[[], StateError]) -> None:
-        """Compare two digests; what they have to say otherwise is raised now or by
-        :meth:`conclude`."""
+        """Compare two digests. If they differ, the error is raised now or by :meth:`conclude`.
+
+        Args:
+            one: a digest.
+            other: the other one, on the same device.
+            error: makes the error.
+        """
         found = agree(one, other)
         if is_asynchronous(found.device):
             self._pending.setdefault(found.device, []).append((found, error))
@@ -39,10 +44,10 @@ class Comparisons:
             raise error()
 
     def conclude(self) -> None:
-        """Read what is pending, once for each device.
+        """Read the pending comparisons, once for each device.
 
         Raises:
-            StateError: the first that does not agree, with a note of how many there are.
+            StateError: the first pair differs; a note has the number of all that do.
         """
         pending, self._pending = self._pending, {}
         errors: list[Callable[[], StateError]] = []
@@ -59,8 +64,8 @@ class Comparisons:
             raise first
 
     def digest(self, tensor: Tensor) -> Tensor | None:
-        """Three numbers that tell a tensor's values, and their order, from others: their sum, a sum
-        with weights, and of floating-point ones the norm. ``None`` where there is no adding up."""
+        """Return three numbers that distinguish a tensor's values and their order: the sum, a sum
+        with weights, and the norm of floating-point values; ``None``: they cannot be added."""
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return None
         with without_torch_functions(), copying(), torch.no_grad():
@@ -68,7 +73,7 @@ class Comparisons:
             if value.dtype == torch.uint8 or (
                 value.dtype.itemsize == 1 and value.is_floating_point()
             ):
-                return None  # a library's scratch memory, or nothing that sums
+                return None  # a library's scratch memory, or a type without sums
             if not value.is_floating_point():
                 total = value.sum(dtype=torch.int64)
                 return torch.stack([total, self._weighted(value, torch.int64)])
@@ -77,7 +82,7 @@ class Comparisons:
             return torch.stack([value.sum(dtype=dtype), self._weighted(value, dtype), norm])
 
     def _weighted(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum with weights that depend on each of an element's indices."""
+        """Return the sum with weights that depend on each of an element's indices."""
         if value.numel() == 0:
             return value.sum(dtype=dtype)
         value = value.squeeze()
@@ -91,8 +96,8 @@ class Comparisons:
         return (total * self._weights_of(value.shape[0], dtype, value.device)).sum()
 
     def _weights_of(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Around 0, so that what is the same everywhere does not hide the rest, and in no pattern
-        that a shift could keep. Made once in a step, and on each stream that reads them."""
+        """Return weights around 0, so that a constant does not hide the rest, without a pattern
+        that a shift could keep. They are made once in a step on each stream that reads them."""
         stream = current_stream(device)
         key = size, dtype, device, -1 if stream is None else stream.stream_id
         found = self._weights.get(key)
@@ -105,13 +110,15 @@ class Comparisons:
 
 
 def agree(one: Tensor, other: Tensor) -> Tensor:
-    """Whether two digests are of the same values, as a tensor on their device: within what
-    operations that add up in no fixed order differ by; integers exactly."""
+    """Return whether two digests are of the same values, as a tensor on their device.
+
+    Integers agree exactly, others within the differences of operations that add up in any order.
+    """
     with without_torch_functions(), torch.no_grad():
         same = one == other
         if one.is_floating_point():
             tolerance = 1e-5 if one.device.type == "cpu" else 1e-2
-            # Sums may cancel: what they may be off by is a part of the norm.
+            # Sums may cancel, so the tolerance is a part of the norm.
             allowed = tolerance * (1 + one[2].nan_to_num() + other.abs())
             is_close = ((one - other).abs() <= allowed) & other.isfinite()
             same = same | is_close | (one.isnan() & other.isnan())

@@ -1,8 +1,8 @@
-"""What the engine tells whoever observes a step.
+"""The interface by which the engine reports to the observer of a step.
 
-The engine knows this interface and no observer: a step that nobody observes pays for a comparison
-with ``None`` here and there, and for nothing else. torch's profiler could be asked instead, but it
-knows neither hops nor micro-batches, and slows small operations down.
+The engine knows this interface and no observer: a step without one costs a few comparisons with
+``None`` and nothing else. torch's profiler was no alternative: it knows neither hops nor
+micro-batches, and slows small operations down.
 """
 
 from collections.abc import Callable
@@ -16,22 +16,23 @@ from ..schedules.schedule import Kind, Schedule
 Moment = Literal["sends", "arrives", "waits", "goes on"]
 
 Watch = Callable[[Moment, torch.Stream | None], None]
-"""Called at the moments of one copy, with the stream that comes to the moment (``None``: the
-host): ``"sends"`` and ``"arrives"`` around the copy, ``"waits"`` and ``"goes on"`` around what its
-reader stands still for it."""
+"""Called at the moments of one copy, with the stream that reaches the moment (``None``: the
+host): ``"sends"`` and ``"arrives"`` around the copy, ``"waits"`` and ``"goes on"`` around the time
+for which its reader waits for it."""
 
 
 class Observer(Protocol):
-    """Observes one step. Its methods are called in the threads that do the work, and never fail."""
+    """An observer of one step. Its methods are called in the threads that do the work, and never
+    fail."""
 
     def plays(self, schedule: Schedule) -> None:
-        """The step goes by this schedule, on lanes; not called where one thread does all."""
+        """The step follows this schedule, on lanes; not called if one thread runs all of it."""
 
     def begins(self, kind: "Kind | Literal['wait']", hop: int, stage: int, microbatch: int) -> None:
         """An action begins, or a run's wait for its turn on a hop."""
 
     def ends(self, kind: "Kind | Literal['wait']", hop: int, microbatch: int) -> None:
-        """It has succeeded. What fails, or is abandoned, does not end."""
+        """An action, or a wait, has succeeded; one that fails or is abandoned does not end."""
 
     def watch(self, tensor: Tensor, from_hop: int, to_hop: int, microbatch: int) -> Watch:
-        """A tensor is about to cross from a hop (-1: the caller) to another."""
+        """Return the watch of a copy that is about to cross from a hop (-1: the caller)."""

@@ -1,5 +1,7 @@
-"""Whose storage: the stage sanitizer's book, kept on the storages themselves, so that an entry
-lives exactly as long as what it speaks of."""
+"""The owners of storages, for the stage sanitizer.
+
+Each is kept on the storage itself, so that the entry lives exactly as long as the storage.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -14,42 +16,42 @@ _OWNER = "_blockpipe_owner"
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A stage of one pipeline."""
+    """A stage of one pipeline, as the owner of storages."""
 
     pipeline: int
     stage: int
 
 
 def owner_of(tensor: Tensor) -> Owner | None:
-    """Who owns a tensor's storage, if anybody does."""
+    """Return the owner of a tensor's storage; ``None``: it has none."""
     if tensor.layout is not torch.strided:
         return None
     return getattr(tensor.untyped_storage(), _OWNER, None)
 
 
 def set_owner(tensor: Tensor, owner: Owner) -> None:
-    """Give a tensor's storage to a stage."""
+    """Set the owner of a tensor's storage."""
     if tensor.layout is torch.strided:
         setattr(tensor.untyped_storage(), _OWNER, owner)
 
 
-class _Carrying(threading.local):
+class _Copying(threading.local):
     active = False
 
 
-_carrying = _Carrying()
+_copying = _Copying()
 
 
 @contextmanager
 def copying() -> Iterator[None]:
-    """While entered, this thread may touch any stage's tensors: it copies."""
-    before, _carrying.active = _carrying.active, True
+    """Enter to copy between stages: this thread may touch the tensors of any stage meanwhile."""
+    before, _copying.active = _copying.active, True
     try:
         yield
     finally:
-        _carrying.active = before
+        _copying.active = before
 
 
-def is_carrying() -> bool:
-    """Whether this thread is copying between stages, which alone may touch two stages' tensors."""
-    return _carrying.active
+def is_copying() -> bool:
+    """Return whether this thread is copying between stages, the only work on tensors of two."""
+    return _copying.active

@@ -1,13 +1,13 @@
 """Random numbers that do not depend on timing: a stream for each micro-batch.
 
 Generators are the process's, and micro-batches that are under way at once would draw from them in
-the order in which threads happen to come. So each micro-batch has a stream of its own, which goes
-along on its run: set where its forward runs, kept where it leaves. Two never draw at the same
+the order in which threads happen to run. So each micro-batch has a stream of its own: the generator
+is set to it where the forward begins to draw, and saved where it leaves. Two never draw at the same
 time. A lock for each draw was no alternative: it would leave the order to chance.
 
-The first micro-batch goes on from where the generator is, and the generator goes on from where the
-first micro-batch ends; the others begin at states derived from it. So a step of one micro-batch
-draws what the plain loop draws.
+The first micro-batch continues from the generator's state, and the generator continues from the
+first micro-batch's; the others begin at states derived from it. So a step of one micro-batch draws
+the numbers of the plain loop.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from ..errors import UsageError
 from .devices import is_asynchronous
 from .ownership import copying
 
-# What is drawn from: a device's generator, Python's ``random``, numpy's global one.
+# A source of random numbers: a device's generator, Python's ``random``, numpy's global one.
 Source = torch.device | str
 States = dict[Source, Any]
 
 _CPU = torch.device("cpu")
-_TURN = "blockpipe_turn"  # in the state that autograd's device threads get from who called them
+_TURN = "blockpipe_turn"  # a key of the state that autograd's device threads get from callers
 
 
 class _Turn:
-    """Who may draw now. Its owner may take it again, and so may autograd's device threads that work
-    for the owner: what recomputes in a backward draws there, while the owner waits for them. A
-    lock that knows threads alone would wait for ever."""
+    """The right to draw, which one thread has at a time.
+
+    Its owner may take it again, and so may autograd's device threads that work for the owner: a
+    recomputation in a backward draws there, while the owner waits for them. A lock that knows only
+    threads would wait forever.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,10 +53,13 @@ class _Turn:
         self._count = 0
 
     def acquire(self, *, blocking: bool = True) -> bool:
-        """Take it, once more if it is ours; without ``blocking``: only if it is free.
+        """Take it, once more if it is ours; returns whether it was taken.
+
+        Args:
+            blocking: whether to wait until it is free.
 
         Raises:
-            UsageError: who has it stands still.
+            UsageError: its owner has stopped.
         """
         if self.is_ours():
             with self._lock:
@@ -67,11 +73,11 @@ class _Turn:
             self._gate.wait()
             if self._owner is not None and standstill.is_reached():
                 raise UsageError(
-                    "forwards that draw random numbers take turns, but this one waits for "
-                    f"another, and for {PATIENCE:.0f} seconds nothing has run: that one seems to "
-                    f"wait for this one ({users_line()}); in a forward or a loss, do not wait for "
-                    "a thread that calls a pipeline (a teacher's): call it before the step, and "
-                    "pass what it gives as a part of the target"
+                    "forwards that draw random numbers take turns, and this one deadlocks with "
+                    f"another: it has waited for it, and nothing has run for {PATIENCE:.0f} "
+                    f"seconds ({users_line()}); in a forward or a loss, do not wait for a thread "
+                    "that calls a pipeline (a teacher's): call it before the step, and pass its "
+                    "result as a part of the target"
                 )
         return True
 
@@ -95,12 +101,12 @@ class _Turn:
             self.end()
 
     def end(self) -> None:
-        """Give it back, however often it was taken."""
+        """Give it back, regardless of how often it was taken."""
         self._owner = None
         self._gate.open()
 
     def is_ours(self) -> bool:
-        """Whether this thread has it, or who this thread works for."""
+        """Return whether this thread has it, or the thread for which this one works."""
         owner = self._owner
         return owner is not None and stashed(_TURN) is owner
 
@@ -109,33 +115,35 @@ _turn = _Turn()
 
 
 def sources_of(kinds: Collection[str], device: torch.device) -> list[Source]:
-    """What a stage on a device draws from.
+    """Return the sources from which a stage on a device draws.
 
     Args:
-        kinds: "torch", "random", "numpy": as the recording has them.
-        device: the stage's.
+        kinds: the kinds that the recording has seen: "torch", "random", "numpy".
+        device: the stage's device.
     """
     found: list[Source] = []
     for kind in kinds:
         if kind != "torch":
             found.append(kind)
-    # Who draws from one may draw from torch's where the recording did not come.
+    # Code that draws from one may draw from torch's on a path that was not recorded.
     return [*found, *torchs_of(device)] if kinds else []
 
 
 def torchs_of(device: torch.device) -> list[Source]:
-    """torch's generators that a stage on a device can draw from."""
+    """Return torch's generators from which a stage on a device can draw."""
     return [_CPU, device] if is_asynchronous(device) else [_CPU]
 
 
 def host_sources() -> list[str]:
-    """What Python code can draw from besides torch."""
+    """Return the sources of Python code, without torch's."""
     return ["random", "numpy"] if "numpy" in sys.modules else ["random"]
 
 
 def every_source() -> list[Source]:
-    """All that anything in this process can draw from: of the host, and of every accelerator.
-    Nothing has been drawn on one that is not initialized; asking it would do that."""
+    """Return all sources of this process: of the host, and of every accelerator.
+
+    An accelerator that is not initialized has drawn nothing, and asking it would initialize it.
+    """
     found: list[Source] = [*host_sources(), _CPU]
     kind = torch.accelerator.current_accelerator()
     if kind is None:
@@ -169,7 +177,7 @@ def _set(source: Source, state: Any) -> None:
 
 
 def _derived(source: Source, state: Any, what: str) -> Any:
-    """A state that follows from another, and shares no numbers with it."""
+    """Return a state that is derived from another, and shares no numbers with it."""
     text = f"{what} of {_bytes_of(state)!r}"
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     if source == "random":
@@ -181,20 +189,20 @@ def _derived(source: Source, state: Any, what: str) -> Any:
 
 
 def _bytes_of(state: Any) -> bytes:
-    if not isinstance(state, torch.Tensor):  # numpy's has an array in it, of which a repr is slow
+    if not isinstance(state, torch.Tensor):  # numpy's has an array, whose repr is slow
         return b"".join(p.tobytes() if hasattr(p, "tobytes") else repr(p).encode() for p in state)
-    with copying():  # it is no stage's
-        # Much the faster way, but torch does without numpy.
+    with copying():  # it belongs to no stage
+        # By numpy it is much faster, but torch works without numpy.
         return state.numpy().tobytes() if "numpy" in sys.modules else bytes(state.tolist())
 
 
 def current(sources: Iterable[Source]) -> States:
-    """The states that generators are in, for :func:`replayed`."""
+    """Return the states of generators, for :func:`replayed`."""
     return {source: _get(source) for source in sources}
 
 
 def moved(states: States) -> list[Source]:
-    """Which of these generators are in another state now."""
+    """Return the generators that are in another state now."""
     return [source for source, then in states.items() if _bytes_of(_get(source)) != _bytes_of(then)]
 
 
@@ -205,9 +213,10 @@ def restore(states: States) -> None:
 
 
 class preserve_rng:  # noqa: N801 - a context manager that reads as a participle
-    """At the end generators are where they were. Others may draw meanwhile.
+    """While entered, draws are temporary: at the end generators are in their earlier states. Other
+    threads may draw meanwhile.
 
-    No function that yields: after an interrupt, such a one ends when the collector finds it.
+    It is a class: after an interrupt, a generator function would end only when it is collected.
     """
 
     def __init__(self, sources: Iterable[Source]) -> None:
@@ -220,16 +229,37 @@ class preserve_rng:  # noqa: N801 - a context manager that reads as a participle
         restore(self._before)
 
 
+class diverted:  # noqa: N801 - a context manager that reads as a participle
+    """While entered, generators are in states that follow from where they were.
+
+    Args:
+        kept: those that are where they were at the end; the others go on from what was drawn.
+        sources: those that are drawn from meanwhile.
+        what: draws; of the same state, another text makes other numbers.
+    """
+
+    def __init__(self, kept: Iterable[Source], sources: Iterable[Source], what: str) -> None:
+        self._kept, self._sources, self._what = kept, sources, what
+
+    def __enter__(self) -> None:
+        self._before = current(self._kept)
+        for source, state in current(self._sources).items():
+            _set(source, _derived(source, state, self._what))
+
+    def __exit__(self, *failure: Any) -> None:
+        restore(self._before)
+
+
 @contextmanager
 def replayed(states: States) -> Iterator[None]:
-    """Draw again what was drawn from these states on; then everything is as it was."""
+    """Enter to draw again the numbers from these states on; restores the earlier states."""
     with own_turn(), preserve_rng(states):
         restore(states)
         yield
 
 
 class own_turn:  # noqa: N801 - reads as a noun
-    """While entered, no other thread of a pipeline draws. No function that yields, as above."""
+    """While entered, no other thread of a pipeline draws. It is a class for the same reason."""
 
     def __enter__(self) -> None:
         _take_turn()
@@ -239,7 +269,7 @@ class own_turn:  # noqa: N801 - reads as a noun
 
 
 def is_own_turn() -> bool:
-    """Whether this thread may draw now."""
+    """Return whether this thread may draw now."""
     return _turn.is_ours()
 
 
@@ -261,8 +291,8 @@ class RngStreams:
     """The streams of one step's micro-batches.
 
     Args:
-        sources: all that any stage draws from.
-        microbatches: how many there are.
+        sources: the sources of all stages.
+        microbatches: the number of micro-batches.
     """
 
     def __init__(self, sources: Iterable[Source], microbatches: int) -> None:
@@ -272,7 +302,7 @@ class RngStreams:
         self._drawing: dict[int, list[Source]] = {}
 
     def enter(self, microbatch: int, sources: list[Source]) -> None:
-        """A micro-batch comes to where it draws; waits for others that draw."""
+        """Begin to draw for a micro-batch; waits for others that draw."""
         if not sources:
             return
         _take_turn()
@@ -287,14 +317,15 @@ class RngStreams:
             _set(source, states[source])
 
     def leave(self, microbatch: int, *, tell: bool = False) -> list[Source]:
-        """It goes on to elsewhere, or is done.
+        """Stop drawing for a micro-batch: it goes on to another hop, or is done.
 
         Args:
-            microbatch: which.
-            tell: all that it drew from since it came, not only what nobody drew from before.
+            microbatch: the index of the micro-batch.
+            tell: whether to return all sources that it has drawn from since it entered, and not
+                only those from which no micro-batch had drawn before.
 
         Returns:
-            What it drew from.
+            The sources that it has drawn from.
         """
         sources = self._drawing.pop(microbatch, None)
         if sources is None:
@@ -308,7 +339,7 @@ class RngStreams:
         states, drew = self._states[microbatch], []
         for source in sources:
             if source not in states:
-                continue  # it failed before it came so far
+                continue  # the forward failed before
             state = _get(source)
             new = tell or source not in self._drew
             if new and _bytes_of(state) != _bytes_of(states[source]):
@@ -318,15 +349,15 @@ class RngStreams:
         return drew
 
     def abandon(self) -> None:
-        """The step has failed: as if nobody had drawn."""
+        """Restore the generators: the step has failed, and counts as if it had not drawn."""
         for source, begin in self._begin.items():
             _set(source, begin)
 
     def finish(self) -> None:
-        """The generators go on from where the first micro-batch left them."""
+        """Set the generators to the states in which the first micro-batch left them."""
         for source, begin in self._begin.items():
             state = self._states[0].get(source, begin)
             if source in self._drew and _bytes_of(state) == _bytes_of(begin):
-                # Only others have drawn: in the next step it must not be the same numbers.
+                # Only others have drawn: the next step must not draw the same numbers.
                 state = _derived(source, begin, "the next step")
             _set(source, state)

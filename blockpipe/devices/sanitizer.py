@@ -2,7 +2,7 @@
 
 Under ``isolate=True`` every crossing is a real copy and every storage has an owner. A dispatch
 mode sees each operation below autograd, in sealed modules and in backward too, and an operation
-that touches what another stage owns is an error: on several devices it would have been one.
+that touches the storage of another stage is an error: on several devices it would be one.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,16 +16,16 @@ from .._common.nested import tensors
 from .._common.thread_state import ours
 from .._torch.modes import DispatchMode
 from ..errors import IsolationError
-from .ownership import Owner, is_carrying, owner_of, set_owner
+from .ownership import Owner, is_copying, owner_of, set_owner
 
 
 class Sanitizer(DispatchMode):
-    """Checks the owners of what operations touch, and enters those of what they make.
+    """Checks the owners of the tensors that operations read, and sets those of their results.
 
     Args:
-        pipeline: the pipeline's number in the book.
-        microbatch: for messages.
-        stage: the stage that runs now; moved along at borders.
+        pipeline: the number of the pipeline in owners.
+        microbatch: the index of the micro-batch, for messages.
+        stage: the stage that runs now; the run changes it when it crosses.
         phase: "forward" or "backward", for messages.
     """
 
@@ -49,7 +49,7 @@ class Sanitizer(DispatchMode):
     def _checked(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        if is_carrying() or func is torch.ops.aten.detach.default:
+        if is_copying() or func is torch.ops.aten.detach.default:
             return func(*args, **kwargs)
         for tensor in tensors((args, kwargs)):
             self._check(tensor, func)
@@ -67,6 +67,6 @@ class Sanitizer(DispatchMode):
         raise IsolationError(
             f"{func} in the {self.phase} of micro-batch {self.microbatch} on stage {self.stage} "
             f"touches a tensor of shape {tuple(tensor.shape)} that stage {owner.stage} owns "
-            f"({users_line()}): with one device a stage this fails; pass it as an argument of the "
+            f"({users_line()}), which fails with one device a stage; pass it as an argument of the "
             "module, or read it in the forward's own code, where Blockpipe sees it"
         )

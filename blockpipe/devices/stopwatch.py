@@ -1,4 +1,4 @@
-"""Time on a device: by its events, where work is queued; else by the host's clock."""
+"""Time on a device: by its events if it queues work, else by the host's clock."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from .devices import is_asynchronous
 
 
 class Stopwatch:
-    """Times, in seconds, of a device: noted as work is issued, read when it is done.
+    """A clock of a device, in seconds: stamped as work is issued, read when it is done.
 
     Args:
-        device: whose. A host clock would time the launches on an accelerator, not what they launch.
-        clock: of the host, in seconds.
+        device: the device. On an accelerator a host clock would time the launches, and not the
+            work.
+        clock: the host's clock, in seconds.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class Stopwatch:
         self._clock = clock
 
     def now(self) -> Any:
-        """A stamp."""
+        """Return a stamp of the work issued so far."""
         if not self.is_asynchronous:
             return self._clock()
         return torch.accelerator.current_stream(self.device).record_event(
@@ -35,12 +36,12 @@ class Stopwatch:
         )
 
     def wait(self) -> None:
-        """Until all that was issued is done."""
+        """Wait until all issued work is done."""
         if self.is_asynchronous:
             torch.accelerator.synchronize(self.device)
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two stamps, after :meth:`wait`."""
+        """Return the time between two stamps, after :meth:`wait`."""
         if self.is_asynchronous:
             return float(begin.elapsed_time(end)) / 1e3
         return float(end - begin)

@@ -25,38 +25,40 @@ from ..batches.microbatch import InputPlace
 from ..crossing.tags import edge_of
 from ..errors import UsageError
 from ..restoring.restored_thread import leaves_intact
-from .step import Execution
+from .step import Step
+from .step_state import StepState
 
 
 class _Backward:
-    """One forward's way back: runs once."""
+    """The backward of one forward; runs once."""
 
     def __init__(
         self,
-        execution: Execution,
+        step: Step,
         joints: list[JoinedLeaf],
         inputs: list[tuple[Tensor, InputPlace]],
     ) -> None:
-        self.execution: Execution | None = execution
+        self.step: Step | None = step
         self.joints = joints
         self.inputs = inputs
         self.gradients: dict[tuple[int, int | None], Tensor] = {}
 
     @leaves_intact
     def run(self) -> list[Tensor | None]:
-        """The gradients of the inputs, after those of all parameters."""
-        execution, self.execution = self.execution, None
-        if execution is None:
+        """Run all backwards; return the gradients of the inputs."""
+        step, self.step = self.step, None
+        if step is None:
             raise UsageError(
                 "this pipelined forward has run its backward already: its graphs are gone; call "
                 "the pipeline again, or use schedule='uncut' for retain_graph and second backwards"
             )
-        with alone_with(execution.prepared.model):
-            self._add_roots(execution)
-            execution.run_backward()
-        return input_gradients(execution, self.inputs)
+        with alone_with(step.request.model):
+            self._add_roots(step.state)
+            step.run_backward()
+        return input_gradients(step.state, self.inputs)
 
-    def _add_roots(self, execution: Execution) -> None:
+    def _add_roots(self, state: StepState) -> None:
+        """Send the gradients of the outputs to the hops where each micro-batch's were made."""
         for (leaf, part), gradient in self.gradients.items():
             joint = self.joints[leaf]
             pieces = (
@@ -65,16 +67,16 @@ class _Backward:
                 else [gradient if i == part else None for i in range(len(joint.places))]
             )
             for (m, at), piece in zip(joint.places, pieces, strict=True):
-                result = execution.results[m]
+                result = state.results[m]
                 assert result is not None
                 place = result.edges[at]
                 if piece is not None and place is not None:
                     hop, edge = place
-                    stage = execution.prepared.route[hop]
+                    stage = state.request.prepared.route[hop]
                     on_host = result.on_host[at]
-                    sent = execution.step.send(piece, stage, back=True, on_host=on_host)
-                    execution.step.lent.add(None, sent)
-                    execution.runs[m].add_sent_root(hop, edge, sent)
+                    sent = state.context.send(piece, stage, back=True, on_host=on_host)
+                    state.context.lent.add(None, sent)
+                    state.runs[m].add_sent_root(hop, edge, sent)
         self.gradients.clear()
         self.joints = []
 
@@ -127,21 +129,21 @@ class _Gather(torch.autograd.Function):
 def attach(
     output: Any,
     joints: list[JoinedLeaf],
-    execution: Execution,
+    step: Step,
     inputs: list[tuple[Tensor, InputPlace]],
 ) -> Any:
-    """The joined output, with a gradient path back through the pipeline.
+    """Return the joined output with a gradient path back through the pipeline.
 
     Args:
-        output: as joined, cut off.
+        output: as it was joined, without a graph.
         joints: how each leaf was joined.
-        execution: the step whose forwards have run.
-        inputs: those that need grad, and where they went.
+        step: its forwards have run.
+        inputs: those that need grad, and which micro-batches have which parts of them.
     """
-    way_back = _Backward(execution, joints, inputs)
+    way_back = _Backward(step, joints, inputs)
     places: list[tuple[int, int | None]] = []
     for leaf, joint in enumerate(joints):
-        found = [(execution.results[m], at) for m, at in joint.places]
+        found = [(step.state.results[m], at) for m, at in joint.places]
         edges = [result.edges[at] for result, at in found if result is not None]
         if joint.how == "list":
             places += [(leaf, i) for i, edge in enumerate(edges) if edge is not None]
@@ -186,12 +188,13 @@ def _with_joints(output: Any, joints: list[JoinedLeaf], new: Any) -> Any:
 
 
 def input_gradients(
-    execution: Execution, inputs: list[tuple[Tensor, InputPlace]]
+    state: StepState, inputs: list[tuple[Tensor, InputPlace]]
 ) -> list[Tensor | None]:
-    """The gradients of the inputs: micro-batches' put together, or summed where they went whole."""
+    """Return the gradients of the inputs: those of the micro-batches' parts put together, or
+    summed for an input that goes whole to each micro-batch."""
     result: list[Tensor | None] = []
     for tensor, place in inputs:
-        parts = [execution.runs[m].input_gradients.get(leaf) for m, leaf in place.leaves.items()]
+        parts = [state.runs[m].input_gradients.get(leaf) for m, leaf in place.leaves.items()]
         parts = [p if p is None else p.to(tensor.device) for p in parts]
         if all(part is None for part in parts):
             result.append(None)
@@ -199,7 +202,7 @@ def input_gradients(
             given = [part for part in parts if part is not None]
             result.append(sum(given[1:], given[0]))
         else:
-            pieces = tensor.detach().split([b.size for b in execution.microbatches], place.dim)
+            pieces = tensor.detach().split([b.size for b in state.request.microbatches], place.dim)
             result.append(
                 torch.cat(
                     [

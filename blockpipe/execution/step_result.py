@@ -1,4 +1,4 @@
-"""What a step returns: values without graphs, for the backward has been done."""
+"""The result of a step: values without graphs, for the backward has run already."""
 
 import copy
 from typing import Any, NamedTuple, NoReturn
@@ -9,19 +9,19 @@ from .._common.callsite import users_line
 from .._torch.modes import as_plain_tensor
 from ..errors import UsageError
 
-_DONE = "forward_backward has done the backward already: leave this call out"
+_DONE = "forward_backward has run the backward already: remove this call"
 
 
 class StepLoss(Tensor):
-    """The loss of a step: a plain tensor in all that it is used for, but for its ``backward``.
+    """The loss of a step: a plain tensor, but its ``backward`` raises an error with a remedy.
 
-    What is computed from it, copied or saved is a plain tensor.
+    Results computed from it, copies and saved files are plain tensors.
     """
 
     __torch_function__ = as_plain_tensor  # type: ignore[assignment]
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Refused, unless something was added in place that has a graph."""
+        """Raise an error, unless a tensor with a graph was added to it in place."""
         if not self.requires_grad:
             raise UsageError(
                 f"a step's loss has no graph, for {_DONE} ({users_line()}); scale a loss in "
@@ -46,7 +46,7 @@ class StepLoss(Tensor):
 
 
 class StepResult(NamedTuple):
-    """What :meth:`Pipeline.forward_backward` returns: values without graphs.
+    """The result of :meth:`Pipeline.forward_backward`: values without graphs.
 
     ``loss`` is 0-d, on the device of the last stage; ``outputs`` is ``None`` unless asked for.
     """
@@ -56,5 +56,5 @@ class StepResult(NamedTuple):
 
     @property
     def backward(self) -> NoReturn:
-        """There is none: it has been done."""
+        """There is none: the backward has run."""
         raise AttributeError(f"'StepResult' object has no attribute 'backward'; {_DONE}")

@@ -1,4 +1,4 @@
-"""Steps: forwards and backwards over a batch, pipelined."""
+"""Runs steps over whole batches: split, prepare, run the micro-batches, join their results."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
+from .._common.checks import expected
 from .._common.model_turns import alone_with
 from .._common.nested import leaves, map_tensors
 from .._common.thread_state import CallerState, ours, theirs
 from .._torch.modes import how_many_dispatch_modes, is_in_forward_mode, is_in_transform
-from ..batches.joining import join, output_dim, weighted_sum
+from ..batches.joining import JoinedLeaf, join, output_dim, weighted_sum
 from ..batches.losses import warn_of_some_without_a_number
 from ..batches.microbatch import InputPlace, Microbatch, input_places, weights_of
 from ..crossing.interception import CrossingMode
@@ -27,9 +28,10 @@ from ..preparation.options import PipelineOptions
 from ..preparation.prepared import Prepared
 from ..preparation.preparer import Preparer, dims_for, split_call
 from ..restoring.restored_thread import leaves_intact
-from ..stages.marks import Cursor, _cursor, set_cursor
+from ..stages.cursor import Cursor, current_cursor, set_cursor
 from .autograd_bridge import attach, input_gradients
-from .step import Execution
+from .step import Step
+from .step_request import StepRequest
 from .step_result import StepLoss, StepResult
 
 P = ParamSpec("P")
@@ -37,8 +39,8 @@ R = TypeVar("R")
 
 
 def runs_model(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorates methods of what has a ``module`` and runs it: they are refused inside of another
-    run, take their turn among the threads, and leave their thread as it was."""
+    """Decorate a method that runs the model in ``self.module``: it is refused inside of another
+    run, waits while another thread runs the model, and leaves its thread as it was."""
 
     @functools.wraps(method)
     @leaves_intact
@@ -57,10 +59,10 @@ class StepRunner:
     """Runs steps of a prepared model.
 
     Args:
-        preparer: of the model.
-        options: of the steps.
-        observe: gives each step its observer, from what is prepared and the number of
-            micro-batches; ``None``: nobody is told.
+        preparer: records, places and prepares the model.
+        options: how steps are run.
+        observe: returns the observer of a step, given what is prepared and the number of
+            micro-batches; ``None``: nobody observes.
     """
 
     preparer: Preparer
@@ -76,8 +78,8 @@ class StepRunner:
         *,
         return_outputs: bool = False,
     ) -> StepResult:
-        """As :meth:`blockpipe.Pipeline.forward_backward`."""
-        ambient = CallerState()
+        """Run a step as :meth:`blockpipe.Pipeline.forward_backward` says."""
+        caller = CallerState()
         cut_off: list[tuple[Tensor, Tensor]] = []  # inputs, and what stands for them
         if not self.options.cuts:
             (args, kwargs, target), cut_off = _cut_off((args, kwargs, target))
@@ -88,35 +90,21 @@ class StepRunner:
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(prepared.devices[prepared.route[-1]])
         want = {"loss", "outputs"} if return_outputs else {"loss"}
-        execution = self._execution(prepared, microbatches, weights, ambient, want, loss_fn)
-        execution.run()
-        self.preparer.look_again(prepared, microbatches[0], self.options, execution.written)
+        step = self._step(prepared, microbatches, weights, caller, want, loss_fn)
+        step.run()
+        self.preparer.look_again(prepared, microbatches[0], self.options, step.written)
         if cut_off:
             _give((tensor, leaf.grad) for tensor, leaf in cut_off)
-        elif execution.inputs_need_grad:
-            self._give_input_gradients(execution, args, kwargs, target)
-        results = [r for r in execution.results if r is not None]
-        device = prepared.devices[prepared.route[-1]]
+        elif step.state.inputs_need_grad:
+            self._give_input_gradients(step, args, kwargs, target)
         with torch.no_grad():
-            sizes = [m.size for m in microbatches]
-            losses = [r.loss for r in results if r.loss is not None]
-            is_there = losses[0].device == device
-            loss = weighted_sum(losses if is_there else [t.to(device) for t in losses], weights)
-            # To look is to wait for an accelerator: there in the first step only, and never where
-            # somebody counts what waits.
-            may_look = prepared.steps == 1 or not is_asynchronous(device)
-            if may_look and not how_many_dispatch_modes() and bool(loss.isnan()):
-                warn_of_some_without_a_number(losses)
-            outputs = None
-            if return_outputs:
-                values, on_host = [r.outputs for r in results], [r.on_host for r in results]
-                dim = output_dim(self.options.batch_dims, values, sizes)
-                outputs, _ = join(values, sizes, weights, device, dim, on_host)
+            loss = _batch_loss(step)
+            outputs = self._joined(step)[0] if return_outputs else None
         return StepResult(loss.reshape(()).as_subclass(StepLoss), outputs)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As :meth:`blockpipe.Pipeline.forward`."""
-        ambient = CallerState()
+        """Run the forwards as :meth:`blockpipe.Pipeline.forward` says."""
+        caller = CallerState()
         cut = self.options.cuts
         if cut and torch.is_grad_enabled() and is_in_checkpoint():
             raise UsageError(
@@ -127,39 +115,39 @@ class StepRunner:
         microbatches = self.split(args, kwargs)
         weights, problem = self._weights_without_target(microbatches)
         prepared = self.preparer.prepare(microbatches[0], self.options)
-        execution = self._execution(prepared, microbatches, weights, ambient, {"outputs"})
-        execution.run_forward()
-        self.preparer.look_again(prepared, microbatches[0], self.options, execution.written)
-        found = [r for r in execution.results if r is not None]
-        results, on_host = [r.outputs for r in found], [r.on_host for r in found]
-        sizes = [m.size for m in microbatches]
-        device = prepared.devices[prepared.route[-1]]
-        dim = output_dim(self.options.batch_dims, results, sizes)
-        output, joints = join(results, sizes, weights, device, dim, on_host)
+        step = self._step(prepared, microbatches, weights, caller, {"outputs"})
+        step.run_forward()
+        self.preparer.look_again(prepared, microbatches[0], self.options, step.written)
+        output, joints = self._joined(step)
         if problem is not None and any(joint.how == "sum" for joint in joints):
             raise UsageError(
-                "the model returns a loss, or another number for each micro-batch, and "
-                f"loss_reduction fails without a target ({type(problem).__name__}: {problem}); "
-                "let it count by the model's own arguments, or pass the target to "
-                f"forward_backward ({users_line()})"
+                "the model returns a loss, or another number for each micro-batch, but "
+                f"loss_reduction fails without a target ({type(problem).__name__}: {problem}; "
+                f"{users_line()}); compute the number from the model's own arguments, or pass the "
+                "target to forward_backward"
             ) from problem
-        if not cut or not execution.step.differentiable:
+        if not cut or not step.state.context.differentiable:
             return output
-        inputs = self._inputs_that_need_grad(execution, args, kwargs, None)
-        return attach(output, joints, execution, inputs)
+        inputs = self._inputs_that_need_grad(step, args, kwargs, None)
+        return attach(output, joints, step, inputs)
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """As :meth:`blockpipe.Pipeline.run`."""
+        """Call a function as :meth:`blockpipe.Pipeline.run` says."""
         if not callable(function):
             raise UsageError(
-                f"run() calls a method of the model, but {function!r} "
-                f"({type(function).__name__}) came ({users_line()})"
+                expected(
+                    "a callable",
+                    function,
+                    for_="run()",
+                    fix="pass a method of the model, such as model.generate",
+                )
             )
         if not self.preparer.known:
             raise UsageError(
-                "run() works on a placed model; pass sample=… to Pipeline, or call it once first"
+                f"run() needs a model that is placed, and this one is not yet ({users_line()}); "
+                "pass sample=… to Pipeline, or call the pipeline first"
             )
         prepared = next(reversed(self.preparer.known.values()))
         step = StepContext(
@@ -189,49 +177,63 @@ class StepRunner:
     def split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
     ) -> list[Microbatch]:
-        """The batch in micro-batches."""
+        """Split a batch into micro-batches."""
         return split_call(self.preparer.model, self.options, args, kwargs, target)
 
     def _weights_without_target(
         self, microbatches: list[Microbatch]
     ) -> tuple[list[float], Exception | None]:
-        """What each micro-batch counts where it gives one number; and why ``loss_reduction`` could
-        not say so, which matters only if there is such a number."""
+        """The weight of each micro-batch's result where that is one number, and the error of a
+        ``loss_reduction`` that fails without a target: it matters only if there is such a number.
+        """
         try:
             with theirs():
                 return weights_of(microbatches, self.options.loss_reduction), None
         except Exception as error:
             return weights_of(microbatches, "mean"), error
 
-    def _execution(
+    def _step(
         self,
         prepared: Prepared,
         microbatches: list[Microbatch],
         weights: list[float],
-        ambient: CallerState,
+        caller: CallerState,
         want: Iterable[str],
         loss_fn: Callable[..., Any] | None = None,
-    ) -> Execution:
-        return Execution(
-            prepared,
-            microbatches,
-            weights,
-            self.options.schedule,
-            ambient,
-            isolate_as=self.preparer.own_storages(prepared) if self.options.isolate else None,
-            loss_fn=loss_fn,
-            want=frozenset(want),
-            observer=self.observe(prepared, len(microbatches)) if self.observe else None,
+    ) -> Step:
+        return Step(
+            StepRequest(
+                prepared=prepared,
+                microbatches=microbatches,
+                weights=weights,
+                schedule=self.options.schedule,
+                caller=caller,
+                want=frozenset(want),
+                loss_fn=loss_fn,
+                isolate_as=self.preparer.own_storages(prepared) if self.options.isolate else None,
+                observer=self.observe(prepared, len(microbatches)) if self.observe else None,
+            )
         )
 
+    def _joined(self, step: Step) -> tuple[Any, list[JoinedLeaf]]:
+        """The outputs of the micro-batches as the whole batch's, and how each leaf was joined."""
+        request = step.request
+        prepared = request.prepared
+        results = [result for result in step.state.results if result is not None]
+        values, on_host = [r.outputs for r in results], [r.on_host for r in results]
+        sizes = [m.size for m in request.microbatches]
+        device = prepared.devices[prepared.route[-1]]
+        dim = output_dim(self.options.batch_dims, values, sizes)
+        return join(values, sizes, request.weights, device, dim, on_host)
+
     def _inputs_that_need_grad(
-        self, execution: Execution, args: Any, kwargs: Any, target: Any
+        self, step: Step, args: Any, kwargs: Any, target: Any
     ) -> list[tuple[Tensor, InputPlace]]:
-        # A tensor that comes twice is there twice: each argument has micro-batches of its own.
+        # A tensor that is given twice is listed twice: each argument has micro-batches of its own.
         given = list(leaves((args, kwargs, target)))
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             return []
-        sizes = [m.size for m in execution.microbatches]
+        sizes = [m.size for m in step.request.microbatches]
         places = input_places(
             args,
             kwargs,
@@ -245,25 +247,39 @@ class StepRunner:
             if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
 
-    def _give_input_gradients(
-        self, execution: Execution, args: Any, kwargs: Any, target: Any
-    ) -> None:
-        inputs = self._inputs_that_need_grad(execution, args, kwargs, target)
+    def _give_input_gradients(self, step: Step, args: Any, kwargs: Any, target: Any) -> None:
+        inputs = self._inputs_that_need_grad(step, args, kwargs, target)
         if not inputs:
             return
-        found = input_gradients(execution, inputs)
+        found = input_gradients(step.state, inputs)
         _give([(tensor, gradient) for (tensor, _), gradient in zip(inputs, found, strict=True)])
 
 
+def _batch_loss(step: Step) -> Tensor:
+    """The loss of the whole batch, on the last stage's device."""
+    prepared = step.request.prepared
+    device = prepared.devices[prepared.route[-1]]
+    losses = [r.loss for r in step.state.results if r is not None and r.loss is not None]
+    is_there = losses[0].device == device
+    moved = losses if is_there else [loss.to(device) for loss in losses]
+    loss = weighted_sum(moved, step.request.weights)
+    # To look at a value is to wait for an accelerator: done in the first step only, and never where
+    # a dispatch mode is on that may count such waits.
+    may_look = prepared.steps == 1 or not is_asynchronous(device)
+    if may_look and not how_many_dispatch_modes() and bool(loss.isnan()):
+        warn_of_some_without_a_number(losses)
+    return loss
+
+
 def _check_call() -> None:
-    """Raise :class:`UsageError` where a pipeline cannot be called."""
+    """Raise :class:`UsageError` where a pipeline cannot be called: under what it cannot pass on."""
     exporting = "torch.export" if torch.compiler.is_exporting() else None
     if exporting or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise UsageError(
             f"{exporting or 'torch.jit.trace'} cannot see the stages of a pipeline "
             f"({users_line()}); call unplace(), and give it pipe.module"
         )
-    if _cursor.get() is not None:
+    if current_cursor() is not None:
         raise UsageError(
             "a pipeline was called inside a forward that Blockpipe runs; mark the inner "
             f"model's modules as blocks of the outer one instead ({users_line()})"
@@ -283,7 +299,8 @@ def _check_call() -> None:
 def _cut_off(arguments: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
     """Arguments with a leaf in the place of each tensor that needs grad, and the pairs of both.
 
-    Each micro-batch has a backward of its own, and the caller's graph behind an input bears one.
+    Each micro-batch has a backward of its own, but the caller's graph behind an input is freed by
+    the first one.
     """
     leaf_of: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -1,4 +1,4 @@
-"""A plan that says why it is what it is: what each stage costs, what limits it, and its marks."""
+"""A plan with the costs of its stages, the stage that limits it, and its marks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from textwrap import wrap
 from typing import Any
 
-from .._common.text import bar, bytes_text, flops_text, text_table
+from .._common.text import bar, bytes_text, flops_text, seconds_text, text_table
 from ..schedules.simulation import Simulation
 from ..stages.plan import StagePlan
 
@@ -18,18 +18,18 @@ class StageShare:
     """One stage of a :class:`BalancedPlan`.
 
     Attributes:
-        stage: its number.
-        begins: the path of the module that begins it; the first stage: ``"the start"``.
-        call: which of that module's calls.
-        segments: what it is made of: a stage can begin at each of them, taken alone.
-        cost: in the unit of ``by``, as it was balanced: with crossings, speeds and extra weight.
-        forward: seconds of one micro-batch's forward, on this stage's device.
-        backward: seconds of its backward.
-        elements: numbers in the parameters that live here.
-        parameters: bytes of them.
+        stage: the stage's number.
+        begins: the path of the module that begins it; for the first stage, ``"the start"``.
+        call: the number of that module's call.
+        segments: the number of its segments; a stage could begin at each of them.
+        cost: the quantity that was balanced, with crossings, speeds and extra costs.
+        forward: the seconds of one micro-batch's forward, on this stage's device.
+        backward: the seconds of its backward.
+        elements: the number of elements of the parameters that live here.
+        parameters: the bytes of the parameters that live here.
         memory: the predicted peak in bytes.
-        received: bytes that a micro-batch brings from other stages.
-        limit: bytes of the device; ``None``: none was given.
+        received: the bytes of a micro-batch that come from other stages.
+        limit: the bytes that the stage may need; ``None`` if no limit was given.
     """
 
     stage: int
@@ -48,19 +48,19 @@ class StageShare:
 
 @dataclass(repr=False)
 class BalancedPlan(StagePlan):
-    """What :func:`balance` returns: a plan, and what its stages cost. ``print`` shows a table.
+    """The result of :func:`balance`: a plan with the costs of its stages. ``print`` shows a table.
 
-    It is a :class:`StagePlan` like any other, for ``Pipeline(model, plan=plan)``. What is said of
-    the stages is of the plan as it was made: ``assign`` does not change it.
+    It is a :class:`StagePlan` like any other, for ``Pipeline(model, plan=plan)``. The figures
+    describe the plan as it was computed; ``assign`` does not update them.
 
     Attributes:
-        shares: one for each stage.
-        by: what was balanced.
+        shares: one entry for each stage.
+        by: the quantity that was balanced.
         source: where the costs come from.
-        bottleneck: what limits the costliest stage, in words.
-        step_seconds: predicted for a step, without the optimizer's.
-        simulation: of the schedule; ``None``: a step runs in one thread, without a schedule.
-        notes: what else there is to know.
+        bottleneck: a sentence that says what limits the costliest stage.
+        step_seconds: the predicted time of a step, without the optimizer's.
+        simulation: the schedule played out; ``None`` if a step runs in one thread, without one.
+        notes: further notes on the plan.
     """
 
     model: str = ""
@@ -75,9 +75,11 @@ class BalancedPlan(StagePlan):
     marks_text: str = field(default="", repr=False)
 
     def marks(self) -> str:
-        """The plan as lines of Python, to paste where the model is built; it is called ``model``
-        there. They first take off old marks, and stages that are set on it. Where marks cannot say
-        what the plan says, comments tell why."""
+        """Return the plan as lines of Python, to paste where the model is built.
+
+        The model is called ``model`` there. The lines first take off old marks, and stages that
+        are set on it. Where marks cannot express the plan, they are comments that say why.
+        """
         return self.marks_text
 
     @property
@@ -87,7 +89,7 @@ class BalancedPlan(StagePlan):
 
     @property
     def imbalance(self) -> float:
-        """The costliest stage's cost over the mean of all; 1: they are equal."""
+        """The costliest stage's cost over the mean of all; 1 if they are equal."""
         costs = [share.cost for share in self.shares]
         return max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0
 
@@ -97,43 +99,13 @@ class BalancedPlan(StagePlan):
     def __str__(self) -> str:
         if not self.shares:
             return super().__str__()
-        show = UNITS[self.by]
-        total = sum(share.cost for share in self.shares) or 1.0
-        most = max(share.cost for share in self.shares) or 1.0
-        costs, holds = [], []
-        for share in self.shares:
-            begins = share.begins + (f" (call {share.call})" if share.call else "")
-            costs.append(
-                [
-                    str(share.stage),
-                    begins,
-                    bar(share.cost / most),
-                    show(share.cost),
-                    f"{100 * share.cost / total:.1f} %",
-                    seconds_text(share.forward),
-                    seconds_text(share.backward),
-                ]
-            )
-            limit = "-" if share.limit is None else bytes_text(share.limit)
-            holds.append(
-                [
-                    str(share.stage),
-                    str(share.segments),
-                    f"{share.elements:,}",
-                    bytes_text(share.memory),
-                    limit,
-                    bytes_text(share.received),
-                ]
-            )
-        head = ["Stage", "Begins at", "", self.by.capitalize(), "Share", "Forward", "Backward"]
-        of_what = ["Stage", "Pieces", "Parameters", "Peak memory", "Limit", "Received"]
         schedule = "one thread" if self.simulation is None else self.simulation.schedule.name
         lines = [
             f"{self.model} in {len(self.shares)} stages, by {self.by} ({self.source})",
             "",
-            text_table(head, costs, left=3),
+            self._cost_table(),
             "",
-            text_table(of_what, holds, left=1),
+            _memory_table(self.shares),
             "",
             *wrap(self.bottleneck, 100),
             f"predicted: {seconds_text(self.step_seconds)} for a step of {self.microbatches} "
@@ -142,8 +114,27 @@ class BalancedPlan(StagePlan):
         ]
         return "\n".join(lines)
 
+    def _cost_table(self) -> str:
+        show = UNITS[self.by]
+        total = sum(share.cost for share in self.shares) or 1.0
+        most = max(share.cost for share in self.shares) or 1.0
+        head = ["Stage", "Begins at", "", self.by.capitalize(), "Share", "Forward", "Backward"]
+        rows = [
+            [
+                str(share.stage),
+                share.begins + (f" (call {share.call})" if share.call else ""),
+                bar(share.cost / most),
+                show(share.cost),
+                f"{100 * share.cost / total:.1f} %",
+                seconds_text(share.forward),
+                seconds_text(share.backward),
+            ]
+            for share in self.shares
+        ]
+        return text_table(head, rows, left=3)
+
     def to_dict(self) -> dict[str, Any]:
-        """All of it as data for JSON: each stage, the marks, and the plan."""
+        """Return all of it as data for JSON: each stage, the marks, and the plan."""
         return {
             "model": self.model,
             "by": self.by,
@@ -160,12 +151,20 @@ class BalancedPlan(StagePlan):
         }
 
 
-def seconds_text(seconds: float) -> str:
-    """A time as people read it."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
+def _memory_table(shares: list[StageShare]) -> str:
+    head = ["Stage", "Segments", "Parameters", "Peak memory", "Limit", "Received"]
+    rows = [
+        [
+            str(share.stage),
+            str(share.segments),
+            f"{share.elements:,}",
+            bytes_text(share.memory),
+            "-" if share.limit is None else bytes_text(share.limit),
+            bytes_text(share.received),
+        ]
+        for share in shares
+    ]
+    return text_table(head, rows, left=1)
 
 
 def _bytes_text(count: float) -> str:

@@ -1,108 +1,28 @@
-"""What every stage that could be would cost, for what a user wants balanced.
+"""The cost of every possible stage, in the quantity that a user wants balanced.
 
-The schedule comes in twice: before the cut it says how many micro-batches a stage holds at once,
-which memory depends on; after it, how long a step of such stages takes.
+The schedule is used twice: before the cut for the number of micro-batches that a stage holds at
+once, which memory depends on; after it for the time of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
-from ..costs.rates import Line
-from ..devices.devices import is_asynchronous
-from ..errors import ScheduleError
-from ..preparation.prepared import is_small, runs_inline
-from ..schedules.builders import ScheduleOption, choose, make_schedule
-from ..schedules.schedule import HOP_MASK, HOP_SHIFT, B, F, Schedule, W
+from ..preparation.prepared import has_one_lane, is_small, runs_inline
 from ..schedules.simulation import Costs, Simulation, simulate
+from .conditions import Conditions
 from .cut_points import SegmentCosts
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """What stages are to run under, checked.
-
-    Attributes:
-        stages: how many.
-        by: what is balanced.
-        chunks: micro-batches of a step.
-        schedule: of the steps.
-        devices: of the stages.
-        lanes: what names each stage's lane.
-        speeds: of the stages' devices.
-        limits: of their memory, in bytes; infinite: none.
-        copies: of each parameter, by the optimizer.
-        extra: of the first and the last stage, in the unit of ``by``.
-        slack: by what share the costliest stage may cost more.
-        link: what a crossing takes, over its bytes.
-        training: with a backward.
-    """
-
-    stages: int
-    by: str
-    chunks: int
-    schedule: ScheduleOption
-    devices: list[torch.device]
-    lanes: list[Hashable]
-    speeds: list[float]
-    limits: list[float]
-    copies: float
-    extra: tuple[float, float]
-    slack: float
-    link: Line
-    training: bool
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether stages are on accelerators."""
-        return any(is_asynchronous(device) for device in self.devices)
-
-    @property
-    def lane_of_stage(self) -> list[int]:
-        """The number of each stage's lane."""
-        numbers: dict[Hashable, int] = {}
-        return [numbers.setdefault(lane, len(numbers)) for lane in self.lanes]
-
-    def made(self, costs: Costs) -> Schedule:
-        """The schedule, of as many hops as there are stages.
-
-        Raises:
-            ScheduleError: one of the user's own that is for something else.
-        """
-        option, lanes = self.schedule, self.lane_of_stage
-        if not self.training:
-            return make_schedule("gpipe", lanes, self.chunks)
-        if option == "auto":
-            return choose(lanes, self.chunks, costs).schedule
-        if isinstance(option, str):
-            name = "sequential" if option == "uncut" else option
-            return make_schedule(name, lanes, self.chunks, costs=costs)
-        found = option(lanes, self.chunks) if callable(option) else option
-        if not isinstance(found, Schedule):
-            raise ScheduleError(
-                "schedule is a name, a Schedule, or a function (lane_of_hop, microbatches) -> "
-                f"Schedule, but {found!r} came"
-            )
-        if len(found.lane_of_hop) != self.stages or found.microbatches != self.chunks:
-            raise ScheduleError(
-                f"schedule {found.name!r} is for {len(found.lane_of_hop)} hops and "
-                f"{found.microbatches} micro-batches, but there are stages={self.stages} and "
-                f"chunks={self.chunks}"
-            )
-        return found
-
-
 class StageCosts:
-    """Costs under some conditions; matrices as :class:`Chain` has them.
+    """The costs of every possible stage, as matrices like those of :class:`SegmentCosts`.
 
     Args:
-        chain: of the recording.
-        conditions: what the stages run under.
+        costs: the costs of the recording's segments.
+        conditions: the conditions that the stages run under.
 
     Attributes:
         one_thread: whether nothing can overlap, and no lane idles.
@@ -112,74 +32,63 @@ class StageCosts:
     def __init__(self, costs: SegmentCosts, conditions: Conditions) -> None:
         self.costs = costs
         self.conditions = conditions
-        to = conditions
-        small = not to.is_asynchronous and is_small(costs.recording, to.stages)
-        has_one_lane = len(set(to.lanes)) == 1 or small
-        one_by_one = runs_inline(to.schedule, to.chunks, has_one_lane=has_one_lane)
-        self.one_thread = one_by_one and has_one_lane
-        held = held_at_once(to.made(Costs()))
-        self.in_flight = [1] * to.stages if one_by_one else held
+        one_lane = has_one_lane(
+            conditions.lanes,
+            is_small=is_small(costs.recording, conditions.devices, conditions.stages),
+        )
+        one_by_one = runs_inline(conditions.schedule, conditions.chunks, has_one_lane=one_lane)
+        self.one_thread = one_by_one and one_lane
+        held = conditions.schedule_for(Costs()).held_at_once()
+        self.in_flight = [1] * conditions.stages if one_by_one else held
 
     def cost(self, stage: int) -> Tensor:
-        """What is balanced, of one stage."""
-        costs, to = self.costs, self.conditions
-        extra = to.extra[0] * (stage == 0) + to.extra[1] * (stage == to.stages - 1)
-        if to.by == "memory":
+        """Return the quantity that is balanced, for one stage."""
+        costs, conditions = self.costs, self.conditions
+        first, last = conditions.extra
+        extra = first * (stage == 0) + last * (stage == conditions.stages - 1)
+        if conditions.by == "memory":
             return self.memory(stage) + extra
-        if to.by == "time":
-            moved = costs.received + costs.returned if to.training else costs.received
-            return (costs.seconds + extra) / to.speeds[stage] + moved * to.link.per_unit
-        row = costs.parameters if to.by == "parameters" else costs.flops
-        return (costs.total(row) + extra) / to.speeds[stage]
+        speed = conditions.speeds[stage]
+        if conditions.by == "time":
+            moved = costs.received + costs.returned if conditions.training else costs.received
+            return (costs.seconds + extra) / speed + moved * conditions.link.per_unit
+        row = costs.parameters if conditions.by == "parameters" else costs.flops
+        return (costs.total(row) + extra) / speed
 
     def memory(self, stage: int) -> Tensor:
-        """One stage's peak, in bytes."""
-        to = self.conditions
-        return self.costs.memory(self.in_flight[stage], to.copies, training=to.training)
+        """Return one stage's peak in bytes."""
+        conditions = self.conditions
+        return self.costs.memory(
+            self.in_flight[stage], conditions.copies, training=conditions.training
+        )
 
     def step(self, bounds: Sequence[int]) -> tuple[float, Simulation | None]:
-        """The predicted time of a step, and the schedule played out; in one thread there is none.
+        """Return the predicted seconds of a step, and its schedule played out.
 
         Args:
-            bounds: segments that they begin with, and the end.
+            bounds: the segments that the stages begin with, and the end.
+
+        Returns:
+            The simulation is ``None`` where the step runs in one thread, without a schedule.
         """
-        to = self.conditions
-        pairs = list(pairwise(bounds))
+        conditions = self.conditions
+        spans = list(pairwise(bounds))
         forward, backward = (
-            [float(row[a:b].sum()) / v for (a, b), v in zip(pairs, to.speeds, strict=True)]
+            [float(row[a:b].sum()) / v for (a, b), v in zip(spans, conditions.speeds, strict=True)]
             for row in (self.costs.forward, self.costs.backward)
         )
-        if to.by == "time":
-            forward[0] += to.extra[0] / to.speeds[0]
-            forward[-1] += to.extra[1] / to.speeds[-1]
+        if conditions.by == "time":
+            forward[0] += conditions.extra[0] / conditions.speeds[0]
+            forward[-1] += conditions.extra[1] / conditions.speeds[-1]
         if self.one_thread:
-            return to.chunks * (sum(forward) + sum(backward)), None
+            return conditions.chunks * (sum(forward) + sum(backward)), None
+        received = [float(self.costs.received[span]) for span in spans[1:]]
         costs = Costs(
             forward=forward,
             backward=backward,
             weight=[seconds / 2 for seconds in backward],
-            transfer=[to.link.seconds(float(self.costs.received[a, b])) for a, b in pairs[1:]]
-            + [0.0],
-            activation=[float(self.costs.saved[a, b]) for a, b in pairs],
+            transfer=[*map(conditions.link.seconds, received), 0.0],
+            activation=[float(self.costs.saved[span]) for span in spans],
         )
-        played = simulate(to.made(costs), costs)
+        played = simulate(conditions.schedule_for(costs), costs)
         return played.makespan, played
-
-
-def held_at_once(schedule: Schedule) -> list[int]:
-    """For each hop, the most micro-batches that are between their forward and the end of their
-    backward there.
-
-    Example:
-        >>> held_at_once(make_schedule("1f1b", [0, 1, 2], 8))
-        [3, 2, 1]
-    """
-    split = {hop for hop, _ in schedule.split()}
-    held = [0] * len(schedule.lane_of_hop)
-    most = list(held)
-    for lane in schedule.codes:
-        for code in lane:
-            kind, hop = code & 3, code >> HOP_SHIFT & HOP_MASK
-            held[hop] += (kind == F) - (kind == (W if hop in split else B))
-            most[hop] = max(most[hop], held[hop])
-    return most

@@ -2,8 +2,8 @@
 
 In a loop over micro-batches batch norm updates its running statistics once for each of them: they
 move further than one batch would have them move, and follow the last micro-batches most. Deferred,
-they are what the whole batch would have given. What a forward normalizes by is not changed by it:
-that is the micro-batch's own, as in the loop, for the whole batch is not there yet.
+they are what the whole batch would have given. A forward still normalizes by the statistics of its
+own micro-batch, as in the loop: those of the whole batch are not known yet.
 
 The obvious way adds up sums and sums of squares. Their difference, the variance, cancels where the
 mean is large: at a mean of 1e4 and a variance of 1 nothing of it is left in float32. Here each
@@ -26,14 +26,14 @@ from .._common.nested import tensors
 from .._common.thread_state import ours
 from .._torch.modules import BatchNorm, buffers_of
 from ..crossing.interception import active_mode
-from ..stages.marks import current_microbatch, is_recomputing
+from ..stages.cursor import current_microbatch, is_recomputing
 
 Forward = Callable[..., Any]
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class BatchStatistics(NamedTuple):
-    """Of some samples, for each channel: enough to merge them with others'.
+    """Statistics of some samples, for each channel, that can be merged with those of others.
 
     ``mean`` and ``squares`` (the sum of squared distances from the mean) have shape
     ``[channels]``, in double precision where the device has it.
@@ -45,10 +45,10 @@ class BatchStatistics(NamedTuple):
 
 
 def statistics(x: Tensor) -> BatchStatistics:
-    """The statistics of a tensor of shape ``[batch, channels, ...]``.
+    """Compute the statistics of a tensor of shape ``[batch, channels, ...]``.
 
-    Nothing of the tensor's size is made in double precision: what is left of the rounded mean after
-    it was subtracted is small, so that single precision holds it well.
+    Nothing of the tensor's size is made in double precision: after the rounded mean was subtracted
+    the rest is small, so that single precision holds it well.
     """
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
     double = torch.float32 if x.device.type == "mps" else torch.float64
@@ -64,7 +64,7 @@ def statistics(x: Tensor) -> BatchStatistics:
 
 
 def merged(parts: list[BatchStatistics]) -> BatchStatistics:
-    """The statistics of all samples of some parts.
+    """Merge the statistics of parts into those of all their samples.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
     sample variances" (1979).
@@ -80,7 +80,7 @@ def merged(parts: list[BatchStatistics]) -> BatchStatistics:
 
 
 class _Step:
-    """What a step has seen so far."""
+    """The statistics that a step has gathered so far."""
 
     def __init__(self) -> None:
         # By module, then by micro-batch: of each of its calls. One thread runs a micro-batch.
@@ -90,12 +90,12 @@ class _Step:
 class DeferredBatchNorm:
     """Holds back the running statistics of a model's batch norms.
 
-    The normalization is left to the modules, whose classes may have their own. SyncBatchNorm is
+    The modules normalize by themselves: their classes may do so in their own way. SyncBatchNorm is
     left alone: its statistics are of several processes, and each takes part in every update.
 
     Args:
-        model: whose batch norms are meant: those that are in training mode when they are called,
-            and have running statistics.
+        model: the model. Its batch norms that have running statistics, and are in training mode
+            when they are called, are deferred.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -109,23 +109,17 @@ class DeferredBatchNorm:
         self._synchronized = synchronized(model)
 
     def stand_ins(self) -> dict[str, Callable[[Forward], Forward]]:
-        """For each module's path: from its forward to what is called instead. Outside of a step
-        that is the forward."""
+        """Return for each module's path a function from its forward to the stand-in, which outside
+        of a step only calls the forward."""
         return {path: partial(self._stand_in, module) for path, module in self.modules.items()}
 
     def _stand_in(self, module: BatchNorm, forward: Forward) -> Forward:
         return _StandIn(module, forward, partial(self._call, module, forward))
 
     def _call(self, module: BatchNorm, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """A batch norm's forward; before it, a look at its input."""
+        """Gather the statistics of a batch norm's input, and call its forward."""
         step, microbatch = self.under_way, _counted_microbatch()
-        if (
-            step is not None
-            and microbatch is not None
-            and module.training
-            and module.track_running_stats
-            and module.running_mean is not None
-        ):
+        if step is not None and microbatch is not None and _updates_statistics(module):
             with ours(), torch.no_grad():
                 given, mode = next(tensors((args, kwargs))), active_mode()
                 seen = statistics((given if mode is None else mode.read(given)).detach())
@@ -133,7 +127,7 @@ class DeferredBatchNorm:
         return forward(*args, **kwargs)
 
     def notes(self) -> list[str]:
-        """What is deferred and what not, for the summary."""
+        """Return what is deferred and what is not, for the summary."""
         notes = [f"batch norm deferred: {len(self.modules)} modules"]
         if self._synchronized:
             notes.append(f"not deferred, SyncBatchNorm: {', '.join(self._synchronized)}")
@@ -141,11 +135,11 @@ class DeferredBatchNorm:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What forwards see is committed at the end, if nothing failed. Reentrant.
+        """Stand around a step; at its end commit the statistics, if nothing failed. Reentrant.
 
-        Meanwhile forwards write to clones of the buffers. They serve for the whole step: some
-        subclasses read what the micro-batches before have left there, and a recomputation puts
-        back what there was, as for every buffer.
+        Meanwhile forwards write to clones of the buffers. The same clones serve for the whole step:
+        some subclasses read what earlier micro-batches have left there, and a recomputation puts
+        back the earlier values, as for every buffer.
         """
         with self._turn:
             yield from self._taken_step()
@@ -166,13 +160,18 @@ class DeferredBatchNorm:
         _commit(step)
 
 
+def _updates_statistics(module: BatchNorm) -> bool:
+    """Whether a forward of a batch norm updates its running statistics."""
+    return module.training and module.track_running_stats and module.running_mean is not None
+
+
 class _StandIn:
     """Stands in for a module's forward. A copy of the module has the module's own again."""
 
     def __init__(self, module: BatchNorm, forward: Forward, call: Forward) -> None:
         self.module = module
         self.forward = forward
-        # The graph of a compiled module around this one ends here: what is Python runs each time.
+        # The graph of a compiled module around this one breaks here: this Python runs each time.
         self._call: Forward = torch.compiler.disable(call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,12 +190,12 @@ def _forward_of(module: nn.Module) -> Forward:
 
 
 def synchronized(model: nn.Module) -> list[str]:
-    """The paths of a model's SyncBatchNorms, which are not deferred."""
+    """Return the paths of a model's SyncBatchNorms, which are not deferred."""
     return [path for path, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)]
 
 
 def _counted_microbatch() -> int | None:
-    """The micro-batch whose forward is under way; ``None`` for what is computed again."""
+    """Return the micro-batch whose forward is under way; ``None`` in a recomputation."""
     return None if is_recomputing() else current_microbatch()
 
 

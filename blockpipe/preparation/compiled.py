@@ -1,17 +1,17 @@
-"""Sealed modules compiled, and as CUDA graphs, for the time of a step.
+"""Sealed modules compiled, and captured as CUDA graphs, for the time of a step.
 
-The door of a sealed module calls what is made here in the place of its ``forward``; the module
-itself stays as it was. So what is outside of Blockpipe (``state_dict``, other code that calls the
-model) never meets a compiled module.
+The stand-in of a sealed module calls compiled code instead of its ``forward``; the module itself
+stays as it was. So code outside of Blockpipe (``state_dict``, other callers of the model) never
+meets a compiled module.
 
 ``torch.compile(mode="reduce-overhead")`` has CUDA graphs too, but of one micro-batch: its graphs
 share memory in the order in which they were recorded, and a pipeline interleaves several forwards
 before the first backward. Here each micro-batch in flight has captures of its own.
 
-torch keeps what it has compiled by code object, no more than ``recompile_limit`` (8) versions of
-each, and runs what is beyond uncompiled. ``torch.compile(module.forward)`` of ten modules of one
-class, or of torch's own, is ten versions of one code object, so each *kind* of module has a code
-object of its own here, and modules of one kind share what is compiled for it.
+torch keeps no more than ``recompile_limit`` (8) compiled versions of a code object, and runs all
+further ones uncompiled. ``torch.compile(module.forward)`` of ten modules of one class makes ten
+versions of one code object. So each *kind* of module has a code object of its own here, and modules
+of one kind share its compiled version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from .._common.nested import leaves, map_leaves, tensors
 from .._torch.graph import gradient_hooks
-from ..stages.marks import current_microbatch
+from ..stages.cursor import current_microbatch
 from .sealed_forwards import SealedForwards
 
 
@@ -49,17 +49,17 @@ class _Own(torch.autograd.Function):
 
 
 def _adds_up(leaf: Tensor) -> bool:
-    """Whether a gradient is added to what is there, and nobody else sees it."""
+    """Whether a gradient is added to one that is there already, and no hook sees it."""
     return leaf.grad is not None and not gradient_hooks(leaf)
 
 
 class CompiledModules:
-    """What stands in for the sealed modules of one recording.
+    """The compiled code that stands in for the sealed modules of one recording.
 
     Args:
-        doors: of the recording.
-        options: for ``torch.compile``; ``None``: it is not asked for.
-        cuda_graphs: capture the modules' calls.
+        sealed_forwards: the stand-ins of the recording, which call it.
+        options: options of ``torch.compile``; ``None``: modules are captured, and not compiled.
+        cuda_graphs: whether to capture the modules' calls.
     """
 
     def __init__(
@@ -69,13 +69,12 @@ class CompiledModules:
         *,
         cuda_graphs: bool,
     ) -> None:
-        self.slots = 0  # how many micro-batches are in flight at the most: as in the first step
+        self.slots = 0  # the most micro-batches in flight: as in the first step
         self._cuda_graphs = cuda_graphs
         self.phase: Literal["off", "capture", "replay"] = "off"
         self.graphs: list[CapturedGraphs] = []
-        self.uncompiled: set[str] = (
-            set()
-        )  # paths of modules with calls that ran as they are written
+        # Paths of modules with calls that ran uncompiled.
+        self.uncompiled: set[str] = set()
         self._options = options
         self._codes: dict[Any, CodeType] = {}  # by kind of module
         self._is_first = True
@@ -108,7 +107,7 @@ class CompiledModules:
         return torch.compile(call, **self._options or {})
 
     def notes(self) -> Iterator[str]:
-        """What came of it, for the summary."""
+        """Yield what was compiled and captured, and what was not, for the summary."""
         compiled = [path for path in self.paths if path not in self.uncompiled]
         yield f"compiled: {', '.join(compiled) or 'nothing'}"
         if self.uncompiled:
@@ -123,13 +122,13 @@ class CompiledModules:
 
     @contextmanager
     def step(self, in_flight: int, *, keeps_graphs: bool) -> Iterator[None]:
-        """Entered for each step.
+        """Stand around a step: captures are made in the first one, and replayed in later ones.
 
         Args:
-            in_flight: how many micro-batches are under way at once: if they are more than there
-                are captures of each call, none is used.
-            keeps_graphs: whether autograd graphs outlive the step, as those of ``pipe(x)`` do:
-                nobody knows when a capture's memory is free again, so none is used.
+            in_flight: the most micro-batches that are under way at once. If they are more than
+                each call has captures, none is used.
+            keeps_graphs: whether autograd graphs outlive the step, as those of ``pipe(x)`` do.
+                Then it is not known when a capture's memory is free again, and none is used.
         """
         for graphs in self.graphs:
             graphs.new_step()
@@ -152,9 +151,9 @@ class CapturedGraphs:
     after that (a smaller last batch) runs as it was written.
 
     Args:
-        module: whose parameters the calls read.
-        forward: what to capture.
-        shared: says whether it may capture, or replay.
+        module: the module whose parameters the calls read.
+        forward: the function to capture.
+        shared: the step's phase: whether calls may be captured, or replayed.
     """
 
     def __init__(
@@ -194,14 +193,14 @@ class CapturedGraphs:
         return graphed(*_Own.apply(*inputs))
 
     def new_step(self) -> None:
-        """Calls are counted anew."""
+        """Begin to count calls anew."""
         self._calls.clear()
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         given = list(tensors((args, kwargs)))
         parameters = list(self.module.parameters())
 
-        outputs: list[Any] = []  # of the newest run: what is no tensor stays as it was
+        outputs: list[Any] = []  # of the newest run, with leaves that are no tensors
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             rest = iter(inputs)
@@ -226,7 +225,7 @@ class CapturedGraphs:
 
 
 def _kind(module: nn.Module, forward: Callable[..., Any]) -> Any:
-    """What code compiled for a module is specialized to, as far as it can be seen from outside."""
+    """Return what compiled code of a module is specialized to, as far as that can be seen."""
     parts: list[Any] = [getattr(forward, "__func__", forward)]
     for name, inner in module.named_modules():
         plain = [(key, value) for key, value in vars(inner).items() if isinstance(value, _PLAIN)]
@@ -242,9 +241,9 @@ _HERE = object()  # where an output has a tensor
 
 
 def _signature(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a capture is good for; ``None``: it cannot be captured.
+    """Return what a capture of a call depends on; ``None``: the call cannot be captured.
 
-    A capture reads parameters and buffers where they were: other storage needs another capture.
+    A capture reads parameters and buffers at their addresses: other storage needs another capture.
     """
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     parts: list[Any] = [torch.is_grad_enabled(), module.training, autocast]

@@ -1,4 +1,4 @@
-"""What hops cost on the devices of their stages, in seconds and bytes."""
+"""The costs of hops on the devices of their stages, in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..schedules.simulation import Costs
 
 
 def rates_of_stages(devices: Sequence[torch.device], lanes: int) -> list[Rates]:
-    """For each stage the rates of its device; they are measured when they are used.
+    """Return the rates of each stage's device; they are measured when they are first used.
 
     Args:
-        devices: of the stages.
-        lanes: that run at once: on the CPU they share its threads.
+        devices: the stages' devices.
+        lanes: the number of lanes that run at once; on the CPU they share its threads.
     """
     alone = any(map(is_asynchronous, devices))
     threads = torch.get_num_threads() if alone else max(1, torch.get_num_threads() // lanes)
@@ -32,14 +32,14 @@ def hop_costs(
     rates: Sequence[Rates],
     offloaded: Collection[int] = (),
 ) -> Costs:
-    """What the hops of a recording cost.
+    """Return the costs of a recording's hops.
 
     Args:
-        recording: of what.
-        regimes: what each hop keeps, as it is recomputed.
-        devices: of the stages.
-        rates: of these.
-        offloaded: hops whose activations are in host memory meanwhile.
+        recording: the recording.
+        held: the activations that each hop keeps, as it is recomputed.
+        devices: the stages' devices.
+        rates: the devices' rates.
+        offloaded: the hops whose activations are in host memory between forward and backward.
     """
     hops = recording.hops
     backward = [rates[hop.stage].backward(hop.work) for hop in hops]

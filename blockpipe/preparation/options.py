@@ -2,72 +2,77 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
 
 from torch import nn
 
 from .._common.callsite import users_line
+from .._common.checks import expected, is_integer
 from .._common.hints import ALL_REDUCE
-from ..batches.microbatch import BatchDims, LossReduction
+from ..batches.batch_dims import BatchDims
+from ..batches.microbatch import LossReduction
 from ..errors import MicrobatchError, PlanError, ScheduleError, UsageError
 from ..schedules.builders import SCHEDULES, ScheduleOption, check_in_flight
 from ..schedules.schedule import Schedule
 from ..stages.plan import StagePlan
 
+T = TypeVar("T")
+
 CHECKPOINTS = ("never", "except_last", "always")
 
 
 def as_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if (
-        isinstance(sample, tuple)
-        and len(sample) == 2
-        and isinstance(sample[0], tuple | list)
-        and isinstance(sample[1], Mapping)
-    ):
-        return tuple(sample[0]), dict(sample[1])
+    """Return a sample as arguments and keyword arguments; it may also be the arguments alone, or
+    one of them."""
+    if isinstance(sample, tuple) and len(sample) == 2:
+        args, kwargs = sample
+        if isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
+            return tuple(args), dict(kwargs)
     if isinstance(sample, tuple | list):
         return tuple(sample), {}
     return (sample,), {}
 
 
 def checked_offload(offload: object) -> frozenset[int] | Literal[True]:
-    """The stages that are offloaded; ``True``: all."""
+    """Return the stages that are offloaded; ``True`` is all of them."""
     if offload is True:
         return True
     stages = list(offload) if isinstance(offload, Iterable) else [] if offload is False else [None]
-    if any(not isinstance(s, int) or isinstance(s, bool) or s < 0 for s in stages):
+    if not all(is_integer(stage, 0) for stage in stages):
         raise PlanError(
-            f"offload is True, False, or a list of stages such as [0, 1], but {offload!r} came"
+            expected("True, False or a list of stages", offload, for_="offload", fix="pass [0, 1]")
         )
-    return frozenset(s for s in stages if isinstance(s, int))
+    return frozenset(stage for stage in stages if stage is not None)
 
 
 def check_plan(plan: object) -> None:
-    """Raise :class:`PlanError` for what is no plan, or none that can be carried out."""
+    """Raise :class:`PlanError` for a value that is no plan, or a plan that contradicts itself."""
     if plan is None:
         return
     if not isinstance(plan, StagePlan):
-        raise PlanError(
-            f"plan is a StagePlan, but {type(plan).__name__} came; make one by "
-            "record(model, args).plan, or StagePlan.from_json(text)"
-        )
+        fix = "take record(model, args).plan, or StagePlan.from_json(text)"
+        raise PlanError(expected("a StagePlan", plan, for_="plan", fix=fix))
     plan.check()
 
 
 def check_batch_dims(dims: object) -> None:
-    """Raise :class:`MicrobatchError` for what names no dims."""
+    """Raise :class:`MicrobatchError` for a value that names no dims."""
     values = list(dims.values()) if isinstance(dims, Mapping) else [dims]
     for value in values:
         is_list = value == "list" and isinstance(dims, Mapping)
         is_dim = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not is_list and not is_dim:
             raise MicrobatchError(
-                "batch_dims is None, a number, or a mapping from an argument's position or name "
-                f"to a number, 'list' or None, but {dims!r} came"
+                expected(
+                    "an integer, None, or a mapping from arguments to integers, 'list' or None",
+                    dims,
+                    for_="batch_dims",
+                    fix="name arguments by position or name: {0: 1, 'mask': None}",
+                )
             )
 
 
-# Why an option cannot be assigned, and what to do instead.
+# By option: why it cannot be assigned, and what to do instead.
 FIXED = {
     "module": "a pipeline is for one model; make another Pipeline",
     "devices": "the model is placed on them; call unplace(), and make another Pipeline",
@@ -86,43 +91,45 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 
 def check_model(model: object) -> None:
-    """Raise :class:`UsageError` for what is no module, or one that is spread out already."""
+    """Raise :class:`UsageError` for a model that is no module, or is on several devices already."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"Pipeline takes an nn.Module, but {type(model).__name__} came")
+        raise UsageError(expected("an nn.Module", model, for_="model of Pipeline"))
     for path, module in model.named_modules():
         if type(module).__name__ in _WRAPPERS and type(module).__module__.startswith("torch."):
             where = f"{path!r} is a" if path else "the model is a"
             raise UsageError(
                 f"{where} {type(module).__name__}, which acts on every backward, and a pipeline "
-                f"has one for each micro-batch ({users_line()}); give Pipeline the module inside "
+                f"has one for each micro-batch ({users_line()}); pass Pipeline the module inside "
                 f"of it, and {ALL_REDUCE}"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise UsageError(
                 f"parameter {name!r} is a DTensor: the model is sharded (fully_shard, "
-                f"parallelize_module), and a stage is on one device ({users_line()}); give "
+                f"parallelize_module), and a stage is on one device ({users_line()}); pass "
                 f"Pipeline the plain model, and {ALL_REDUCE}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How steps are run: all that may be assigned to a pipeline later, checked when it is made.
+    """The options of a pipeline that may be assigned later; checked when this value is made.
+
+    Users read about them in :class:`blockpipe.Pipeline`.
 
     Args:
-        chunks: into how many micro-batches a batch is split.
-        schedule: a name, one of the user's own, or a function that makes one.
-        in_flight: at most so many micro-batches are under way at once.
-        checkpoint: which micro-batches are recomputed.
-        offload: stages whose activations are in host memory meanwhile; ``True``: all.
+        chunks: the number of micro-batches that a batch is split into.
+        schedule: a schedule's name, the user's own, or a function that makes one.
+        in_flight: the most micro-batches that are under way at once.
+        checkpoint: the micro-batches that are recomputed.
+        offload: the stages whose activations are in host memory between forward and backward.
         deferred_batch_norm: whether running statistics are those of the whole batch.
-        batch_dims: what is split where.
-        loss_reduction: what the micro-batches' losses are to the batch's.
+        batch_dims: the dim on which each argument is split.
+        loss_reduction: how the micro-batches' losses make up the batch's.
         isolate: whether the stage sanitizer is on.
 
     Raises:
-        PlanError, ScheduleError, MicrobatchError, UsageError: what is no option, or does not go
+        PlanError, ScheduleError, MicrobatchError, UsageError: an option is wrong, or does not go
             with another one.
     """
 
@@ -137,35 +144,45 @@ class PipelineOptions:
     isolate: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 1:
-            raise PlanError(f"chunks is a whole number from 1 on, but {self.chunks!r} came")
+        if not is_integer(self.chunks, 1):
+            raise PlanError(
+                expected("a positive integer", self.chunks, for_="chunks", fix="pass chunks=4")
+            )
         check_schedule(self.schedule, self.chunks)
         check_in_flight(self.in_flight)
         if self.checkpoint not in CHECKPOINTS:
+            names = ", ".join(map(repr, CHECKPOINTS))
+            fix = "for some blocks only, write Block(stage=…, checkpoint=True)"
             raise UsageError(
-                f"checkpoint is one of {CHECKPOINTS}, but {self.checkpoint!r} came; for some "
-                "blocks only, write Block(stage=…, checkpoint=True)"
+                expected(f"one of {names}", self.checkpoint, for_="checkpoint", fix=fix)
             )
         if not isinstance(self.deferred_batch_norm, bool):
+            fix = "pass True for running statistics of the whole batch"
             raise UsageError(
-                f"deferred_batch_norm is True or False, but {self.deferred_batch_norm!r} came "
-                f"({users_line()}); pass True for running statistics of the whole batch"
+                expected(
+                    "True or False", self.deferred_batch_norm, for_="deferred_batch_norm", fix=fix
+                )
             )
         if self.loss_reduction not in ("mean", "sum") and not callable(self.loss_reduction):
             raise UsageError(
-                "loss_reduction is 'mean', 'sum' or a callable (args, kwargs, target) -> number, "
-                f"but {self.loss_reduction!r} came"
+                expected(
+                    "'mean', 'sum' or a callable",
+                    self.loss_reduction,
+                    for_="loss_reduction",
+                    fix="a callable is (args, kwargs, target) -> number",
+                )
             )
         check_batch_dims(self.batch_dims)
         if self.offload and self.schedule == "uncut":
             raise UsageError(
                 "offload brings activations back before a stage's backward, but schedule='uncut' "
-                "has one backward for all stages; use checkpoint=, or another schedule"
+                f"has one backward for all stages ({users_line()}); use checkpoint=, or another "
+                "schedule"
             )
         if self.isolate and self.schedule == "uncut":
             raise UsageError(
                 "isolate=True proves that stages are cut apart, but schedule='uncut' does not cut "
-                "them; use 'sequential' to look at one micro-batch at a time"
+                f"them ({users_line()}); use 'sequential' to look at one micro-batch at a time"
             )
 
     @property
@@ -174,9 +191,8 @@ class PipelineOptions:
         return self.schedule != "uncut"
 
     def prepared_for(self) -> tuple[Any, ...]:
-        """What a recording, and all that is worked out from it, depends on."""
-        # What is shared between stages is an error under some schedules; others are made by the
-        # step.
+        """Return the options that a recording, and all that follows from it, depends on."""
+        # State that stages share is an error under some schedules, which all others have in common.
         kind = self.schedule if self.schedule in ("sequential", "uncut") else "cut"
         return kind, self.in_flight, self.checkpoint, self.offload, self.deferred_batch_norm
 
@@ -184,46 +200,70 @@ class PipelineOptions:
 OPTIONS = tuple(field.name for field in fields(PipelineOptions))
 
 
+class Option(Generic[T]):
+    """One of the options of a pipeline, as an attribute of it.
+
+    It is read from the options that the pipeline has as ``_options``, and set by its
+    ``__setattr__``, which checks it.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, pipe: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, pipe: object, owner: type) -> T: ...
+
+    def __get__(self, pipe: Any, owner: type) -> T | Self:
+        return self if pipe is None else cast(T, getattr(pipe._options, self._name))
+
+    def __set__(self, pipe: object, value: T) -> None:
+        setattr(pipe, self._name, value)
+
+
 def check_graphs(*, cuda_graphs: bool, deferred_batch_norm: bool) -> None:
-    """Raise :class:`UsageError` for two options that do not go together."""
+    """Raise :class:`UsageError` for CUDA graphs with deferred batch norm."""
     if cuda_graphs and deferred_batch_norm:
         raise UsageError(
             "cuda_graphs=True replays forwards without their Python, but "
-            "deferred_batch_norm=True has to look at every input of a batch norm; leave one "
-            f"of them out ({users_line()})"
+            "deferred_batch_norm=True has to look at every input of a batch norm "
+            f"({users_line()}); leave one of them out"
         )
 
 
 def check_loss(loss_fn: object, target: object) -> None:
     """Raise :class:`UsageError` for a loss that cannot be called, or a target without one."""
+    contract = "a callable (output, target) -> loss"
     if loss_fn is not None and not callable(loss_fn):
-        raise UsageError(
-            f"loss_fn is a callable (output, target) -> loss, but {loss_fn!r} came ({users_line()})"
-        )
+        raise UsageError(expected(contract, loss_fn, for_="loss_fn"))
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        raise UsageError(
-            f"loss_fn is a callable (output, target) -> loss, but the class {loss_fn.__name__} "
-            f"came ({users_line()}); pass an instance of it: loss_fn={loss_fn.__name__}()"
-        )
+        fix = f"pass an instance of the class: loss_fn={loss_fn.__name__}()"
+        raise UsageError(expected(contract, loss_fn, for_="loss_fn", fix=fix))
     if target is not None and loss_fn is None:
         raise UsageError(
-            "a target needs a loss_fn to be compared by, but none came; pass loss_fn=…, or "
-            "give the model its labels as an argument, by position if its name is target "
-            f"({users_line()})"
+            f"a target was given, but no loss_fn to compare it by ({users_line()}); pass "
+            "loss_fn=…, or pass the model its labels as an argument, by position if its name is "
+            "target"
         )
 
 
 def check_schedule(schedule: object, chunks: int) -> None:
-    """Raise :class:`ScheduleError` for what names no schedule, or one for other micro-batches."""
+    """Raise :class:`ScheduleError` for a value that asks for no schedule, or for a schedule of
+    another number of micro-batches."""
     names = [*SCHEDULES, "auto", "uncut"]
     if isinstance(schedule, Schedule):
         if schedule.microbatches != chunks:
             raise ScheduleError(
                 f"schedule {schedule.name!r} is for {schedule.microbatches} micro-batches, but "
-                f"chunks={chunks}; pass chunks={schedule.microbatches}"
+                f"chunks={chunks} ({users_line()}); pass chunks={schedule.microbatches}"
             )
     elif schedule not in names and not callable(schedule):
         raise ScheduleError(
-            f"schedule is one of {names}, a Schedule, or a function (lane_of_hop, microbatches) -> "
-            f"Schedule, but {schedule!r} came"
+            expected(
+                f"one of {', '.join(map(repr, names))}, a Schedule or a callable",
+                schedule,
+                for_="schedule",
+                fix="a callable is (lane_of_hop, microbatches) -> Schedule",
+            )
         )

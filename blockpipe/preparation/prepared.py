@@ -1,10 +1,10 @@
-"""What is worked out once for each recording, and used by every step: homes, doors, lanes,
-schedules, and whether threads pay."""
+"""Everything that is computed once for a recording and used by each step: homes of parameters,
+stand-ins, lanes, schedules, and whether threads pay."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -24,12 +24,13 @@ from ..devices.devices import is_asynchronous
 from ..devices.rng_streams import Source, host_sources, sources_of, torchs_of
 from ..errors import ScheduleError
 from ..recording.recording import ActivationBytes, Hop, Recording
-from ..schedules.builders import ScheduleChoice, ScheduleOption, choose, make_schedule
+from ..schedules.builders import ScheduleChoice, ScheduleOption
 from ..schedules.schedule import Schedule
 from ..schedules.simulation import Costs, validate
 from .batch_norm import DeferredBatchNorm
 from .compiled import CompiledModules
 from .hop_costs import hop_costs, rates_of_stages
+from .schedule_choice import ScheduleRequest
 from .sealed_forwards import SealedForwards
 from .unwritten import Unwritten
 
@@ -46,12 +47,14 @@ _FLOPS, _BYTES, _OPERATION = 4e10, 1e10, 4e-6  # a second; of one core; seconds 
 
 
 def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hashable]:
-    """For each stage what names its lane: the accelerator device, or on the CPU the stage itself;
-    CPU devices with an index (``"cpu:0"``) are lanes that stages may share.
+    """Return the name of each stage's lane.
+
+    It is the accelerator device, or on the CPU the stage itself; CPU devices with an index
+    (``"cpu:0"``) are lanes that stages may share.
 
     Args:
-        devices: one for each stage, checked.
-        names: the same as the user gave them.
+        devices: the device of each stage, checked.
+        names: the same devices, as the user gave them.
     """
     given = [torch.device(name) for name in names]
     return [
@@ -60,24 +63,39 @@ def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hash
     ]
 
 
-def is_small(recording: Recording, hops: int | None = None) -> bool:
-    """Whether a recording's operations, or hops, are too small for threads to pay on the CPU.
+def is_small(
+    recording: Recording, devices: Sequence[torch.device], hops: int | None = None
+) -> bool:
+    """Return whether operations, or hops, are too small for threads to pay: on the CPU alone.
 
     Args:
-        recording: what runs.
-        hops: in how many; ``None``: as it is recorded.
+        recording: a recording of what runs.
+        devices: the stages' devices.
+        hops: the number of hops that it is to run in; ``None`` takes those that were recorded.
     """
+    if any(map(is_asynchronous, devices)):
+        return False
     seconds = sum(map(roofline, recording.hops))
     operations = sum(hop.kernels for hop in recording.hops)
     return seconds < max(SMALL_OPERATION * operations, SMALL_HOP * (hops or len(recording.hops)))
 
 
-def runs_inline(schedule: ScheduleOption, microbatches: int, *, has_one_lane: bool) -> bool:
-    """Whether each micro-batch goes out and comes back before the next, in one thread.
+def has_one_lane(lanes: Iterable[Hashable], *, is_small: bool) -> bool:
+    """Return whether nothing can overlap, or threads would cost more than that gains.
 
     Args:
-        schedule: as asked for; one of the user's own is played as it is.
-        microbatches: of a step.
+        lanes: the lane of each hop or stage.
+        is_small: whether threads would not pay, as :func:`is_small` says.
+    """
+    return is_small or len(set(lanes)) == 1
+
+
+def runs_inline(schedule: ScheduleOption, microbatches: int, *, has_one_lane: bool) -> bool:
+    """Return whether each micro-batch goes out and comes back before the next, in one thread.
+
+    Args:
+        schedule: the schedule that is asked for; the user's own is played as it is.
+        microbatches: the number of micro-batches in a step.
         has_one_lane: whether nothing can overlap, or threads would cost more than that gains.
     """
     return isinstance(schedule, str) and (
@@ -86,7 +104,7 @@ def runs_inline(schedule: ScheduleOption, microbatches: int, *, has_one_lane: bo
 
 
 def roofline(hop: Hop) -> float:
-    """What a hop's forward would take one core of round numbers: to tell small ones by, alone."""
+    """Return the seconds of a hop's forward on a core of round numbers: only to find small ones."""
     return sum(
         count * (_OPERATION + max(operation.flops / _FLOPS, operation.bytes / _BYTES))
         for operation, count in hop.work.forward.items()
@@ -95,7 +113,7 @@ def roofline(hop: Hop) -> float:
 
 @dataclass
 class Prepared:
-    """A recording, carried out: the model is placed, and steps can run."""
+    """A recording that steps can run by: the model is placed, and has its stand-ins."""
 
     model: nn.Module
     recording: Recording
@@ -110,12 +128,12 @@ class Prepared:
     offload: frozenset[int] = frozenset()  # stages
     compiled: CompiledModules | None = None
     batch_norm: DeferredBatchNorm | None = None
-    written: frozenset[str] = frozenset()  # names of what later steps were seen to write
-    steps: int = 0  # that were run with it
+    written: frozenset[str] = frozenset()  # names of tensors that later steps were seen to write
+    steps: int = 0  # how many have run with it
     settled: Hashable | None = None  # sizes of the step before: see unsettled
-    microbatches: int = 0  # of the last of them
+    microbatches: int = 0  # in the last of them
     choices: dict[int, ScheduleChoice] = field(default_factory=dict)  # of "auto", by micro-batches
-    loss_draws: dict[Any, bool] = field(default_factory=dict)  # by loss function, once known
+    loss_draws: dict[Any, bool] = field(default_factory=dict)  # by loss function: whether it draws
     _schedules: dict[Any, Schedule] = field(default_factory=dict)
     _own_schedule: Any = None  # the last of the user's, which _schedules has as "own"
 
@@ -127,7 +145,7 @@ class Prepared:
 
     @cached_property
     def begins(self) -> list[int]:
-        """For each hop, which of the forward's marks it began with."""
+        """For each hop, the number of the mark that it began with."""
         return [hop.mark for hop in self.recording.hops]
 
     @cached_property
@@ -149,7 +167,7 @@ class Prepared:
 
     @cached_property
     def unwritten(self) -> Unwritten:
-        """What no forward of this recording writes."""
+        """The tensors that no forward of this recording writes."""
         return Unwritten(self.model, self.recording, self.written)
 
     @cached_property
@@ -159,29 +177,30 @@ class Prepared:
 
     @cached_property
     def sources(self) -> list[list[Source]]:
-        """What each hop draws random numbers from."""
+        """The generators that each hop draws from."""
         return [
             sources_of(sorted(hop.draws), self.devices[hop.stage]) for hop in self.recording.hops
         ]
 
     @cached_property
     def all_sources(self) -> list[list[Source]]:
-        """What each hop could draw from."""
+        """The generators that each hop could draw from."""
         kinds = ["torch", *host_sources()]
         return [sources_of(kinds, self.devices[stage]) for stage in self.route]
 
     @cached_property
     def generators(self) -> list[Source]:
-        """torch's, of the host and of the stages' devices."""
+        """torch's generators, of the host and of the stages' devices."""
         return list(dict.fromkeys(s for device in self.devices for s in torchs_of(device)))
 
     def mark_as_random(self, hop: int | None = None, kind: str = "torch") -> None:
-        """A forward drew random numbers that it did not draw when it was recorded: from the next
-        step on it takes turns.
+        """Mark a hop as drawing random numbers although none were drawn in the recording.
+
+        From the next step on its forwards take turns.
 
         Args:
-            hop: where; ``None``: nobody knows (a dropout that was 0 until now).
-            kind: of generator.
+            hop: the hop; ``None``: it is not known (a dropout that was 0 until now).
+            kind: the kind of generator.
         """
         for info in self.recording.hops if hop is None else [self.recording.hops[hop]]:
             info.draws.add(kind)
@@ -193,14 +212,14 @@ class Prepared:
         return frozenset(hop.index for hop in self.recording.hops if hop.reruns_forward)
 
     def recomputes(self, microbatch: int, microbatches: int) -> bool:
-        """Whether a micro-batch is recomputed where no mark says otherwise."""
+        """Return whether a micro-batch is recomputed where no mark says otherwise."""
         if self.checkpoint == "except_last":
             return microbatch < microbatches - 1
         return self.checkpoint == "always"
 
     @cached_property
     def does_recompute(self) -> bool:
-        """Whether any hop has something to make again, or bring back, before its backward."""
+        """Whether any hop recomputes activations, or brings them back, before its backward."""
         return any(self._is_recomputed(hop, 0, 2) for hop in range(len(self.route)))
 
     def _is_recomputed(self, hop: int, microbatch: int, microbatches: int) -> bool:
@@ -208,7 +227,7 @@ class Prepared:
         return bool(calls) or hop in self.offloaded
 
     def activation_bytes(self, hop: int, microbatch: int, microbatches: int) -> ActivationBytes:
-        """What a hop keeps of a micro-batch, as it is recomputed."""
+        """Return the activations that a hop keeps of a micro-batch, as it is recomputed."""
         info = self.recording.hops[hop]
         found = info.always if self.recomputes(microbatch, microbatches) else info.asked
         return found if found.calls else info.never
@@ -216,33 +235,33 @@ class Prepared:
     def kept(
         self, hop: int, microbatch: int, microbatches: int, *, is_split: bool = False
     ) -> tuple[int, int]:
-        """In bytes, what a hop keeps of a micro-batch, and that with what is made again.
+        """Return the bytes that a hop holds per micro-batch: before recomputation, and after.
 
         Args:
-            hop: which.
-            microbatch: of so many.
-            microbatches: so many.
-            is_split: its backward is in two parts.
+            hop: the number of the hop.
+            microbatch: the number of the micro-batch.
+            microbatches: how many there are in a step.
+            is_split: whether the hop's backward is in two parts.
         """
         kept = self.activation_bytes(hop, microbatch, microbatches)
-        # What an earlier hop keeps as well is there once, where it has not moved; on the CPU the
-        # inputs are the caller's.
+        # A tensor that an earlier hop keeps as well counts once if it was not copied; on the CPU
+        # the inputs are the caller's.
         there = kept.shared if self.on_one_device else 0
         there += 0 if is_asynchronous(self.devices[self.route[hop]]) else kept.inputs
         if hop in self.offloaded and is_asynchronous(self.devices[self.route[hop]]):
             if kept.calls or is_split:
                 return 0, kept.full - there
-            # In its backward: what is read, and what is on its way.
+            # In its backward: the storage that is read, and those that are on their way.
             return 0, sum(kept.largest[: 1 + AHEAD])
         return kept.bytes - there, kept.full - there
 
     @cached_property
     def offloaded(self) -> frozenset[int]:
-        """The hops whose activations are in host memory meanwhile."""
+        """The hops whose activations are in host memory between forward and backward."""
         return frozenset(hop for hop, stage in enumerate(self.route) if stage in self.offload)
 
     def stays(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is a parameter's or a buffer's."""
+        """Return whether a storage is a parameter's or a buffer's."""
         return storage_id(storage) in self._own_storages
 
     @cached_property
@@ -256,12 +275,12 @@ class Prepared:
     @cached_property
     def is_small(self) -> bool:
         """Whether operations, or hops, on the CPU are too small for threads to pay."""
-        return not self.is_asynchronous and is_small(self.recording)
+        return is_small(self.recording, self.devices)
 
     @cached_property
     def has_one_lane(self) -> bool:
         """Whether nothing can overlap, or threads would cost more than that gains."""
-        return len(set(self.lane_of_hop)) == 1 or self.is_small
+        return has_one_lane(self.lane_of_hop, is_small=self.is_small)
 
     def unsettled(self, microbatches: Sequence[Microbatch]) -> Hashable | None:
         """The sizes of these micro-batches, if for them modules that several hops call may make
@@ -275,24 +294,24 @@ class Prepared:
         return None if len(sizes) == 1 and sizes == self.settled else sizes
 
     def runs_inline(self, schedule: ScheduleOption, microbatches: int) -> bool:
-        """Whether each micro-batch goes out and comes back before the next, in one thread."""
+        """Return whether micro-batches go out and come back one by one, in one thread."""
         return runs_inline(schedule, microbatches, has_one_lane=self.has_one_lane)
 
     @property
     def rates(self) -> list[Rates]:
-        """Of each stage's device, as the lanes have it."""
+        """The rates of each stage's device, shared by the lanes that run at once."""
         lanes = 1 if self.has_one_lane else len(set(self.lane_of_hop))
         return rates_of_stages(self.devices, lanes)
 
     @property
     def costs(self) -> Costs:
-        """What the hops cost, in seconds: predicted. Rates that are not known yet are measured."""
+        """The predicted costs of the hops. Rates that are not known yet are measured."""
         held = [self.activation_bytes(hop, 0, 2) for hop in range(len(self.route))]
         far = [hop for hop in self.offloaded if is_asynchronous(self.devices[self.route[hop]])]
         return hop_costs(self.recording, held, self.devices, self.rates, far)
 
     def compile(self, options: Mapping[str, Any] | None, *, cuda_graphs: bool) -> None:
-        """Have compiled modules, or CUDA graphs, stand in for the sealed ones."""
+        """Let compiled modules, or CUDA graphs, stand in for the sealed ones."""
         self.compiled = CompiledModules(self.sealed_forwards, options, cuda_graphs=cuda_graphs)
         _log.info("compiled: %s", ", ".join(self.compiled.paths) or "nothing")
         self.steps = 0
@@ -303,7 +322,7 @@ class Prepared:
                 whole.whole = whole.whole or f"compiled module {call.path or '(the model)'}"
 
     def cautions(self, option: ScheduleOption) -> Iterator[str]:
-        """What cannot be meant so, for a warning and the summary.
+        """Yield what the user can hardly have meant, for a warning and the summary.
 
         Args:
             option: the schedule that is asked for.
@@ -334,7 +353,7 @@ class Prepared:
         return len(set(self.lane_of_hop)) == len(self.lane_of_hop)
 
     def notes(self) -> list[str]:
-        """What was decided for it, for the summary."""
+        """Return what was decided for it, for the summary."""
         notes = [f"auto ({m} micro-batches): {choice}" for m, choice in self.choices.items()]
         if notes:
             notes.append(f"auto: by rates {together(rates.source for rates in self.rates)}")
@@ -361,11 +380,11 @@ class Prepared:
                 yield f"{path or 'the model'} is not recomputed: {about.refuses}"
 
     def schedule(self, option: ScheduleOption, microbatches: int) -> Schedule:
-        """The schedule that an option asks for, checked against the route.
+        """Return the schedule that an option asks for, checked against the route.
 
         Raises:
-            ScheduleError: a user's own schedule does not fit; names the first action that cannot
-                be.
+            ScheduleError: the user's own schedule does not fit; the message names the first action
+                that is wrong.
         """
         key = option if isinstance(option, str) else "own", microbatches
         if not isinstance(option, str) and option is not self._own_schedule:
@@ -390,57 +409,24 @@ class Prepared:
         return known
 
     def _make(self, option: ScheduleOption, microbatches: int) -> Schedule:
-        if option == "auto":
-            choice = self.choices[microbatches] = choose(
-                self.lane_of_hop,
-                microbatches,
-                self.costs,
-                in_flight=self.in_flight,
-                splits_backward=self.recording.splits_backward,
-                recomputes=partial(self._is_recomputed, microbatches=microbatches),
-            )
-            return choice.schedule
-        if isinstance(option, str):
-            # Where threads would not pay there are none that could idle.
-            one = option == "sequential" and self.is_small
-            return make_schedule(
-                option,
-                [0] * len(self.route) if one else self.lane_of_hop,
-                microbatches,
-                in_flight=self.in_flight,
-                splits_backward=self.recording.splits_backward,
-            )
-        try:
-            made = (
-                option if isinstance(option, Schedule) else option(self.lane_of_hop, microbatches)
-            )
-        except Exception as error:
-            error.add_note(
-                f"blockpipe: in the function given as schedule=, called with lane_of_hop="
-                f"{self.lane_of_hop} and microbatches={microbatches}"
-            )
-            raise
-        self._check(made, microbatches)
+        # Where threads would not pay there are none that could idle.
+        in_one_lane = option == "sequential" and self.is_small
+        request = ScheduleRequest(
+            (0,) * len(self.route) if in_one_lane else self.lane_of_hop,
+            microbatches,
+            self.in_flight,
+            self.recording.splits_backward,
+            partial(self._is_recomputed, microbatches=microbatches),
+        )
+        made, choice = request.resolve(option, lambda: self.costs)
+        if choice is not None:
+            self.choices[microbatches] = choice
+        if not isinstance(option, str):
+            self._check(made)
         return made
 
-    def _check(self, schedule: object, microbatches: int) -> None:
-        if not isinstance(schedule, Schedule):
-            raise ScheduleError(
-                "a schedule of one's own is a Schedule, or a function (lane_of_hop, microbatches) "
-                f"-> Schedule, but the function returned {type(schedule).__name__}"
-            )
+    def _check(self, schedule: Schedule) -> None:
         name = schedule.name
-        if len(schedule.lane_of_hop) != len(self.route):
-            raise ScheduleError(
-                f"schedule {name!r} is for {len(schedule.lane_of_hop)} hops, but the route is "
-                f"{self.route} ({len(self.route)} hops)"
-            )
-        if schedule.microbatches != microbatches:
-            raise ScheduleError(
-                f"schedule {name!r} is for {schedule.microbatches} micro-batches, but this batch "
-                f"makes {microbatches}; pass a function (lane_of_hop, microbatches) -> Schedule "
-                "where their number varies"
-            )
         validate(schedule)
         for a, lane_a in enumerate(schedule.lane_of_hop):
             for b, lane_b in enumerate(schedule.lane_of_hop[:a]):

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from .._common.callsite import users_line, warn
 from .._common.nested import leaves
 from .._common.text import bytes_text
-from ..batches.microbatch import BatchDims, Microbatch, dims_of_call, split
+from ..batches.batch_dims import BatchDims, dims_of_call
+from ..batches.microbatch import Microbatch, split
 from ..crossing.tags import ParameterHome
 from ..devices.devices import checked_devices, default_devices
 from ..devices.ownership import Owner, set_owner

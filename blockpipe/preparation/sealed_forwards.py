@@ -1,8 +1,9 @@
-"""Doors: what stands around sealed modules during a step.
+"""The stand-ins for the forwards of sealed modules during a step.
 
-A *door* stands in for the ``forward`` of a sealed module and looks only at what goes in and comes
-out; inside of it the glue is off. Doors are instance attributes, set for a step and taken off after
-it: hooks of the user's run outside of them, and between steps the model is exactly the user's.
+A sealed module's inside stays on one stage. So its stand-in looks only at its arguments and
+results, and operations inside of it are not intercepted. Stand-ins are instance attributes, set for
+a step and taken off after it: the user's hooks run outside of them, and between steps the model is
+exactly the user's.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,10 +24,11 @@ class SealedForward(StandIn):
     """Stands in for a module's ``forward`` during a step.
 
     Args:
-        forward: what it stands in for.
+        forward: the module's own forward.
         hops: the hops on which the module is sealed.
-        stages: from the module's call to the stage that a plan gives it, overriding the marks.
-        again: how its call is recomputed; ``None``: it is not.
+        stages: from the number of the module's call to the stage that a plan gives it, overriding
+            the marks; ``None``: the plan does not name the module.
+        recompute_spec: how its call is recomputed; ``None``: it is not.
         waits: whether its call makes the host wait for a device.
         constants: which of the tensors in its result are constants.
         path: the module's.
@@ -74,14 +76,14 @@ class SealedForward(StandIn):
 
 
 class SealedForwards(ProcessChange):
-    """The doors of one recording; entered for each step, reentrant.
+    """The stand-ins of one recording; entered for each step, reentrant.
 
     Args:
-        model: whose modules they are of.
-        sealed: from a module's path to the hops on which it is sealed.
+        model: the model whose modules they stand in for.
+        recording: says which modules are sealed on which hops.
         planned: from a module's path and call to the stage that a plan gives it.
-        inner: what else stands in for modules' forwards meanwhile, inside of the door where there
-            is one: from a module's path to a function that makes it from the forward.
+        inner: other stand-ins, which are called by these: from a module's path to a function that
+            makes one from the forward.
     """
 
     def __init__(
@@ -158,15 +160,15 @@ class SealedForwards(ProcessChange):
         *,
         recomputes: bool,
     ) -> list[str]:
-        """Have the doors call something else than the sealed modules' forwards.
+        """Replace the forwards that the stand-ins of sealed modules call.
 
         Args:
-            wrap: from a module's path, the module and its forward to what is called instead;
-                ``None``: as it is.
-            recomputes: whether what stands in can be run again for its activations.
+            wrap: from a module's path, the module and its forward to a replacement, or ``None`` to
+                leave it as it is.
+            recomputes: whether a replacement can be run again for its activations.
 
         Returns:
-            The paths of the modules that something stands in for.
+            The paths of the modules whose forwards were replaced.
         """
         found = []
         for path, module, sealed_forward, forward in self._sealed:
@@ -180,16 +182,16 @@ class SealedForwards(ProcessChange):
         return found
 
     def put_on(self) -> None:
-        """Every door in its place."""
+        """Put every stand-in in its place."""
         self._before = [names.get(name, _MISSING) for names, name, _ in self._places]
         for names, name, sealed_forward in self._places:
             names[name] = sealed_forward
 
     def take_off(self) -> None:
-        """What was in their places."""
+        """Put back what was in their places."""
         for (names, name, sealed_forward), before in zip(self._places, self._before, strict=False):
             if names.get(name) is not sealed_forward:
-                continue  # the user's forward set its own meanwhile: it is theirs
+                continue  # the user's code has set its own meanwhile
             if before is _MISSING:
                 del names[name]
             else:
@@ -208,8 +210,8 @@ def _constants(recording: Recording) -> dict[str, frozenset[int]]:
 
 
 def _outside_of_sealed(recording: Recording, planned: Stages) -> Stages:
-    """A plan without modules that only ever run inside of sealed calls: those run untouched (and
-    compiled ones would be compiled anew around our doors)."""
+    """Return a plan without the modules that run only inside of sealed calls. These run untouched
+    (and compiled ones would be compiled anew around our stand-ins)."""
 
     def is_sealed(call: Call) -> bool:
         sealed_forwards = recording.sealed_functions if call.is_function else recording.sealed

@@ -138,6 +138,8 @@ class Steering:
 
     def _members_of(self, holder: Holder) -> dict[Hashable, Any]:
         found, owner = _plain_members(holder), holder.owner
+        if owner is os.environ:
+            return {key: value for key, value in found.items() if not _is_torchs(key)}
         if id(owner) not in self._modules:
             return found
         return {k: value for k, value in found.items() if not _is_known(owner, k, value)}
@@ -335,6 +337,11 @@ def _reader(holder: Holder, members: dict[Hashable, Any]) -> Callable[[Any], tup
     if holder.namespace() is None:
         return lambda _: tuple(map(dict(holder.now()).__getitem__, keys))
     return operator.itemgetter(*keys, keys[0])  # one key twice: it gives a tuple also of one
+
+
+def _is_torchs(variable: Hashable) -> bool:
+    """Return whether torch sets an environment variable itself, when a part of it is first used."""
+    return isinstance(variable, bytes) and variable.startswith((b"TORCH", b"PYTORCH"))
 
 
 def _is_same(one: Any, other: Any) -> bool:

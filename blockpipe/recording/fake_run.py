@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,9 +31,9 @@ from ..restoring.leaked_tensors import TrackedFakes
 from ..restoring.model_state import ModelState, RealWritesUndone
 from ..restoring.restored_thread import leaves_intact
 from ..stages.plan import StagePlan
-from .plan_resolution import Planned, planned_by
+from .plan_resolution import planned_by
 from .recording import Recording
-from .sample import signature
+from .sample import RecordRequest, signature
 from .watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 
@@ -68,15 +69,11 @@ def record_on_fake_devices(
         for held in (*placed.parameters, *placed.buffers)
         for name in held.names
     }
-    planned = planned_by(model, plan)
     kwargs = dict(kwargs or {})
+    request = RecordRequest(model, tuple(args), kwargs, planned_by(model, plan), devices)
     try:
         with alone_with(model):
-            return hooked(
-                lambda unhookable: _record_fake(
-                    model, tuple(args), kwargs, planned, devices, homes, unhookable=unhookable
-                )
-            )
+            return _hooked_fake(request, homes)
     except BlockpipeError:
         raise
     except Exception as error:
@@ -99,22 +96,19 @@ def _is_device_mismatch(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in known)
 
 
-def record_there(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    planned: Planned | None,
-    devices: list[torch.device] | None,
-    *,
-    intended: Sequence[torch.device] | None,
-    cut: bool,
-) -> Recording:
+def record_there(request: RecordRequest, intended: Sequence[torch.device] | None) -> Recording:
     """Record with fake tensors on the kind of device that the stages will be on, or else where the
-    model is."""
-    here = partial(_record_anywhere, model, args, kwargs, planned, devices, cut=cut)
+    model is.
+
+    Args:
+        request: the forward.
+        intended: where the stages will be, if it is known.
+    """
+    model = request.model
+    here = partial(_record_anywhere, request)
     kinds = {device.type for device in intended or ()}
     own = {t.device.type for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
-    if devices is not None or not intended or kinds == (own or {"cpu"}) == {"cpu"}:
+    if request.devices is not None or not intended or kinds == (own or {"cpu"}) == {"cpu"}:
         return here()
     slots = (parameters_of, buffers_of)
     names = [name for slot in slots for name, _ in named_slots(model, slot)]
@@ -126,14 +120,7 @@ def record_there(
         held = (*first.parameters, *first.buffers)
         homes = {name: places[h.stage] for h in held for name in h.names}
     try:
-        return hooked(
-            lambda unhookable: _record_fake(
-                *(model, args, kwargs, planned, places, homes),
-                sample_device=intended[0],
-                cut=cut,
-                unhookable=unhookable,
-            )
-        )
+        return _hooked_fake(replace(request, devices=places), homes, intended[0])
     except BlockpipeError:
         raise
     except Exception as error:
@@ -142,110 +129,100 @@ def record_there(
         return found
 
 
-def _record_anywhere(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    planned: Planned | None,
-    devices: list[torch.device] | None,
-    *,
-    cut: bool,
-) -> Recording:
+def _record_anywhere(request: RecordRequest) -> Recording:
     """Record with fake tensors. A model that was placed for another plan is recorded as if it were
     whole, and one that was placed for another kind of call, which reads a parameter on another
     stage first or not at all, as if it were placed for this one."""
-
-    def attempt(
-        homes: Mapping[str, torch.device] | None, devices: list[torch.device] | None
-    ) -> Recording:
-        return hooked(
-            lambda unhookable: _record_fake(
-                model, args, kwargs, planned, devices, homes, cut=cut, unhookable=unhookable
-            )
-        )
-
+    model, devices = request.model, request.devices
     try:
-        return attempt(None, devices)
+        return _hooked_fake(request)
     except Exception as error:
         if not _is_device_mismatch(error):
             raise
         slots = (parameters_of, buffers_of)
         names = [name for slot in slots for name, _ in named_slots(model, slot)]
-        whole = attempt(dict.fromkeys(names, torch.device("cpu")), None)
+        in_one_place = dict.fromkeys(names, torch.device("cpu"))
+        whole = _hooked_fake(replace(request, devices=None), in_one_place)
         if devices is None or whole.num_stages > len(devices):
             return whole
         held = (*whole.parameters, *whole.buffers)
         homes = {name: devices[h.stage] for h in held for name in h.names}
-        return attempt(homes, devices)
+        return _hooked_fake(request, homes)
 
 
-def _record_fake(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    planned: Planned | None,
-    devices: list[torch.device] | None,
+def _hooked_fake(
+    request: RecordRequest,
     homes: Mapping[str, torch.device] | None = None,
-    *,
     sample_device: torch.device | None = None,
-    cut: bool = True,
-    unhookable: frozenset[str],
 ) -> Recording:
-    mode = TrackedFakes()
-    recording = _record_with(
-        mode,
-        *(model, args, kwargs, planned, devices, homes),
-        sample_device=sample_device,
-        cut=cut,
-        unhookable=unhookable,
-    )
-    mode.check_nothing_is_left()
-    return recording
+    """Record with fake tensors, without saved-tensor hooks where they are refused.
+
+    Args:
+        request: the forward.
+        homes: by name, the device of each parameter and buffer; ``None``: where they are.
+        sample_device: the device of the sample; ``None``: where it is.
+    """
+
+    def attempt(unhookable: frozenset[str]) -> Recording:
+        mode = TrackedFakes()
+        hooked_request = replace(request, unhookable=unhookable)
+        recording = _record_fake(mode, hooked_request, homes, sample_device)
+        mode.check_nothing_is_left()
+        return recording
+
+    return hooked(attempt)
 
 
-def _record_with(
-    mode: TrackedFakes,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    planned: Planned | None,
-    devices: list[torch.device] | None,
-    homes: Mapping[str, torch.device] | None,
-    *,
-    sample_device: torch.device | None,
-    cut: bool,
-    unhookable: frozenset[str],
-) -> Recording:
-    fakes: dict[int, Tensor] = {}
+class _Fakes:
+    """The fake tensors of one recording: one for each real one.
 
-    def faked(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    Args:
+        mode: makes them.
+    """
+
+    def __init__(self, mode: TrackedFakes) -> None:
+        self._mode = mode
+        self._made: dict[int, Tensor] = {}  # by the id of the real one
+
+    def of(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        """The fake tensor that stands for a real one, on a device or where the real one is."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        found = fakes.get(id(tensor))
+        found = self._made.get(id(tensor))
         if found is None:
             if device is None and tensor.is_meta:
                 device = torch.device("cpu")  # so that what the forward makes itself fits in
-            if device is None:
-                found = mode.from_tensor(tensor)
-            elif type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-                with torch.no_grad():
-                    found = mode.from_tensor(tensor).to(device)
-                found.requires_grad_(tensor.requires_grad)
-            else:
-                with mode, torch.no_grad():
-                    moved = torch.empty_strided(
-                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-                    )
-                found = moved.requires_grad_(tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter):
-                    found = nn.Parameter(found, tensor.requires_grad)
-            fakes[id(tensor)] = found
+            found = self._made[id(tensor)] = self._make(tensor, device)
         return found
 
+    def _make(self, tensor: Tensor, device: torch.device | None) -> Tensor:
+        if device is None:
+            return self._mode.from_tensor(tensor)
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            with torch.no_grad():
+                found = self._mode.from_tensor(tensor).to(device)
+            return found.requires_grad_(tensor.requires_grad)
+        with self._mode, torch.no_grad():
+            moved = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )
+        found = moved.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            found = nn.Parameter(found, tensor.requires_grad)
+        return found
+
+
+def _record_fake(
+    mode: TrackedFakes,
+    request: RecordRequest,
+    homes: Mapping[str, torch.device] | None,
+    sample_device: torch.device | None,
+) -> Recording:
+    model, fakes = request.model, _Fakes(mode)
     state = ModelState(model, values=False)
     on_meta = is_on_meta(model)
     swapped = {
-        name: faked(tensor, None if homes is None else homes.get(name))
+        name: fakes.of(tensor, None if homes is None else homes.get(name))
         for name, tensor in (*named_slots(model, parameters_of), *named_slots(model, buffers_of))
     }
     with ExitStack() as stack:
@@ -254,22 +231,19 @@ def _record_with(
         stack.enter_context(state)  # an interrupt can spoil one of them
         stack.enter_context(preserve_rng(every_source()))
         # There a model takes any sample: only its shapes count.
-        in_one_place = on_meta or (homes is not None and devices is None)
+        in_one_place = on_meta or (homes is not None and request.devices is None)
         if sample_device is None and in_one_place:
             sample_device = torch.device("cpu")
-        fake_args, fake_kwargs = map_tensors(lambda t: faked(t, sample_device), (args, kwargs))
+        args, kwargs = map_tensors(
+            lambda t: fakes.of(t, sample_device), (request.args, request.kwargs)
+        )
+        faked = replace(request, args=args, kwargs=kwargs)
 
         def run() -> Recording:
             with mode, _quiet(), RealWritesUndone():
-                run = partial(
-                    run_watched,
-                    *(model, fake_args, fake_kwargs, planned, devices),
-                    fake=True,
-                    cut=cut,
-                    unhookable=unhookable,
-                    holders=state.holders,
+                return looked_at_twice(
+                    partial(run_watched, faked, fake=True, holders=state.holders)
                 )
-                return looked_at_twice(run)
 
         return call_with_tensors(model, swapped, run)
 

@@ -29,7 +29,7 @@ from ..restoring.holders import (
     container_of,
 )
 from ..restoring.model_state import is_users, names_in
-from ..stages.marks import forward_under_way
+from ..stages.cursor import current_cursor
 from .reads import Reads
 from .recording import Recording, SharedChange
 
@@ -201,8 +201,8 @@ class OutsideState:
 
 def _is_of_microbatch(key: Any) -> bool:
     """Whether a dictionary's key is one that tells this micro-batch from the others."""
-    forward = forward_under_way()
-    return forward is not None and id(key) in forward.keys
+    cursor = current_cursor()
+    return cursor is not None and id(key) in cursor.keys
 
 
 def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:

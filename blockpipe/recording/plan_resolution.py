@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 from torch import nn
 
+from .._common.checks import did_you_mean
 from ..errors import PlanError
 from ..stages.plan import Assignment, StagePlan
 from .recording import Call, Recording
@@ -86,10 +86,8 @@ class Planned:
         unknown = [a for a in plan.assignments if id(a) not in resolved]
         if unknown:
             paths = [a.path for a in unknown]
-            near = get_close_matches(
-                paths[0], [p for p, _ in model.named_modules() if p], cutoff=0.4
-            )
-            hint = f"did you mean {', '.join(map(repr, near))}?" if near else "make the plan anew"
+            known = [path for path, _ in model.named_modules() if path]
+            hint = did_you_mean(paths[0], known, "make the plan anew")
             raise PlanError(
                 f"the plan assigns {sorted(set(paths))[:5]}, which {self.model} does not have; "
                 f"{hint} (record(model, args).plan is one that fits){self._at()}"
@@ -137,9 +135,10 @@ class Planned:
 
     def _has(self, call: Call | None) -> bool:
         """Whether a call is inside of the model that the plan was set on."""
-        while self.inside and call is not None and call.path != self.inside:
-            call = call.parent
-        return not self.inside or call is not None
+        if not self.inside:
+            return True
+        around = () if call is None else (call, *call.ancestors())
+        return any(c.path == self.inside for c in around)
 
     def _misfits(self, recording: Recording) -> list[str]:
         made = {(call.path, call.call) for call in recording.calls if call.is_module}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from ..stages.plan import StagePlan
 from .fake_run import record_there
 from .plan_resolution import Planned, planned_by
 from .recording import Recording
-from .sample import check_initialized, remedy, signature, what_failed
+from .sample import RecordRequest, check_initialized, remedy, signature, what_failed
 from .watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 _log = logging.getLogger(__name__)
@@ -117,12 +118,8 @@ def record_planned(
         args = (args,)
     kwargs = dict(kwargs or {})
     with alone_with(model):
-        recording = _record(
-            *(model, tuple(args), kwargs, planned, devices, share),
-            fake=fake,
-            intended=intended,
-            cut=cut,
-        )
+        request = RecordRequest(model, tuple(args), kwargs, planned, devices, cut)
+        recording = _record(request, share, intended, fake=fake)
     if planned is not None:
         planned.check(recording)
     return recording
@@ -132,63 +129,53 @@ def record_planned(
 @as_ours
 @counting_writes()
 def _record(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    planned: Planned | None,
-    devices: list[torch.device] | None,
+    request: RecordRequest,
     share: BatchPart | None,
+    intended: Sequence[torch.device] | None,
     *,
     fake: bool,
-    intended: Sequence[torch.device] | None,
-    cut: bool,
 ) -> Recording:
-    """Record with fake tensors, or for real where that does not go."""
-    why_real: str | None = None
+    """Record with fake tensors, or for real where that fails."""
     began = time.perf_counter()
+    sample = request.model, request.args, request.kwargs
+    why_real: str | None = None
+    recording: Recording | None = None
     if fake:
         try:
-            recording = record_there(
-                *(model, args, kwargs, planned, devices), intended=intended, cut=cut
-            )
-            _tell(recording, args, kwargs, began)
-            return recording
+            recording = record_there(request, intended)
         except BlockpipeError:
             raise
         except Exception as error:
-            if is_on_meta(model):
+            if is_on_meta(request.model):
                 raise RecordingError(
-                    f"{what_failed(model, args, kwargs, share)} as fake tensors, and on the meta "
+                    f"{what_failed(*sample, share)} as fake tensors, and on the meta "
                     f"device it cannot run for real: {type(error).__name__}: {error}; "
-                    f"{remedy(error, model, args, kwargs, share)}"
+                    f"{remedy(error, *sample, share)}"
                 ) from error
             why_real = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    try:
-        recording = hooked(
-            lambda unhookable: _record_real(
-                model, args, kwargs, planned, devices, cut=cut, unhookable=unhookable
-            )
-        )
-    except BlockpipeError:
-        raise
-    except Exception as error:
-        raise RecordingError(
-            f"{what_failed(model, args, kwargs, share)}: {type(error).__name__}: {error}; "
-            f"{remedy(error, model, args, kwargs, share)}"
-        ) from error
-    recording.why_real = why_real
-    _tell(recording, args, kwargs, began)
+    if recording is None:
+        try:
+            recording = hooked(lambda paths: _record_real(replace(request, unhookable=paths)))
+        except BlockpipeError:
+            raise
+        except Exception as error:
+            raise RecordingError(
+                f"{what_failed(*sample, share)}: {type(error).__name__}: {error}; "
+                f"{remedy(error, *sample, share)}"
+            ) from error
+        recording.why_real = why_real
+    _log_recorded(recording, request, time.perf_counter() - began)
     return recording
 
 
-def _tell(recording: Recording, args: Any, kwargs: Mapping[str, Any], began: float) -> None:
+def _log_recorded(recording: Recording, request: RecordRequest, seconds: float) -> None:
     if not _log.isEnabledFor(logging.INFO):
         return
     _log.info(
         "recorded %s(%s) in %.2f s%s: %d module calls, route %s, %d crossings, %d sealed modules",
         recording.model,
-        signature(args, dict(kwargs)),
-        time.perf_counter() - began,
+        signature(request.args, request.kwargs),
+        seconds,
         "" if recording.fake else " for real",
         len(recording.calls),
         recording.route,
@@ -212,31 +199,17 @@ def _tell(recording: Recording, args: Any, kwargs: Mapping[str, Any], began: flo
         )
 
 
-def _record_real(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    planned: Planned | None,
-    devices: list[torch.device] | None,
-    *,
-    cut: bool,
-    unhookable: frozenset[str],
-) -> Recording:
+def _record_real(request: RecordRequest) -> Recording:
+    model = request.model
     state = ModelState(model, values=True)
     # An interrupt can spoil one of them.
     with state, state, preserve_rng(every_source()), WritesUndone(model):
         # Copies: the forward may write to its inputs, and it will run again.
-        where = _one_device_of(model) if devices is None else None
-        args, kwargs = map_tensors(partial(_copy_of, where=where), (args, kwargs))
-        run = partial(
-            run_watched,
-            *(model, args, kwargs, planned, devices),
-            fake=False,
-            cut=cut,
-            unhookable=unhookable,
-            holders=state.holders,
-        )
-        return looked_at_twice(run)
+        where = _one_device_of(model) if request.devices is None else None
+        copied = partial(_copy_of, where=where)
+        args, kwargs = map_tensors(copied, (request.args, request.kwargs))
+        request = replace(request, args=args, kwargs=kwargs)
+        return looked_at_twice(partial(run_watched, request, fake=False, holders=state.holders))
 
 
 def _one_device_of(model: nn.Module) -> torch.device | None:

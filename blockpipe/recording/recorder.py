@@ -1,85 +1,44 @@
-"""The watched run: what the recording pass sees, and what follows from it.
+"""The listener of the recording's run: it writes down what the run does.
 
-It is a run like every other, with every operation intercepted, inside modules too; so what it
-sees is what a replay will do.
+The run itself is one like every other, with every operation intercepted, inside modules too; so it
+does what the runs of a step will do.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from .._common.callsite import users_line
-from .._common.model_turns import alone_with
-from .._common.modules import StandIn, named_slots
 from .._common.nested import tensors
-from .._common.progress import Progress
+from .._common.text import dtype_text
 from .._common.thread_state import ours
 from .._torch.graph import saved_tensor_hooks
-from .._torch.modes import how_many_function_modes
-from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FakeTensor, version_of
-from ..costs.meter import HostSync
-from ..costs.work import Work, addition
+from ..costs.work import size_of
 from ..crossing.constants import writes
-from ..crossing.hop_backward import Root, entries_of, kept_for_weights, why_whole
-from ..crossing.interception import CrossingMode, is_question, looks_at_graph
 from ..crossing.microbatch_run import MicrobatchRun
-from ..crossing.tags import (
-    RECORDING,
-    TAG,
-    UNCUT,
-    HopGraph,
-    Import,
-    MicrobatchKey,
-    ParameterHome,
-    StepContext,
-    Tag,
-    edge_of,
-)
+from ..crossing.tags import RECORDING, TAG, MicrobatchKey, ParameterHome, StepContext, Tag
+from ..crossing.tensors.place import Reads
 from ..crossing.uncut_run import UncutRun
-from ..devices.rng_streams import current, host_sources, moved
 from ..errors import CrossingError, PlanError
-from ..stages.marks import Cursor, Mark
+from ..stages.cursor import Cursor, Mark
 from ..stages.plan import too_few_devices
 from .outside_state import OutsideState
 from .outside_tensors import OutsideTensors
-from .plan_resolution import planned_stage
-from .recording import Call, CrossingInfo, Flow, GeneratorUse, Hop, Recording, TensorInfo, Unmarked
+from .recording import Call, CrossingInfo, Hop, Recording, TensorInfo, Unmarked
 from .saved_tensors import Activations
-from .segments import Segments, inbound
+from .segments import Segments
 from .shared_changes import SharedChanges
+from .watching.calls import CallsUnderWay, RecordedTag, is_made_by
+from .watching.costs import Costs
+from .watching.custom_functions import CustomFunctions
+from .watching.draws import RandomDraws, line
 
-_SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimized itself"
-
-
-class _RecordedTag(Tag):
-    """A tag that knows inside which calls its tensor was made, and which of them returned it."""
-
-    __slots__ = ("calls", "flow", "is_read", "returned_by", "segment", "sources")
-
-    def __init__(
-        self,
-        key: MicrobatchKey,
-        hop: int,
-        stage: int,
-        calls: set[Call],
-        sources: tuple[Call, ...],
-        segment: int,
-    ) -> None:
-        super().__init__(key, hop, stage)
-        self.calls = calls
-        self.returned_by: set[Call] = set()
-        self.sources = sources  # calls that made it, or what it was computed from in glue
-        self.segment = segment  # in which it was made
-        self.flow: Flow | None = None
-        self.is_read = False
+SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimized itself"
 
 
 class WatchedCursor(Cursor):
@@ -90,15 +49,14 @@ class WatchedCursor(Cursor):
 
     def begin(self, mark: Mark) -> None:
         assert self.recorder is not None
-        stack = self.recorder.stack
-        self.recorder.result.marks.setdefault(mark.where, stack[-1][0] if stack else None)
+        self.recorder.result.marks.setdefault(mark.where, self.recorder.calls.innermost)
         super().begin(mark)
 
     def tell_apart(self, key: object) -> None:
         super().tell_apart(key)
         assert self.recorder is not None
-        for call, _, _ in self.recorder.stack:  # run again, it would keep that state again
-            call.open(f"it keeps state of its own for each micro-batch ({_line()})")
+        for call in self.recorder.calls:  # run again, it would keep that state again
+            call.open(f"it keeps state of its own for each micro-batch ({line()})")
 
     def move(self, stage: int, mark: Mark | None) -> None:
         assert self.recorder is not None
@@ -111,8 +69,19 @@ class WatchedCursor(Cursor):
             self.recorder.marked = True
 
 
-class Recorder(MicrobatchRun):
-    """The run of the recording pass."""
+class Recorder:
+    """Writes down what the run of the recording pass does: its listener.
+
+    Args:
+        step: of the recording; its route grows as the run goes on.
+        cursor: moved by the marks of the forward.
+        result: where all of it is written down.
+        activations: notices what autograd saves.
+        unhookable: paths of calls in which autograd bears no saved-tensor hooks.
+
+    Attributes:
+        run: the run that is watched.
+    """
 
     def __init__(
         self,
@@ -122,58 +91,62 @@ class Recorder(MicrobatchRun):
         activations: Activations,
         unhookable: Collection[str] = (),
     ) -> None:
-        super().__init__(step, 0, cursor)
-        self.activations = activations
-        self.unhookable = unhookable  # calls in which autograd bears no saved-tensor hooks
-        self.failed_in: Call | None = None
-        self.function = ""  # the name of the torch function under way
+        kind = MicrobatchRun if step.cut else UncutRun
+        self.step = step
         self.key = MicrobatchKey(RECORDING, 0)
+        self.run = kind(step, 0, cursor, self.key, listener=self)
+        self._read = self.run.reader()
+        self.activations = activations
+        self.segments = Segments(result.segments, result.flows)
+        self.calls = CallsUnderWay(self.run, result, self.segments, activations, unhookable)
+        self.custom = CustomFunctions(self.run, self.calls)
+        self.costs = Costs(self.run, result, self.segments, self.calls)
+        self.draws = RandomDraws(self.run, result, self.calls)
         cursor.recorder = self
         cursor.on_move = None
         self.cursor: WatchedCursor = cursor
         self.result = result
         self.marked = False
         self.begun_by: str | None = None  # the call with which a plan moved the cursor last
-        self.stack: list[tuple[Call, set[int], object]] = []
         self.held: dict[int, TensorInfo] = {}
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
-        self.custom_in: list[tuple[str, Call | None]] = []
-        self.generators: dict[int, GeneratorUse] = {}  # the user's, by id
         self.checkpointed_in: list[Call | None] = []
-        self.compiled: set[str] = set()  # paths of modules
         self.keepers: list[str] = []
-        self.untracked: list[tuple[CrossingError, Call | None]] = []
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.outside_tensors = OutsideTensors()
-        self.segments = Segments(result.segments, result.flows)
-        self.progress: Progress | None = None
         self.changes: SharedChanges
         self.outside: OutsideState
         self.users: set[str] = set()  # paths of modules of the user's own classes
         self._sources: dict[int, Call] = {}  # calls that made what the operation under way reads
         self._ambient_hooks: Any = None
-        self._kernels = 0  # that have run
-        self._host_states: dict[Any, Any] = {}
+
+    @property
+    def hop(self) -> int:
+        """The hop that the run is on; -1 before the first."""
+        return self.run.hop
+
+    @property
+    def stage(self) -> int:
+        """The stage that the run is on."""
+        return self.run.stage
 
     def begin(self) -> None:
         """The forward begins."""
         self.activations.put_on()
         self._ambient_hooks = saved_tensor_hooks()
-        self._host_states = current(host_sources())
+        self.draws.begin()
 
     def end(self) -> None:
         """The forward is over."""
-        self._note_host_draws()
+        self.draws.look()
         self.activations.take_off()
 
     # --- the route
 
-    def next_hop(self, stage: int) -> int:
-        return self.hop + 1
-
-    def _cross(self, hop: int) -> None:
-        stage = self.cursor.stage
+    def departs(self, stage: int) -> None:
+        """The run is about to begin a new hop."""
         self._check_device(stage)
+        hop = self.hop + 1
         self.step.route.append(stage)
         mark = self.cursor.mark
         self.result.hops.append(
@@ -186,8 +159,10 @@ class Recorder(MicrobatchRun):
                 self.cursor.moves,
             )
         )
-        super()._cross(hop)
-        self._note_host_draws()  # since the mark: the forward waits for its turn there
+
+    def arrived(self) -> None:
+        """The run is on the new hop."""
+        self.draws.look()  # since the mark: the forward waits for its turn there
 
     def _check_device(self, stage: int) -> None:
         if self.step.devices is not None and stage >= len(self.step.devices):
@@ -199,8 +174,8 @@ class Recorder(MicrobatchRun):
 
     def moved(self, stage: int) -> None:
         """A mark moves the cursor: no module whose call is under way stays on one stage."""
-        if self.sealed:
-            name, _ = self.custom_in[-1]
+        if self.run.sealed:
+            name = self.custom.last
             checkpoint = "; torch.utils.checkpoint: pass use_reentrant=False"
             raise CrossingError(
                 f"a mark inside the forward of autograd.Function {name!r} asks for stage "
@@ -208,15 +183,16 @@ class Recorder(MicrobatchRun):
                 f"mark around it{checkpoint if name == 'CheckpointFunction' else ''}"
             )
         if self.hop >= 0:  # else the first hop drew
-            self._note_host_draws()
+            self.draws.look()
             self.outside.look(self.hop)
         self.result.moves = True
-        for call, _, _ in self.stack:
-            call.open(f"a mark inside of it moves the forward ({_line()})")
+        for call in self.calls:
+            call.open(f"a mark inside of it moves the forward ({line()})")
 
     def look_outside(self) -> None:
         """Where the user's own code is about to run something: has it changed its own objects?"""
-        if not self.stack or self.stack[-1][0].path in self.users:
+        innermost = self.calls.innermost
+        if innermost is None or innermost.path in self.users:
             has_moved = (
                 self.hop >= 0 and self.cursor.stage != self.stage
             )  # the next hop begins here
@@ -226,21 +202,16 @@ class Recorder(MicrobatchRun):
 
     def operation(self) -> None:
         """An operation runs here: which calls is it a part of?"""
-        hop = self.arrive()
+        hop = self.run.arrive()
         info = self.result.hops[hop]
         info.operations += 1
         self.segments.operation()
         self._sources = {}
-        for call, _, _ in self.stack:
-            if call.hop is None:
-                call.hop = hop
-            elif call.last_hop != hop and call.last_hop is not None:
-                call.open(f"it visits several stages ({_line()})")
-            call.last_hop = hop
+        self.calls.visit(hop, line())
         follows = self.cursor.follow_marks  # a plan says where everything is
         if follows and not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
             self._note_unmarked(hop)
-        innermost = self.stack[-1][0] if self.stack else None
+        innermost = self.calls.innermost
         self.activations.at(hop, innermost, self.segments.current.index)
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks != self._ambient_hooks:
@@ -256,8 +227,28 @@ class Recorder(MicrobatchRun):
         else:
             self.result.unmarked.append(Unmarked(self.stage, users_line(), 1, after))
 
-    def local(self, tensor: Tensor) -> Tensor:
-        original = tensor
+    def read(self, tensor: Tensor, reads: Reads) -> Tensor:
+        """Note that an operation reads a tensor, and read it."""
+        self._note_origin(tensor)
+        is_untagged = getattr(tensor, TAG, None) is None
+        if is_untagged and self.step.cut:
+            held = self.held.get(id(tensor))
+            if held is None and not isinstance(tensor, FakeTensor):
+                self.outside_tensors.read(tensor, self.hop)
+            if held is None or not held.is_buffer:
+                self.outsiders.append((tensor, version_of(tensor)))
+        try:
+            return self._read(tensor, reads)
+        except CrossingError as error:
+            if not is_untagged:
+                raise
+            # In a sealed module nobody will look (torch.func makes such tensors): see conclude.
+            self.custom.fail(error.with_traceback(None))
+            return tensor
+
+    def _note_origin(self, tensor: Tensor) -> None:
+        """Note where a tensor that is read comes from, and what that means for the calls under
+        way."""
         key = id(tensor)
         held = self.held.get(key)
         if held is not None:
@@ -265,34 +256,27 @@ class Recorder(MicrobatchRun):
         elif getattr(tensor, TAG, None) is not None and self.outside_tensors.knows(tensor):
             # A real run wrote to it, and it became this micro-batch's.
             self.outside_tensors.read(tensor, self.hop)
-        newest = self.newest(original)
+        newest = self.run.newest(tensor)
         tag: Tag | None = getattr(newest, TAG, None)
-        if isinstance(tag, _RecordedTag):
+        if isinstance(tag, RecordedTag):
             self._note_flow(newest, tag)
-            for call in tag.calls - tag.returned_by:
-                if not call.under_way:
-                    # It came out by another way than the door: state, a list.
-                    call.open(f"it makes a tensor that it does not return, read at {_line()}")
+            self.calls.read_unreturned(tag, line())
         self._note_if_not_given(key, newest, tag)
-        foreign = self.is_foreign(newest)
-        found = super().local(tensor)
-        if foreign:
+        if self.run.is_foreign(newest):
             what = "a tensor" if held is None else held.name
-            for call, given, _ in self.stack:
-                if key not in given and id(newest) not in given:
-                    call.open(f"it reads {what} of another stage, no argument ({_line()})")
-        return found
+            for call in self.calls.not_given(key, id(newest)):
+                call.open(f"it reads {what} of another stage, no argument ({line()})")
 
-    def _note_flow(self, tensor: Tensor, tag: _RecordedTag) -> None:
+    def _note_flow(self, tensor: Tensor, tag: RecordedTag) -> None:
         """A tensor of this forward is read: where from?"""
         if tag.key is self.key:
             self._sources.update((id(call), call) for call in tag.sources)
-            size = tensor.numel() * tensor.element_size()
+            size = size_of(tensor)
             tag.flow = self.segments.flow(
                 tag.flow, tag.segment, size, needs_grad=tensor.requires_grad
             )
             if tag.is_read:
-                self._note_gradient(tensor)
+                self.costs.add_gradient(tensor)
             tag.is_read = True
 
     def _note_if_not_given(self, key: int, tensor: Tensor, tag: Tag | None) -> None:
@@ -300,10 +284,10 @@ class Recorder(MicrobatchRun):
         another micro-batch's when it is run again."""
         if tag is None or tag.key is not self.key or tag.is_constant(tensor):
             return
-        inside = tag.calls if isinstance(tag, _RecordedTag) else ()
-        for call, given, _ in self.stack:
-            if call.refuses is None and call not in inside and not {key, id(tensor)} & given:
-                call.refuses = f"it reads a tensor that it was not given ({_line()})"
+        inside = tag.calls if isinstance(tag, RecordedTag) else ()
+        for call in self.calls.not_given(key, id(tensor)):
+            if call.refuses is None and call not in inside:
+                call.refuses = f"it reads a tensor that it was not given ({line()})"
 
     def check_outsiders(self, func: Callable[..., Any], first: object) -> None:
         """After an operation: did it write to what is neither argument nor buffer?"""
@@ -313,43 +297,23 @@ class Recorder(MicrobatchRun):
             # A tensor that is no fake one is not written in a fake run: then it goes by the name.
             if version_of(tensor) != version or (tensor is first and writes(func)):
                 self.outside_tensors.wrote(tensor)
-                self.refuse_again(
-                    f"it writes to a tensor that is no argument and no buffer ({_line()})"
+                self.calls.refuse(
+                    f"it writes to a tensor that is no argument and no buffer ({line()})"
                 )
 
-    def _local_untagged(self, tensor: Tensor) -> Tensor:
-        held = self.held.get(id(tensor))
-        if held is None and not isinstance(tensor, FakeTensor):
-            self.outside_tensors.read(tensor, self.hop)
-        if held is None or not held.is_buffer:
-            self.outsiders.append((tensor, version_of(tensor)))
-        try:
-            return super()._local_untagged(tensor)
-        except CrossingError as error:
-            # In a sealed module nobody will look (torch.func makes such tensors): see conclude.
-            call = self.stack[-1][0] if self.stack else None
-            self.untracked.append((error.with_traceback(None), call))
-            return tensor
-
-    def refuse_foreign(self, what: str, tensors_: Iterable[Tensor]) -> None:
-        # What a call under way was given, its door will have imported.
-        given: set[int] = set().union(*(known for _, known, _ in self.stack[1:]))
-        super().refuse_foreign(what, [t for t in tensors_ if id(t) not in given])
-
-    def _tag(self, tensor: Tensor) -> None:
-        # What a fake run writes to in place and is no fake tensor outlives the recording.
-        if isinstance(tensor, FakeTensor) or not self.result.fake:
-            super()._tag(tensor)
-
-    def take_input(self, tensor: Tensor, index: int = 0) -> Tensor:
-        value = super().take_input(tensor, index)
-        setattr(value, TAG, _RecordedTag(self.key, 0, 0, set(), (), 0))
+    def take_input(self, tensor: Tensor) -> Tensor:
+        """An input of the forward, as if made on its first hop."""
+        value = self.run.take_input(tensor)
+        setattr(value, TAG, RecordedTag(self.key, 0, 0, set(), (), 0))
         return value
 
-    def _make_tag(self) -> Tag:
-        calls = {call for call, _, _ in self.stack}
+    def made(self, tensor: Tensor) -> Tag | None:
+        """The tag for a tensor that was made here."""
+        if self.result.fake and not isinstance(tensor, FakeTensor):
+            return None  # what a fake run writes to in place, and outlives the recording
+        calls = set(self.calls)
         sources, segment = tuple(self._sources.values()), self.segments.current.index
-        return _RecordedTag(self.key, self.hop, self.stage, calls, sources, segment)
+        return RecordedTag(self.key, self.hop, self.stage, calls, sources, segment)
 
     def _note_read(self, tensor: Tensor, held: TensorInfo) -> None:
         if held.hop is None:
@@ -360,33 +324,35 @@ class Recorder(MicrobatchRun):
         if self.hop not in held.hops:
             held.hops.append(self.hop)
         self.segments.reads(held)
-        self._note_gradient(tensor)  # to `.grad`, or to that of another read
+        self.costs.add_gradient(tensor)  # to `.grad`, or to that of another read
         home_hop = held.hop
-        for call, _, _ in self.stack:
+        for call in self.calls:
             self.reads.setdefault(id(call), set()).add(home_hop)
             if held.is_buffer:
                 call.buffers.add(held.name)
 
-    def made(self, tensor: Tensor) -> bool:
+    def has_made(self, tensor: Tensor) -> bool:
         """Whether this forward made a tensor."""
-        tag: Tag | None = getattr(tensor, TAG, None)
-        return tag is not None and tag.key is self.key
+        return is_made_by(tensor, self.key)
 
     def gave(self, arguments: Any) -> bool:
         """Whether a call in another thread (autograd's, or of the forward's own making) is a part
         of this recording: some of its arguments come from it."""
-        return any(isinstance(t, FakeTensor) or self.made(t) for t in tensors(arguments))
+        return any(isinstance(t, FakeTensor) or self.has_made(t) for t in tensors(arguments))
 
-    def _write_through(self, tensor: Tensor, used: Import) -> None:
+    def wrote_across(self) -> None:
+        """An operation wrote in place to a tensor that an earlier hop had made."""
         self.result.writes_across = True
-        super()._write_through(tensor, used)
 
     def abandon(self) -> None:
-        super().abandon()
+        """Let go of everything, and end the cycle of the recorder, its run and its cursor."""
+        self.run.abandon()
+        self.run.place.listener = None
         self.cursor.recorder = None
         self.cursor.on_call = None
 
-    def note_import(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
+    def imported(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
+        """A tensor was copied to this hop."""
         stage = self.step.route[home_hop]
         self.result.crossings.append(
             CrossingInfo(
@@ -395,63 +361,16 @@ class Recorder(MicrobatchRun):
                 stage,
                 self.stage,
                 tuple(tensor.shape),
-                _dtype(tensor),
-                tensor.numel() * tensor.element_size(),
+                dtype_text(tensor.dtype),
+                size_of(tensor),
                 tensor.requires_grad and self.step.differentiable,
                 name,
                 users_line(),
-                self.stack[-1][0] if self.stack else None,
+                self.calls.innermost,
             )
         )
 
     # --- module calls
-
-    def begin_call(
-        self, path: str, kind: str, module: object, args: Any, *, is_function: bool = False
-    ) -> Call:
-        """A module's forward, or a function, begins."""
-        call = Call(
-            path,
-            kind,
-            self.count_call(module),
-            len(self.stack),
-            users_line(),
-            parent=self.stack[-1][0] if self.stack else None,
-            stage=self.cursor.stage,
-            is_function=is_function,
-            checkpoint=self.cursor.checkpoint,
-            mark=self.cursor.mark.where if self.cursor.mark else None,
-            mark_name=self.cursor.mark.name if self.cursor.mark else None,
-        )
-        sources = [getattr(getattr(t, TAG, None), "sources", ()) for t in tensors(args)]
-        call.inbound = inbound(sources, call)
-        if self.progress is not None:
-            self.progress.step(path)
-        self.segments.begin(len(self.result.calls), self._closed())
-        self.result.calls.append(call)
-        self.activations.given(call, tensors(args))
-        if path in self.unhookable:
-            self.activations.take_off()
-            self.refuse_again("torch.func, or whatever bears no saved-tensor hooks, is in it", call)
-        given = {id(t) for t in tensors(args)} | {id(self.newest(t)) for t in tensors(args)}
-        self.stack.append((call, given, args))
-        return call
-
-    def end_call(self, call: Call, result: Any) -> None:
-        """A module's forward, or a function, ended."""
-        self.stack.pop()
-        if call.path in self.unhookable:
-            self.activations.put_on()
-        call.under_way = False
-        for index, tensor in enumerate(tensors(result)):
-            call.outputs.append(tuple(tensor.shape))
-            tag = getattr(tensor, TAG, None)
-            if isinstance(tag, Tag) and tag.is_constant(tensor):
-                call.constants.add(index)
-            if isinstance(tag, _RecordedTag):
-                tag.returned_by.add(call)
-                tag.sources = (call,)
-        call.stage = self.step.route[call.hop] if call.hop is not None else call.stage
 
     def watched(
         self,
@@ -463,79 +382,43 @@ class Recorder(MicrobatchRun):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a call, and write it down."""
-        is_function = function is what
         with ours():
-            call = self.begin_call(path, kind, what, (args, kwargs), is_function=is_function)
+            call = self.calls.begin(
+                *(path, kind, what, (args, kwargs), self._why_closed()),
+                is_function=function is what,
+            )
             if isinstance(what, torch.jit.ScriptModule):
-                self.refuse_again(_SCRIPTED)
-        result, kernels = None, self._kernels
+                self.calls.refuse(SCRIPTED)
+        result, kernels = None, self.costs.kernels
         try:
             result = function(*args, **kwargs)
-            if call.hop is None and self._kernels > kernels:
+            if call.hop is None and self.costs.kernels > kernels:
                 with ours():
                     self._note_unseen((args, kwargs), result)
             return result
         except BaseException:
-            self.failed_in = self.failed_in or call
+            self.calls.failed_in = self.calls.failed_in or call
             raise
         finally:
             with ours():
-                self.end_call(call, result)
+                self.calls.end(call, result)
 
     def _note_unseen(self, given: Any, result: Any) -> None:
         """Operations ran in a call that no function mode saw: of a scripted module, or of an
         extension. Together they count as one."""
         self.operation()
+        reads = Reads()
         for tensor in tensors(given):
-            self.local(tensor)
-        self.take_foreign()
-        self.claim(result)
+            self.read(tensor, reads)
+        self.run.claims.claim(result, reads.outside)
 
-    def spent(self, work: Work, made: int) -> None:
-        """An operation ran below autograd: what it did, and how many bytes it made."""
-        kernels = work.forward.total()
-        self._kernels += kernels
-        if self.hop < 0:
-            return
-        hop, segment = self.result.hops[self.hop], self.segments.current
-        flops = sum(operation.flops for operation in work.forward)
-        for part in (hop, segment):
-            part.kernels += kernels
-            part.largest_bytes = max(part.largest_bytes, made)
-            part.flops += flops
-            part.work.add(work)
-        for call, _, _ in self.stack:
-            call.flops += flops
-            call.work.setdefault(hop.stage, Work()).add(work)
-
-    def _note_gradient(self, tensor: Tensor) -> None:
-        """In the backward a gradient of the tensor is added to another one."""
-        if tensor.requires_grad and torch.is_grad_enabled():
-            self.spent(Work(backward=Counter([addition(tensor)])), 0)
-
-    def _closed(self) -> Iterator[str]:
-        """Why no stage can begin with the call that begins here."""
-        for call, _, _ in self.stack:
-            if call.path in self.compiled and not call.is_function:
-                yield f"it is inside of compiled module {call.path or '(the model)'}"
-            if call.path in self.unhookable:
-                yield f"it is inside of {call.path or 'the model'}, which uses torch.func"
-        if self.sealed:
-            yield f"it is inside of autograd.Function {self.custom_in[-1][0]!r}"
+    def _why_closed(self) -> Iterator[str]:
+        """The reasons why no stage can begin with the call that begins here."""
+        yield from self.calls.why_closed()
+        if self.run.sealed:
+            yield f"it is inside of autograd.Function {self.custom.last!r}"
         if saved_tensor_hooks() not in (None, self._ambient_hooks):
             yield "it is inside of what is recomputed, or packs what it saves"
-
-    def drew(self, generator: torch.Generator | None) -> None:
-        """An operation drew random numbers, perhaps from a generator of the user's."""
-        if generator is not None:
-            self.refuse_again(f"it draws from a generator of its own ({_line()})")
-            drawn = self.generators.setdefault(id(generator), GeneratorUse([], users_line()))
-            hop = max(self.hop, 0)
-            drawn.hops += [] if hop in drawn.hops else [hop]
-            return
-        self.result.hops[self.arrive()].draws.add("torch")  # perhaps the first of its hop
-        for call, _, _ in self.stack:
-            call.draws = True
 
     def wrote(self, tensor: Tensor) -> None:
         """An operation wrote to a tensor without counting up its version."""
@@ -547,216 +430,27 @@ class Recorder(MicrobatchRun):
     def given(self, operands: Iterable[Tensor]) -> None:
         """What an operation below autograd is given: inside of a custom function that is all that
         tells which buffers it reads, and which tensors that are no arguments of it."""
-        for tensor in operands if self.sealed else ():
-            self._note_closure(tensor)
+        for tensor in operands if self.run.sealed else ():
+            self.custom.read(tensor)
             held = self.held.get(id(tensor))
             if held is not None and held.is_buffer:
-                for call, _, _ in self.stack:
+                for call in self.calls:
                     call.buffers.add(held.name)
             elif held is not None:
-                self._note_tied(tensor, held)
-
-    def _note_tied(self, tensor: Tensor, held: TensorInfo) -> None:
-        """A parameter in a custom function that it is no argument of: the backward runs code of the
-        user's with it, where no copy of it could be handed over, and adds up its gradient there."""
-        name, call = self.custom_in[-1] if self.custom_in else ("", None)
-        if held.hop is None:
-            self._note_read(tensor, held)
-        if held.stage == self.stage or not held.trainable:
-            return
-        what, remedy = f"autograd.Function {name!r}", f"pass it as an argument, or {UNCUT}"
-        if name == "CheckpointFunction":
-            what, remedy = "torch.utils.checkpoint", "pass use_reentrant=False"
-        elif not self.step.cut:
-            return
-        error = CrossingError(
-            f"{what} on stage {self.stage} reads parameter {held.name!r} of stage {held.stage} "
-            f"({users_line()}): its backward would run there and here at once; {remedy}"
-        )
-        self.untracked.append((error, call))
-
-    def _note_closure(self, tensor: Tensor) -> None:
-        """Another stage's tensor that a custom function was not given: nobody could hand it a copy,
-        and what its backward adds would go around the cut."""
-        tag: Tag | None = getattr(tensor, TAG, None)
-        given: set[int] = set().union(*(known for _, known, _ in self.stack[1:]))
-        if tag is None or tag.key is not self.key or tag.hop == self.hop or id(tensor) in given:
-            return
-        name, call = self.custom_in[-1] if self.custom_in else ("", None)
-        error = CrossingError(
-            f"autograd.Function {name!r} on stage {self.stage} reads a tensor of shape "
-            f"{tuple(tensor.shape)} made on stage {tag.stage} that is none of its arguments "
-            f"({users_line()}); pass it as one (torch.utils.checkpoint: pass use_reentrant=False)"
-        )
-        self.untracked.append((error, call))
-
-    def _note_host_draws(self) -> None:
-        """Whether the hop drew from Python's or numpy's generator since this was asked last."""
-        if self.result.hops:
-            draws = self.result.hops[max(self.hop, 0)].draws
-            draws.update(map(str, moved(self._host_states)))
-        self._host_states = current(host_sources())
-
-    def refuse_again(self, why: str, call: Call | None = None) -> None:
-        """No call that this is a part of can be run again."""
-        for under_way in [*(c for c, _, _ in self.stack), *([call] if call else [])]:
-            under_way.refuses = why
-
-    def waited(self, sync: HostSync) -> None:
-        """The host would wait for a device here."""
-        self.result.waiting.add(self.function)
-        for call, _, _ in self.stack:
-            call.waits = True
-        if sync not in self.result.host_syncs:
-            self.result.host_syncs.append(sync)
+                if held.hop is None:
+                    self._note_read(tensor, held)
+                self.custom.read_parameter(held)
 
     def looked_at_graph(self) -> None:
         """The forward hooks into its graph, or asks for it."""
         if self.hop >= 0:
-            self.result.hops[self.hop].whole = f"a hook, or a look at the graph ({_line()})"
+            self.result.hops[self.hop].whole = f"a hook, or a look at the graph ({line()})"
 
-    def note_whole(self, output: Any) -> None:
-        """Which hops' backwards cannot be split: a look at their graphs, after the forward."""
-        roots: dict[int, list[Root]] = {}
-        for graph in self.graphs.values():
-            for crossing in graph.crossings:
-                roots.setdefault(crossing.to_hop, []).append((crossing.to_edge, None))
-        for tensor in map(self.newest, tensors(output)):
-            if tensor.requires_grad and self.made(tensor):
-                roots.setdefault(self.hop_of(tensor), []).append((edge_of(tensor), None))
-        for hop in self.result.hops:
-            graph = self.graphs.get(hop.index, HopGraph())
-            entries = [entry.node for entry in entries_of(graph)]
-            why = why_whole(roots.get(hop.index, []), entries)
-            hop.weight_bytes = kept_for_weights(roots.get(hop.index, []), entries)
-            hop.whole = hop.whole if why is None else why
+    def note_checkpoint(self) -> None:
+        """The forward uses ``torch.utils.checkpoint``."""
+        self.checkpointed_in.append(self.calls.innermost)
 
     def custom_function(self, name: str) -> None:
         """A custom autograd function was applied: what its backward does nobody knows."""
         self.result.hops[max(self.hop, 0)].reruns_forward = True
-        self.custom_in.append((name, self.stack[-1][0] if self.stack else None))
-
-
-class UncutRecorder(Recorder, UncutRun):
-    """The run of a recording whose graph is not cut."""
-
-    def _note_closure(self, tensor: Tensor) -> None:
-        pass  # it has no copies: what is an argument cannot be told from what is none
-
-
-_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-class RecordingMode(CrossingMode):
-    run: Recorder
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        modes: Sequence[TorchFunctionMode] = (),
-    ) -> Any:
-        if how_many_function_modes():
-            return self.apart(func, types, args, kwargs)
-        self.run.function = func.__name__
-        if not is_question(func):
-            self.run.operation()
-            self.run.changes.at_operation(self.run.hop)
-            self.run.look_outside()
-        elif looks_at_graph(func):
-            self.run.looked_at_graph()
-        self.run.changes.at_function(func, args)
-        result = super().__torch_function__(func, types, args, kwargs, modes)
-        self.run.check_outsiders(func, args[0] if args else None)
-        if func == _SETS_DATA:  # each look at it makes another object
-            self.run.wrote(args[0])
-        return result
-
-    def saw_checkpoint(self) -> None:
-        stack = self.run.stack
-        self.run.checkpointed_in.append(stack[-1][0] if stack else None)
-
-    def saw_generator_set(self) -> None:
-        self.run.drew(None)
-
-    def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
-        self.run.operation()
-        self.run.custom_function(name)
-        if is_scripted:
-            self.run.refuse_again(_SCRIPTED)
-
-    def call_function(
-        self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        return self.run.watched(key, "function", function, function, args, kwargs)
-
-
-class RecordedForward(StandIn):
-    """Stands around every module's forward and writes the call down.
-
-    A call of another thread is the user's own, and none of the recording: it waits until the
-    recording is over, for the parameters are fake ones meanwhile.
-    """
-
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        path: str,
-        module: nn.Module,
-        recorder: Recorder,
-        stages: Mapping[int | None, int] | None,
-    ) -> None:
-        self.forward = forward
-        self.path = path
-        self.module = module
-        self.recorder = recorder
-        self.stages = stages
-        self._thread = threading.get_ident()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = self.recorder
-        if threading.get_ident() != self._thread and not recorder.gave((args, kwargs)):
-            with alone_with(self.module):
-                return self.forward(*args, **kwargs)
-        if self.stages is not None:
-            call_number = recorder.count_call(self)
-            now = recorder.cursor.stage
-            stage = planned_stage(self.stages, call_number, now)
-            if stage != now:
-                recorder.begun_by = f"{self.path!r} call {call_number}"
-            recorder.cursor.move(stage, None)
-        recorder.changes.at_call(self.path, self.module)
-        recorder.look_outside()
-        kind = type(self.module).__name__
-        return recorder.watched(self.path, kind, self.module, self.forward, args, kwargs)
-
-
-def _line() -> str:
-    return users_line().rpartition("/")[2]
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def hold(model: nn.Module, recorder: Recorder) -> None:
-    """Make a note of every parameter and buffer, tied ones once."""
-    for is_buffer, slots in ((False, parameters_of), (True, buffers_of)):
-        for name, tensor in named_slots(model, slots):
-            held = recorder.held.get(id(tensor))
-            if held is not None:
-                held.names.append(name)
-                continue
-            held = TensorInfo(
-                [name],
-                tuple(tensor.shape),
-                _dtype(tensor),
-                tensor.numel() * tensor.element_size(),
-                tensor.numel(),
-                tensor.requires_grad,
-                is_buffer,
-            )
-            recorder.held[id(tensor)] = held
-            (recorder.result.buffers if is_buffer else recorder.result.parameters).append(held)
+        self.custom.apply(name)

@@ -107,6 +107,13 @@ class Call:
         """Whether it is recomputed where the pipeline recomputes, or does not."""
         return self.is_recomputed and (mode if self.checkpoint is None else self.checkpoint)
 
+    def ancestors(self) -> Iterator[Call]:
+        """The calls around it, from the inside out."""
+        call = self.parent
+        while call is not None:
+            yield call
+            call = call.parent
+
     def open(self, why: str) -> None:
         """It is not sealed; the first reason counts."""
         self.sealed = False
@@ -343,9 +350,7 @@ class Recording:
                 continue
             entry = Assignment(call.path, call.call, call.stage, call.kind)
             entries[id(call)] = entry
-            outer = call.parent
-            while outer is not None and not outer.is_module:
-                outer = outer.parent
+            outer = next((c for c in call.ancestors() if c.is_module), None)
             if outer is not None:
                 entries[id(outer)].inside.append(entry)
         return StagePlan(list(entries.values()))

@@ -1,4 +1,4 @@
-"""What a forward was given, in words, and what may be wrong with it where the forward fails.
+"""A forward to record: what it is given, in words, and what may be wrong with it where it fails.
 
 A forward that runs on the whole batch may fail on a micro-batch, so what the split made of the
 arguments is said with them. Values are never shown: shapes tell more in less room.
@@ -9,15 +9,43 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._common.callsite import users_line
 from .._common.nested import leaves, tensors
+from .._common.text import dtype_text
 from ..batches.microbatch import BatchPart
 from ..errors import RecordingError
+from .plan_resolution import Planned
+
+
+@dataclass(frozen=True)
+class RecordRequest:
+    """A forward to record.
+
+    Attributes:
+        model: the user's.
+        args: the forward's positional arguments.
+        kwargs: its keyword arguments.
+        planned: stages that override the marks.
+        devices: where the stages of a placed model are.
+        cut: whether autograd is cut between the stages.
+        unhookable: paths of calls that do not run under saved-tensor hooks.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    planned: Planned | None
+    devices: list[torch.device] | None = None
+    cut: bool = True
+    unhookable: frozenset[str] = frozenset()
+
 
 _SHOWN = 8  # of a container's members, or a forward's parameters
 
@@ -50,7 +78,7 @@ def _shown(value: Any) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(value, Tensor) or (isinstance(shape, tuple) and dtype is not None):
         kind = "" if isinstance(value, Tensor) else f"{type(value).__name__} of "
-        return f"{kind}{str(dtype).removeprefix('torch.')}{list(shape or ())}"
+        return f"{kind}{dtype_text(dtype)}{list(shape or ())}"
     return repr(value)[:40]
 
 
@@ -76,10 +104,10 @@ def what_failed(
     """``Net's forward fails on the sample (…)``, and which part of the batch that is.
 
     Args:
-        model: whose forward.
-        args: of the call that failed.
-        kwargs: of the same.
-        share: which part of a batch they are; ``None``: they came as they are.
+        model: the model whose forward failed.
+        args: the positional arguments of that call.
+        kwargs: its keyword arguments.
+        share: which part of a batch they are, if a batch was split.
     """
     text = f"{type(model).__name__}'s forward fails on the sample ({signature(args, kwargs)})"
     if share is None or share.count == 1:

@@ -16,6 +16,7 @@ from torch import Tensor
 from .._torch.graph import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from .._torch.modes import without_torch_functions
 from .._torch.tensors import storage_id, version_of
+from ..costs.work import size_of
 from ..crossing.recompute import Recomputable
 from .recording import ActivationBytes, Call, Hop, Saved
 
@@ -55,7 +56,7 @@ class Activations:
         for tensor in tensors:
             key = _key_of(tensor)
             if key is not None and key not in self._skipped:
-                size = tensor.numel() * tensor.element_size()
+                size = size_of(tensor)
                 self._storages[key] = tensor.untyped_storage(), size
                 self._inputs.add(key)
 
@@ -98,8 +99,8 @@ class Activations:
         """Fill in what the hops keep; returns what running sealed calls again takes, by path.
 
         Args:
-            hops: of the route.
-            door_of: from the id of a call to the sealed call that it is, or is inside of.
+            hops: the hops of the route.
+            sealed_call_of: from the id of a call to the sealed call that it is, or is inside of.
         """
         sealed_forwards = list(
             {id(sealed_call): sealed_call for sealed_call in sealed_call_of.values()}.values()
@@ -133,10 +134,8 @@ class Activations:
         for hop, call, key, _ in self._saved:
             first.setdefault((hop, key), call)
         for (_, key), saver in first.items():
-            call = saver
-            while call is not None:
+            for call in () if saver is None else (saver, *saver.ancestors()):
                 call.saved_bytes += self._storages[key][1]
-                call = call.parent
 
     def by_segments(self) -> list[Saved]:
         """What is saved in which segments; what is saved in the same ones stands together."""

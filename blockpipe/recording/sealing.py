@@ -1,12 +1,12 @@
 """What follows from a recording's run: which calls are sealed, and where unread parameters live.
 
-A call is sealed if it stayed on one hop and got every foreign tensor through its arguments. A
-module may be called several times, and its door stands there each time: what counts is every call.
+A call is sealed if it stayed on one hop and got every tensor of another hop through its arguments:
+then a step runs it untouched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Sequence
 
 from torch import Tensor, nn
 
@@ -18,74 +18,112 @@ from .recording import Call, Recording
 
 
 def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Tensor, int]]) -> None:
-    """What follows from the whole run: what is sealed, where unread parameters live."""
-    result = recorder.result
-    for key, (buffer, version) in versions.items():
+    """Fill in what only the whole run tells.
+
+    Args:
+        model: the recorded model.
+        recorder: has watched the run.
+        versions: by id, each parameter and buffer with its version before the run.
+
+    Raises:
+        CrossingError: the forward does what no pipeline can, outside of sealed calls; a compiled
+            module spans stages.
+    """
+    result, activations = recorder.result, recorder.activations
+    for key, (tensor, version) in versions.items():
         held = recorder.held.get(key)
         if held is not None:
-            held.written |= version_of(buffer) != version
-    good: dict[str, set[int]] = {}
-    bad: dict[str, set[int]] = {}
-    everywhere: set[str] = set()
-    needs_sealed_forward: set[str] = set()
-    with_parameters: dict[str, bool] = {}
-    every_hop = set(range(len(result.hops)))
-    functions = {call.path for call in result.calls if call.is_function}
-    for call in result.calls:
-        if any(_around(call.path, path) for path in recorder.keepers) and not call.is_function:
-            why = "it leaves a tensor with a gradient path on itself, which the next call may read"
-            for around in (call, *_outer(call)):
-                around.open(why)
-    for call in result.calls:
-        visited = {h for h in (call.hop, call.last_hop) if h is not None}
-        if call.sealed:
-            good.setdefault(call.path, set()).update(visited)
-            if id(call) not in recorder.reads:
-                everywhere.add(call.path)
-            else:
-                with_parameters[call.path] = True
-        else:
-            first = call.hop if call.hop is not None else 0
-            last = call.last_hop if call.last_hop is not None else first
-            bad.setdefault(call.path, set()).update(range(first, last + 1))
-        # A call that does nothing makes no hop: a door would take it to one.
-        if call.hop is not None and (call.parent is None or not call.parent.sealed):
-            needs_sealed_forward.add(call.path)
-    for path in needs_sealed_forward:
-        hops = set(good.get(path, set()))
-        if path in everywhere and path not in with_parameters:
-            hops = set(every_hop)
-        hops -= bad.get(path, set())
+            held.written |= version_of(tensor) != version
+    _open_keepers(result, recorder.keepers)
+    calls_of = _calls_by_path(result)
+    for path, calls in calls_of.items():
+        hops = sealed_hops(calls, len(result.hops), recorder.reads)
         if hops:
-            of_functions = path in functions
-            (result.sealed_functions if of_functions else result.sealed)[path] = frozenset(hops)
-    result.recomputable = recorder.activations.conclude(result.hops, _sealed_forwards(result))
-    recorder.activations.by_call()
-    result.saved = recorder.activations.by_segments()
-    result.shared_generators = [d for d in recorder.generators.values() if len(d.hops) > 1]
+            of_functions = any(call.is_function for call in calls)
+            (result.sealed_functions if of_functions else result.sealed)[path] = hops
+    result.recomputable = activations.conclude(result.hops, _sealed_forwards(result))
+    activations.by_call()
+    result.saved = activations.by_segments()
+    result.shared_generators = [d for d in recorder.draws.generators.values() if len(d.hops) > 1]
     _place_unread(model, recorder)
-    sealed_calls = {id(c) for c in result.calls if _in_sealed(c)}
-    result.recomputes = any(
-        c is None or id(c) not in sealed_calls for c in recorder.checkpointed_in
-    )
+    result.recomputes = not all(map(_in_sealed, recorder.checkpointed_in))
     result.custom_functions = sorted(
-        {name for name, c in recorder.custom_in if c is None or id(c) not in sealed_calls}
+        {name for name, call in recorder.custom.applied if not _in_sealed(call)}
     )
-    for error, untracked_in in recorder.untracked:
+    for error, untracked_in in recorder.custom.failures:
         if not _in_sealed(untracked_in):
             raise error
     _say_what_is_whole(model, result)
+    _check_compiled(model, result, calls_of)
+
+
+def sealed_hops(
+    calls: Sequence[Call], route_length: int, reads_parameters: Container[int]
+) -> frozenset[int]:
+    """The hops on which a module, or a function, runs sealed: empty if it never does.
+
+    It may be called several times, and what stands in the place of its forward is there each time,
+    so that all of its calls count. With S its sealed calls and O its other ones, on a route of n
+    hops::
+
+        runs   = {0, ..., n - 1}  if S is not empty, and no call in S reads a parameter
+                 the hops of S    otherwise
+        spans  = the hops from the first to the last one of each call in O
+        sealed = runs - spans     if a call with operations is not inside of a sealed call
+                 {}               otherwise: nothing would stand in its place
+
+    Args:
+        calls: all calls of one path.
+        route_length: the number of hops.
+        reads_parameters: the ids of the calls that read parameters or buffers.
+    """
+    # A call that does nothing makes no hop: a sealed forward in its place would take it to one.
+    if not any(call.hop is not None and not _is_directly_in_sealed(call) for call in calls):
+        return frozenset()
+    sealed = [call for call in calls if call.sealed]
+    if sealed and not any(id(call) in reads_parameters for call in sealed):
+        runs = set(range(route_length))
+    else:
+        runs = {hop for call in sealed for hop in (call.hop, call.last_hop) if hop is not None}
+    return frozenset(runs).difference(*(_span(call) for call in calls if not call.sealed))
+
+
+def _span(call: Call) -> range:
+    first = call.hop if call.hop is not None else 0
+    last = call.last_hop if call.last_hop is not None else first
+    return range(first, last + 1)
+
+
+def _calls_by_path(result: Recording) -> dict[str, list[Call]]:
+    found: dict[str, list[Call]] = {}
+    for call in result.calls:
+        found.setdefault(call.path, []).append(call)
+    return found
+
+
+def _open_keepers(result: Recording, keepers: Sequence[str]) -> None:
+    """No call is sealed in which a module leaves a tensor with a gradient path on itself."""
+    why = "it leaves a tensor with a gradient path on itself, which the next call may read"
+    for call in result.calls:
+        if any(_around(call.path, path) for path in keepers) and not call.is_function:
+            for around in (call, *call.ancestors()):
+                around.open(why)
+
+
+def _check_compiled(model: nn.Module, result: Recording, calls_of: dict[str, list[Call]]) -> None:
     for path, module in model.named_modules():
-        if is_compiled(module) and path in bad:
+        open_calls = [call for call in calls_of.get(path, ()) if not call.sealed]
+        if is_compiled(module) and open_calls:
+            hops = {hop for call in open_calls for hop in _span(call)}
             raise CrossingError(
                 f"compiled module {path or '(the model)'!r} spans stages "
-                f"{sorted({result.hops[h].stage for h in bad[path]})}, but a compiled call runs as "
+                f"{sorted({result.hops[hop].stage for hop in hops})}, but a compiled call runs as "
                 "a whole; leave torch.compile out and call pipe.compile(), which compiles its parts"
             )
 
 
 def _say_what_is_whole(model: nn.Module, result: Recording) -> None:
-    """Which hops' backwards do not come in two parts, besides those that were seen to."""
+    """Note which hops' backwards cannot be split because of a compiled module."""
     compiled = {path for path, module in model.named_modules() if is_compiled(module)}
     for call in result.calls:
         if call.path in compiled and call.hop is not None:
@@ -96,22 +134,19 @@ def _around(path: str, inner: str) -> bool:
     return path in ("", inner) or inner.startswith(f"{path}.")
 
 
-def _outer(call: Call | None) -> Iterator[Call]:
-    """The calls around a call, inside out."""
-    while call is not None and call.parent is not None:
-        call = call.parent
-        yield call
+def _is_directly_in_sealed(call: Call) -> bool:
+    return call.parent is not None and call.parent.sealed
 
 
 def _in_sealed(call: Call | None) -> bool:
-    return call is not None and (call.sealed or any(outer.sealed for outer in _outer(call)))
+    return call is not None and (call.sealed or any(c.sealed for c in call.ancestors()))
 
 
 def _sealed_forwards(result: Recording) -> dict[int, Call]:
     """From the id of each call to the sealed call that it is, or is inside of."""
     found = {}
     for call in result.calls:
-        around = [c for c in (call, *_outer(call)) if c.sealed]
+        around = [c for c in (call, *call.ancestors()) if c.sealed]
         if around:
             sealed_call = around[-1]
             hops = (result.sealed_functions if sealed_call.is_function else result.sealed).get(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._common.nested import map_tensors, tensors
 from .._common.progress import Progress
-from .._common.text import short
+from .._common.text import dtype_text, short
 from .._common.thread_state import as_ours, theirs
 from .._torch.modules import COMPILED_CALL, is_compiled
 from .._torch.tensors import version_of
@@ -22,15 +22,19 @@ from ..crossing.torch_patches import GeneratorStates
 from ..crossing.user_checkpoints import intercepting
 from ..restoring.holders import Holder
 from ..restoring.model_state import is_users
-from ..stages.marks import mark_of, set_cursor
+from ..stages.cursor import set_cursor
+from ..stages.marks import mark_of
 from .outside_state import TORCHS, OutsideState
-from .plan_resolution import Planned
 from .reads import Reads
-from .recorder import RecordedForward, Recorder, RecordingMode, UncutRecorder, WatchedCursor, hold
+from .recorder import Recorder, WatchedCursor
 from .recording import Hop, Output, Recording
+from .sample import RecordRequest
 from .saved_tensors import Activations
 from .sealing import conclude
 from .shared_changes import SharedChanges
+from .watching.costs import note_split_backwards
+from .watching.held import held_tensors
+from .watching.mode import RecordedForward, RecordingMode
 
 
 def looked_at_twice(run: Callable[[], Recording]) -> Recording:
@@ -59,30 +63,26 @@ def looked_at_twice(run: Callable[[], Recording]) -> Recording:
 
 
 @as_ours
-def run_watched(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    planned: Planned | None,
-    devices: list[torch.device] | None,
-    *,
-    fake: bool,
-    cut: bool,
-    unhookable: frozenset[str],
-    holders: Iterable[Holder],
-) -> Recording:
+def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]) -> Recording:
+    """Run a forward once and write down what it does; nothing is put back but the cursor.
+
+    Args:
+        request: the forward.
+        fake: whether its tensors are fake ones.
+        holders: the user's objects that the model reaches.
+    """
+    model, planned, cut = request.model, request.planned, request.cut
     result = Recording(type(model).__name__, fake, planned=planned is not None)
     result.planned_at = None if planned is None else planned.where
     cursor = WatchedCursor(follow_marks=planned is None)
     stages = {} if planned is None else planned.stages
     differentiable = torch.is_grad_enabled()
-    step = StepContext([], {}, devices, differentiable=differentiable, cut=cut, splits=True)
-    result.unhookable = sorted(unhookable)
+    step = StepContext([], {}, request.devices, differentiable=differentiable, cut=cut, splits=True)
+    result.unhookable = sorted(request.unhookable)
     activations = Activations([*model.parameters(), *model.buffers()])
-    kind = Recorder if cut else UncutRecorder
-    recorder = kind(step, cursor, result, activations, unhookable)
-    recorder.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
-    hold(model, recorder)
+    recorder = Recorder(step, cursor, result, activations, request.unhookable)
+    recorder.calls.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
+    recorder.held = held_tensors(model, result)
     held = (*model.parameters(), *model.buffers())
     versions = {id(t): (t, version_of(t)) for t in held}
     recorder.changes = SharedChanges(model)
@@ -97,19 +97,25 @@ def run_watched(
         names.pop(COMPILED_CALL, None)
     before = set_cursor(cursor)
     try:
-        args, kwargs = _as_inputs(recorder, (args, kwargs))
+        args, kwargs = _as_inputs(recorder, (request.args, request.kwargs))
         meter = Meter(
-            recorder.spent, recorder.waited, recorder.drew, recorder.wrote, recorder.given
+            recorder.costs.spent,
+            recorder.costs.waited,
+            recorder.draws.drew,
+            recorder.wrote,
+            recorder.given,
         )
         modules = sum(1 for _ in model.modules())
-        with Progress(f"recording {result.model}", modules, "module calls") as recorder.progress:
+        with Progress(
+            f"recording {result.model}", modules, "module calls"
+        ) as recorder.calls.progress:
             with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
                 with theirs(), RecordingMode(recorder), meter:
                     output = model(*args, **kwargs)
-                recorder.notice_writes()
+                recorder.run.notice_writes()
                 for tensor in tensors(output):
-                    recorder.newest(tensor)
-        recorder.note_whole(output)
+                    recorder.run.newest(tensor)
+        note_split_backwards(recorder.run, result, output)
         given = recorder.held.keys() | {id(tensor) for tensor in tensors((args, kwargs))}
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
@@ -157,7 +163,7 @@ def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
         named = ((f"output {index}", value) for index, value in enumerate(output))
     for name, value in named:
         for tensor in tensors(value):
-            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            shape, dtype = tuple(tensor.shape), dtype_text(tensor.dtype)
             yield Output(name, shape, dtype, tensor is loss, id(tensor) in given)
 
 
@@ -203,9 +209,9 @@ def _saving_watched(recorder: Recorder) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        call = recorder.failed_in
+        call = recorder.calls.failed_in
         path = "" if call is None else call.path
-        if "support saved tensor hooks" in str(error) and path not in recorder.unhookable:
+        if "support saved tensor hooks" in str(error) and path not in recorder.calls.unhookable:
             raise HooksRefusedError(path) from error
         raise
     finally:
@@ -220,7 +226,7 @@ def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:
         for path, module in model.named_modules()
         for value in module.__dict__.values()
         if isinstance(value, Tensor | list | tuple)
-        and any(t.requires_grad and recorder.made(t) for t in tensors(value))
+        and any(t.requires_grad and recorder.has_made(t) for t in tensors(value))
     ]
 
 

@@ -1,11 +1,11 @@
-"""What users are told: tables, pictures, verdicts; public. Nothing here changes a step.
+"""Reports to users: tables, pictures, verdicts; public. Nothing here changes a step.
 
 In: recordings, prepared models, traces. Out: summaries, memory, timelines, verifications, whose
-classes this folder exports. Read first: ``inspector`` for what is asked before a step; then the
+classes this folder exports. Read first: ``inspector`` for the reports that need no step; then the
 folder of the report.
 """
 
-from ..preparation.memory_model import MemoryReport, StageMemory
+from ..preparation.memory_report import MemoryReport, StageMemory
 from ..recording.recording import Call, CrossingInfo, Hop, TensorInfo, Unmarked
 from .find_chunks import ChunksReport, Trial
 from .summary.data import Prediction

@@ -1,6 +1,6 @@
-"""Into how many micro-batches? Try, side by side, and report.
+"""Benchmark candidate numbers of micro-batches, and report the fastest.
 
-A formula knows the bubble, (p - 1) / (m + p - 1), but not what smaller operations lose: on a
+A formula knows the bubble, (p - 1) / (m + p - 1), but not the loss by smaller operations: on a
 device that m = 64 keeps half empty, it recommends m = 64. So steps are timed. Candidates take
 turns, round by round, so that a machine which slows down does so for all of them.
 """
@@ -10,29 +10,30 @@ from __future__ import annotations
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
-from .._common.callsite import users_line
+from .._common.checks import expected, is_integer
 from .._common.progress import Progress
 from .._common.text import bytes_text, text_table
 from ..batches.microbatch import Microbatch
+from ..batches.step_arguments import StepArguments
 from ..devices.devices import is_asynchronous, is_on_meta
 from ..errors import RecordingError, ScheduleError, UsageError
 from ..execution.step_runner import StepRunner
-from ..preparation.memory_model import check_limit, copies_of, predict
+from ..preparation.memory_model import check_limit, copies_of
 from ..preparation.options import check_schedule
 from ..preparation.prepared import Prepared
 from ..preparation.preparer import Preparer
 from ..restoring.preserved import PreservedModel
 from ..schedules.builders import ScheduleOption
 from ..schedules.schedule import Schedule
-from ..schedules.simulation import simulate
+from .predicted_step import predict_step, smallest_memory
 
-_PER_STAGE = 8  # as many chunks for each stage, at the most: the bubble is an eighth then
+_PER_STAGE = 8  # at most this many chunks for each stage, where the bubble is an eighth
 
 
 @dataclass
@@ -40,15 +41,15 @@ class Trial:
     """One number of micro-batches under one schedule.
 
     Attributes:
-        schedule: its name.
-        chunks: as asked for.
-        microbatches: as the batch makes them.
-        seconds: of a step, the median; ``None``: not measured.
-        samples_per_second: of a step.
-        predicted_seconds: by the recording's work, the devices' rates and the schedule.
-        bubble: predicted: the share of the lanes' time in which they idle, 0 to 1.
-        memory: predicted: bytes, of the device that needs the most.
-        why_not: why it was not measured: over the limit, out of memory, no such schedule.
+        schedule: the schedule's name.
+        chunks: the candidate.
+        microbatches: the number of micro-batches that the batch makes of it.
+        seconds: the median time of a step; ``None`` if it was not measured.
+        samples_per_second: the throughput of a step.
+        predicted_seconds: the time by the recording's work, the devices' rates and the schedule.
+        bubble: the predicted share of the lanes' time in which they idle, 0 to 1.
+        memory: the predicted bytes of the device that needs the most.
+        why_not: the reason why it was not measured: over the limit, out of memory, an error.
     """
 
     schedule: str
@@ -64,12 +65,12 @@ class Trial:
 
 @dataclass(repr=False)
 class ChunksReport:
-    """What :meth:`Pipeline.find_chunks` found; ``str()`` is a table.
+    """The result of :meth:`Pipeline.find_chunks`; ``str()`` is a table.
 
     Attributes:
-        trials: one for each candidate and schedule.
-        samples: in the batch.
-        repeats: steps of each.
+        trials: one entry for each candidate and schedule.
+        samples: the number of samples in the batch.
+        repeats: the number of steps of each trial.
     """
 
     trials: list[Trial]
@@ -78,12 +79,12 @@ class ChunksReport:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest; ``None``: nothing could be measured."""
+        """The fastest trial; ``None`` if nothing could be measured."""
         measured = [trial for trial in self.trials if trial.seconds is not None]
         return min(measured, key=lambda trial: trial.seconds or 0.0, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return it as plain data."""
         return asdict(self)
 
     def __repr__(self) -> str:
@@ -92,31 +93,26 @@ class ChunksReport:
     def __str__(self) -> str:
         head = ["Schedule", "Micro-batches", "ms", "Samples/s", "Predicted ms", "Bubble", "Memory"]
         best = self.best
-        rows, notes = [], []
-        for trial in self.trials:
-            ms = "-" if trial.seconds is None else f"{1e3 * trial.seconds:.2f}"
-            rows.append(
-                [
-                    trial.schedule,
-                    str(trial.microbatches),
-                    ms + ("*" if trial is best else " "),
-                    _shown(trial.samples_per_second, "{:.1f}"),
-                    _shown(trial.predicted_seconds, "{:.2f}", 1e3),
-                    _shown(trial.bubble, "{:.1f} %", 100),
-                    "-" if trial.memory is None else bytes_text(trial.memory),
-                ]
-            )
-            if trial.why_not:
-                notes.append(f"{trial.schedule}, {trial.microbatches}: {trial.why_not}")
-        if best is None:
-            notes.insert(0, "nothing was measured")
-        else:
-            notes.insert(
-                0,
+        rows = [
+            [
+                trial.schedule,
+                str(trial.microbatches),
+                _shown(trial.seconds, "{:.2f}", 1e3) + ("*" if trial is best else " "),
+                _shown(trial.samples_per_second, "{:.1f}"),
+                _shown(trial.predicted_seconds, "{:.2f}", 1e3),
+                _shown(trial.bubble, "{:.1f} %", 100),
+                "-" if trial.memory is None else bytes_text(trial.memory),
+            ]
+            for trial in self.trials
+        ]
+        notes = ["no candidate could be measured"]
+        if best is not None:
+            notes = [
                 f"* the fastest of {self.samples} samples a step, median of {self.repeats}: "
-                f"schedule={best.schedule!r}, chunks={best.microbatches}",
-            )
-        notes.append("predicted: time, bubble and the memory of the fullest device")
+                f"schedule={best.schedule!r}, chunks={best.microbatches}"
+            ]
+        notes += [f"{t.schedule}, {t.microbatches}: {t.why_not}" for t in self.trials if t.why_not]
+        notes.append("predicted are the time, the bubble and the memory of the fullest device")
         return text_table(head, rows, left=1) + "\n\n" + "\n".join(f"note: {n}" for n in notes)
 
 
@@ -124,19 +120,17 @@ def _shown(value: float | None, form: str, factor: float = 1.0) -> str:
     return "-" if value is None else form.format(factor * value)
 
 
-@dataclass
-class StepArguments:
-    """What a step is given."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
-    loss_fn: Callable[..., Any] | None
-
-
-@dataclass
+@dataclass(frozen=True)
 class SearchOptions:
-    """What to try, and how often."""
+    """The candidates, and how often each is tried.
+
+    Attributes:
+        candidates: the numbers of micro-batches; ``None`` takes powers of two.
+        schedules: the schedules to try them under; ``None`` takes the pipeline's.
+        repeats: the number of steps of each trial.
+        optimizer: the optimizer whose state counts for the memory.
+        limit: the bytes of a device; ``None`` takes those that the accelerators have.
+    """
 
     candidates: Iterable[int] | None
     schedules: Iterable[ScheduleOption] | ScheduleOption | None
@@ -147,16 +141,16 @@ class SearchOptions:
 
 @dataclass
 class _TrialRun:
-    """A trial with what runs its steps, and what these were prepared by."""
+    """A trial, the runner of its steps, and what was prepared for them."""
 
     trial: Trial
-    runner: StepRunner | None = None  # ``None``: it cannot run
+    runner: StepRunner | None = None  # None where it cannot run
     known: OrderedDict[Any, Prepared] = field(default_factory=OrderedDict)
     times: list[float] = field(default_factory=list)
     error: Exception | None = None
 
-    def fails(self, error: Exception) -> None:
-        """It cannot run so: batch norm of a single sample, a schedule for other micro-batches."""
+    def fail(self, error: Exception) -> None:
+        """Note an error, such as a batch norm's of a single sample, or a schedule's for others."""
         self.error = error.with_traceback(None)
         cause = error.__cause__ or error
         self.trial.why_not = f"fails: {type(cause).__name__}: {cause}"
@@ -166,21 +160,18 @@ def find_chunks(runner: StepRunner, batch: StepArguments, options: SearchOptions
     """Try each candidate under each schedule.
 
     Args:
-        runner: of the pipeline's steps.
-        batch: what a step is given.
-        options: what to try.
+        runner: runs the pipeline's steps.
+        batch: the arguments of a step.
+        options: the candidates.
     """
     samples = sum(m.size for m in _split(runner, batch))
     schedules = _schedules(runner, options.schedules)
     wanted = _candidates(runner, options.candidates, samples)
-    repeats = options.repeats
-    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
-        raise UsageError(
-            f"repeats is a whole number from 1 on, but {repeats!r} came ({users_line()})"
-        )
+    if not is_integer(options.repeats, 1):
+        raise UsageError(expected("a positive integer", options.repeats, for_="repeats"))
     copies_of(options.optimizer)
     check_limit(options.limit)
-    if is_on_meta(runner.preparer.model):  # its values come with the placement
+    if is_on_meta(runner.preparer.model):  # it has values once it is placed
         runner.preparer.prepare(_split(runner, batch)[0], runner.options)
     tries = [
         _predicted(runner, batch, options, schedule, chunks)
@@ -192,7 +183,7 @@ def find_chunks(runner: StepRunner, batch: StepArguments, options: SearchOptions
         _measure(batch, left, options.repeats)
     errors = [one.error for one in tries if one.error is not None]
     if errors and len(errors) == len(tries):
-        raise errors[0]  # it is not the number of micro-batches
+        raise errors[0]  # the number of micro-batches is not the cause
     for one in left:
         if one.times and one.trial.why_not is None:
             one.trial.seconds = statistics.median(one.times)
@@ -207,7 +198,7 @@ def _split(runner: StepRunner, batch: StepArguments) -> list[Microbatch]:
 def _candidates(
     runner: StepRunner, candidates: Iterable[int] | None, samples: int
 ) -> dict[int, int]:
-    """From chunks to micro-batches, each number of these once."""
+    """Return the number of micro-batches of each candidate, each number once."""
     if candidates is None:
         recording = runner.preparer.recording
         given = runner.preparer.given_devices
@@ -215,11 +206,12 @@ def _candidates(
         most = _PER_STAGE * max(1, stages)
         candidates = sorted({runner.options.chunks, *(2**k for k in range(most.bit_length()))})
     wanted = list(candidates) if isinstance(candidates, Iterable) else [candidates]
-    wrong = [n for n in wanted if not isinstance(n, int) or isinstance(n, bool) or n < 1]
+    wrong = [n for n in wanted if not is_integer(n, 1)]
     if wrong or not wanted:
         raise UsageError(
-            f"candidates are whole numbers from 1 on, such as [2, 4, 8], but {wrong or wanted} "
-            f"came ({users_line()})"
+            expected(
+                "positive integers", wrong or wanted, for_="candidates", fix="pass [2, 4, 8], say"
+            )
         )
     found: dict[int, int] = {}
     for chunks in wanted:
@@ -239,7 +231,8 @@ def _schedules(
         chunks = schedule.microbatches if isinstance(schedule, Schedule) else 1
         check_schedule(schedule, chunks)
     if not found:
-        raise UsageError(f"schedules names none ({users_line()}); leave it out for the pipeline's")
+        fix = "leave it out for the pipeline's"
+        raise UsageError(expected("at least one schedule", found, for_="schedules", fix=fix))
     return found
 
 
@@ -250,8 +243,8 @@ def _predicted(
     schedule: ScheduleOption,
     chunks: int,
 ) -> _TrialRun:
-    """What the recording says of a candidate, and whether it is tried at all."""
-    name = schedule if isinstance(schedule, str) else getattr(schedule, "name", "one's own")
+    """Return a candidate's trial with its prediction, and the reason if it is not tried."""
+    name = schedule if isinstance(schedule, str) else getattr(schedule, "name", "a function")
     trial = Trial(str(name), chunks, chunks)
     one = _TrialRun(trial)
     try:
@@ -262,19 +255,13 @@ def _predicted(
         one.runner = runner
         if schedule == "uncut":
             return one  # one graph over all stages: no schedule to play out
-        alone = prepared.runs_inline(schedule, count)
-        option = "sequential" if alone else schedule
-        played = simulate(prepared.schedule(option, count), prepared.costs)
-        report = predict(prepared, option, count, optimizer=options.optimizer)
+        step = predict_step(prepared, schedule, count, optimizer=options.optimizer)
     except (ScheduleError, RecordingError) as error:
-        one.fails(error)
+        one.fail(error)
         return one
-    trial.predicted_seconds, trial.bubble = played.makespan, played.bubble
-    trial.memory = max(report.by_device.values())
-    limit = options.limit
-    if limit is None and prepared.is_asynchronous:
-        there = [device for device in prepared.devices if is_asynchronous(device)]
-        limit = min(torch.accelerator.get_memory_info(d)[1] for d in there)
+    trial.predicted_seconds, trial.bubble = step.simulation.makespan, step.simulation.bubble
+    trial.memory = max(step.memory.by_device.values())
+    limit = smallest_memory(prepared.devices) if options.limit is None else options.limit
     if limit is not None and trial.memory > limit:
         trial.why_not = f"{bytes_text(trial.memory)} predicted, over {bytes_text(limit)}"
     return one
@@ -297,7 +284,7 @@ def _measure(batch: StepArguments, tries: list[_TrialRun], repeats: int) -> None
                 progress.step(f"{one.trial.schedule}, {one.trial.microbatches}")
                 if one.trial.why_not is None:
                     seconds = _timed(one, batch, preserved)
-                    if turn and seconds is not None:  # the first is for caches
+                    if turn and seconds is not None:  # the first one fills caches
                         one.times.append(seconds)
 
 
@@ -314,11 +301,11 @@ def _timed(one: _TrialRun, batch: StepArguments, preserved: PreservedModel) -> f
         except (torch.OutOfMemoryError, MemoryError):
             one.trial.why_not = "out of memory"
         except Exception as error:
-            if "can't allocate memory" in str(error):  # the host's allocator has no class for it
+            if "can't allocate memory" in str(error):  # the host's allocator raises a RuntimeError
                 one.trial.why_not = "out of memory"
             else:
-                one.fails(error)
-    # What the failed step held is free now: the next one shall have it.
+                one.fail(error)
+    # Give the memory of the failed step to the next one.
     one.known.clear()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

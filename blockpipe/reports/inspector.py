@@ -1,6 +1,7 @@
-"""What is where: the stages as a table, and the memory they need.
+"""The stages of a pipeline as a table, and the memory that they need.
 
-Nothing here runs a step: what is asked before the first call records, and places nothing.
+Nothing here runs a step: a report that is asked for before the first call records the model, and
+does not place it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,15 +13,17 @@ import torch
 
 from .._common.callsite import users_line
 from .._common.text import bytes_text, one_line
-from ..batches.joining import has_batch, is_weighed, output_dim
-from ..devices.devices import is_asynchronous
+from ..batches.batch_dims import has_batch
+from ..batches.joining import is_weighed, output_dim
 from ..errors import ScheduleError, UsageError
-from ..preparation.memory_model import MemoryReport, measured, predict
+from ..preparation.measured_memory import measured
+from ..preparation.memory_model import predict
+from ..preparation.memory_report import MemoryReport
 from ..preparation.options import PipelineOptions
 from ..preparation.prepared import Prepared
 from ..preparation.preparer import Preparer, split_call
 from ..recording.recording import Recording
-from ..schedules.simulation import simulate
+from .predicted_step import option_played, predict_step, smallest_memory
 from .summary.data import Prediction
 from .summary.explain import explain
 from .summary.summary import Summary, summarize
@@ -28,11 +31,11 @@ from .summary.summary import Summary, summarize
 
 @dataclass(frozen=True)
 class Inspector:
-    """Says what is where, and what a step will cost.
+    """Reports on a pipeline's stages, and on the costs of a step.
 
     Args:
-        preparer: of the model.
-        options: of the steps.
+        preparer: prepares the model for steps.
+        options: the options of the steps.
     """
 
     preparer: Preparer
@@ -41,7 +44,18 @@ class Inspector:
     def seen(
         self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Prepared, int]:
-        """What is prepared for these arguments, or was last; and for how many micro-batches."""
+        """Return what is prepared for these arguments, and their number of micro-batches.
+
+        Without arguments it is what the last step had.
+
+        Args:
+            call: the call as a user writes it, for the error.
+            args: the model's positional arguments.
+            kwargs: the model's keyword arguments.
+
+        Raises:
+            UsageError: there are no arguments, and no step has run with these stages.
+        """
         if args or kwargs:
             microbatches = split_call(self.preparer.model, self.options, args, kwargs, None)
             return self.preparer.sketch(microbatches[0], self.options), len(microbatches)
@@ -52,7 +66,7 @@ class Inspector:
             )
         if self.preparer.is_replanned():
             raise UsageError(
-                f"the stages were set anew since the last call, and {name}() needs a sample to "
+                f"the stages have been set anew since the last call, so {name}() needs a sample to "
                 f"record them: {call} ({users_line()})"
             )
         prepared = next(reversed(self.preparer.known.values()))
@@ -65,12 +79,12 @@ class Inspector:
         depth: int | None,
         columns: Iterable[str] | None,
     ) -> Summary:
-        """As :meth:`blockpipe.Pipeline.summary`."""
+        """Do what :meth:`blockpipe.Pipeline.summary` says."""
         prepared, microbatches = self.seen("summary(x)", args, kwargs)
         prediction, why_not = None, []
         try:
             prediction = self._predict_step(prepared, microbatches)
-        except ScheduleError as error:  # of the user's own schedule: a step will raise it
+        except ScheduleError as error:  # a step raises it too
             why_not.append(f"no step is predicted: {error}")
         notes = [*prepared.cautions(self.options.schedule), *prepared.notes(), *why_not]
         if microbatches > 1:
@@ -86,10 +100,10 @@ class Inspector:
         )
 
     def _joined(self, recording: Recording) -> Iterator[str]:
-        """What becomes of outputs that have no entry for each sample."""
+        """Say what the step returns for outputs that have no entry for each sample."""
         averaged, listed = dict[str, None](), dict[str, None]()
         dim = output_dim(self.options.batch_dims)
-        if dim == "list":
+        if dim == "list" or dim is None:
             return
         for output in recording.outputs:
             dtype = getattr(torch, output.dtype)
@@ -101,58 +115,49 @@ class Inspector:
             elif not output.shape or dtype.is_floating_point or dtype.is_complex:
                 listed[output.name] = None
         if averaged:
-            yield f"{', '.join(averaged)}: a number a micro-batch, averaged by loss_reduction"
+            yield f"{', '.join(averaged)}: one number per micro-batch, averaged by loss_reduction"
         if listed:
-            yield f"{', '.join(listed)}: no entry for each sample; a list, one entry a micro-batch"
+            yield f"{', '.join(listed)}: no entry per sample; a list with one per micro-batch"
 
     def explain(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """As :meth:`blockpipe.Pipeline.explain`."""
+        """Do what :meth:`blockpipe.Pipeline.explain` says."""
         prepared, _ = self.seen("explain(path, x)", args, kwargs)
         return explain(
             prepared.recording, path, devices=prepared.devices, checkpoint=self.options.checkpoint
         )
 
     def _predict_step(self, prepared: Prepared, microbatches: int) -> Prediction:
-        """A step played out."""
-        memory = self._predicted(prepared, microbatches, None, None)
-        one_by_one = prepared.runs_inline(self.options.schedule, microbatches)
-        made = prepared.schedule(
-            "sequential" if one_by_one else self.options.schedule, microbatches
-        )
-        costs = prepared.costs
-        played = simulate(made, costs)
-        recompute = [0.0] * prepared.recording.num_stages
-        assert isinstance(costs.recompute, list)
-        for stage, seconds in zip(prepared.route, costs.recompute, strict=True):
-            recompute[stage] += seconds
+        step = predict_step(prepared, self.options.schedule, microbatches)
+        restore_seconds = [0.0] * prepared.recording.num_stages
+        for stage, seconds in zip(prepared.route, step.recompute_seconds, strict=True):
+            restore_seconds[stage] += seconds
         return Prediction(
-            made.name,
-            microbatches,
-            played.makespan,
-            played.bubble,
-            recompute,
-            [stage.peak for stage in memory.stages],
-            one_thread=one_by_one and prepared.is_small,
+            schedule=step.simulation.schedule.name,
+            microbatches=microbatches,
+            step_seconds=step.simulation.makespan,
+            bubble=step.simulation.bubble,
+            restore_seconds=restore_seconds,
+            peak_bytes=[stage.peak for stage in step.memory.stages],
+            one_thread=step.is_inline and prepared.is_small,
         )
 
     def memory(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: object, limit: int | None
     ) -> MemoryReport:
-        """As :meth:`blockpipe.Pipeline.memory`."""
+        """Do what :meth:`blockpipe.Pipeline.memory` says."""
         microbatches = split_call(self.preparer.model, self.options, args, kwargs, None)
         prepared = self.preparer.sketch(microbatches[0], self.options)
-        if limit is None and prepared.is_asynchronous:
-            accelerators = [device for device in prepared.devices if is_asynchronous(device)]
-            limit = min(torch.accelerator.get_memory_info(d)[1] for d in accelerators)
-        return self._predicted(prepared, len(microbatches), optimizer, limit)
+        if limit is None:
+            limit = smallest_memory(prepared.devices)
+        return self._memory_of(prepared, len(microbatches), optimizer, limit)
 
     @contextmanager
     def measured_memory(self, optimizer: object) -> Iterator[MemoryReport]:
-        """As :meth:`blockpipe.Pipeline.measured_memory`."""
+        """Do what :meth:`blockpipe.Pipeline.measured_memory` says."""
         if not self.preparer.known:
             raise UsageError(
-                "measured_memory() compares with the recording of a placed model; pass sample=… "
-                "to Pipeline, or call it once first"
+                "measured_memory() compares with a prediction, and the model is not placed yet "
+                f"({users_line()}); pass sample=… to Pipeline, or call it once first"
             )
         prepared = next(reversed(self.preparer.known.values()))
         report = MemoryReport([], "", 0)
@@ -160,27 +165,25 @@ class Inspector:
         with measured(self.preparer.model, prepared.devices, stage_of, optimizer) as peaks:
             yield report
         prepared = next(reversed(self.preparer.known.values()))
-        found = self._predicted(
-            prepared, prepared.microbatches or self.options.chunks, optimizer, None
-        )
+        microbatches = prepared.microbatches or self.options.chunks
+        found = self._memory_of(prepared, microbatches, optimizer)
         for stage in found.stages:
             stage.measured = peaks.get(stage.stage)
         vars(report).update(vars(found))
 
-    def _predicted(
-        self, prepared: Prepared, microbatches: int, optimizer: object, limit: int | None
+    def _memory_of(
+        self, prepared: Prepared, microbatches: int, optimizer: object, limit: int | None = None
     ) -> MemoryReport:
-        one_by_one = prepared.runs_inline(self.options.schedule, microbatches)
-        schedule = "sequential" if one_by_one else self.options.schedule
-        return predict(prepared, schedule, microbatches, optimizer=optimizer, limit=limit)
+        option = option_played(prepared, self.options.schedule, microbatches)
+        return predict(prepared, option, microbatches, optimizer=optimizer, limit=limit)
 
 
 def described(preparer: Preparer, options: PipelineOptions) -> str:
-    """A pipeline on one screen: the model, the stages and their devices, the options."""
+    """Return a pipeline's text on one screen: the model, the stages and devices, the options."""
     model, recording = type(preparer.model).__name__, preparer.recording
     parameters = sum(p.numel() for p in preparer.model.parameters())
     option = options.schedule
-    name = option if isinstance(option, str) else getattr(option, "name", "one's own")
+    name = option if isinstance(option, str) else getattr(option, "name", "a function")
     shown = [f"schedule={name!r}", f"chunks={options.chunks}"]
     usual = {"checkpoint": "never", "in_flight": None, "deferred_batch_norm": False}
     usual |= {"isolate": False}
@@ -197,7 +200,7 @@ def described(preparer: Preparer, options: PipelineOptions) -> str:
     if recording is None:
         given = preparer.given_devices
         where = "all accelerators, or the CPU" if given is None else ", ".join(map(str, given))
-        lines.append(f"  not placed yet: it is at the first call; devices: {where}")
+        lines.append(f"  not placed yet, the first call does it; devices: {where}")
         return "\n".join(lines)
     held = (*recording.parameters, *recording.buffers)
     for stage in range(recording.num_stages):

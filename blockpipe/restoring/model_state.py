@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.modes import DispatchMode
-from .._torch.tensors import FakeTensor, OpOverload, schema_of, storage_id, unset_fake_temporarily
+from .._torch.tensors import FakeTensor, OpOverload, schema_of, storage_of, unset_fake_temporarily
 from .contents import content_of, in_array, kept_otherwise
 from .holders import (
     CacheHolder,
@@ -309,7 +309,7 @@ class RealWritesUndone(_Undone):
         """A tensor that is not fake, once."""
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
             return None
-        key = _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+        key = storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
         if key in self._seen:
             return None
         self._seen.add(key)
@@ -327,7 +327,7 @@ class WritesUndone(_Undone):
         super().__init__()
         self._parameters = [(p, p.data, p.grad) for p in model.parameters()]
         self._watched = {
-            _storage(tensor): tensor
+            storage_of(tensor): tensor
             for tensor in self._tensors()
             if tensor.layout is torch.strided and not tensor.is_meta
         }
@@ -341,7 +341,7 @@ class WritesUndone(_Undone):
 
     def watched(self, tensor: Tensor) -> Tensor | None:
         """The parameter, or the gradient, that a tensor is a view of; once."""
-        return self._watched.pop(_storage(tensor), None)
+        return self._watched.pop(storage_of(tensor), None)
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
@@ -349,7 +349,3 @@ class WritesUndone(_Undone):
             if parameter.data_ptr() != data.data_ptr():
                 parameter.data = data
             parameter.grad = gradient
-
-
-def _storage(tensor: Tensor) -> int:
-    return storage_id(tensor.untyped_storage())

@@ -86,3 +86,13 @@ def moved_copy(module: nn.Module, device: torch.device) -> nn.Module:
             moved = nn.Parameter(moved, tensor.requires_grad)
         memo[id(tensor)] = moved
     return copy.deepcopy(module, memo)
+
+
+def fresh_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a leaf with a tensor's values: a forward may write to its inputs, and runs again.
+
+    Args:
+        tensor: the tensor to copy; the copy needs a gradient if it does.
+        device: the device of the copy.
+    """
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)

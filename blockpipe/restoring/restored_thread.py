@@ -18,10 +18,10 @@ from .._common.thread_state import enter_modes, give_forward_lock, in_thread, le
 from .._torch.graph import pop_saved_tensor_hooks, saved_tensor_hooks
 from .._torch.modes import function_modes, how_many_dispatch_modes, pop_dispatch_mode
 from ..devices.rng_streams import end_turn, is_own_turn
-from ..stages.marks import (
+from ..stages.cursor import (
     checkpointing,
+    current_cursor,
     current_microbatch,
-    forward_under_way,
     recomputing,
     set_cursor,
     set_microbatch,
@@ -35,7 +35,7 @@ class _Before:
     """What a thread has; put back at the end of a block that fails."""
 
     def __init__(self) -> None:
-        self._cursor = forward_under_way()
+        self._cursor = current_cursor()
         self._microbatch, self._recomputing = current_microbatch(), recomputing.get()
         self._checkpointing = checkpointing.get()
         self._mode, self._modes, self._forward_lock = (

@@ -1,8 +1,8 @@
 """Schedules as data, made and played out; public, and without torch.
 
 In: for each hop its lane, and a number of micro-batches. Out: a :class:`Schedule`, the order of
-forwards and backwards on each lane, and what a simulation of it takes. Read first: ``schedule``; a
-new kind of schedule is a function of ``builders``.
+forwards and backwards on each lane, and a simulation of it. Read first: ``schedule``; a new kind of
+schedule is a function in ``builders``.
 """
 
 from .builders import SCHEDULES, make_schedule

@@ -1,23 +1,24 @@
 """A schedule as data: for each lane, the order of its actions.
 
 A schedule is a plain value, so that a test can write one out, a person can print one, and a user
-can bring one along, as a value or as CSV. The actions of a lane are packed into an array of
-numbers: as tuples, those of 1000 stages and 10 000 micro-batches would not fit in memory.
+can pass one, as a value or as CSV. The actions of a lane are packed into an array of numbers: as
+tuples, those of 1000 stages and 10 000 micro-batches would not fit in memory.
 
-What makes schedules is in ``builders.py``, what plays them out in ``simulation.py``.
+``builders.py`` makes schedules, and ``simulation.py`` plays them out.
 """
 
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple, cast, overload
 
+from .._common.checks import expected, is_integer
 from ..errors import ScheduleError
 
 Kind = Literal["F", "B", "W", "R"]
-KINDS = ("F", "B", "W", "R")
+KINDS: tuple[Kind, ...] = ("F", "B", "W", "R")
 F, B, W, R = range(4)
 
 # A packed action: kind in the lowest 2 bits, then 20 bits of hop, then the micro-batch.
@@ -26,15 +27,16 @@ MOST_HOPS = 1 << 20
 MOST_MICROBATCHES = 1 << 40
 
 _CELL = re.compile(r"([0-9]{1,7})([FBIWR])([0-9]{1,13})")  # no longer than the largest numbers
+_LIMITS = f"a hop below {MOST_HOPS:,} and a micro-batch below {MOST_MICROBATCHES:,}"
 
 
 class Action(NamedTuple):
-    """One entry of a schedule: what one micro-batch does on one hop.
+    """One entry of a schedule: one micro-batch's forward or backward on one hop, or a part of it.
 
     ``"F"`` is a forward and ``"B"`` a backward. Where a ``"W"`` of the same hop and micro-batch
-    follows, ``"B"`` computes the gradients of what came in only, and ``"W"`` those of the
-    parameters. ``"R"`` makes again what the forward has dropped, or brings it back from host
-    memory: before its ``"B"``, while the gradient is still on its way.
+    follows, ``"B"`` computes only the gradients of the hop's inputs, and ``"W"`` those of the
+    parameters. ``"R"`` recomputes the activations that the forward has dropped, or fetches them
+    from host memory: before its ``"B"``, while the gradient is still on its way.
     """
 
     kind: Kind
@@ -46,19 +48,65 @@ class Action(NamedTuple):
 
 
 def pack(kind: int, hop: int, microbatch: int) -> int:
-    """An action as one number."""
+    """Return an action as one number."""
     return microbatch << MICROBATCH_SHIFT | hop << HOP_SHIFT | kind
 
 
 def unpack(code: int) -> Action:
-    """The action that a number stands for."""
-    return Action(
-        cast(Kind, KINDS[code & 3]), code >> HOP_SHIFT & HOP_MASK, code >> MICROBATCH_SHIFT
-    )
+    """Return the action that a number stands for."""
+    return Action(KINDS[code & 3], code >> HOP_SHIFT & HOP_MASK, code >> MICROBATCH_SHIFT)
+
+
+def fields_of(codes: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the kind (a number), the hop and the micro-batch of each packed action.
+
+    Example:
+        >>> list(fields_of([pack(B, 3, 5)])) == [(B, 3, 5)]
+        True
+    """
+    for code in codes:
+        yield code & 3, code >> HOP_SHIFT & HOP_MASK, code >> MICROBATCH_SHIFT
+
+
+def most_kept(
+    codes: Collection[int], size: Sequence[float], dropped: Sequence[float] | None = None
+) -> float:
+    """Return the most that a lane keeps at once for micro-batches whose backward is not over.
+
+    Args:
+        codes: the lane's actions, packed, in order.
+        size: for each hop, the size of the part that it keeps of one micro-batch, from its F to
+            the end of its backward.
+        dropped: for each hop, the share of ``size`` that a micro-batch with an R does not keep
+            from its F to its R; ``None``: nothing.
+
+    Example:
+        >>> most_kept([pack(F, 0, 0), pack(F, 0, 1), pack(B, 0, 0), pack(B, 0, 1)], [5.0])
+        10.0
+    """
+    split = _pairs_with(W, codes)
+    recomputed = _pairs_with(R, codes) if dropped is not None else set()
+    kept = most = 0.0
+    for kind, hop, m in fields_of(codes):
+        if kind == F:
+            kept += size[hop]
+            if dropped is not None and (hop, m) in recomputed:
+                kept -= dropped[hop]
+        elif kind == R:
+            kept += dropped[hop] if dropped is not None else 0.0
+        elif kind == W or (hop, m) not in split:
+            kept -= size[hop]
+        most = max(most, kept)
+    return most
+
+
+def _pairs_with(kind: int, codes: Iterable[int]) -> set[tuple[int, int]]:
+    """Return the (hop, micro-batch) pairs that have an action of a kind."""
+    return {(hop, m) for found, hop, m in fields_of(codes) if found == kind}
 
 
 class Actions(Sequence[Action]):
-    """A lane's actions, in order: reads as a sequence of :class:`Action`, kept as numbers."""
+    """A lane's actions, in order: a sequence of :class:`Action`, stored as numbers."""
 
     __slots__ = ("_unpacked", "codes")
 
@@ -85,7 +133,7 @@ class Actions(Sequence[Action]):
         return map(unpack, self.codes)
 
     def unpacked(self) -> list[Action]:
-        """As a list, made once: for who reads them many times."""
+        """Return them as a list that is made once: for callers that read them many times."""
         if self._unpacked is None:
             self._unpacked = list(self)
         return self._unpacked
@@ -109,25 +157,24 @@ def _packed(action: Any) -> int:
             raise ValueError
         return pack(KINDS.index(kind), hop, microbatch)
     except (TypeError, ValueError) as error:
-        raise ScheduleError(
-            "an action is Action('F', 'B', 'W' or 'R', hop, microbatch), with a hop below "
-            f"{MOST_HOPS:,} and a micro-batch below {MOST_MICROBATCHES:,}, but {action!r} came"
-        ) from error
+        contract = f"an Action('F', 'B', 'W' or 'R', hop, microbatch) with {_LIMITS}"
+        raise ScheduleError(expected(contract, action, for_="an entry of lanes")) from error
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every lane does, in order.
+    """The actions of every lane, in order.
 
     Args:
-        name: for messages and tables.
+        name: a name for messages and tables.
         lane_of_hop: the lane of each hop of the route. A lane runs one action at a time.
-        microbatches: how many there are.
+        microbatches: the number of micro-batches.
         lanes: for each lane its actions; any sequences of :class:`Action`.
 
     Raises:
-        ScheduleError: something in ``lanes`` is no action. Whether the whole can run is for
-            :func:`blockpipe.schedules.validate` to say, which a pipeline asks.
+        ScheduleError: an entry of ``lanes`` is not an action, or a number is negative. Whether the
+            schedule can run is checked by :func:`blockpipe.schedules.simulation.validate`, which a
+            pipeline calls.
 
     Example:
         >>> from blockpipe.schedules import Action, Schedule
@@ -144,11 +191,13 @@ class Schedule:
     lanes: tuple[Sequence[Action], ...]
 
     def __post_init__(self) -> None:
-        numbers = (*self.lane_of_hop, self.microbatches)
-        if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
+        if not all(is_integer(lane, 0) for lane in self.lane_of_hop):
             raise ScheduleError(
-                "lane_of_hop and microbatches are whole numbers from 0 on, but "
-                f"{self.lane_of_hop!r} and {self.microbatches!r} came"
+                expected("non-negative integers", self.lane_of_hop, for_="lane_of_hop")
+            )
+        if not is_integer(self.microbatches, 0):
+            raise ScheduleError(
+                expected("a non-negative integer", self.microbatches, for_="microbatches")
             )
         object.__setattr__(self, "lane_of_hop", tuple(self.lane_of_hop))
         lanes = (a if isinstance(a, Actions) else Actions(a) for a in self.lanes)
@@ -160,42 +209,44 @@ class Schedule:
         return [lane.codes for lane in self.lanes if isinstance(lane, Actions)]
 
     def in_flight(self) -> int:
-        """The most micro-batches that are under way at once: begun, and not back at the start."""
-        begun = most = 0
-        first = self.codes[self.lane_of_hop[0]]
-        splits = any(code & 3 == W and not code >> HOP_SHIFT & HOP_MASK for code in first)
-        ends = W if splits else B
-        for code in first:
-            if not code >> HOP_SHIFT & HOP_MASK:
-                kind = code & 3
-                begun += (kind == F) - (kind == ends)
-                most = max(most, begun)
-        return most
+        """Return the most micro-batches that are under way at once: those that the first hop has
+        begun, and whose backward there is not over."""
+        return self._most_held(0)
+
+    def held_at_once(self) -> list[int]:
+        """Return for each hop the most micro-batches that are between their forward and the end
+        of their backward there.
+
+        Example:
+            >>> from blockpipe.schedules import make_schedule
+            >>> make_schedule("1f1b", [0, 1, 2], 8).held_at_once()
+            [3, 2, 1]
+        """
+        return [self._most_held(hop) for hop in range(len(self.lane_of_hop))]
+
+    def _most_held(self, hop: int) -> int:
+        codes = self.codes[self.lane_of_hop[hop]]
+        own = [code for code in codes if code >> HOP_SHIFT & HOP_MASK == hop]
+        return int(most_kept(own, [1.0] * len(self.lane_of_hop)))
 
     def split(self) -> set[tuple[int, int]]:
-        """The (hop, micro-batch) pairs whose backward is in two parts."""
-        return {
-            (code >> HOP_SHIFT & HOP_MASK, code >> MICROBATCH_SHIFT)
-            for lane in self.codes
-            for code in lane
-            if code & 3 == W
-        }
+        """Return the (hop, micro-batch) pairs whose backward is in two parts."""
+        return {pair for lane in self.codes for pair in _pairs_with(W, lane)}
 
     def with_recomputed(self, needs: Callable[[int, int], bool]) -> "Schedule":
-        """With an R right before each B that needs one: the lane does it as soon as it is free.
+        """Return the schedule with an R right before each B that needs one; the lane runs it as
+        soon as it is free.
 
         Args:
             needs: ``(hop, microbatch) -> bool``.
         """
-        has = {(a.hop, a.microbatch) for lane in self.lanes for a in lane if a.kind == "R"}
         lanes = []
         for codes in self.codes:
-            row = array("q")
-            for code in codes:
-                hop, m = code >> HOP_SHIFT & HOP_MASK, code >> MICROBATCH_SHIFT
-                if code & 3 == B and (hop, m) not in has and needs(hop, m):
+            has, row = _pairs_with(R, codes), array("q")
+            for kind, hop, m in fields_of(codes):
+                if kind == B and (hop, m) not in has and needs(hop, m):
                     row.append(pack(R, hop, m))
-                row.append(code)
+                row.append(pack(kind, hop, m))
             lanes.append(Actions(row))
         return Schedule(self.name, self.lane_of_hop, self.microbatches, tuple(lanes))
 
@@ -203,10 +254,12 @@ class Schedule:
         return "\n".join(f"lane {lane}: {actions!r}" for lane, actions in enumerate(self.lanes))
 
     def to_csv(self) -> str:
-        """As CSV in the form that ``torch.distributed.pipelining`` writes: a row for each lane
-        (there, a rank), a cell for each action, such as ``0F3``: hop, kind, micro-batch. A
-        backward in two parts is ``I`` (inputs) and ``W`` (weights), a whole one ``B``; a
-        recomputation, which torch's schedules do not have, is ``R``."""
+        """Return the schedule as CSV in the form that ``torch.distributed.pipelining`` writes.
+
+        It has a row for each lane (there, a rank) and a cell for each action, such as ``0F3``:
+        hop, kind, micro-batch. A backward in two parts is ``I`` (inputs) and ``W`` (weights), a
+        whole one ``B``; a recomputation, which torch's schedules do not have, is ``R``.
+        """
         split = self.split()
 
         def cell(action: Action) -> str:
@@ -217,17 +270,19 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> "Schedule":
-        """A schedule from CSV, see :meth:`to_csv`. Empty cells are bubbles, and mean nothing.
+        """Make a schedule from CSV, see :meth:`to_csv`. Empty cells are bubbles and are skipped.
+
+        Args:
+            text: the CSV text.
+            name: the schedule's name.
 
         Raises:
-            ScheduleError: a cell that is no action (with its row and column), a hop on two rows,
-                or a hop or micro-batch without any action.
+            ScheduleError: a cell is not an action (with its row and column), a hop is on two rows,
+                or a hop or micro-batch has no action.
         """
         if not isinstance(text, str) or not text.strip(", \t\r\n"):
-            raise ScheduleError(
-                f"a CSV is text with a row of actions for each lane, but {text!r} came; read a "
-                "file with Path(...).read_text()"
-            )
+            contract, fix = "CSV text with a row of actions for each lane", "Path(...).read_text()"
+            raise ScheduleError(expected(contract, text, fix=f"read a file with {fix}"))
         lanes: list[list[Action]] = []
         lane_of: dict[int, int] = {}
         rows = [row for row in text.splitlines() if row.strip()]
@@ -240,17 +295,18 @@ class Schedule:
                 lanes[lane].append(action)
                 if lane_of.setdefault(action.hop, lane) != lane:
                     raise ScheduleError(
-                        f"row {lane + 1}, column {column + 1}: hop {action.hop} is on row "
-                        f"{lane_of[action.hop] + 1} too; a hop has one lane"
+                        f"row {lane + 1}, column {column + 1} of the CSV has hop {action.hop}, "
+                        f"which is on row {lane_of[action.hop] + 1} too; keep all actions of a "
+                        "hop on one row"
                     )
         microbatches = {action.microbatch for actions in lanes for action in actions}
         for noun, numbers in (("hops", lane_of.keys()), ("micro-batches", microbatches)):
-            # Not all of them: a short text may name a large number.
+            # Only the first ones: a short text may name a large number.
             missing = list(islice((n for n in range(max(numbers)) if n not in numbers), 8))
             if missing:
                 raise ScheduleError(
-                    f"{noun} are numbered 0, 1, … without gaps, but {missing} have no action in "
-                    "the CSV"
+                    f"the CSV has no action of the {noun} {missing}; number {noun} 0, 1, … "
+                    "without gaps"
                 )
         lane_of_hop = tuple(lane_of[hop] for hop in sorted(lane_of))
         return cls(name, lane_of_hop, len(microbatches), tuple(lanes))
@@ -262,8 +318,9 @@ def _from_cell(cell: str, row: int, column: int) -> Action:
         kind, hop, microbatch = found[2], int(found[1]), int(found[3])
         if hop < MOST_HOPS and microbatch < MOST_MICROBATCHES:
             return Action(cast(Kind, "B" if kind == "I" else kind), hop, microbatch)
-    raise ScheduleError(
-        f"row {row + 1}, column {column + 1}: a cell is a hop, one of F, B (whole), "
-        "I (inputs), W (weights) or R (recompute), and a micro-batch, such as 0F3, the hop below "
-        f"{MOST_HOPS:,} and the micro-batch below {MOST_MICROBATCHES:,}, but {cell[:100]!r} came"
+    contract = (
+        "a hop, one of F, B (whole), I (inputs), W (weights) or R (recompute), and a micro-batch, "
+        f"such as 0F3, with {_LIMITS}"
     )
+    place = f"row {row + 1}, column {column + 1} of the CSV"
+    raise ScheduleError(expected(contract, cell[:100], for_=place))

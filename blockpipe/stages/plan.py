@@ -1,11 +1,11 @@
-"""The plan: which module call is on which stage, as data.
+"""The plan: the stage of each module call, as data.
 
 A plan is printable, editable and saved as JSON, and fits the same model built again. It is made
 from a recording (:attr:`Recording.plan`), so that marks and edits end in one form.
 
-What an entry says is what a mark would: from this call on the forward is on this stage, until the
-next call that the plan lists. So a plan may be partial, and a module that contains others has an
-entry too: its stage is that of its own code before the first call inside.
+An entry means the same as a mark: from this call on the forward is on this stage, until the next
+call that the plan lists. So a plan may be partial, and a module that contains others has an entry
+too: its stage is that of its own code before the first call inside.
 """
 
 import json
@@ -14,33 +14,34 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from .._common.bounded_json import parse_json, read_text
+from .._common.checks import expected, is_integer, mismatch
 from .._common.replaced_files import part_of, remove_abandoned
 from .._common.text import one_line
 from ..errors import PlanError
+from .path_patterns import matches, unknown_path
 from .plan_text import read_layout, write_layout
 
 MOST_STAGES = 1 << 20  # as many as a schedule has numbers for
+_STAGE = f"an integer from 0 to {MOST_STAGES - 1:,}"
 
 
-@dataclass(slots=True)  # so that a field that is none is no silent attribute
+@dataclass(slots=True)  # so that a misspelt attribute is an error
 class Assignment:
     """One module call and its stage.
 
     Attributes:
-        path: of the module.
-        call: which of the module's calls, from 0; ``None``: every one of them, and then ``path``
-            may be a pattern (``blocks.[6-9]``).
-        stage: from this call on the forward is there, until the next call that is listed. So the
-            stage of a module that contains others is that of its own code before the first call
-            inside; :meth:`assign` moves it with all inside.
-        kind: the module's class, if known.
+        path: the module's path.
+        call: the index of the module's call, from 0; ``None``: every call, and then ``path`` may
+            be a pattern (``blocks.[6-9]``).
+        stage: the stage on which the forward is from this call on, until the next call that is
+            listed. So the stage of a module that contains others is that of its own code before
+            the first call inside; :meth:`assign` moves it with all inside.
+        kind: the name of the module's class, if known.
         inside: the calls within this one, in execution order.
     """
 
@@ -54,7 +55,7 @@ class Assignment:
         """Put this call, and all calls inside, on a stage.
 
         Raises:
-            PlanError: a wrong stage.
+            PlanError: the stage is not a non-negative integer.
 
         Example:
             >>> block = Assignment("block", 0, 0, inside=[Assignment("block.conv", 0, 0)])
@@ -62,15 +63,13 @@ class Assignment:
             >>> block.inside
             [Assignment(path='block.conv', call=0, stage=1, kind='')]
         """
-        wrong = wrong_stage(stage)
-        if wrong:
-            raise PlanError(f"{self.name}: {wrong}")
+        _check_stage(stage, self.name)
         for entry in self.with_inside():
             entry.stage = stage
 
     @property
     def pipeline_stage(self) -> int:
-        """IPU Keras' name for ``stage``; setting it is :meth:`assign`."""
+        """The stage, under its IPU Keras name; setting it calls :meth:`assign`."""
         return self.stage
 
     @pipeline_stage.setter
@@ -78,23 +77,23 @@ class Assignment:
         self.assign(stage)
 
     def with_inside(self) -> Iterator["Assignment"]:
-        """This entry and all inside, in execution order."""
+        """Yield this entry and all inside, in execution order."""
         yield self
         for entry in self.inside:
             yield from entry.with_inside()
 
     @property
     def name(self) -> str:
-        """How messages name the call."""
+        """The call's name in messages."""
         return repr(self.path) if self.call is None else f"{self.path!r} call {self.call}"
 
     def names(self, path: str) -> bool:
-        """Whether its path, or pattern, is that of a module."""
+        """Return whether its path or pattern is that of a module."""
         return path == self.path or (self.call is None and matches(self.path, path))
 
 
 class HasPlan(Protocol):
-    """A recording, or what else has a plan."""
+    """A recording, or another object that has a plan."""
 
     @property
     def plan(self) -> "StagePlan": ...
@@ -105,9 +104,9 @@ class StagePlan:
     """Assignments in execution order.
 
     Attributes:
-        assignments: one entry for each module call, those inside of others too; made from entries
-            with others inside, it has them all in a row: the same objects.
-        partial: whether it lists only where a stage begins, and not every call.
+        assignments: one entry for each module call, those inside of others too. A plan that is
+            made from nested entries has them all in a row: the same objects.
+        partial: whether it lists only the calls at which a stage begins, and not every call.
 
     Example:
         >>> plan = StagePlan([Assignment("a", 0, 0), Assignment("b", 0, 0)])
@@ -123,14 +122,16 @@ class StagePlan:
 
     def __post_init__(self) -> None:
         if not all(isinstance(entry, Assignment) for entry in self.assignments):
-            raise PlanError(f"a plan is made of Assignment entries, but {self.assignments!r} came")
+            raise PlanError(
+                expected("a list of Assignment entries", self.assignments, for_="assignments")
+            )
         inner = {id(e) for a in self.assignments for e in a.with_inside() if e is not a}
-        if not any(id(entry) in inner for entry in self.assignments):  # they came nested
+        if not any(id(entry) in inner for entry in self.assignments):  # nested ones
             self.assignments = [e for a in self.assignments for e in a.with_inside()]
 
     @property
     def nested(self) -> list[Assignment]:
-        """The entries that are inside of no other: the same objects."""
+        """The outermost entries: the same objects."""
         inner = {id(e) for entry in self.assignments for e in entry.inside}
         return [entry for entry in self.assignments if id(entry) not in inner]
 
@@ -140,29 +141,25 @@ class StagePlan:
         return max((a.stage for a in self.assignments), default=-1) + 1
 
     def stages(self) -> dict[tuple[str, int | None], int]:
-        """From (path, call) to the stage."""
+        """Return a mapping from (path, call) to the stage."""
         return {(a.path, a.call): a.stage for a in self.assignments}
 
     def assign(self, pattern: str, stage: int) -> None:
         """Put every call of the modules that a path pattern names, and all inside, on a stage.
 
         Raises:
-            PlanError: a wrong stage, or no module of that path (with near misses).
+            PlanError: the stage is not a non-negative integer, or the plan has no module of that
+                path (the message has near misses).
         """
-        wrong = wrong_stage(stage)
-        if wrong or not isinstance(pattern, str):
-            raise PlanError(f"{pattern!r}: {wrong or 'a path pattern is text such as layer3'}")
+        if not isinstance(pattern, str):
+            raise PlanError(expected("text such as 'layer3'", pattern, for_="a path pattern"))
+        _check_stage(stage, repr(pattern))
         depth = pattern.count(".") + 1
         found = [
             a for a in self.assignments if matches(pattern, ".".join(a.path.split(".")[:depth]))
         ]
         if not found:
-            paths = sorted({a.path for a in self.assignments})
-            near = get_close_matches(pattern, paths, n=3, cutoff=0.4)
-            raise PlanError(
-                f"the plan has no module {pattern!r}; "
-                + (f"did you mean {', '.join(map(repr, near))}?" if near else f"it has {paths[:8]}")
-            )
+            raise PlanError(unknown_path(pattern, sorted({a.path for a in self.assignments})))
         for assignment in found:
             assignment.stage = stage
 
@@ -170,16 +167,19 @@ class StagePlan:
         """Raise one :class:`PlanError` with everything that is wrong.
 
         Args:
-            devices: how many devices there are, if known.
+            devices: the number of devices, if known.
         """
         problems = self.problems(devices)
         if problems:
             raise PlanError("; ".join(problems))
 
     def problems(self, devices: int | None = None) -> list[str]:
-        """What :meth:`check` would complain about."""
-        wrong = [(a, wrong_stage(a.stage)) for a in self.assignments]
-        problems = [f"{a.name}: {why}" for a, why in wrong if why]
+        """Return the problems that :meth:`check` raises, as one text each."""
+        problems = [
+            mismatch(_STAGE, a.stage, for_=f"the stage of {a.name}")
+            for a in self.assignments
+            if not _is_stage(a.stage)
+        ]
         if not problems:
             # Code before the first call that a partial plan lists is on stage 0.
             used = {a.stage for a in self.assignments} | ({0} if self.is_partial else set())
@@ -193,22 +193,22 @@ class StagePlan:
 
     @property
     def is_partial(self) -> bool:
-        """Whether calls that are not listed stay where the forward is, as with marks; a plan that
-        lists none says that of all."""
+        """Whether calls that are not listed stay on the stage that the forward is on, as with
+        marks. An empty plan is partial."""
         return self.partial or not self.assignments or any(a.call is None for a in self.assignments)
 
     def differences(
         self, other: "StagePlan | HasPlan", *, here: str = "this plan", there: str = "the other"
     ) -> list[str]:
-        """How its calls differ from those of another plan or a recording; stages do not count.
+        """Compare its calls with those of another plan or a recording; stages do not count.
 
         Args:
-            other: a plan, or a recording. What a partial plan does not list is no difference.
-            here: what messages call this plan.
-            there: what messages call the other.
+            other: a plan or a recording. A call that a partial plan does not list is no difference.
+            here: the name of this plan in the texts.
+            there: the name of the other.
 
         Returns:
-            One text for each difference: calls in one only, other classes, another order.
+            One text for each difference: a call in one of them only, another class, another order.
 
         Example:
             >>> a = StagePlan([Assignment("a", 0, 0, "Linear"), Assignment("b", 0, 0)])
@@ -249,7 +249,9 @@ class StagePlan:
         ordered = [a for key, a in ours.items() if key in theirs]
         for mine, key in zip(ordered, (key for key in theirs if key in ours), strict=True):
             if (mine.path, mine.call) != key:
-                found.append(f"{mine.name} in {here} comes where {there} has {theirs[key].name}")
+                found.append(
+                    f"{mine.name} in {here}, but {theirs[key].name} in {there} at its place"
+                )
                 break
         return found
 
@@ -257,14 +259,14 @@ class StagePlan:
 
     @property
     def layout(self) -> str:
-        """Where the stage changes, as one line of text: ``layer3=1, layer4=2``."""
+        """The calls at which the stage changes, as one line of text: ``layer3=1, layer4=2``."""
         calls: dict[str, int] = {}
         for a in self.assignments:
             calls[a.path] = calls.get(a.path, 0) + 1
         items = []
         stage = 0
         for a in self.assignments:
-            # Where an entry stands for every call of its module, no other goes without saying.
+            # An entry that stands for every call of its module leaves none that could be implied.
             if a.stage != stage or self.is_partial:
                 call = None if calls[a.path] == 1 and not self.is_partial else a.call
                 items.append((a.path, call, a.stage))
@@ -273,16 +275,17 @@ class StagePlan:
 
     @classmethod
     def from_layout(cls, text: str) -> "StagePlan":
-        """A partial plan from a line of text.
+        """Make a partial plan from a line of text.
 
         Args:
             text: ``"layer3=1, layer4=2"``: from the call of ``layer3`` on the forward is on
                 stage 1. ``act#1=2`` is the second call of a module that is called several times;
                 without a number it is every call, and the path may be a pattern
-                (``blocks.[6-9]=1``). A path with other signs in it is in double quotes.
+                (``blocks.[6-9]=1``). A path with other characters in it is in double quotes.
 
         Raises:
-            PlanError: it cannot be read (with the position), or cannot be carried out.
+            PlanError: the text cannot be read (the message has the position), or the plan cannot
+                be carried out.
 
         Example:
             >>> StagePlan.from_layout("layer3=1, layer4=2").num_stages
@@ -293,7 +296,7 @@ class StagePlan:
         return plan
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """Return the plan as JSON text."""
         data: dict[str, Any] = {"version": 2}
         if self.partial:
             data["partial"] = True
@@ -302,29 +305,30 @@ class StagePlan:
 
     @classmethod
     def from_json(cls, text: str) -> "StagePlan":
-        """A plan from JSON text.
+        """Make a plan from JSON text.
 
         Raises:
-            PlanError: the text is no plan; the message says which entry is off.
+            PlanError: the text is not that of a plan; the message names the wrong entry.
         """
         try:
             data = parse_json(text)
             if data.get("version", 1) not in (1, 2):
                 raise ValueError(
-                    f"version {data['version']!r} is not known; this library reads 1 and 2"
+                    f"version {data['version']!r} is unknown; this library reads 1 and 2"
                 )
             entries = [_entry(e, i) for i, e in enumerate(data["assignments"])]
             plan = cls(entries, partial=bool(data.get("partial", False)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            contract = 'a plan {"version": 2, "assignments": [{"path", "call", "stage", …}, …]}'
+            got = text[:80] if isinstance(text, str) else text
             raise PlanError(
-                'a plan is {"version": 2, "assignments": [{"path", "call", "stage", …}, …]}, but '
-                f"this came: {str(text)[:80]!r} ({error})"
+                expected(contract, got, for_="text", fix=f"reading it fails: {error}")
             ) from error
         plan.check()
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a JSON file: an earlier one stays whole until this one is."""
+        """Write the plan to a JSON file; an earlier file stays whole until it is complete."""
         text, target = self.to_json() + "\n", Path(path).resolve()
         if target.exists() and not target.is_file():  # a pipe
             target.write_text(text, encoding="utf-8")
@@ -342,10 +346,10 @@ class StagePlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "StagePlan":
-        """Read it from a JSON file.
+        """Read a plan from a JSON file.
 
         Raises:
-            PlanError: there is no such file, or it holds no plan.
+            PlanError: there is no such file, or it does not hold a plan.
 
         Example:
             >>> import tempfile, pathlib
@@ -358,7 +362,7 @@ class StagePlan:
         try:
             return cls.from_json(read_text(path))
         except (OSError, ValueError, TypeError) as error:
-            raise PlanError(f"{str(path)!r} is no JSON file of a plan: {error}") from error
+            raise PlanError(f"cannot read a plan from {str(path)!r}: {error}") from error
 
     def __str__(self) -> str:
         paths = [one_line(a.path) for a in self.assignments]
@@ -369,33 +373,29 @@ class StagePlan:
         )
 
 
-def matches(pattern: str, path: str) -> bool:
-    """Whether a path pattern names a module, segment by segment."""
-    wanted, have = pattern.split("."), path.split(".")
-    return len(have) == len(wanted) and all(map(fnmatchcase, have, wanted))
+def _is_stage(stage: object) -> bool:
+    return is_integer(stage, 0) and stage < MOST_STAGES
 
 
-def wrong_stage(stage: object) -> str | None:
-    """What is wrong with a stage; ``None``: nothing."""
-    if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
-        return f"a stage is a whole number from 0 on, not {repr(stage)[:100]}"
-    return None if stage < MOST_STAGES else f"a stage is below {MOST_STAGES:,}, but a larger came"
+def _check_stage(stage: object, name: str) -> None:
+    if not _is_stage(stage):
+        raise PlanError(expected(_STAGE, stage, for_=f"the stage of {name}"))
 
 
 def gaps(used: Iterable[int]) -> list[str]:
-    """What to say of stage numbers that leave gaps."""
+    """Return the problem with stage numbers that leave gaps, if they do."""
     have = set(used)
     missing = list(islice((s for s in range(max(have, default=0)) if s not in have), 8))
     if not missing:
         return []
     return [
-        f"stages are numbered 0, 1, … without gaps, but {sorted(have)} are used and {missing} are "
-        "not; renumber the marks, or mark something with the missing number"
+        f"expected stages numbered 0, 1, … without gaps, got {sorted(have)}, where {missing} are "
+        "missing; renumber the marks, or mark a module with the missing number"
     ]
 
 
 def too_few_devices(stages: int, devices: int) -> str:
-    """What to say when there are more stages than devices."""
+    """Return the text of an error for more stages than devices."""
     have = (
         "is 1 device (stage 0)"
         if devices == 1
@@ -408,10 +408,10 @@ def too_few_devices(stages: int, devices: int) -> str:
 
 
 def _entry(data: Any, where: object) -> Assignment:
-    """An entry and all inside, from JSON."""
+    """Make an entry and all inside from JSON."""
     path, call, kind = data["path"], data["call"], data.get("kind", "")
-    is_number = isinstance(call, int) and not isinstance(call, bool) and call >= 0
-    if not isinstance(path, str) or not isinstance(kind, str) or not (is_number or call is None):
-        raise ValueError(f"entry {where}: {path!r}, call {call!r}, {kind!r}")
+    is_call = call is None or is_integer(call, 0)
+    if not isinstance(path, str) or not isinstance(kind, str) or not is_call:
+        raise ValueError(f"entry {where} has path {path!r}, call {call!r}, kind {kind!r}")
     inside = [_entry(e, f"{where}.{i}") for i, e in enumerate(data.get("inside", []))]
     return Assignment(path, call, data["stage"], kind, inside)

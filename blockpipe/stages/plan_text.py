@@ -1,19 +1,20 @@
 """A plan as one line of text, for configurations and bug reports: ``layer3=1, layer4=2``.
 
 Each item is a module call at which the stage changes, in execution order: from that call on the
-forward is there, until the next. JSON has every call and is read by programs; this is typed, and
-pasted: into a message, a line of Python, or a shell. So a path that might end a literal there, and
-go on as code, is written with none of the signs that could.
+forward is on that stage, until the next item. JSON has every call and is read by programs; this
+text is typed, and pasted into a message, a line of Python, or a shell. So a path is written without
+the characters that could end a literal there and go on as code.
 """
 
 import json
 import re
 from collections.abc import Iterable
 
+from .._common.checks import expected
 from ..errors import PlanError
 
 Item = tuple[str, int | None, int]
-"""A module's path, which of its calls (``None``: every one), and the stage."""
+"""A module's path, the index of its call (``None``: every call), and the stage."""
 
 _ITEM = re.compile(
     r"""\s*(?:(?P<quoted>"(?:[^"\\]|\\.)*")|(?P<path>[^\s,=\#"]+))  # layer3
@@ -26,7 +27,7 @@ _NOT_TO_PASTE = re.compile(r"[^\w .,=#:/-]")
 
 
 def write_layout(items: Iterable[Item]) -> str:
-    """The text of some items.
+    """Return the text of some items.
 
     Example:
         >>> write_layout([("layer3", None, 1), ("act", 1, 2), ("a, b", None, 3)])
@@ -43,23 +44,23 @@ def write_layout(items: Iterable[Item]) -> str:
 
 
 def _escaped(sign: re.Match[str]) -> str:
-    """As JSON escapes what ASCII does not have."""
+    """Escape a character as JSON escapes those that ASCII does not have."""
     units = sign[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
 
 
 def read_layout(text: str) -> list[Item]:
-    """The items of a text.
+    """Return the items of a text.
 
     Raises:
-        PlanError: what cannot be read, and its position.
+        PlanError: the text cannot be read; the message has the position.
 
     Example:
         >>> read_layout("layer3=1, act#1=2")
         [('layer3', None, 1), ('act', 1, 2)]
     """
     if not isinstance(text, str):
-        raise PlanError(f"a layout is text such as 'layer3=1, layer4=2', but {text!r} came")
+        raise PlanError(expected("text such as 'layer3=1, layer4=2'", text, for_="a layout"))
     items: list[Item] = []
     at, more = 0, bool(text.strip())
     while more:
@@ -78,7 +79,7 @@ def read_layout(text: str) -> list[Item]:
 
 def _unreadable(text: str, at: int) -> PlanError:
     at += len(text[at:]) - len(text[at:].lstrip())
-    return PlanError(
-        "a layout is 'layer3=1, layer4=2' (a module's path, '#1' for its second call, its stage), "
-        f"but at position {at} of {text[:200]!r} came {text[at : at + 30]!r}"
-    )
+    contract = "'path=stage' or 'path#call=stage', separated by commas,"
+    place = f"position {at} of the layout {text[:200]!r}"
+    fix = "write 'layer3=1, act#1=2', where '#1' is the second call of 'act'"
+    return PlanError(expected(contract, text[at : at + 30], for_=place, fix=fix))

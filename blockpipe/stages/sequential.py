@@ -1,4 +1,4 @@
-"""An ``nn.Sequential`` marked by how many of its children each stage has, as torchgpipe has it."""
+"""An ``nn.Sequential`` marked by the number of children of each stage, as in torchgpipe."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import accumulate
 from torch import nn
 
 from .._common.callsite import users_line
+from .._common.checks import expected, is_integer
 from .._torch.modules import children_of
 from ..errors import PlanError
 from .marks import begin_blocks
@@ -15,19 +16,19 @@ from .plan import StagePlan
 
 
 def mark_sequential(net: nn.Sequential, sizes: Sequence[int]) -> nn.Sequential:
-    """Mark an ``nn.Sequential`` so that each stage has so many of its children.
+    """Mark an ``nn.Sequential`` so that each stage has a given number of its children.
 
     Args:
-        net: is marked, and stays what it is.
-        sizes: of the stages, as :func:`partition_uniform` and :func:`partition_balanced` give them;
-            torchgpipe's ``balance``.
+        net: the net to mark, in place.
+        sizes: the number of children of each stage, as :func:`partition_uniform` and
+            :func:`partition_balanced` return them; torchgpipe's ``balance``.
 
     Returns:
         The same net.
 
     Raises:
-        PlanError: no ``nn.Sequential``; sizes that are no whole numbers from 1 on, or do not add up
-            to its length; a stage that would begin with a module that is there twice.
+        PlanError: ``net`` is not an ``nn.Sequential``; the sizes are not positive integers, or do
+            not add up to its length; a stage would begin with a module that the net has twice.
         MarkError: a module that is to be marked is marked already.
 
     Source: ``GPipe(module, balance)`` of torchgpipe.
@@ -44,33 +45,25 @@ def mark_sequential(net: nn.Sequential, sizes: Sequence[int]) -> nn.Sequential:
         )
     """
     if not isinstance(net, nn.Sequential):
-        raise PlanError(
-            f"mark_sequential takes an nn.Sequential, but {type(net).__name__} came "
-            f"({users_line()}); balance() cuts any model"
-        )
-    if not isinstance(sizes, Sequence) or any(
-        not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes
-    ):
-        if isinstance(sizes, StagePlan):
-            raise PlanError(
-                f"sizes are whole numbers from 1 on, but a {type(sizes).__name__} came "
-                f"({users_line()}); it needs no marks: Pipeline(net, plan=plan)"
-            )
-        raise PlanError(f"sizes are whole numbers from 1 on, but {sizes!r} came ({users_line()})")
+        fix = "cut other models with balance()"
+        raise PlanError(expected("an nn.Sequential", net, for_="net", fix=fix))
+    if not isinstance(sizes, Sequence) or not all(is_integer(size, 1) for size in sizes):
+        is_plan = isinstance(sizes, StagePlan)
+        fix = "pass a plan without marks: Pipeline(net, plan=plan)" if is_plan else ""
+        raise PlanError(expected("a list of positive integers", sizes, for_="sizes", fix=fix))
     if sum(sizes) != len(net):
-        raise PlanError(
-            f"sizes add up to the number of children, {len(net)}, but {list(sizes)} makes "
-            f"{sum(sizes)} ({users_line()}); see partition_uniform and partition_balanced"
-        )
+        contract = f"sizes that add up to {len(net)}, the number of children,"
+        fix = "see partition_uniform and partition_balanced"
+        raise PlanError(expected(contract, list(sizes), fix=fix))
     children = list(net)
     names = list(children_of(net))
     begins = list(accumulate(sizes))[:-1]
     for at in begins:
         if sum(child is children[at] for child in children) > 1:
             raise PlanError(
-                f"a stage begins with {names[at]!r}, which is there several times: a mark would "
-                f"count at each of them ({users_line()}); use other sizes, or balance(), whose "
-                "plan tells calls apart"
+                f"a stage would begin with {names[at]!r}, a module that the net has several times, "
+                f"and its mark would begin the stage at each of them ({users_line()}); use other "
+                "sizes, or balance(), whose plan distinguishes calls"
             )
     begin_blocks(net, {names[at]: stage for stage, at in enumerate(begins, 1)})
     return net

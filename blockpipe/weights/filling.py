@@ -15,7 +15,7 @@ from .._common.callsite import warn
 from .._torch.graph import share_hooks
 from .._torch.modes import DispatchMode
 from .._torch.modules import buffers_of, parameters_of
-from .._torch.tensors import schema_of, storage_id, swap_contents
+from .._torch.tensors import schema_of, storage_of, swap_contents
 from ..errors import WeightsError
 from ..recording.recording import TensorInfo
 from .sources import Source
@@ -85,7 +85,7 @@ class Materializer:
                 if empty:
                     self._initialize(init, path, module, empty[0].device, writes)
         for tensor, name in self.loaded.values():
-            if _storage(tensor) in writes.storages and self.source is not None:
+            if storage_of(tensor) in writes.storages and self.source is not None:
                 self.source.read(name, tensor)
 
     def _initialize(
@@ -121,7 +121,7 @@ class Materializer:
 
     def _note_written(self, writes: "_Writes") -> None:
         for key, (tensor, _) in list(self.empty.items()):
-            if _storage(tensor) in writes.storages:
+            if storage_of(tensor) in writes.storages:
                 del self.empty[key]
 
     def check(self, *, whole: bool) -> None:
@@ -177,12 +177,8 @@ class _Writes(DispatchMode):
                 value = args[number] if number < len(args) else kwargs.get(argument.name)
                 for tensor in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(tensor, Tensor):
-                        self.storages.add(_storage(tensor))
+                        self.storages.add(storage_of(tensor))
         return func(*args, **kwargs)
-
-
-def _storage(tensor: Tensor) -> int:
-    return storage_id(tensor.untyped_storage())
 
 
 def _slots(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

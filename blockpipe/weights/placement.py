@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._common.modules import StandIn, named_slots
+from .._common.modules import OwnHook, StandIn, named_slots
 from .._torch.modules import (
     COMPILED_CALL,
     buffers_of,
@@ -209,7 +209,13 @@ class Fingerprint:
     def asked(self) -> tuple[Any, ...]:
         """What else a forward may ask for where it turns: how many hooks each module has, and which
         parameters need a gradient."""
-        return (*map(len, self._hooks), *(tensor.requires_grad for _, _, tensor, _ in self._held))
+        hooks = (_count(hooks) if hooks else 0 for hooks in self._hooks)
+        return (*hooks, *(tensor.requires_grad for _, _, tensor, _ in self._held))
+
+
+def _count(hooks: dict[int, Any]) -> int:
+    """The number of the user's hooks."""
+    return sum(not isinstance(hook, OwnHook) for hook in hooks.values())
 
 
 def _code_of(module: nn.Module) -> tuple[nn.Module, dict[str, Any], type, Any, Any, Any]:

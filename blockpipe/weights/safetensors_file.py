@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .._common.bounded_json import LARGEST_TEXT, parse_json
+from ..costs.work import size_of
 from ..errors import WeightsError
 
 DTYPES = {
@@ -173,7 +174,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + size_of(tensor)
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -230,7 +231,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """A contiguous host tensor's memory. Lives no longer than the tensor."""
     if sys.byteorder != "little":
         raise WeightsError("safetensors files are little-endian, and this machine is not")
-    size = tensor.numel() * tensor.element_size()
+    size = size_of(tensor)
     if not size:
         return memoryview(b"")
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

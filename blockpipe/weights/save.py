@@ -14,7 +14,9 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
+from .._common.checks import is_integer
 from .._common.replaced_files import part_of, remove_abandoned
+from ..costs.work import size_of
 from ..errors import UsageError, WeightsError
 from .safetensors_file import check_savable, write_tensors
 from .sources import is_extra
@@ -37,7 +39,7 @@ def save_weights(
         UsageError: an argument that cannot be.
         WeightsError: what safetensors cannot hold, or tensors without values.
     """
-    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1:
+    if not is_integer(max_bytes, 1):
         raise UsageError(f"max_shard_bytes is a number of bytes from 1 on, but {max_bytes!r} came")
     shards = _shards(_savable(model, stages), max_bytes)
     count = len(shards)
@@ -114,7 +116,7 @@ def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Ten
     shards: list[dict[str, Tensor]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
-        size = _bytes(tensor)
+        size = size_of(tensor)
         if shards[-1] and filled + size > max_bytes:
             shards.append({})
             filled = 0
@@ -125,9 +127,5 @@ def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Ten
 
 def _index(names: list[str], shards: list[dict[str, Tensor]]) -> str:
     where = {n: file for file, shard in zip(names, shards, strict=True) for n in shard}
-    total = sum(_bytes(tensor) for shard in shards for tensor in shard.values())
+    total = sum(size_of(tensor) for shard in shards for tensor in shard.values())
     return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

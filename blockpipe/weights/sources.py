@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from .._common.bounded_json import parse_json, read_text
+from .._common.text import dtype_text
+from ..costs.work import size_of
 from ..errors import UsageError, WeightsError
 from .safetensors_file import read_entries, read_tensor
 
@@ -37,7 +39,7 @@ class Header:
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{dtype_text(self.dtype)}{list(self.shape)}"
 
 
 class Source(Protocol):
@@ -180,7 +182,7 @@ class TorchFile:
             self._tensors = self._load()
         tensor = self._tensors[name]
         into.detach().copy_(tensor)
-        self._read += tensor.numel() * tensor.element_size()
+        self._read += size_of(tensor)
         if self._read >= _MAPPED:
             self._tensors, self._read = None, 0
 

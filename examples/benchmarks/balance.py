@@ -11,7 +11,6 @@ import importlib.util
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe.partitioning import cut_points as cuts
+from blockpipe.partitioning import optimum
+from blockpipe.partitioning import search as cut_search
 
 CHAINS = 500
 
@@ -96,7 +96,7 @@ def solving() -> None:
         }
     for name, (model, kwargs) in models.items():
         spent = []
-        search = cuts.best_bounds
+        search = optimum.best_bounds
 
         def timed(*args: object, search=search, spent=spent, **options: object) -> object:
             begun = time.perf_counter()
@@ -108,15 +108,14 @@ def solving() -> None:
         begun = time.perf_counter()
         recording = bp.record(model, (), kwargs, plan=bp.StagePlan([]))
         recorded = time.perf_counter() - begun
-        front = sys.modules["blockpipe.balance"]
-        front.best_bounds = timed
+        cut_search.best_bounds = timed
         begun = time.perf_counter()
         plan = bp.balance(model, (), 8, kwargs=kwargs, chunks=32)
         whole = time.perf_counter() - begun
-        front.best_bounds = search
+        cut_search.best_bounds = search
         print(
-            f"{name}: {len(recording.segments)} pieces; recorded in {recorded:.2f} s; searched in "
-            f"{sum(spent):.3f} s; balance() as a whole, with two recordings, {whole:.2f} s; "
+            f"{name}: {len(recording.segments)} segments; recorded in {recorded:.2f} s; searched "
+            f"in {sum(spent):.3f} s; balance() as a whole, with two recordings, {whole:.2f} s; "
             f"costliest stage {100 * (plan.imbalance - 1):.1f} % over the mean"
         )
 

@@ -19,12 +19,12 @@ from measure import machine  # before torch: it sets OMP_NUM_THREADS
 
 import torch
 
-from models import SegmentCosts, unet
+from models import Chain, unet
 
 import blockpipe as bp
 
 
-def mark_by_parameters(chain: SegmentCosts, stages: int) -> None:
+def mark_by_parameters(chain: Chain, stages: int) -> None:
     """Begin stages at blocks, with about the same number of parameters in each."""
     sizes = [sum(p.numel() for p in block.parameters()) for block in chain]
     share, before, begins = sum(sizes) / stages, 0, {}

@@ -18,7 +18,7 @@ import blockpipe as bp
 Batch = Callable[[int], tuple[Tensor, Tensor]]  # rows -> inputs, target
 
 
-class SegmentCosts(nn.Sequential):
+class Chain(nn.Sequential):
     """Blocks one after the other; some also take what an earlier one made.
 
     Args:
@@ -42,32 +42,32 @@ class SegmentCosts(nn.Sequential):
         return made
 
 
-def mark(chain: SegmentCosts, stages: int) -> SegmentCosts:
+def mark(chain: Chain, stages: int) -> Chain:
     """Begin stages at blocks, with about the same number of blocks in each; returns the chain."""
     begins = {str(stage * len(chain) // stages): stage for stage in range(1, stages)}
     bp.begin_blocks(chain, begins)
     return chain
 
 
-def gpt(*, width: int, heads: int, layers: int, vocabulary: int, length: int) -> SegmentCosts:
+def gpt(*, width: int, heads: int, layers: int, vocabulary: int, length: int) -> Chain:
     """A causal language model: the embedding, the layers, and the head."""
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
     stack = (DecoderLayer(width, heads) for _ in range(layers))
-    return SegmentCosts([Embedding(vocabulary, length, width), *stack, head])
+    return Chain([Embedding(vocabulary, length, width), *stack, head])
 
 
-def resnet101(classes: int = 1000) -> SegmentCosts:
+def resnet101(classes: int = 1000) -> Chain:
     """torchvision's ResNet-101: the stem, 33 bottlenecks, and the head."""
     net = torchvision.models.resnet101(num_classes=classes)
     stem = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool)
     levels = (net.layer1, net.layer2, net.layer3, net.layer4)
     head = nn.Sequential(net.avgpool, nn.Flatten(), net.fc)
-    return SegmentCosts([stem, *(block for level in levels for block in level), head])
+    return Chain([stem, *(block for level in levels for block in level), head])
 
 
-def small(width: int, layers: int) -> SegmentCosts:
+def small(width: int, layers: int) -> Chain:
     """Layers so small that a device waits for the host, which launches their kernels."""
-    return SegmentCosts(
+    return Chain(
         nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU())
         for _ in range(layers)
     )
@@ -101,7 +101,7 @@ def level(before: int, hidden: int, after: int, convolutions: int) -> list[nn.Mo
     return [convolution(a, b) for a, b in pairwise(widths)]
 
 
-def unet(convolutions: int = 5, base: int = 64, depth: int = 5) -> SegmentCosts:
+def unet(convolutions: int = 5, base: int = 64, depth: int = 5) -> Chain:
     """torchgpipe's U-Net (5, 64): convolutions a level, channels of the first level.
 
     Source: ``benchmarks/models/unet`` of torchgpipe, whose layers and widths these are. A block is
@@ -124,7 +124,7 @@ def unet(convolutions: int = 5, base: int = 64, depth: int = 5) -> SegmentCosts:
         skips[len(blocks)] = end
         blocks += [UpAndJoin(first), *rest]
         before = width
-    return SegmentCosts([*blocks, nn.Conv2d(before, 1, 1, bias=False)], skips)
+    return Chain([*blocks, nn.Conv2d(before, 1, 1, bias=False)], skips)
 
 
 def texts(vocabulary: int, length: int) -> Batch:

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 import models
 from accelerators import allocated, best_device, is_accelerator, name_of, now, peak
-from models import Batch, SegmentCosts, mark, masks, texts
+from models import Batch, Chain, mark, masks, texts
 from workloads import images, token_loss, vectors
 
 import blockpipe as bp
@@ -48,7 +48,7 @@ TOLERANCE = {"eager": 1e-2, "compiled": 1e-1, "graphs": 1e-2}
 class Workload:
     """A model, its micro-batches, and the loss."""
 
-    model: Callable[[], SegmentCosts]
+    model: Callable[[], Chain]
     batch: Batch
     rows: int  # in a micro-batch
     chunks: int
@@ -64,7 +64,7 @@ def exact_token_loss(logits: Tensor, target: Tensor) -> Tensor:
 def gpt(width: int, heads: int, layers: int, vocabulary: int, length: int) -> Workload:
     """A causal language model in bfloat16, a text in a micro-batch."""
 
-    def make() -> SegmentCosts:
+    def make() -> Chain:
         sizes = {"width": width, "heads": heads, "layers": layers}
         return models.gpt(**sizes, vocabulary=vocabulary, length=length)
 
@@ -122,7 +122,7 @@ class Setting:
     device: torch.device
     schedule: str
     stages: Sequence[int]
-    model: SegmentCosts
+    model: Chain
     x: Tensor
     y: Tensor
 
@@ -238,7 +238,7 @@ def lacking(mode: str, device: torch.device) -> str | None:
     return None
 
 
-def sample(work: Workload, device: torch.device) -> tuple[SegmentCosts, Tensor, Tensor]:
+def sample(work: Workload, device: torch.device) -> tuple[Chain, Tensor, Tensor]:
     """The model and a batch, made on the device; the same ones at each call."""
     torch.manual_seed(0)
     with device:

@@ -35,7 +35,7 @@ CHUNKS, LAYERS = 8, 6
 OPERATION, COPY = 3000, 1000  # microseconds
 
 
-class SegmentCosts(nn.Module):
+class Chain(nn.Module):
     """Equal stages; with ``skips``, what the first one makes is read by the last one too."""
 
     def __init__(self, hops: int, *, skips: bool) -> None:
@@ -85,7 +85,7 @@ def steps(name: str, repeats: int) -> tuple[float, float, int]:
     simulated.set_delay(OPERATION, OPERATION, 1.0, 0, COPY, COPY)
     torch.manual_seed(0)
     pipe = bp.Pipeline(
-        SegmentCosts(len(places), skips=skips),
+        Chain(len(places), skips=skips),
         devices=[f"simulated:{place}" for place in places],
         chunks=CHUNKS,
         schedule=schedule,

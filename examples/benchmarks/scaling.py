@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import models
 from accelerators import best_device, is_accelerator, name_of, now
-from models import SegmentCosts
+from models import Chain
 
 import blockpipe as bp
 from blockpipe.schedules.builders import make_schedule
@@ -49,7 +49,7 @@ class Published:
 class Model:
     """A chain to cut, the side of its images, and what was published for how many devices."""
 
-    make: Callable[[], SegmentCosts]
+    make: Callable[[], Chain]
     size: int
     published: Mapping[int, Published]
 
@@ -102,7 +102,7 @@ class Block:
         return self.forward + self.backward
 
 
-def measure(chain: SegmentCosts, x: Tensor, repeats: int) -> list[Block]:
+def measure(chain: Chain, x: Tensor, repeats: int) -> list[Block]:
     """Run the blocks one by one, each on what the ones before have made."""
     found = []
     made, sources = x, set(chain.skips.values())

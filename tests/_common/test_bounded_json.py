@@ -45,14 +45,14 @@ def test_a_changed_text_is_read_as_json_reads_it_or_is_a_value_error(value, data
         ("[" * 201 + "]" * 201, "nested more than 200 deep"),
         ('{"a":' * 10**5, "nested more than 200 deep"),
         ("9" * 101, "a number has more than 100 digits"),
-        ('{"a": 1, "b": {"c": 2, "c": 2}}', "'c' is there twice in one object"),
-        ("NaN", "NaN is no JSON"),
+        ('{"a": 1, "b": {"c": 2, "c": 2}}', "one object has the name 'c' twice"),
+        ("NaN", "NaN is not JSON"),
         (r'["\ud800"]', "surrogates not allowed"),
         ('["\ud800"]', "surrogates not allowed"),
         (b"[]", "JSON is text, but a bytes came"),
     ],
 )
-def test_what_is_refused(text, why):
+def test_json_beyond_a_bound_is_refused_with_the_reason(text, why):
     with pytest.raises(ValueError, match=re.escape(why)):
         parse_json(text)
 

@@ -54,7 +54,7 @@ def test_the_backward_of_a_result_has_been_done() -> None:
     """Plain loops call it; a result has none."""
     result = step()
     assert not hasattr(result, "backward")
-    with pytest.raises(AttributeError, match="has done the backward already: leave this call out"):
+    with pytest.raises(AttributeError, match="has run the backward already: remove this call"):
         result.backward  # noqa: B018
     with pytest.raises(UsageError, match=rf"the backward already: .*{HERE}\); scale a loss in"):
         result.loss.backward()
@@ -94,8 +94,8 @@ def test_what_is_added_to_a_loss_in_place_has_a_backward() -> None:
         ("generate", "pipe.run(pipe.module.generate, …)"),
     ],
 )
-def test_what_the_model_has(name: str, hint: str) -> None:
-    """Is asked of ``pipe.module``; nothing of it is evaluated."""
+def test_an_attribute_of_the_model_is_asked_of_pipe_module(name: str, hint: str) -> None:
+    """The error says so; nothing of the model is evaluated."""
     pipe = pipeline(Named())
     assert not hasattr(pipe, name)
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'; .*") as found:
@@ -103,16 +103,15 @@ def test_what_the_model_has(name: str, hint: str) -> None:
     assert hint in str(found.value)
 
 
-def test_what_nobody_has() -> None:
-    """Has no hint."""
+def test_an_attribute_that_nobody_has_gets_no_hint() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
         pipeline().nothing  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute '_private'$"):
         pipeline()._private  # noqa: B018
 
 
-def test_an_item_of_a_model() -> None:
-    """Is the model's."""
+def test_an_item_of_a_pipeline_is_asked_of_pipe_module() -> None:
+    """The error says how to write that."""
     with pytest.raises(UsageError, match=rf"{HERE}\); write pipe\.module\[0\]"):
         pipeline()[0]
 
@@ -131,35 +130,37 @@ def test_an_item_of_a_model() -> None:
         (lambda: step(loss_fn=nn.MSELoss), r"the class MSELoss came .*loss_fn=MSELoss\(\)"),
     ],
 )
-def test_arguments_of_other_libraries(call: Callable[[], Any], match: str) -> None:
+def test_arguments_of_other_libraries_are_named_as_here(
+    call: Callable[[], Any], match: str
+) -> None:
     """An error that is a TypeError still."""
     with pytest.raises(UsageError, match=match) as found:
         call()
     assert isinstance(found.value, TypeError)
 
 
-def test_signatures_stay() -> None:
+def test_names_of_other_libraries_are_in_no_signature() -> None:
     """Other names are understood, and not accepted."""
     assert list(inspect.signature(bp.Block).parameters) == ["stage", "name", "checkpoint"]
     assert "balance" not in inspect.signature(bp.Pipeline).parameters
 
 
-def test_a_number_of_devices() -> None:
+def test_a_number_for_devices_says_how_to_name_them() -> None:
     """Devices are named one by one."""
     with pytest.raises(PlanError, match=r"devices=\[0, 1\] for .*, or devices=\['cpu'\] \* 2"):
         pipeline(devices=2)
 
 
-def test_a_plan_for_sizes() -> None:
+def test_a_plan_given_for_sizes_says_to_pass_it_as_plan() -> None:
     """Its table is not put into the error."""
     plan = bp.balance(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), X, 2, by="parameters")
-    with pytest.raises(PlanError, match=r"a BalancedPlan came .*Pipeline\(net, plan=plan\)"):
+    with pytest.raises(PlanError, match=r"got BalancedPlan .*Pipeline\(net, plan=plan\)"):
         bp.mark_sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_weights_are_saved_to_a_directory(tmp_path: Path, is_there: bool) -> None:
-    """Not to a file, nor to a directory of a file's name."""
+    """A path that looks like a file's is refused, whether something is there or not."""
     path = tmp_path / "model.safetensors"
     if is_there:
         path.touch()
@@ -179,15 +180,15 @@ def test_weights_are_saved_to_a_directory(tmp_path: Path, is_there: bool) -> Non
         ("nothing", "no attribute 'nothing'"),
     ],
 )
-def test_names_that_are_elsewhere(name: str, hint: str) -> None:
+def test_names_of_submodules_say_where_to_import_them_from(name: str, hint: str) -> None:
     """Where to import them from."""
     assert not hasattr(bp, name)
     with pytest.raises(AttributeError, match=f"{hint}$"):
         getattr(bp, name)
 
 
-def test_keras_name_of_a_stage() -> None:
-    """Is another name for it; a name that is none is an error."""
+def test_pipeline_stage_is_another_name_of_a_stage() -> None:
+    """It can be read and set; a name that is none is an error."""
     entry = bp.get_pipeline_stage_assignment(linears(2), X)[1]
     assert entry.pipeline_stage == 1
     entry.pipeline_stage = 2
@@ -208,13 +209,13 @@ def test_keras_name_of_a_stage() -> None:
         (lambda pipe: torch.export.export(pipe, (X,)), "torch.export"),
     ],
 )
-def test_capturing_a_pipeline(capture: Callable[[bp.Pipeline], Any], name: str) -> None:
-    """Is for the model."""
+def test_a_pipeline_cannot_be_captured(capture: Callable[[bp.Pipeline], Any], name: str) -> None:
+    """The error says to unplace it and to capture the model."""
     with pytest.raises(UsageError, match=rf"{name} cannot see .*unplace\(\), and .*pipe\.module"):
         capture(pipeline())
 
 
-def test_a_model_that_is_compiled_before() -> None:
+def test_a_model_that_was_compiled_before_is_refused() -> None:
     """``pipe.compile()`` compiles its parts."""
     with pytest.raises(CrossingError, match=r"leave torch\.compile out and call pipe\.compile\(\)"):
         pipeline(torch.compile(linears(2), backend="eager"))(X)
@@ -249,7 +250,7 @@ def test_the_one_number_of_a_tuple_is_the_loss(give: Callable[..., Any]) -> None
     torch.testing.assert_close(found, F.mse_loss(model.fc(X), y).detach())
 
 
-def test_two_numbers_of_a_tuple() -> None:
-    """Are not a loss, if neither comes first."""
+def test_two_numbers_of_a_tuple_are_not_a_loss() -> None:
+    """Neither of them comes first, so that neither can be meant."""
     with pytest.raises(UsageError, match="returned tuple without a loss"):
         pipeline(WithLoss(lambda out, loss: (out, loss, loss))).forward_backward(X, X)

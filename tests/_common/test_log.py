@@ -46,14 +46,14 @@ def _pipe(**options: object) -> bp.Pipeline:
     return bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, **options)  # type: ignore[arg-type]
 
 
-def test_silent_unless_asked():
+def test_the_log_is_silent_unless_asked():
     """A library writes nothing of its own accord."""
     assert _stderr() == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["environment", "function"])
-def test_one_switch(how: str):
+def test_one_switch_logs_recording_placement_and_threads_once(how: str):
     """By the variable or the function: recording, placement and threads, each told once."""
     if how == "environment":
         told = _stderr(BLOCKPIPE_LOG="INFO")
@@ -77,19 +77,21 @@ def test_a_program_with_handlers_of_its_own_hears_it_once():
 
 
 @pytest.mark.slow
-def test_an_unknown_level_in_the_environment():
+def test_an_unknown_level_in_the_environment_warns():
     """It is a warning that names the levels; the import goes on."""
-    assert "BLOCKPIPE_LOG is one of debug, info" in _stderr(BLOCKPIPE_LOG="loud")
+    assert "BLOCKPIPE_LOG='loud' is ignored: expected one of debug, info" in _stderr(
+        BLOCKPIPE_LOG="loud"
+    )
 
 
 @pytest.mark.parametrize("level", ["loud", "", True, -1, 1.5, []])
-def test_an_unknown_level(level: object):
+def test_an_unknown_level_is_an_error_that_names_the_levels(level: object):
     """It is an error that names the levels."""
     with pytest.raises(UsageError, match="'debug', 'info'"):
         bp.set_log_level(level)  # type: ignore[arg-type]
 
 
-def test_none_is_as_at_first():
+def test_log_none_puts_handler_and_level_back():
     """Handler and level are gone, and the program's own level counts again."""
     logger = logging.getLogger("blockpipe")
     handlers = list(logger.handlers)
@@ -116,7 +118,7 @@ def test_a_step_that_repeats_logs_nothing(caplog: pytest.LogCaptureFixture):
     )
 
 
-def test_why_it_is_recorded_anew(caplog: pytest.LogCaptureFixture):
+def test_a_second_recording_logs_why(caplog: pytest.LogCaptureFixture):
     """Another mode, and a model that was changed."""
     pipe = _pipe(sample=(torch.ones(2, 4),))
     with caplog.at_level(logging.INFO, logger="blockpipe"):
@@ -129,7 +131,7 @@ def test_why_it_is_recorded_anew(caplog: pytest.LogCaptureFixture):
     assert any(text.startswith("recording anew: modules or parameters") for text in told)
 
 
-def test_why_it_ran_for_real(caplog: pytest.LogCaptureFixture):
+def test_a_real_recording_logs_why(caplog: pytest.LogCaptureFixture):
     """The recording says what the model asked for."""
 
     class Asks(nn.Linear):
@@ -141,7 +143,7 @@ def test_why_it_ran_for_real(caplog: pytest.LogCaptureFixture):
     assert any("for on fake tensors it fails: DataDep" in text for _, text in _messages(caplog))
 
 
-def test_what_auto_chose(caplog: pytest.LogCaptureFixture):
+def test_auto_logs_what_it_chose_and_why(caplog: pytest.LogCaptureFixture):
     """With the choice's reason."""
     pipe = _pipe(schedule="auto")
     with caplog.at_level(logging.INFO, logger="blockpipe"):
@@ -151,7 +153,7 @@ def test_what_auto_chose(caplog: pytest.LogCaptureFixture):
     assert "(auto: " in chosen[0]
 
 
-def test_what_is_filled_from_where(caplog: pytest.LogCaptureFixture):
+def test_filling_logs_what_and_from_where(caplog: pytest.LogCaptureFixture):
     """Weights for a model on the meta device, and for one that has values."""
     values = {name: torch.zeros_like(t) for name, t in nn.Linear(4, 2).state_dict().items()}
     with torch.device("meta"):
@@ -163,7 +165,7 @@ def test_what_is_filled_from_where(caplog: pytest.LogCaptureFixture):
     assert told == ["filled Linear from weights, stages [0]", "loaded 2 tensors into Linear"]
 
 
-def test_a_recording_at_a_prompt():
+def test_a_recording_at_a_prompt_is_one_line():
     """One line, whatever it holds; in a notebook its summary. A memory report is its table."""
     pipe = _pipe()
     recording = bp.record(pipe.module, torch.ones(4, 4))
@@ -173,7 +175,7 @@ def test_a_recording_at_a_prompt():
     assert repr(report) == str(report)
 
 
-def test_the_repr_is_one_screen():
+def test_the_repr_of_a_pipeline_names_stages_and_options():
     """The model by name, stages with devices, what differs from the usual; not its modules."""
     pipe = _pipe(schedule="gpipe", checkpoint="always")
     assert "not placed yet" in repr(pipe)

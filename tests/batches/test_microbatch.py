@@ -1,5 +1,6 @@
 """Splitting a batch and putting results together."""
 
+import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import blockpipe as bp
-from blockpipe._common.nested import leaves, map_tensors, tensors
+from blockpipe._common.nested import leaves, tensors
 from blockpipe.batches.joining import JoinedLeaf, join
 from blockpipe.batches.microbatch import split, weights_of
 from blockpipe.errors import MicrobatchError
@@ -44,7 +45,7 @@ def test_split_then_join_is_the_identity(size, chunks):
         assert torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted
 
 
-def test_other_sizes_go_whole():
+def test_a_tensor_of_another_size_goes_whole():
     """A tensor without the batch's size on dim 0 goes to every micro-batch."""
     x, table, scalar = torch.zeros(4, 2), torch.zeros(7, 2), torch.tensor(1.0)
     parts = split((x, table), {"scale": scalar}, None, 2)
@@ -62,7 +63,9 @@ def test_batch_dims_name_what_is_split_where():
 
 def test_a_target_of_another_size_is_an_error():
     """A target is compared row by row, so it splits like the inputs."""
-    with pytest.raises(MicrobatchError, match=r"batch has 4 samples, but a target of shape \(3,\)"):
+    with pytest.raises(
+        MicrobatchError, match=r"the batch's 4 samples on dim 0 for the target, got \(3,\)"
+    ):
         split((torch.zeros(4, 1),), {}, torch.zeros(3), 2)
 
 
@@ -72,7 +75,7 @@ def test_an_empty_batch_is_an_error():
         split((torch.zeros(0, 3),), {}, None, 2)
 
 
-def test_weights():
+def test_weights_of_micro_batches_are_shares_ones_or_counts():
     """Shares of samples, ones, or shares of a callable's numbers."""
     parts = split((torch.zeros(5, 1),), {}, torch.tensor([1, -1, 1, 1, -1]), 2)
     assert weights_of(parts, "mean") == [0.6, 0.4]
@@ -107,7 +110,7 @@ def test_what_has_no_weight_counts_for_nothing():
 
 def test_join_of_different_structures_is_an_error():
     """Members would be misaligned."""
-    with pytest.raises(MicrobatchError, match="results of one structure"):
+    with pytest.raises(MicrobatchError, match=r"as many members .* got \[1, 2\]"):
         join([(1,), (1, 2)], [1, 1], [0.5, 0.5], None)
 
 
@@ -115,20 +118,11 @@ def test_outputs_of_different_widths_are_named():
     """With the micro-batches, and what to do."""
     widths = [{"h": torch.zeros(2, 4), "w": [torch.zeros(2, n)]} for n in (3, 3, 5)]
     match = (
-        r"output\['w'\]\[0\] has the shape \[2, 3\] in micro-batch 0 and \[2, 5\] in micro-batch 2 "
+        r"output\['w'\]\[0\] with the shape \[2, 3\] in micro-batch 0 and \[2, 5\] in micro-batch 2 "
         r"\(.*test_microbatch.py:\d+\); pad .* batch_dims=\{'output': …\}"
     )
     with pytest.raises(MicrobatchError, match=match):
         join(widths, [2, 2, 2], [1 / 3] * 3, None)
-
-
-def test_map_tensors_keeps_what_does_not_change():
-    """A container none of whose tensors changes comes back itself."""
-    value = {"a": [torch.zeros(1)], "b": (1, None)}
-    assert map_tensors(lambda t: t, value) is value
-    changed = map_tensors(lambda t: t + 1, value)
-    assert changed["b"] is value["b"]
-    assert [t.item() for t in tensors(changed)] == [1.0]
 
 
 @pytest.mark.parametrize("container", [list, lambda t: dict(enumerate(t))])
@@ -160,10 +154,8 @@ def test_the_summary_names_outputs_that_are_no_batch():
     x = torch.randn(8, 4)
     pipe = bp.Pipeline(Outputs(), devices=["cpu"] * 2, chunks=2)
     notes = pipe.summary(x).notes
-    assert "output 'max': a number a micro-batch, averaged by loss_reduction" in notes
-    said = (
-        "output 'state', output 'count': no entry for each sample; a list, one entry a micro-batch"
-    )
+    assert "output 'max': one number per micro-batch, averaged by loss_reduction" in notes
+    said = "output 'state', output 'count': no entry per sample; a list with one per micro-batch"
     assert said in notes
     assert not any("loss'" in note or "'h'" in note or "'weight'" in note for note in notes)
     joined = pipe(x)
@@ -183,3 +175,21 @@ def test_a_state_that_is_joined_on_its_own_dimension_is_not_named():
     x = torch.randn(8, 4)
     assert not any("output 0" in note for note in pipe.summary(x).notes)
     assert pipe(x)[0].shape == (1, 8, 4)
+
+
+def test_outputs_that_are_not_to_be_joined_are_a_list():
+    """Each micro-batch's, whatever is in it; gradients find their way back."""
+    net = nn.Linear(4, 2)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=["cpu"], chunks=2, batch_dims={"output": None})
+    x = torch.randn(5, 4)
+    parts = pipe(x)
+    assert [part.shape for part in parts] == [(3, 2), (2, 2)]
+    (parts[0].sum() * 2 + parts[1].sum()).backward()
+    expected = [plain(part) for part in x.split([3, 2])]
+    (expected[0].sum() * 2 + expected[1].sum()).backward()
+    torch.testing.assert_close(net.weight.grad, plain.weight.grad)
+    result = pipe.forward_backward(x, loss_fn=torch.sum, return_outputs=True)
+    torch.testing.assert_close(torch.cat(result.outputs), plain(x))
+    assert "no entry for each sample" not in str(pipe.summary())
+    assert pipe.verify(x)

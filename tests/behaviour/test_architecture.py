@@ -33,6 +33,7 @@ LAYERS = [
     "execution",
     "partitioning reports",
     "pipeline",
+    "replicas",
     "compat testing",
     "cli",
 ]
@@ -98,7 +99,7 @@ def test_imports_go_one_way_from_folder_to_folder():
                 assert level[other] < level[own], f"{module} imports {needed}"
 
 
-def test_no_import_circle():
+def test_modules_import_in_no_circle():
     graph = {name: set(needs) for name, needs in _imports().items()}
     for data, view in VIEWS:
         graph[data] -= {view}
@@ -121,7 +122,7 @@ def test_data_does_not_need_torch():
     """Schedules and plans, and what they import."""
     graph = _imports()
     free = {name for name in MODULES if name.startswith("schedules.")}
-    free |= {"stages.plan", "stages.plan_text", "partitioning.partition"}
+    free |= {"stages.plan", "stages.plan_text"}
     while more := set().union(*(graph[name] for name in free)) - free:
         free |= more
     for name in free:
@@ -136,7 +137,10 @@ def test_data_does_not_need_torch():
 
 
 # Of Python's own, with an underscore for other reasons than to be private.
-PYTHONS = {"_asdict", "_current_frames", "_getframe", "_lru_cache_wrapper", "_make", "_replace"}
+PYTHONS = {
+    *("_asdict", "_fields", "_make", "_replace"),
+    *("_current_frames", "_data", "_getframe", "_lru_cache_wrapper"),  # _data: of os.environ
+}
 
 
 def test_private_names_of_torch_are_behind_one_wall():
@@ -201,11 +205,22 @@ def _is_private(name: str) -> bool:
 
 
 def test_the_engine_knows_no_observer():
-    """Only its interface: what collects and draws is imported by the front door alone."""
+    """Only its interface: what collects and draws is imported by pipelines' methods alone."""
     importers = {
         name for name, needs in _imports().items() if "reports.timeline.profiling" in needs
     }
-    assert importers == {"pipeline"}
+    assert importers == {"reports.report_methods"}
+
+
+def test_each_test_file_is_named_for_the_module_that_it_tests():
+    """In a folder of the module's; topics are in behaviour/."""
+    tests = PACKAGE.parent / "tests"
+    found = [path.relative_to(tests) for path in tests.rglob("test_*.py")]
+    assert len(found) > 60
+    for path in found:
+        if path.parts[0] not in ("behaviour", "simulated"):
+            module = PACKAGE / path.with_name(path.name.removeprefix("test_"))
+            assert module.exists(), f"tests/{path}: there is no {module}"
 
 
 def test_nothing_runs_what_it_reads():

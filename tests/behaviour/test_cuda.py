@@ -140,7 +140,7 @@ def test_a_custom_stream_of_the_caller():
 @pytest.mark.parametrize("options", [{"cuda_graphs": True}, {}])
 @pytest.mark.parametrize("devices", [on(0, 0, 0, 0), on(0, "cpu", 0, "cpu")])
 @graphs
-def test_compiled_and_captured(devices, options):
+def test_compiled_and_captured_steps_add_up_as_plain(devices, options):
     """Three steps add up as plain ones: no replay writes to a gradient that was handed out."""
     pipe = check(devices, "1f1b", compile=options)
     if options:

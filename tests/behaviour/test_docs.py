@@ -30,7 +30,7 @@ MODULES = ["blockpipe"] + [
 ]
 # What users may import: the names in these modules' ``__all__``.
 PUBLIC = ("blockpipe", "blockpipe.errors", "blockpipe.reports", "blockpipe.schedules")
-PUBLIC += ("blockpipe.testing",)
+PUBLIC += ("blockpipe.compat.poptorch", "blockpipe.replicas", "blockpipe.testing")
 # Other libraries' names, under their paths.
 PUBLIC += tuple(f"blockpipe.compat.torchgpipe{one}" for one in ("", ".skip", ".balance"))
 PUBLIC += ("blockpipe.compat.torchgpipe.balancing", "blockpipe.compat.fairscale")
@@ -46,7 +46,7 @@ def _examples(page: str) -> list:
 
 @pytest.mark.every
 @pytest.mark.parametrize("page", [page for page in PAGES if _examples(page)])
-def test_page_runs(page: str) -> None:
+def test_every_python_block_of_a_page_runs(page: str) -> None:
     """Every Python block of a page runs, in order, in one namespace."""
     for example in _examples(page):
         example.evaluate()
@@ -62,7 +62,7 @@ def _squeezed(text: str) -> str:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "```output" in (ROOT / page).read_text()]
 )
-def test_page_shows_what_is_printed(page: str, pytestconfig: pytest.Config) -> None:
+def test_output_blocks_are_what_is_printed(page: str, pytestconfig: pytest.Config) -> None:
     """An ``output`` block is what the Python block before it prints; ``--update-golden`` writes it.
 
     Doctest was no alternative: it wants a marker for each empty line, and tables have many.

@@ -20,7 +20,7 @@ def run(*command: str) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_digits() -> None:
+def test_the_demo_reaches_its_accuracy_with_plain_gradients() -> None:
     """The demo reaches its accuracy, and its gradients are the plain model's."""
     pytest.importorskip("sklearn")
     out = run("examples/digits_resnet.py")
@@ -28,14 +28,22 @@ def test_digits() -> None:
     assert "gradients: " in out
 
 
-def test_gpt() -> None:
+def test_a_script_of_poptorchs() -> None:
+    """It trains, on two copies of two stages, and tests with the other model."""
+    pytest.importorskip("sklearn")
+    out = run("examples/from_poptorch.py")
+    assert "2 copies of 2 stages" in out
+    assert "test accuracy: 9" in out
+
+
+def test_the_gpt_example_learns() -> None:
     """The GPT learns English."""
     out = run("examples/gpt_text.py", "--steps", "60")
     assert "bottom" in out
     assert "tied" in out or "embed.weight" in out
 
 
-def test_a_large_model() -> None:
+def test_the_large_model_is_trained_saved_and_loaded_elsewhere() -> None:
     """From meta to trained, saved, and loaded into other stages."""
     out = run("examples/large_model.py")
     assert "none of them in memory" in out
@@ -51,7 +59,7 @@ def test_a_torchgpipe_script() -> None:
     assert "ok: exact" in out
 
 
-def test_stages_are_found(tmp_path: Path) -> None:
+def test_found_stages_are_balanced_exact_and_drawn(tmp_path: Path) -> None:
     """Balanced, exact, and drawn."""
     pytest.importorskip("torchvision")
     page = tmp_path / "timeline.html"

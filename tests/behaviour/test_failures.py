@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.errors import UsageError
-from blockpipe.execution import lanes
-from blockpipe.execution.lanes import Turns, close_idle_threads, idle_threads
+from blockpipe.execution.lanes.lane_threads import LaneThreads
+from blockpipe.execution.lanes.thread_pool import close_idle_threads, idle_threads, pool
 
 from ..models import SCHEDULES
 from ..stage_devices import assert_close, equal, stages
@@ -223,7 +223,9 @@ FORWARD = [("module", s, m) for s in range(STAGES) for m in range(CHUNKS)] + [
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("place", FORWARD, ids=str)
-def test_failure_in_forward(schedule: str, place: tuple[str, int, int]) -> None:
+def test_a_failure_in_forward_reaches_the_caller(
+    schedule: str, place: tuple[str, int, int]
+) -> None:
     """An exception in any stage and micro-batch's forward reaches the caller, who can go on."""
     for how in ("forward_backward", "call"):
         bomb, net, plain, pipe = make(schedule)
@@ -237,7 +239,7 @@ def test_failure_in_forward(schedule: str, place: tuple[str, int, int]) -> None:
 @pytest.mark.parametrize("error", ERRORS[1:])
 @pytest.mark.parametrize("place", [("module", 0, 0), ("glue", 1, 2), ("module", 2, 3)], ids=str)
 @pytest.mark.parametrize("how", ["forward_backward", "call"])
-def test_exit_and_interrupt_in_forward(
+def test_exit_and_interrupt_in_forward_reach_the_caller(
     schedule: str, error: type[BaseException], place: tuple[str, int, int], how: str
 ) -> None:
     """SystemExit and KeyboardInterrupt raised in a forward reach the caller as other errors do."""
@@ -250,7 +252,9 @@ def test_exit_and_interrupt_in_forward(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("microbatch", range(CHUNKS))
-def test_failure_in_loss_fn(schedule: str, error: type[BaseException], microbatch: int) -> None:
+def test_a_failure_in_loss_fn_is_of_the_last_stage(
+    schedule: str, error: type[BaseException], microbatch: int
+) -> None:
     """An exception in loss_fn is one of the last stage's forward."""
     bomb, net, plain, pipe = make(schedule)
     bomb.arm("loss", STAGES - 1, microbatch, error)
@@ -263,7 +267,7 @@ def test_failure_in_loss_fn(schedule: str, error: type[BaseException], microbatc
 @pytest.mark.parametrize("what", ["module backward", "glue backward", "module hook", "glue hook"])
 @pytest.mark.parametrize(("stage", "microbatch"), [(0, 0), (1, 3), (2, 0), (2, 2)])
 @pytest.mark.parametrize("how", ["forward_backward", "call"])
-def test_failure_in_backward(
+def test_a_failure_in_backward_reaches_the_caller(
     schedule: str, what: str, stage: int, microbatch: int, how: str
 ) -> None:
     """An exception in a custom backward or a tensor hook reaches the caller, who can go on."""
@@ -278,7 +282,7 @@ def test_failure_in_backward(
 @pytest.mark.parametrize("error", ERRORS[1:])
 @pytest.mark.parametrize("what", ["module backward", "glue hook"])
 @pytest.mark.parametrize("how", ["forward_backward", "call"])
-def test_exit_and_interrupt_in_backward(
+def test_exit_and_interrupt_in_backward_reach_the_caller(
     schedule: str, error: type[BaseException], what: str, how: str
 ) -> None:
     """SystemExit and KeyboardInterrupt raised in a backward reach the caller as other errors do."""
@@ -289,7 +293,7 @@ def test_exit_and_interrupt_in_backward(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_failure_under_isolation(schedule: str) -> None:
+def test_a_failure_under_isolation_reaches_the_caller(schedule: str) -> None:
     """Under isolate=True a failure is reported and recovered from in the same way."""
     bomb, net, plain, pipe = make(schedule, isolate=True)
     bomb.arm("module", 1, 1, ValueError)
@@ -299,7 +303,7 @@ def test_failure_under_isolation(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_other_runs_stop(schedule: str) -> None:
+def test_after_a_failure_other_micro_batches_stop(schedule: str) -> None:
     """After a failure on the first stage no later micro-batch begins, nor any backward."""
     bomb, net, plain, pipe = make(schedule)
     bomb.visits.clear()
@@ -316,13 +320,13 @@ def test_the_first_of_two_failures_wins(monkeypatch: pytest.MonkeyPatch) -> None
     """When two runs fail, the caller gets the one that failed first."""
     bomb, net, plain, pipe = make("gpipe")
     second_is_under_way, first_has_failed = threading.Event(), threading.Event()
-    failed = Turns.fail
+    failed = LaneThreads.fail
 
-    def fail(self: Turns, error: BaseException) -> None:
+    def fail(self: LaneThreads, error: BaseException) -> None:
         failed(self, error)
         first_has_failed.set()
 
-    monkeypatch.setattr(Turns, "fail", fail)
+    monkeypatch.setattr(LaneThreads, "fail", fail)
     step(pipe, bomb, "forward_backward")  # in the first step stages take turns: they may draw
     net.zero_grad()
     armed = True
@@ -398,7 +402,7 @@ def test_failed_backward_of_a_call_cannot_be_tried_again() -> None:
     assert_recovers(net, plain, pipe, bomb)
 
 
-def test_failure_with_two_calls_outstanding() -> None:
+def test_a_failure_with_two_calls_outstanding_leaves_the_other() -> None:
     """A failed backward of one pipe(x) leaves another outstanding one as it was."""
     bomb, net, plain, pipe = make("1f1b")
     x, y = batch()
@@ -415,7 +419,7 @@ def test_failure_with_two_calls_outstanding() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_failure_while_recording(schedule: str) -> None:
+def test_a_failure_while_recording_leaves_the_model(schedule: str) -> None:
     """SystemExit in the recording pass reaches the caller and leaves the model as it was."""
     bomb = Bomb()
     net = Net(bomb)
@@ -434,7 +438,9 @@ def test_failure_while_recording(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("error", ERRORS)
-def test_failure_in_loss_reduction(schedule: str, error: type[BaseException]) -> None:
+def test_a_failure_in_loss_reduction_comes_before_any_forward(
+    schedule: str, error: type[BaseException]
+) -> None:
     """An exception in a loss_reduction callable comes before any forward has run."""
     armed = True
 
@@ -486,20 +492,20 @@ PLACES = [
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("place", "how"), PLACES, ids=str)
-def test_interrupt_of_the_main_thread(
+def test_an_interrupt_of_the_main_thread_ends_the_step(
     schedule: str, place: tuple[str, int, int], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while runs run in other threads ends the step, and the next call works."""
     bomb, net, plain, pipe = make(schedule)
     gate = Gate(_signal_main)
-    failed = Turns.fail
+    failed = LaneThreads.fail
 
-    def fail(self: Turns, error: BaseException) -> None:
+    def fail(self: LaneThreads, error: BaseException) -> None:
         failed(self, error)
         if isinstance(error, KeyboardInterrupt):
             gate.taken.set()
 
-    monkeypatch.setattr(Turns, "fail", fail)
+    monkeypatch.setattr(LaneThreads, "fail", fail)
     bomb.before = gate
     bomb.arm(*place, ValueError)  # raised after the interrupt: it lost
     bomb.visits.clear()
@@ -515,18 +521,18 @@ def test_interrupt_of_the_main_thread(
 @pytest.mark.parametrize("deliver", [_raise_signal, _thread.interrupt_main])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("place", "how"), PLACES, ids=str)
-def test_interrupt_sent_by_a_run(
+def test_an_interrupt_sent_by_a_micro_batch_is_raised_at_the_end(
     deliver: Callable[[], None], schedule: str, place: tuple[str, int, int], how: str
 ) -> None:
     """An interrupt that a run sends, which wakes nobody, is raised by the end of the step."""
     bomb, net, plain, pipe = make(schedule)
 
-    class PendingCopy(Bomb):
+    class Sent(Bomb):
         def visit(self, place: str, stage: int, microbatch: int | None) -> None:
             if (place, stage, microbatch) == self.at:
                 deliver()
 
-    sender = PendingCopy()
+    sender = Sent()
     sender.at = place
     bomb.visit = sender.visit  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
@@ -536,7 +542,7 @@ def test_interrupt_sent_by_a_run(
 
 
 @pytest.mark.parametrize("how", ["forward_backward", "call"])
-def test_interrupt_of_an_inline_step(how: str) -> None:
+def test_an_interrupt_of_a_step_in_one_thread_ends_it(how: str) -> None:
     """Ctrl-C in a step that runs in the caller's own thread ends it, and the next call works."""
     bomb, net, plain, pipe = make("sequential")
     bomb.before = _raise_signal
@@ -547,18 +553,20 @@ def test_interrupt_of_an_inline_step(how: str) -> None:
     assert_recovers(net, plain, pipe, bomb)
 
 
-def test_interrupt_before_the_caller_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_the_caller_waits_ends_the_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ctrl-C after threads were started, but before the caller waits for them, ends them too."""
     bomb, net, plain, pipe = make("1f1b")
     begun, release, ended = threading.Event(), threading.Event(), threading.Event()
-    wait, failed = Turns._wait_until_over, Turns.fail
+    begin, failed = LaneThreads._begin, LaneThreads.fail
 
-    def interrupted(self: Turns) -> None:
+    def interrupted(self: LaneThreads) -> None:
+        begin(self)
         assert begun.wait(20)
         _raise_signal()
-        wait(self)
 
-    def fail(self: Turns, error: BaseException) -> None:
+    def fail(self: LaneThreads, error: BaseException) -> None:
         failed(self, error)
         release.set()
 
@@ -567,8 +575,8 @@ def test_interrupt_before_the_caller_waits(monkeypatch: pytest.MonkeyPatch) -> N
         assert release.wait(20)
         ended.set()
 
-    monkeypatch.setattr(Turns, "_wait_until_over", interrupted)
-    monkeypatch.setattr(Turns, "fail", fail)
+    monkeypatch.setattr(LaneThreads, "_begin", interrupted)
+    monkeypatch.setattr(LaneThreads, "fail", fail)
     bomb.before = hold
     bomb.arm("module", 0, 0, ValueError)
     try:
@@ -611,7 +619,7 @@ def test_no_thread_is_busy_when_a_step_returns() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_no_more_threads(count, monkeypatch):
+def test_a_thread_that_cannot_be_started_is_an_error(count, monkeypatch):
     """Where a thread cannot be started, wherever that happens: the error comes, nothing hangs."""
     net = bp.begin_blocks(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), {"1": 1, "2": 2})
     pipe = bp.Pipeline(net, devices=stages(3), chunks=6)
@@ -669,4 +677,4 @@ def test_a_signal_handler_that_raises_ends_the_step():
 
 def is_busy(thread):
     """Whether a thread of the pool is not in it."""
-    return thread not in lanes._pool._idle
+    return thread not in pool.idle

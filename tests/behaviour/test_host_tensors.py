@@ -239,7 +239,7 @@ def test_a_loss_on_the_host():
     same(net, plain, (loss, expected))
 
 
-def test_another_method():
+def test_what_another_method_makes_on_the_host_stays_there():
     """``pipe.run``: what it makes on the host stays there, between its calls of the model too."""
 
     class Generating(Scripted):

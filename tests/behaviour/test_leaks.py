@@ -207,7 +207,7 @@ def test_a_kept_output_keeps_no_activation_after_its_backward() -> None:
     assert alive(net) == []
 
 
-def test_recording_keeps_nothing() -> None:
+def test_a_recording_keeps_no_tensor() -> None:
     """After the recording pass no tensor of it is alive, without a collection."""
     net = Net()
     bp.record(net, torch.zeros(ROWS, WIDTH))  # torch's own caches
@@ -220,7 +220,7 @@ def test_recording_keeps_nothing() -> None:
     assert tensors_alive() <= before
 
 
-def test_summary_and_failed_recording_keep_nothing() -> None:
+def test_a_failed_recording_keeps_no_tensor() -> None:
     """After a recording that failed, and with its exception gone, no tensor of it is alive."""
     net = Net()
     pipe = bp.Pipeline(net, devices=stages(STAGES), chunks=CHUNKS)
@@ -282,7 +282,7 @@ def _resident() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [forward_backward, call])
 @pytest.mark.parametrize("fails", [False, True])
-def test_memory_does_not_grow(way: Callable[..., None], fails: bool) -> None:
+def test_resident_memory_does_not_grow_over_steps(way: Callable[..., None], fails: bool) -> None:
     """200 steps leave resident memory where it was."""
     width = 512
     net, pipe = make("1f1b", FailsInBackward(width) if fails else Net(width))
@@ -302,7 +302,7 @@ def test_memory_does_not_grow(way: Callable[..., None], fails: bool) -> None:
     assert grown < 14 << 20, f"{grown / 2**20:.1f} MB more"
 
 
-def test_the_model_and_the_pipeline_go() -> None:
+def test_a_dropped_pipeline_frees_its_model() -> None:
     """A pipeline that is dropped goes, and its model with it, without a collection."""
     net, pipe = make("1f1b")
     forward_backward(pipe)

@@ -16,11 +16,12 @@ from torch import nn
 
 import blockpipe as bp
 from blockpipe._common import model_turns as alone
+from blockpipe._common import process_changes
 from blockpipe._common.thread_state import in_thread
 from blockpipe.crossing import torch_patches as replaced
 from blockpipe.devices import rng_streams as randomness
-from blockpipe.execution import lanes
-from blockpipe.stages import marks as blocks
+from blockpipe.execution.lanes import thread_pool
+from blockpipe.stages.cursor import current_cursor
 
 from ..models import square
 from ..parity import plain_step
@@ -30,17 +31,23 @@ PACKAGE = str(Path(bp.__file__).parent)
 # What lets go of something, whatever has happened. It is not what may fail, but what must not.
 LETS_GO = {
     "_common/thread_state": {"give_forward_lock", "enter_modes", "__exit__"},
-    "stages/marks": {"set_cursor", "set_microbatch"},
+    "stages/cursor": {"set_cursor", "set_microbatch"},
     "crossing/tags": {"settle"},
     "_common/model_turns": {"__exit__", "_leave"},
     "_common/process_changes": {"__exit__", "_hold"},
-    "preparation/doors": {"take_off"},
+    "preparation/sealed_forwards": {"take_off"},
     "crossing/interception": {"__exit__"},
     "crossing/torch_patches": {"take_off"},
     "crossing/microbatch_run": {"finish_forward", "abandon", "settle"},
+    "crossing/tensors/gradients": {"abandon"},
+    "crossing/tensors/hop_copies": {"end_without_backward", "settle_all"},
+    "crossing/tensors/tensor_import": {"forget"},
+    "crossing/tensors/writes": {"forget"},
     "devices/lending": {"_is_held_elsewhere", "_let_go", "settle_all", "drop", "hops"},
     "devices/rng_streams": {"release", "end"},
-    "execution/lanes": {"put_back", "fail", "_one_less", "run", "_work", "_join", "_run"},
+    "execution/lanes/lane_threads": {"fail", "_one_less", "run", "_work", "_join", "_is_over"},
+    "execution/lanes/lane_state": {"stop"},
+    "execution/lanes/thread_pool": {"put_back", "run"},
 }
 
 
@@ -141,16 +148,23 @@ def raising_at(place: tuple[str, str], once: Iterator[bool]) -> Callable[..., An
     return trace
 
 
+def is_free() -> bool:
+    """From another thread than the one that may have kept it: it is one that may be taken twice."""
+    with process_changes._lock:
+        return True
+
+
 def assert_nothing_stays() -> None:
     assert in_thread.forward_lock is None
     assert in_thread.mode is None
     assert in_thread.modes == ()
-    assert blocks._cursor.get() is None
+    assert current_cursor() is None
     assert torch._C._len_torch_function_stack() == 0
 
     assert randomness._turn._owner is None, "the turn to draw is still taken"
     assert not alone._entered
     assert in_thread.entered == []
+    assert in_time(is_free), "the lock around changes to the process is still taken"
     assert not any(kind()._threads for kind in (replaced.TensorHooks, replaced.CustomFunctions))
 
 
@@ -170,12 +184,12 @@ def test_after_a_failure_anywhere_the_next_step_runs():
             return pipe.forward_backward(x, loss_fn=square).loss
 
         step(), step()
-        lanes.close_idle_threads()  # new threads are traced
+        thread_pool.close_idle_threads()  # new threads are traced
         for place in places_of(step):
             if place in tried or place[1] in LETS_GO.get(place[0], ()):
                 continue
             tried.add(place)
-            lanes.close_idle_threads()
+            thread_pool.close_idle_threads()
             once = iter([True])
             try:
                 traced(raising_at(place, once), step)

@@ -173,7 +173,7 @@ def test_a_value_that_goes_on_is_read():
 
 
 @dataclasses.dataclass
-class BatchStatistics:
+class Statistics:
     seen: float = 0.0
 
 
@@ -181,8 +181,8 @@ def test_an_object_that_is_compared_is_read():
     def note(net: Two, h: Tensor, k: float) -> None:
         net.statistics.seen = k
 
-    net = Two(note, lambda net: 2.0 if net.statistics == BatchStatistics(2.0) else 1.0)
-    net.statistics = BatchStatistics()
+    net = Two(note, lambda net: 2.0 if net.statistics == Statistics(2.0) else 1.0)
+    net.statistics = Statistics()
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
     with pytest.raises(StateError, match=r"'seen' of a Statistics, and sets it on hops \[0, 1\]"):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)

@@ -82,7 +82,7 @@ ways = st.builds(
 )
 
 
-class GeneratorUse(nn.Module):
+class Drawn(nn.Module):
     """A chain of layers with marks, as a drawn model has it."""
 
     def __init__(self, model: Model, reduction: str) -> None:
@@ -187,7 +187,7 @@ def given_gradients(x: Any, kwargs: dict[str, Any], target: Any) -> list[Tensor]
     return [torch.zeros_like(t) if t.grad is None else t.grad for t in found]
 
 
-def whole(net: GeneratorUse, model: Model, way: Way) -> tuple[Any, list[Any]]:
+def whole(net: Drawn, model: Model, way: Way) -> tuple[Any, list[Any]]:
     """The whole batch in one forward: what it came to, and all gradients."""
     x, kwargs, target = arguments(model, way)
     for _ in range(way.steps):
@@ -207,7 +207,7 @@ def unnamed(output: Any) -> Any:
     return output.values() if isinstance(output, dict) else output
 
 
-def piped(net: GeneratorUse, model: Model, way: Way) -> tuple[Any, list[Any]]:
+def piped(net: Drawn, model: Model, way: Way) -> tuple[Any, list[Any]]:
     """The same by a pipeline."""
     x, kwargs, target = arguments(model, way)
     pipe = bp.Pipeline(
@@ -268,7 +268,7 @@ def test_a_call_is_the_whole_batchs(model, way):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        net = GeneratorUse(model, way.reduction)
+        net = Drawn(model, way.reduction)
         expected, found = whole(copy.deepcopy(net), model, way), piped(net, model, way)
     finally:
         torch.set_default_dtype(before)

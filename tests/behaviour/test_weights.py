@@ -95,7 +95,7 @@ some_tensors = st.lists(
 
 @given(some_tensors)
 @settings(max_examples=examples(60), deadline=None)
-def test_files_round_trip(tensors):
+def test_safetensors_files_round_trip_to_the_byte(tensors):
     """Every dtype and shape, 0-d and empty ones too, to the byte."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "x.safetensors"
@@ -152,7 +152,7 @@ def test_a_damaged_file_is_an_error_or_reads(data):
     st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
 )
 @settings(max_examples=examples(50), deadline=None)
-def test_shards_round_trip(limit, sizes, tied, dtype):
+def test_shards_of_any_size_round_trip(limit, sizes, tied, dtype):
     """Any shard size, tied or not: each file within the limit or one tensor, and all comes back."""
     net = nn.Module()
     for number, size in enumerate(sizes):
@@ -193,7 +193,7 @@ class Views(nn.Module):
         return x * self.neg.sum() * self.conj.imag.sum()
 
 
-def test_conjugated_and_negated_views(tmp_path):
+def test_conjugated_and_negated_views_are_saved_as_they_show(tmp_path):
     """What is written is what the tensor shows, and what is read is what it shows then."""
     library = pytest.importorskip("safetensors.torch")
     net, other = Views(), Views()
@@ -241,7 +241,7 @@ def test_conjugated_and_negated_views(tmp_path):
         (f'{{"a":{{"dtype":"F32","shape":[{"9" * 5000}],"data_offsets":[0,4]}}}}', 4, "100 digits"),
     ],
 )
-def test_a_hostile_header(tmp_path, header, count, why):
+def test_a_hostile_header_is_refused(tmp_path, header, count, why):
     """What the safetensors package refuses is refused here, and by nothing but our own error."""
     library = pytest.importorskip("safetensors")
     path = tmp_path / "x.safetensors"
@@ -252,7 +252,7 @@ def test_a_hostile_header(tmp_path, header, count, why):
         open_weights(path)
 
 
-def test_a_shape_of_many_dimensions(tmp_path):
+def test_a_shape_of_too_many_dimensions_is_refused(tmp_path):
     """It is refused before its sizes are multiplied; numbers of such length take long."""
     header = json.dumps(
         {"a": {"dtype": "F32", "shape": [2**62] * 200_000 + [0], "data_offsets": [0, 0]}}
@@ -276,7 +276,7 @@ def test_extra_state_gets_no_memory_before_it_is_checked(tmp_path):
         open_weights(path)
 
 
-def test_a_header_in_utf_16(tmp_path):
+def test_a_header_in_utf_16_is_refused(tmp_path):
     """Python's json reads it; the format has UTF-8 only."""
     text = '{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'.encode("utf-16")
     path = tmp_path / "x.safetensors"
@@ -291,7 +291,7 @@ def index_of(directory, weight_map):
     return path
 
 
-def test_nothing_there(tmp_path):
+def test_a_path_without_a_checkpoint_is_refused(tmp_path):
     """No file, an empty directory, two files without an index."""
     with pytest.raises(WeightsError, match=r"'.*none\.safetensors' is not there"):
         open_weights(tmp_path / "none.safetensors")
@@ -303,7 +303,7 @@ def test_nothing_there(tmp_path):
         open_weights(tmp_path)
 
 
-def test_wrong_types():
+def test_weights_of_wrong_types_are_refused():
     """Neither a path nor a mapping; a mapping of something else."""
     for weights in (3, [torch.zeros(1)], nn.Linear(1, 1)):
         with pytest.raises(UsageError, match="a path, or a mapping from names to tensors, but"):
@@ -314,7 +314,7 @@ def test_wrong_types():
         pipeline(weights={"a": torch.zeros(1, device="meta")})
 
 
-def test_bad_index(tmp_path):
+def test_a_bad_index_is_refused(tmp_path):
     """No JSON, no weight_map, a missing shard, a tensor that its shard does not hold."""
     path = tmp_path / "model.safetensors.index.json"
     for text in ("{", "[]", "{}", '{"weight_map": {"a": 1}}', "[" * 10**5, "9" * 5000):
@@ -358,14 +358,14 @@ def test_a_shard_may_be_a_link(tmp_path):
         open_weights(tmp_path / "here")
 
 
-def test_a_name_that_no_file_has():
+def test_a_name_that_no_file_can_have_is_not_there():
     """A name too long, or with a zero byte, is not there, as any other."""
     for name in ("a" * 5000, "a\0b"):
         with pytest.raises(WeightsError, match="is not there"):
             open_weights(name)
 
 
-def test_bad_torch_files(tmp_path):
+def test_bad_torch_files_are_refused(tmp_path):
     """No checkpoint, one that is no mapping, the old format, code in it."""
     path = tmp_path / "x.pt"
     path.write_bytes(b"not a checkpoint")
@@ -479,7 +479,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(placed):
     assert same_state(pipe.state_dict(), before)
 
 
-def test_not_strict():
+def test_a_load_that_is_not_strict_returns_the_keys():
     """Missing and unexpected keys are returned, wrong shapes raise all the same."""
     pipe = pipeline()
     state = pipe.state_dict()
@@ -501,8 +501,8 @@ def test_not_strict():
     assert equal(net[2].weight, state["2.weight"])
 
 
-def test_one_name_of_a_tied_tensor():
-    """Is enough for a strict load, as checkpoints of Hugging Face have it."""
+def test_one_name_of_a_tied_tensor_is_enough():
+    """A strict load takes it, as checkpoints of Hugging Face have it."""
     pipe, state = pipeline(), make().state_dict()
     del state["4.weight"]
     pipe.load_state_dict(state)
@@ -510,7 +510,7 @@ def test_one_name_of_a_tied_tensor():
     assert pipe.module[4].weight is pipe.module[0].weight
 
 
-def test_models_with_a_way_of_their_own():
+def test_models_with_hooks_of_their_own_load_as_plain():
     """Renamed keys and old versions load as into the plain model; what fails changes nothing."""
 
     class Renaming(nn.Linear):
@@ -663,7 +663,7 @@ def test_extra_state_is_the_models_own():
     assert not os.path.exists("never-made")
 
 
-def test_a_lazy_model():
+def test_a_lazy_model_gets_its_shapes_from_the_dictionary():
     """Its shapes come with the dictionary, as for the plain model."""
     pipe = pipeline(nn.Sequential(nn.LazyLinear(6)), cuts=())
     state = {"0.weight": torch.ones(6, 3), "0.bias": torch.zeros(6)}
@@ -684,7 +684,7 @@ def test_assign_and_wrong_kinds_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "index", "torch", "bin", "mapping"])
-def test_every_kind_of_weights(tmp_path, kind):
+def test_every_kind_of_weights_loads_into_every_kind_of_model(tmp_path, kind):
     """Into a model on meta, into a placed one, and into one that is neither."""
     plain = make()
     saving.save_weights(plain, tmp_path, {}, 10**9 if kind == "file" else 200)
@@ -788,7 +788,7 @@ def test_a_disk_that_fails_in_the_middle(monkeypatch):
 
 
 @pytest.mark.parametrize("longer", ["checkpoint", "model"])
-def test_names_that_a_wrapper_made_longer(longer):
+def test_names_that_a_wrapper_made_longer_are_explained_quickly(longer):
     """The common prefix is said, and looking for it takes no time in a large model."""
     net = nn.ModuleDict({"layers": nn.ModuleList(nn.BatchNorm1d(1) for _ in range(1500))})
     inner = net.state_dict()
@@ -811,7 +811,7 @@ def test_mapped_files_are_let_go(tmp_path, monkeypatch):
     assert same_state(pipe.state_dict(), plain.state_dict())
 
 
-def test_stage_after_stage(tmp_path):
+def test_shards_follow_the_stages(tmp_path):
     """Shards follow the stages, so that a process reads few files."""
     pipe = pipeline()
     pipe(X)
@@ -952,7 +952,7 @@ def test_saving_a_plan_removes_what_a_killed_one_left(tmp_path):
 
 @pytest.mark.parametrize("limits", [(10**9, 200), (100, 200), (200, 10**9), (10**9, 10**9)])
 @pytest.mark.parametrize("failing", ["replace", "unlink"])
-def test_a_failure_while_renaming(tmp_path, monkeypatch, limits, failing):
+def test_a_failure_while_renaming_leaves_a_whole_checkpoint(tmp_path, monkeypatch, limits, failing):
     """At every single rename and removal the directory holds a whole checkpoint, old or new."""
     first, second = pipeline(), pipeline()
     states = [copies(pipe.state_dict()) for pipe in (first, second)]
@@ -979,7 +979,7 @@ def test_a_failure_while_renaming(tmp_path, monkeypatch, limits, failing):
         pytest.fail("never saved")
 
 
-def test_as_many_shards_again(tmp_path, monkeypatch):
+def test_as_many_shards_again_fail_without_mixing(tmp_path, monkeypatch):
     """Their names collide: rather no checkpoint for a moment than half of each."""
     pipe = pipeline()
     pipe.save_weights(tmp_path, max_shard_bytes=200)
@@ -1011,7 +1011,7 @@ def test_what_cannot_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_hugging_face(tmp_path, kind):
+def test_hugging_face_checkpoints_go_both_ways(tmp_path, kind):
     """A model built on meta loads what ``save_pretrained`` wrote, by its own ``_init_weights`` for
     the rest; what the pipeline saves, ``from_pretrained`` and safetensors' ``load_model`` read."""
     transformers = pytest.importorskip("transformers")
@@ -1056,7 +1056,7 @@ def test_hugging_face(tmp_path, kind):
 
 
 @pytest.mark.slow
-def test_timm():
+def test_buffers_that_timm_saves_in_no_checkpoint_are_reset():
     """Buffers that no checkpoint holds come from the modules' ``reset_parameters``."""
     timm = pytest.importorskip("timm")
     plain = timm.create_model("levit_128s")
@@ -1109,7 +1109,7 @@ def test_resumed_training_is_equal_to_the_bit(name, tmp_path):
     assert same_state(pipe2.state_dict(), pipe.state_dict())
 
 
-def test_resumed_from_meta(tmp_path):
+def test_training_resumed_from_meta_is_equal(tmp_path):
     """The model on meta, placed by its sample; then the optimizer loads what was saved."""
     pipe = pipeline()
     optimizer = OPTIMIZERS["adam"](pipe.parameters())
@@ -1143,7 +1143,7 @@ def test_optimizer_state_loaded_on_meta_is_refused(name):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_distributed_checkpoint(tmp_path):
+def test_distributed_checkpoints_of_model_and_optimizer_round_trip(tmp_path):
     """``torch.distributed.checkpoint`` saves and loads a pipeline's model and optimizer."""
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -1174,7 +1174,7 @@ def test_distributed_checkpoint(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_distributed_checkpoint_of_the_pipeline_itself(tmp_path):
+def test_a_distributed_checkpoint_takes_the_pipeline_itself(tmp_path):
     """It is stateful: ``dcp.save`` and ``dcp.load`` take it as it is, in other cuts too."""
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     pipe, other = pipeline(), pipeline(cuts=(1, 3))

@@ -108,7 +108,7 @@ def parts(monkeypatch):
         counts["whole" if rest is None else "split"] += 1
         return rest
 
-    monkeypatch.setattr("blockpipe.crossing.microbatch_run.run_input_part", counted)
+    monkeypatch.setattr("blockpipe.crossing.tensors.gradients.run_input_part", counted)
     return counts
 
 

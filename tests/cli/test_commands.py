@@ -123,12 +123,14 @@ def test_simulate_compares_all_that_fit(capsys: pytest.CaptureFixture[str]) -> N
     words = ["simulate", "--lanes", "0,1,1,0", "--schedule", "all"]
     _, out, _ = run(capsys, *words)
     _, as_json, _ = run(capsys, *words, "--format", "json")
-    names = [line.split()[0] for line in out.splitlines()[1:]]
+    names = [line.split()[0] for line in out.splitlines()[2:]]
     assert names == [played["schedule"] for played in json.loads(as_json)]
     assert {"gpipe", "1f1b", "zb-v"} <= set(names)
 
 
-def test_trace_writes_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_trace_writes_a_trace_and_a_page(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     chrome, page = tmp_path / "t.json", tmp_path / "t.html"
     shape = [*MARKED, "--chunks", "2", "--devices", "cpu,cpu,cpu"]
     status, out, _ = run(capsys, "trace", *shape, "--save", str(chrome))
@@ -140,7 +142,7 @@ def test_trace_writes_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 
-def test_a_model_with_named_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_inputs_of_whole_numbers_are_made(capsys: pytest.CaptureFixture[str]) -> None:
     """Inputs by name, of whole numbers; a function of the user's makes the model."""
     words = ["tests.cli.test_commands:tiny_gpt2", "--input", "input_ids=2,16:int64:64"]
     status, out, err = run(capsys, "summary", *words, "--begin", "transformer.h.1=1")
@@ -174,15 +176,15 @@ EMPTY = ["--model-argument", "error=empty"]
 WRONG_WORDS = [
     (["nonesuch.models:net", "--input", "1"], "does not import"),
     (["torchvision.models", "--input", "1"], "module:callable"),
-    (["torchvision.models:resnet81", "--input", "1"], "did you mean resnet18"),
-    (["torch:eye", "--model-argument", "n=2", "--input", "1"], "not an nn.Module"),
+    (["torchvision.models:resnet81", "--input", "1"], "did you mean 'resnet18'"),
+    (["torch:eye", "--model-argument", "n=2", "--input", "1"], "expected an nn.Module"),
     (RESNET[:1], "needs an input"),
     ([*RESNET[:1], "--input", "4,3,x"], "8,3,224,224"),
-    ([*RESNET[:1], "--input", "4,3,64,64:flaot32"], "did you mean float32"),
-    ([*RESNET[:1], "--input", "4:int64:0"], "a whole number from 1 on"),
-    ([*RESNET[:1], "--input", "4:float32:9"], "takes no limit"),
+    ([*RESNET[:1], "--input", "4,3,64,64:flaot32"], "did you mean 'float32'"),
+    ([*RESNET[:1], "--input", "4:int64:0"], "a positive integer"),
+    ([*RESNET[:1], "--input", "4:float32:9"], "not one of integers"),
     ([*RESNET[:1], "--input", "9" * 5000], "8,3,224,224"),
-    ([*RESNET[:1], "--input", "4:int64:" + "9" * 5000], "a whole number from 1 on"),
+    ([*RESNET[:1], "--input", "4:int64:" + "9" * 5000], "a positive integer"),
     ([*RESNET, "--begin", "layer3=" + "9" * 5000], "PATH=STAGE"),
     ([*RESNET, "--begin", "layer3"], "PATH=STAGE"),
     ([*RESNET, "--begin", "layer3=1", "--begin", "layer3=2"], "given twice"),
@@ -241,7 +243,9 @@ def test_errors_are_one_line(
         ["trace", *MARKED, "--save", "no/such/folder/trace.html"],
     ],
 )
-def test_wrong_usage_is_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_ends_with_status_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert "usage:" in capsys.readouterr().err
@@ -254,11 +258,17 @@ def test_wrong_usage_is_status_2(words: list[str], capsys: pytest.CaptureFixture
         (["--lanes", "0,5", "--schedule", "all"], "without gaps"),
         (["--forward=-1"], "from 0 on"),
         (["--transfer", "1,2,3"], "one for each of 4 hops"),
-        (["--stages", "1000000000"], "100,000 at the most, but 1,000,000,000 and 8 came"),
-        (["--chunks", "100000000"], "100,000 at the most, but 4 and 100,000,000 came"),
+        (
+            ["--stages", "1000000000"],
+            "at most 100,000 for stages times chunks, got 1,000,000,000 times 8",
+        ),
+        (
+            ["--chunks", "100000000"],
+            "at most 100,000 for stages times chunks, got 4 times 100,000,000",
+        ),
     ],
 )
-def test_schedules_that_cannot_be(
+def test_schedules_that_cannot_be_are_wrong_usage(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is said why, as wrong usage: there is nothing else that could be wrong."""
@@ -273,15 +283,15 @@ def test_traceback_shows_where_it_came_from() -> None:
         main(["summary", "nonesuch:net", "--input", "1", "--traceback"])
 
 
-def test_as_a_process() -> None:
+def test_the_module_runs_as_a_process() -> None:
     """The module runs; a reader that goes early is no error; nothing is on stderr."""
     command = f"{sys.executable} -m blockpipe simulate --schedule all | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("schedule")
+    assert done.stdout.startswith("Schedule")
     assert done.stderr == ""
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"blockpipe {bp.__version__}\n"

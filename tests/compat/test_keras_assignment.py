@@ -219,7 +219,7 @@ def test_a_module_called_twice_has_two_entries():
     assert bp.record(net, X).plan.layout == "1=1, 0#1=0"
 
 
-def test_a_container_s_own_stage_is_its_own_code_s():
+def test_a_containers_stage_is_that_of_its_own_code():
     """Its entry's stage holds until the first call inside."""
     net = Part([Part([nn.Linear(4, 4), nn.Linear(4, 4)], True, True)], False, False)
     entries = bp.get_pipeline_stage_assignment(net, X)
@@ -311,7 +311,7 @@ def test_what_is_set_counts_inside_of_another_model(form):
     assert bp.record(outer, x).route == [0]
 
 
-def test_an_inner_model_that_is_called_twice():
+def test_beginnings_count_at_each_call_of_an_inner_model():
     """A plan of where stages begin counts at each call; one of all calls does not fit."""
     net, x = chain(), torch.zeros(2, 4)
     bp.set_pipeline_stage_assignment(net, {"0": 0, "2": 1}, x)
@@ -321,7 +321,7 @@ def test_an_inner_model_that_is_called_twice():
         bp.record(WithLoss(net, calls=2), x)
 
 
-def test_an_inner_model_s_module_that_the_outer_has_too():
+def test_a_module_that_two_models_have_goes_by_its_first_path():
     """It goes by the first of its paths, as everywhere."""
     net, x = chain(), torch.zeros(2, 4)
     entries = bp.get_pipeline_stage_assignment(net, x)
@@ -366,7 +366,7 @@ def test_entries_changed_after_setting_do_not_count():
     assert bp.record(net, X).plan.layout == "head=1"
 
 
-def test_state_dict_copies_and_pickles():
+def test_copies_have_the_stages_and_the_state_dict_does_not():
     """Copies have the plan, each its own; the state dict does not."""
     net = net_of()
     keys = list(net.state_dict())
@@ -448,7 +448,7 @@ def test_a_pipeline_notices_stages_set_inside_of_its_model():
         assert torch.equal(mine.grad, other.grad)
 
 
-def test_get_from_a_pipeline_and_from_a_recording():
+def test_stages_are_read_from_a_pipeline_and_a_recording():
     """A pipeline that was called needs no sample."""
     pipe = bp.Pipeline(bp.begin_blocks(net_of(), {"head": 1}), devices=["cpu"] * 2, chunks=2)
     with pytest.raises(
@@ -461,7 +461,7 @@ def test_get_from_a_pipeline_and_from_a_recording():
     assert bp.get_pipeline_stage_assignment(pipe.recording) == before
 
 
-def test_a_pipeline_with_a_plan_of_its_own():
+def test_setting_stages_beside_a_plan_is_refused():
     """What is set on it would be overridden: it says so."""
     net = net_of()
     pipe = bp.Pipeline(net, chunks=2, plan=bp.record(net, X).plan)
@@ -583,11 +583,14 @@ def _stage(path: str, stage: object):
 AT_ONCE = {
     "None for an entry": (_changed(lambda e: e.insert(0, None)), r"entry 0 is None, no Assignment"),
     "no entry": ([1, "stem"], r"entry 0 is 1, no Assig.*entry 1 is 'stem'"),
-    "None for a stage": (_changed(_stage("body.1", None)), r"'body.1' call 0: .* not None"),
-    "negative": (_changed(_stage("head", -1)), r"'head' call 0: a stage is a whole .* not -1"),
-    "bool": (_changed(_stage("head", True)), r"'head' call 0: .* not True"),
-    "float": (_changed(_stage("head", 1.0)), r"'head' call 0: .* not 1.0"),
-    "gap": (_changed(_stage("head", 2)), r"\[0, 2\] are used and \[1\] are not"),
+    "None for a stage": (
+        _changed(_stage("body.1", None)),
+        r"the stage of 'body.1' call 0, got None",
+    ),
+    "negative": (_changed(_stage("head", -1)), r"for the stage of 'head' call 0, got -1"),
+    "bool": (_changed(_stage("head", True)), r"the stage of 'head' call 0, got True"),
+    "float": (_changed(_stage("head", 1.0)), r"the stage of 'head' call 0, got 1.0"),
+    "gap": (_changed(_stage("head", 2)), r"got \[0, 2\], where \[1\] are missing"),
     "too early": (
         _changed(lambda e: (e[0].assign(2), e[1].assign(1))),
         r"'stem' call 0 is on stage 2, before any call on stage 0",
@@ -598,25 +601,25 @@ AT_ONCE = {
         r"'stem' call 0 is a Linear, but in the plan a Conv2d",
     ),
     "unknown path": ({"heed": 0}, r"assigns \['heed'\], which Sequential does not have; did you.*"),
-    "stage of a pattern": ({"head": "1"}, r"'head': a stage is a whole number.* not '1'"),
+    "stage of a pattern": ({"head": "1"}, r"for the stage of 'head', got '1'"),
     "no path": ({1: 1}, r"entry 0 is .* no Assignment with a path"),
-    "gap in a mapping": ({"head": 2}, r"\[0, 2\] are used and \[1\] are not"),
+    "gap in a mapping": ({"head": 2}, r"got \[0, 2\], where \[1\] are missing"),
     "two patterns": ({"body.*": 0, "body.1": 1}, r"'body.1' is on stage 0, and by 'body.1' on"),
-    "layout": ("head=1, body", r"at position 8 of 'head=1, body' came 'body'"),
-    "empty item": ("head=1,", r"at position 7 of 'head=1,' came ''"),
-    "no file at a path": (Path("nowhere.json"), r"^'nowhere.json' is no JSON file of a plan"),
-    "no file": ("nowhere.json", r"'nowhere.json' is no JSON file of a plan: .*No such file"),
+    "layout": ("head=1, body", r"for position 8 of the layout 'head=1, body', got 'body'"),
+    "empty item": ("head=1,", r"for position 7 of the layout 'head=1,', got ''"),
+    "no file at a path": (Path("nowhere.json"), r"^cannot read a plan from 'nowhere.json'"),
+    "no file": ("nowhere.json", r"cannot read a plan from 'nowhere.json': .*No such file"),
     "the model itself": ({"": 1}, r"assigns \[''\], which Sequential does not have"),
-    "a number far off": ({"head": 10**6}, r"\[1, 2, 3, 4, 5, 6, 7, 8\] are not"),
-    "a number that is none": ("head=" + "9" * 5000, r"at position 0 of 'head=9"),
+    "a number far off": ({"head": 10**6}, r"where \[1, 2, 3, 4, 5, 6, 7, 8\] are missing"),
+    "a number that is none": ("head=" + "9" * 5000, r"for position 0 of the layout 'head=9"),
     "negative call": ([bp.Assignment("stem", -1, 0)], r"entry 0 is .*the number of a call"),
-    "wrong type": (3, r"an assignment is a list .* but int came"),
-    "None": (None, r"an assignment is a list .* but NoneType came"),
+    "wrong type": (3, r"a list of Assignment entries.* for assignment, got 3"),
+    "None": (None, r"a list of Assignment entries.* for assignment, got None"),
 }
 
 
 @pytest.mark.parametrize("what", AT_ONCE)
-def test_refused_at_once(what):
+def test_a_wrong_assignment_is_refused_at_once(what):
     """Without a sample, naming the call and the line; nothing is set."""
     net = net_of()
     assignment, message = AT_ONCE[what]
@@ -633,7 +636,7 @@ IN_FORWARD = {
     ),
     "order": (
         _changed(lambda e: e.reverse()),
-        r"'head' call 0 in the plan comes where the forward has 'stem' call 0",
+        r"'head' call 0 in the plan, but 'stem' call 0 in the forward at its place",
     ),
     "glueless container": (
         _changed(lambda e: setattr(e[1], "stage", 1)),
@@ -646,7 +649,7 @@ IN_FORWARD = {
 
 @pytest.mark.parametrize("what", IN_FORWARD)
 @pytest.mark.parametrize("sample", [True, False])
-def test_refused_by_the_forward(what, sample):
+def test_an_assignment_that_no_forward_follows_is_refused(what, sample):
     """With a sample at once; else at the first recording, with the line that set it."""
     net = net_of()
     assignment, message = IN_FORWARD[what]
@@ -667,7 +670,7 @@ def test_all_that_is_wrong_is_said_at_once():
     entries[0].stage, entries[1].stage, entries[2].stage = None, -1, True
     with pytest.raises(PlanError, match=LINE) as caught:
         bp.set_pipeline_stage_assignment(net_of(), entries)
-    assert re.findall(r"not (None|-1|True)\b", str(caught.value)) == ["None", "-1", "True"]
+    assert re.findall(r"got (None|-1|True)\b", str(caught.value)) == ["None", "-1", "True"]
 
 
 def test_a_module_that_is_never_called():
@@ -677,7 +680,7 @@ def test_a_module_that_is_never_called():
         bp.set_pipeline_stage_assignment(net, {"steps": 1})
 
 
-def test_models_that_are_none():
+def test_what_is_no_model_is_refused():
     """Each function names what came."""
     for function_ in (
         bp.get_pipeline_stage_assignment,
@@ -685,7 +688,7 @@ def test_models_that_are_none():
         bp.print_pipeline_stage_assignment_summary,
         lambda what: bp.set_pipeline_stage_assignment(what, {}),
     ):
-        with pytest.raises(UsageError, match=f"but str came .*{LINE}"):
+        with pytest.raises(UsageError, match=f"for model, got .*{LINE}"):
             function_("resnet50")
 
 
@@ -729,17 +732,23 @@ def test_version_1_is_read():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version": 3, "assignments": []}', "version 3 is not known"),
-        ('{"assignments": [{"path": 1, "call": 0, "stage": 0}]}', "entry 0: 1, call 0"),
-        ('{"assignments": [{"path": "a", "call": "x", "stage": 0}]}', "entry 0: 'a', call 'x'"),
-        ('{"assignments": [{"path": "a", "call": -1, "stage": 0}]}', "entry 0: 'a', call -1"),
+        ('{"version": 3, "assignments": []}', "version 3 is unknown"),
+        ('{"assignments": [{"path": 1, "call": 0, "stage": 0}]}', "entry 0 has path 1, call 0"),
+        (
+            '{"assignments": [{"path": "a", "call": "x", "stage": 0}]}',
+            "entry 0 has path 'a', call 'x'",
+        ),
+        (
+            '{"assignments": [{"path": "a", "call": -1, "stage": 0}]}',
+            "entry 0 has path 'a', call -1",
+        ),
         (
             '{"assignments": [{"path": "a", "call": 0, "stage": 0, "inside": [{}]}]}',
-            "a plan is .*'path'",
+            "expected a plan .*'path'",
         ),
     ],
 )
-def test_json_that_is_no_plan(text, message):
+def test_json_that_is_no_plan_names_the_entry(text, message):
     """The entry is named."""
     with pytest.raises(PlanError, match=f"(?s){message}"):
         bp.StagePlan.from_json(text)
@@ -749,19 +758,19 @@ def test_json_that_is_no_plan(text, message):
     ("text", "position"),
     [("=1", 0), ("a=1,b", 4), ("a=1 b=2", 0), ("a#x=1", 0), ("a=-1", 0), ("a=1,,b=2", 4)],
 )
-def test_layouts_that_cannot_be_read(text, position):
+def test_a_layout_that_cannot_be_read_names_the_position(text, position):
     """The message has the position."""
-    with pytest.raises(PlanError, match=f"at position {position} of"):
+    with pytest.raises(PlanError, match=f"for position {position} of the layout"):
         bp.StagePlan.from_layout(text)
 
 
-def test_layouts():
+def test_layouts_are_read_with_patterns_calls_and_spaces():
     """Empty, patterns, numbers of calls, spaces, and no text at all."""
     assert bp.StagePlan.from_layout("") == bp.StagePlan()
     assert bp.StagePlan.from_layout("  a =1 , b#2= 2 ").layout == "a=1, b#2=2"
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     assert bp.record(net, X, plan=bp.StagePlan.from_layout("[1-2]=1, 3=2")).route == [0, 1, 2]
-    with pytest.raises(PlanError, match="a layout is text"):
+    with pytest.raises(PlanError, match="expected text .* for a layout"):
         bp.StagePlan.from_layout(None)
 
 
@@ -772,7 +781,7 @@ def test_a_layout_can_begin_on_another_stage():
     assert recording.plan.layout == "stem=1, body=0"
 
 
-def test_differences():
+def test_differences_between_plans_are_listed():
     """Calls in one only, other classes, another order; nothing between equals."""
     plan = bp.record(net_of(), X).plan
     assert plan.differences(bp.record(net_of(), X)) == []
@@ -787,7 +796,7 @@ def test_differences():
         "'0' call 0: only in the other",
         "'stem' call 0: Linear in this plan, Tanh in the other",
         "'body' call 0: Sequential in this plan, Linear in the other",
-        "'body' call 0 in this plan comes where the other has 'head' call 0",
+        "'body' call 0 in this plan, but 'head' call 0 in the other at its place",
     ]
     assert bp.StagePlan.from_layout("body.*=1").differences(plan) == []
     assert bp.StagePlan.from_layout("bady=1").differences(plan) == ["'bady': only in this plan"]
@@ -870,14 +879,14 @@ def test_long_names_go_on_in_the_next_line(length):
 
 
 @pytest.mark.parametrize("length", [0, 29, -1, True, "89", 40.0])
-def test_line_lengths_that_cannot_be(length):
+def test_a_line_length_below_the_least_is_refused(length):
     """The least is named."""
-    with pytest.raises(UsageError, match="line_length is a whole number from 30 on"):
+    with pytest.raises(UsageError, match="an integer from 30 up for line_length"):
         printed(net_of(), length, args=X)
 
 
-def test_what_a_line_cannot_be_given_to():
-    with pytest.raises(UsageError, match="print_fn is a function of a line, but 5 came"):
+def test_a_print_fn_that_is_no_function_is_refused():
+    with pytest.raises(UsageError, match="a function of a line for print_fn, got 5"):
         bp.print_pipeline_stage_assignment_summary(net_of(), None, 5, args=X)
 
 

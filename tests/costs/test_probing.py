@@ -137,7 +137,7 @@ def test_a_probe_that_does_not_run_has_another_stand_in_for_it(measures, monkeyp
     assert rates.pair("function") == STATED_CPU.pair("function")
 
 
-def test_copies():
+def test_copy_lines_take_no_time_on_one_device():
     """Where there is nothing to copy it takes no time; between devices, what was measured."""
     cpu = torch.device("cpu")
     assert copy_line(cpu, cpu).seconds(1e9) == 0

@@ -58,7 +58,7 @@ def needy(*shape: int) -> Tensor:
         (torch.bernoulli, [torch.ones(4)], {"random": 1}, {}),
     ],
 )
-def test_operations_by_kind(function, operands, forward, backward):
+def test_operations_are_counted_by_kind_forward_and_backward(function, operands, forward, backward):
     """Each is of a kind; its backward does as much for each operand that needs a gradient."""
     found = work_of(function, *operands)
     assert kinds(found.forward) == forward

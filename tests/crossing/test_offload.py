@@ -12,7 +12,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.crossing import host_stores as storing
 from blockpipe.crossing import offload as offloading
-from blockpipe.preparation.memory_model import LiveBytes
+from blockpipe.preparation.measured_memory import LiveBytes
 
 from ..models import SCHEDULES, square
 from ..parity import difference, plain_step
@@ -149,7 +149,7 @@ def test_on_the_cpu_nothing_is_done():
     assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).same
 
 
-def test_a_differentiable_call(stores):
+def test_the_callers_backward_gets_the_same_gradients(stores):
     """pipe(x), and the caller's own backward."""
     net = layers()
     plain = copy.deepcopy(net)
@@ -187,11 +187,11 @@ def test_a_write_behind_autograds_back_is_found(stores):
 @pytest.mark.parametrize("wrong", ["all", 3, [0, -1], [True], [0.5]])
 def test_what_names_no_stages_is_refused(wrong):
     """Before anything moves."""
-    with pytest.raises(ValueError, match=r"offload is True, False, or a list of stages"):
+    with pytest.raises(ValueError, match=r"expected True, False or a list of stages for offload"):
         bp.Pipeline(layers(), devices=stages(3), chunks=2, offload=wrong)
 
 
-def test_uncut_is_refused():
+def test_offload_under_uncut_is_refused():
     """It has no backward of a stage's own."""
     with pytest.raises(TypeError, match="schedule='uncut' has one backward for all stages"):
         bp.Pipeline(layers(), devices=stages(3), chunks=2, offload=True, schedule="uncut")

@@ -139,15 +139,19 @@ def test_a_mark_holds_to_the_end_of_its_block():
     assert [sum(layer.calls) for layer in net.layers] == [2, 0, 2, 0]
 
 
-def test_a_bad_mark_is_refused():
+def test_a_mark_with_a_wrong_checkpoint_is_refused():
     """As soon as it is written."""
-    with pytest.raises(bp.BlockpipeError, match=r"checkpoint is True, False, or None .* 'always'"):
+    with pytest.raises(
+        bp.BlockpipeError, match=r"True, False, or None .*for checkpoint, got 'always'"
+    ):
         bp.Block(0, checkpoint="always")
 
 
 def test_an_unknown_mode_is_refused():
     """With those that there are."""
-    with pytest.raises(TypeError, match=r"'never', 'except_last', 'always'.*'sometimes' came"):
+    with pytest.raises(
+        TypeError, match=r"'never', 'except_last', 'always' for checkpoint, got 'sometimes'"
+    ):
         bp.Pipeline(layers(), checkpoint="sometimes")
 
 
@@ -284,16 +288,16 @@ def test_a_write_that_was_not_recorded_is_an_error():
     """It names the module, and what to do."""
 
     class Sometimes(Writer):
-        writes = False
+        writes = bytearray(1)  # whose content nobody compares
 
         def forward(self, x):
-            return super().forward(x if self.writes else x.clone())
+            return super().forward(x if self.writes[0] else x.clone())
 
     net = nn.Sequential(nn.Linear(6, 6), Sometimes(), bp.BeginBlock(nn.Linear(6, 6), stage=1))
     pipe = bp.Pipeline(
         net, devices=stages(2), chunks=2, checkpoint="always", sample=(torch.randn(4, 6),)
     )
-    Sometimes.writes = True
+    Sometimes.writes[0] = 1
     with pytest.raises(
         bp.BlockpipeError, match=r"written in place by module '1'.*checkpoint=False"
     ):
@@ -337,7 +341,7 @@ def test_arguments_that_are_one_tensor_stay_one():
 
 @pytest.mark.slow
 @pytest.mark.cpu("it is the CPU's autocast")
-def test_autocast_is_the_forwards():
+def test_a_recomputation_is_under_the_forwards_autocast():
     """The caller's, and what the forward enters around a call."""
 
     class Net(nn.Module):
@@ -606,13 +610,13 @@ def test_a_failure_in_a_recomputation_is_told():
         pipe.forward_backward(x, loss_fn=square)
     (note,) = caught.value.__notes__
     assert "in the recomputation of micro-batch 0 on stage 1" in note
-    assert note.endswith("mark it with checkpoint=False")
+    assert note.endswith("exclude it from recomputation with checkpoint=False")
     Fails.fails = False
     pipe.forward_backward(x, loss_fn=square)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_nothing_stays(schedule):
+def test_no_activation_outlives_its_step(schedule):
     """No activation outlives its step, with the collector off."""
     seen = []
 
@@ -1066,7 +1070,9 @@ def test_a_first_module_that_writes_to_its_input(schedule, mode):
     st.sampled_from(["except_last", "always"]),
     st.booleans(),
 )
-def test_random_programs(instructions, chunks, schedule, mode, isolate):
+def test_random_programs_recompute_to_plain_gradients(
+    instructions, chunks, schedule, mode, isolate
+):
     """Random programs over glue and modules have the plain loop's gradients."""
     torch.manual_seed(0)
     net = Program(instructions)
@@ -1129,7 +1135,9 @@ class NoisyProgram(Program):
     st.sampled_from(MODES),
     st.booleans(),
 )
-def test_random_programs_that_draw(instructions, chunks, schedule, mode, isolate):
+def test_random_programs_that_draw_recompute_as_sequential(
+    instructions, chunks, schedule, mode, isolate
+):
     """With dropout and batch norm: as sequential, without recomputation."""
     results = []
     x, index = torch.randn(8, 4), torch.randint(0, 4, (8,))
@@ -1189,7 +1197,8 @@ def test_a_failure_in_a_recomputation_locks_nobody_out(place, monkeypatch):
     )
     comparisons = digests.Comparisons()
     x = torch.randn(4, 8)
-    frame = checkpoints.RecomputedCall(again, 0, 0, [], function, (x,), {}, comparisons=comparisons)
+    call = checkpoints.SealedCall(function, (x,), {})
+    frame = checkpoints.RecomputedCall(again, call, [], comparisons=comparisons)
     y = frame.run((x,), {})
     mean = net.running_mean.clone()
     with monkeypatch.context() as patch:

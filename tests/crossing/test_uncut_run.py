@@ -170,7 +170,7 @@ def test_what_is_refused_with_this_remedy_runs_with_it(forward):
     check_alike(Scripted(forward), X, schedule="uncut")
 
 
-def test_a_gradient_path_from_outside():
+def test_each_backward_goes_into_a_graph_from_outside():
     """Each micro-batch's backward goes into it, as in the plain loop."""
 
     def trained(make, device):
@@ -207,7 +207,7 @@ def test_a_gradient_path_from_outside():
             torch.testing.assert_close(p.grad.cpu(), q.grad.cpu())
 
 
-def test_an_input_with_a_graph_of_its_own():
+def test_the_graph_behind_an_input_has_one_backward():
     """Each micro-batch has a backward of its own; the graph behind the input has one."""
 
     def forward(s, x):
@@ -253,7 +253,7 @@ def test_a_buffer_that_several_stages_write_and_read(back):
     check_alike(Counting(forward), X, schedule="uncut")
 
 
-def test_several_backwards_of_one_forward():
+def test_one_forward_may_have_several_backwards():
     """``pipe(x)``: a second backward, a gradient alone, a gradient of a gradient."""
     net = Scripted(lambda s, x: s.c(s.b(s.a(x)).tanh()))
     bp.begin_blocks(net, {"b": 1, "c": 2})
@@ -441,7 +441,7 @@ def test_every_later_reader_sees_a_write(forward):
 
 @pytest.mark.parametrize("forward", [*WRITES, a_view_crossed_too])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(forward, mode):
+def test_every_later_reader_sees_a_write_without_gradients(forward, mode):
     """The same under ``no_grad`` and in inference mode, whose tensors count no writes."""
     net = Scripted(forward)
     plain = copy.deepcopy(net).to(DEVICE)
@@ -485,7 +485,7 @@ def test_a_module_that_may_have_missed_a_write():
     assert "schedule=" not in str(raised.value)
 
 
-def test_nothing_stays():
+def test_a_leaf_made_in_the_forward_does_not_outlive_it():
     """A leaf made in the forward, read on another device: no cycle through its copy."""
     kept = []
 

@@ -225,13 +225,13 @@ def test_gradients_are_those_of_the_plain_loop(forward, schedule):
         check_alike(Scripted(forward), X, schedule=schedule, isolate=True)
 
 
-def test_split_backwards():
+def test_a_checkpointed_hop_has_its_backward_whole():
     """A hop that is run again by torch has its backward whole; the others' may be split."""
     check_alike(Scripted(a_closure), X, schedule="zb-h1")
 
 
 @pytest.mark.parametrize("forward", [a_closure, around_stages, nested])
-def test_the_callers_backward(forward):
+def test_a_checkpoint_runs_again_in_the_callers_backward(forward):
     """``pipe(x)`` uncut: what is run again runs when the caller asks, after the step."""
     for schedule in ("uncut", "gpipe"):
         net = Scripted(forward)
@@ -345,7 +345,7 @@ def test_the_models_batch_norm_counts_once_where_it_is_deferred():
     same(once, other, (loss, expected))
 
 
-def test_nothing_stays():
+def test_a_checkpoint_does_not_keep_its_forward():
     """Not even without the garbage collector: a checkpoint does not keep the run it is in."""
     kept = []
 
@@ -398,12 +398,12 @@ def reentrant(s, x):
 
 
 @pytest.mark.parametrize("schedule", WITH_UNCUT)
-def test_reentrant(schedule):
+def test_a_reentrant_checkpoint_on_one_stage_is_as_plain(schedule):
     """On one stage it is handled."""
     check_alike(Scripted(reentrant), X, schedule=schedule)
 
 
-def test_reentrant_with_a_closure_over_another_stages_tensor():
+def test_a_reentrant_checkpoint_over_another_stages_tensor_is_refused():
     """Its function runs without interception, forward and back."""
 
     def forward(s, x):
@@ -428,7 +428,7 @@ def test_plain_step_is_what_is_meant():
     same(net, other, (losses[0], losses[1]))
 
 
-def test_reentrant_around_stages_is_refused():
+def test_a_reentrant_checkpoint_around_stages_is_refused():
     """Its backward is one node of one hop's graph."""
 
     def forward(s, x):

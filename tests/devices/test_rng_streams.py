@@ -280,7 +280,7 @@ def test_a_generator_that_two_stages_draw_from_is_refused():
     generator.manual_seed(5)
     loss = pipe.forward_backward(x, loss_fn=square).loss
     assert difference(net, plain, loss, expected).same
-    with pytest.raises(PlanError, match="a generator is shared"):
+    with pytest.raises(PlanError, match="several stages draw from one generator"):
         bp.balance(bp.remove_blocks(net), x, 2, measure=False)
 
 

@@ -204,7 +204,7 @@ def test_a_limit_that_nothing_keeps_to_says_which_and_how_much_is_missing() -> N
     net, x = chain(64, 64, 64, 64), torch.zeros(2, 64)
     with pytest.raises(PlanError, match=r"needs [\d.]+ KiB, [\d.]+ KiB more than its 20.0 KiB"):
         bp.balance(net, x, 2, "flops", limits=20 * 1024)
-    with pytest.raises(PlanError, match=r"at the best, stage 1 \(from 2\) needs"):
+    with pytest.raises(PlanError, match=r"in the best one, stage 1 \(from 2\) needs"):
         bp.balance(net, x, 2, "flops", limits=[10**9, 20 * 1024])
 
 
@@ -214,7 +214,7 @@ def test_a_limit_that_nothing_keeps_to_says_which_and_how_much_is_missing() -> N
     widths=st.lists(st.sampled_from([4, 16, 32]), min_size=4, max_size=7),
 )
 @settings(deadline=None, max_examples=examples(20))
-def test_what_the_ends_have_besides_counts(first: int, last: int, widths: list[int]) -> None:
+def test_the_costs_of_first_and_last_stage_count(first: int, last: int, widths: list[int]) -> None:
     """By parameters, against every partition of the chain."""
     net = chain(*widths)
     sizes = [sum(p.numel() * 4 for p in layer.parameters()) for layer in net]
@@ -266,13 +266,13 @@ def test_a_buffer_that_is_written_is_not_torn_apart() -> None:
     assert bp.balance(net, x, 2, "flops").shares[1].begins in ("norm", "c")
     with pytest.raises(
         PlanError,
-        match=r"at 2 places, so it has 3 stages at most.*buffer norm.num_batches_tracked is",
+        match=r"at 2 places, into at most 3 stages.*buffer norm.num_batches_tracked is",
     ):
         bp.balance(net, x, 4, "flops")
 
 
-def test_more_stages_than_pieces() -> None:
-    with pytest.raises(PlanError, match=r"can be cut at 2 places, so it has 3 stages at most"):
+def test_more_stages_than_places_to_cut_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"can be cut at 2 places, into at most 3 stages"):
         bp.balance(chain(4, 4, 4, 4), torch.zeros(2, 4), 4, "flops")
 
 
@@ -403,11 +403,17 @@ def test_a_schedule_of_ones_own_is_played_out() -> None:
     auto = bp.balance(net, x, 2, measure=False, schedule="auto")
     assert auto.step_seconds <= plan.step_seconds
     with pytest.raises(
-        ScheduleError, match=r"for 3 hops and 8 micro-batches, but there are stages=2"
+        ScheduleError, match=r"for 2 hops and 8 micro-batches, got 'gpipe' for 3 hops and 8"
     ):
         bp.balance(net, x, 2, measure=False, schedule=make_schedule("gpipe", [0, 1, 2], 8))
-    with pytest.raises(ScheduleError, match="schedule is a name"):
+    with pytest.raises(ScheduleError, match="a Schedule or a callable for schedule, got 3"):
         bp.balance(net, x, 2, measure=False, schedule=3)
+
+
+def test_a_limit_for_one_stage_alone() -> None:
+    net, x = chain(8, 8, 8, 8), torch.zeros(4, 8)
+    with pytest.raises(PlanError, match=r"limits=\['1 B', None\]: in the best one, stage 0 "):
+        bp.balance(net, x, 2, "flops", limits=[1, math.inf])
 
 
 def test_without_training_there_is_a_forward_alone() -> None:
@@ -429,39 +435,39 @@ def test_what_limits_it_is_said() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "match"),
     [
-        ({"by": "speed"}, UsageError, "by is one of 'time', 'memory', 'parameters', 'flops', but 'speed'"),
-        ({"by": ["time"]}, UsageError, "by is one of"),
-        ({"stages": 0}, PlanError, "stages is a whole number from 1 on, but 0"),
-        ({"stages": 2.0}, PlanError, "stages is a whole number"),
-        ({"chunks": 0}, PlanError, "chunks is a whole number"),
-        ({"repeats": 0}, PlanError, "repeats is a whole number"),
-        ({"speeds": [1.0]}, PlanError, "speeds has one number for each of 2, but 1 came"),
-        ({"speeds": [1.0, 0.0]}, PlanError, "entry 1 is 0.0"),
-        ({"speeds": [1.0, math.nan]}, PlanError, "entry 1 is nan"),
-        ({"speeds": 2.0}, PlanError, "speeds is a list of numbers"),
-        ({"speeds": [1, 2], "by": "memory"}, PlanError, "speeds do not change what a stage keeps"),
-        ({"limits": [1]}, PlanError, "limits has one number for each of 2"),
-        ({"limits": -1}, PlanError, "limits are numbers above 0"),
-        ({"first": -1}, PlanError, "first are numbers from 0 on"),
-        ({"last": None}, PlanError, "last are numbers from 0 on"),
-        ({"slack": "1"}, PlanError, "slack are numbers from 0 on"),
-        ({"bandwidth": 0}, PlanError, "bandwidth are numbers above 0"),
-        ({"devices": ["cpu"]}, PlanError, "devices has one for each of 2 stages, but 1 came"),
-        ({"devices": "cpu"}, PlanError, "devices is a list"),
-        ({"optimizer": "adamm"}, UsageError, "optimizer is one of"),
-        ({"schedule": "2f2b"}, ScheduleError, "a schedule is one of"),
-        ({"target": torch.zeros(1)}, UsageError, "a target needs a loss_fn"),
-        ({"loss_fn": 3}, UsageError, "loss_fn is a callable"),
-        ({"kwargs": [1]}, UsageError, "kwargs is a mapping"),
+        ({"by": "speed"}, UsageError, "one of 'time', 'memory', 'parameters', 'flops' for by, got 'speed'"),
+        ({"by": ["time"]}, UsageError, "one of .* for by, got"),
+        ({"stages": 0}, PlanError, "a positive integer for stages, got 0"),
+        ({"stages": 2.0}, PlanError, "a positive integer for stages, got 2.0"),
+        ({"chunks": 0}, PlanError, "a positive integer for chunks, got 0"),
+        ({"repeats": 0}, PlanError, "a positive integer for repeats, got 0"),
+        ({"speeds": [1.0]}, PlanError, "2 numbers for speeds, got 1"),
+        ({"speeds": [1.0, 0.0]}, PlanError, r"a positive number for speeds\[1\], got 0.0"),
+        ({"speeds": [1.0, math.nan]}, PlanError, r"a positive number for speeds\[1\], got nan"),
+        ({"speeds": 2.0}, PlanError, "a list of numbers for speeds, got 2.0"),
+        ({"speeds": [1, 2], "by": "memory"}, PlanError, "speeds= does not change the memory"),
+        ({"limits": [1]}, PlanError, "2 numbers for limits, got 1"),
+        ({"limits": -1}, PlanError, r"a positive number for limits\[0\], got -1"),
+        ({"first": -1}, PlanError, "a finite number from 0 up for first, got -1"),
+        ({"last": None}, PlanError, "a finite number from 0 up for last, got None"),
+        ({"slack": "1"}, PlanError, "a finite number from 0 up for slack, got '1'"),
+        ({"bandwidth": 0}, PlanError, "a positive number for bandwidth, got 0"),
+        ({"devices": ["cpu"]}, PlanError, "expected 2 devices, one for each stage, .*got 1"),
+        ({"devices": "cpu"}, PlanError, "expected a list with one device for each stage"),
+        ({"optimizer": "adamm"}, UsageError, "expected a known optimizer"),
+        ({"schedule": "2f2b"}, ScheduleError, "expected one of .* for the schedule"),
+        ({"target": torch.zeros(1)}, UsageError, "no loss_fn to compare it by"),
+        ({"loss_fn": 3}, UsageError, "expected a callable .* for loss_fn"),
+        ({"kwargs": [1]}, UsageError, "a mapping from names to values for kwargs"),
     ],
 )  # fmt: skip
-def test_wrong_use(options: dict, kind: type, match: str) -> None:
+def test_wrong_arguments_are_refused(options: dict, kind: type, match: str) -> None:
     with pytest.raises(kind, match=match):
         bp.balance(chain(4, 4, 4), torch.zeros(2, 4), **{"stages": 2, **options})
 
 
 def test_a_pipeline_is_no_model() -> None:
-    with pytest.raises(UsageError, match=r"balance takes the model, but Pipeline came.*\.module"):
+    with pytest.raises(UsageError, match=r"the model itself for model, got Pipeline.*\.module"):
         bp.balance(bp.Pipeline(chain(4, 4)), torch.zeros(2, 4), 2)
 
 
@@ -552,7 +558,9 @@ def test_stages_begin_only_where_at_names_a_module() -> None:
     assert begins() == ["the start", "1.1.1"]
     assert begins(at="1.*") == ["the start", "1.1"]
     assert begins(at=["0", "2"]) == ["the start", "2"]
-    with pytest.raises(PlanError, match="cut at 1 places.*at= does not name it"):
+    with pytest.raises(
+        PlanError, match="cut at 1 places.*at= names none of the modules that begin there"
+    ):
         bp.balance(net, x, 3, by="parameters", at="2")
-    with pytest.raises(MarkError, match="no module has the path 'blocks"):
+    with pytest.raises(MarkError, match="the path of a module, or a pattern of paths, got 'blocks"):
         begins(at="blocks.*")

@@ -124,7 +124,7 @@ def test_marks_in_the_forward_are_named() -> None:
                 return super().forward(x)
 
     marks = bp.balance(Net(), torch.zeros(4, 8), 2, "flops").marks()
-    assert marks.startswith("# take out the mark at ")
+    assert marks.startswith("# remove the mark at ")
     assert "test_plan_as_code.py:" in marks
 
 
@@ -163,7 +163,7 @@ def test_a_name_in_a_comment_ends_no_line() -> None:
             return layer(layer(x))
 
     text = bp.balance(Twice(), torch.zeros(2, 4), 2, "flops").marks()
-    assert text.startswith("# stage 1 begins with call 1 of a\\nraise SystemExit, which")
+    assert text.startswith("# stage 1 begins with call 1 of a\\nraise SystemExit, whose")
     assert all(line.startswith("#") for line in text.splitlines())
 
 

@@ -3,6 +3,7 @@
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -10,11 +11,18 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
+from blockpipe.batches.step_arguments import StepArguments
 from blockpipe.devices.stopwatch import Stopwatch
 from blockpipe.errors import UsageError
-from blockpipe.partitioning import segment_timing as measuring
+from blockpipe.partitioning import segment_stamps, segment_timing
 from blockpipe.partitioning.cut_points import why_closed
-from blockpipe.partitioning.segment_timing import SegmentTimes, _corrected, _in_a_crowd, measured
+from blockpipe.partitioning.segment_timing import (
+    SegmentTimer,
+    SegmentTimes,
+    TimingOptions,
+    _corrected,
+    _in_a_crowd,
+)
 
 
 class Clock:
@@ -36,7 +44,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def _on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "Stopwatch", partial(Stopwatch, clock=CLOCK))
+    monkeypatch.setattr(segment_timing, "Stopwatch", partial(Stopwatch, clock=CLOCK))
 
 
 class _Slow(torch.autograd.Function):
@@ -64,11 +72,19 @@ class Slow(nn.Module):
         return _Slow.apply(x * self.weight, *self.seconds)
 
 
-def _measured(model: nn.Module, *args: Tensor, **options: object) -> SegmentTimes:
+def _measured(
+    model: nn.Module,
+    *args: Tensor,
+    target: Tensor | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    lanes: int = 1,
+    repeats: int = 1,
+) -> SegmentTimes:
     recording = bp.record(model, args, plan=bp.StagePlan([]))
     cuts = [i for i, why in enumerate(why_closed(recording)) if why is None]
-    given = {"device": torch.device("cpu"), "repeats": 1, **options}
-    return measured(model, recording, cuts, args, {}, **given)
+    sample = StepArguments(args, {}, target, loss_fn)
+    timing = TimingOptions(torch.device("cpu"), lanes=lanes, repeats=repeats)
+    return SegmentTimer(model, recording, cuts, sample, timing).measure()
 
 
 class Crossed(nn.Module):
@@ -118,8 +134,8 @@ def test_looking_at_the_graph_is_no_stamps_cost(monkeypatch: pytest.MonkeyPatch)
         CLOCK.sleep(0.05)
         return list(nodes(roots))
 
-    nodes = measuring._nodes
-    monkeypatch.setattr(measuring, "_nodes", slowly)
+    nodes = segment_stamps._nodes
+    monkeypatch.setattr(segment_stamps, "_nodes", slowly)
     net = nn.Sequential(Slow(0.002, 0.002), Slow(0.002, 0.002), Slow(0.01, 0.01))
     times = _measured(net, torch.ones(2, 4))
     assert min(*times.forward, *times.backward) > 0.001
@@ -213,7 +229,7 @@ def test_hooks_of_the_users_parameters_do_not_run() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_nothing_to_go_back_from() -> None:
+def test_a_result_without_a_gradient_path_is_refused_in_training() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
     with pytest.raises(UsageError, match="a gradient path, but there is none.*training=False"):
         bp.balance(net, torch.ones(2, 4), 2)

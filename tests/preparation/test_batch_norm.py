@@ -94,7 +94,7 @@ class Watch:
 @pytest.mark.parametrize("momentum", [0.1, None, 1.0, 0.0])
 @pytest.mark.parametrize("mean", [0.0, 1e4, -1e4])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_equal_the_whole_batch(dims, mean, momentum):
+def test_statistics_equal_the_whole_batchs(dims, mean, momentum):
     """Uneven micro-batches commit the whole batch's statistics, also where the mean is large."""
     spread = torch.tensor([0.5, 1, 3]).view(3, *(1,) * dims)
     x = torch.randn(11, 3, *(5, 4, 3)[:dims]) * spread + mean
@@ -105,7 +105,7 @@ def test_equal_the_whole_batch(dims, mean, momentum):
 
 
 @pytest.mark.parametrize("momentum", [0.1, 1.0])
-def test_rows(momentum):
+def test_statistics_of_rows_equal_double_precision(momentum):
     """Of ``[batch, channels]`` too; torch's own float32 is off by 1e-4 there at a mean of 1e4, so
     it is the double-precision batch norm that is met."""
     x = torch.randn(1000, 32) + 1e4
@@ -120,7 +120,7 @@ def test_rows(momentum):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_types(dtype):
+def test_statistics_of_double_and_half_precision_are_exact(dtype):
     """Double and half precision are tracked too, the latter without losing precision."""
     x = (torch.randn(12, 3, 5) + 3).to(dtype)
     model = net(dims=1)
@@ -136,7 +136,7 @@ def test_other_types(dtype):
 
 
 @pytest.mark.cpu("the CPU's kernel gives other types than a device's")
-def test_half_precision_buffers():
+def test_half_precision_buffers_round_once():
     """A model in bfloat16 rounds once, at the commit."""
     x = torch.randn(8, 3, 5).bfloat16()
     model = net().bfloat16()
@@ -145,7 +145,7 @@ def test_half_precision_buffers():
     assert equal(model[0].running_mean, expected)
 
 
-def test_fewer_microbatches_than_asked():
+def test_fewer_microbatches_than_asked_commit_too():
     """Six samples in four chunks, where torchgpipe commits nothing, and two samples in four."""
     for size in (6, 2):
         x = torch.randn(size, 3, 4, 4)
@@ -156,7 +156,7 @@ def test_fewer_microbatches_than_asked():
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_many_samples(layout):
+def test_half_a_million_numbers_are_added_up_precisely(layout):
     """Half a million numbers a channel are added up as precisely."""
     x = (torch.randn(8, 2, 256, 256) + 1e4).contiguous(memory_format=layout)
     parts = [statistics(part) for part in x.split(3)]
@@ -179,7 +179,9 @@ def test_many_samples(layout):
     st.booleans(),
     st.integers(0, 99),
 )
-def test_property(batch, chunks, dims, schedule, momentum, mean, isolate, seed):
+def test_any_batch_and_schedule_commit_what_modules_got(
+    batch, chunks, dims, schedule, momentum, mean, isolate, seed
+):
     """Any batch, chunks, schedule and momentum: gradients equal the plain loop's to the bit, and
     each batch norm's statistics are those of all that it got."""
     torch.manual_seed(seed)
@@ -200,7 +202,7 @@ def test_property(batch, chunks, dims, schedule, momentum, mean, isolate, seed):
     assert difference(model, plain, loss, expected).same
 
 
-def test_schedules_agree():
+def test_every_schedule_commits_the_same_bits():
     """Every schedule commits the same bits."""
     x = torch.randn(10, 3, 5) + 100
     found = []
@@ -247,7 +249,7 @@ def test_eval_uses_what_was_committed():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "sequential", "uncut"])
 @pytest.mark.parametrize("grad", [True, False])
-def test_differentiable_call(schedule, grad):
+def test_a_differentiable_call_commits_at_its_end(schedule, grad):
     """``pipe(x)`` commits at its end, with gradients and without; its backward commits nothing."""
     x = torch.randn(7, 3, 5) + 50
     model = net()
@@ -263,7 +265,7 @@ def test_differentiable_call(schedule, grad):
 
 
 @pytest.mark.parametrize("marks", [{}, {"2": 1}])
-def test_one_device(marks):
+def test_a_step_in_one_thread_is_deferred_too(marks):
     """The steps that run as the plain loop does are deferred too."""
     x = torch.randn(7, 3, 5)
     model = bp.begin_blocks(net(), marks)
@@ -295,7 +297,7 @@ class Body(nn.Module):
     [("reentrant", "1"), ("not reentrant", "1"), ("not reentrant", "1.body.2")],
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential", "uncut", "plain"])
-def test_recomputed_once(schedule, recompute, mark):
+def test_what_a_checkpoint_computes_again_counts_once(schedule, recompute, mark):
     """What a checkpoint in the model computes again in backward is not counted again: statistics
     equal those of a step without it, to the bit."""
     devices = ["cpu:0"] * 2 if schedule == "plain" else stages(2)
@@ -329,7 +331,7 @@ class Renormalizing(nn.BatchNorm1d):
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, Renormalizing])
 @pytest.mark.parametrize("checkpoint", ["except_last", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "sequential", "uncut"])
-def test_with_recomputation(schedule, checkpoint, kind):
+def test_recomputation_reads_the_forwards_statistics(schedule, checkpoint, kind):
     """What is recomputed reads the statistics that its forward read: gradients and statistics are
     those without recomputation, to the bit."""
     torch.manual_seed(0)
@@ -347,7 +349,7 @@ def test_with_recomputation(schedule, checkpoint, kind):
         assert equal(a, b)
 
 
-def test_recomputed_in_a_later_backward():
+def test_a_later_backward_leaves_the_statistics():
     """The backward of ``pipe(x)`` computes again, and leaves the statistics as they are."""
     model = nn.Sequential(nn.Linear(4, 4), Body(net(4), "not reentrant"))
     pipe = deferred(model, {"1": 1}, chunks=2)
@@ -359,7 +361,7 @@ def test_recomputed_in_a_later_backward():
 
 @pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "aot_eager"}])
 @pytest.mark.cpu("no compiler makes code for it")
-def test_compiled(options):
+def test_compiled_modules_defer_their_statistics(options):
     """Compiled modules end their graphs at a batch norm, and its statistics are deferred."""
     torch.compiler.reset()
     x = torch.randn(8, 3, 5) + 1e4
@@ -381,7 +383,7 @@ def test_compiled(options):
 
 @pytest.mark.cpu("no compiler makes code for it")
 @pytest.mark.parametrize("in_place", [True, False])
-def test_compiled_by_the_user(in_place):
+def test_modules_compiled_by_the_user_defer_their_statistics(in_place):
     """A module that was compiled, and run, before the pipeline: its batch norms are deferred."""
     torch.compiler.reset()
     x = torch.randn(8, 3, 5) + 1e4
@@ -402,7 +404,7 @@ def test_compiled_by_the_user(in_place):
     assert int(norm.num_batches_tracked) == 2
 
 
-def test_isolated():
+def test_isolated_stages_keep_their_statistics():
     """The stage sanitizer finds no statistics on another stage than their module's."""
     x = torch.randn(9, 3, 5)
     model = net()
@@ -426,7 +428,7 @@ def test_other_methods_update_at_once():
 # --- models
 
 
-class ProcessChange(nn.Module):
+class Shared(nn.Module):
     """One batch norm, called twice: on one hop, or on two hops of its stage."""
 
     def __init__(self, between: int) -> None:
@@ -448,10 +450,10 @@ class ProcessChange(nn.Module):
 @pytest.mark.parametrize(
     ("between", "schedule"), [(0, "1f1b"), (0, "uncut"), (1, "sequential"), (1, "uncut")]
 )
-def test_called_twice(between, schedule):
+def test_two_calls_of_a_module_are_two_updates(between, schedule):
     """Two calls of one module are two updates, in their order."""
     x = torch.randn(9, 3) + 4
-    model = ProcessChange(between)
+    model = Shared(between)
     full = copy.deepcopy(model)
     pipe = bp.Pipeline(
         model, devices=stages(2), chunks=3, schedule=schedule, deferred_batch_norm=True
@@ -478,7 +480,7 @@ class ReadElsewhere(nn.Module):
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-def test_not_sealed(isolate):
+def test_a_batch_norm_in_glue_is_deferred(isolate):
     """A batch norm in the glue is deferred too, and gradients are the plain loop's."""
     x = torch.randn(8, 3)
     model = ReadElsewhere()
@@ -495,7 +497,7 @@ def test_not_sealed(isolate):
     assert difference(model, plain, loss, expected).same
 
 
-def test_resnet():
+def test_every_layer_of_a_resnet_has_what_it_got():
     """torchvision's ResNet-18: every layer's statistics are those of all that it got."""
     torchvision = pytest.importorskip("torchvision")
     x = torch.randn(6, 3, 64, 64) + 100
@@ -512,7 +514,7 @@ def test_resnet():
 
 
 @pytest.mark.slow
-def test_timm():
+def test_batch_norms_of_timm_are_deferred():
     """timm's BatchNormAct2d, with a forward of its own."""
     timm = pytest.importorskip("timm")
     model = timm.create_model("mobilenetv3_small_050", num_classes=5)
@@ -538,7 +540,7 @@ class Reassigning(nn.BatchNorm1d):
         return x - x.mean(0)
 
 
-def test_subclass_that_assigns_its_buffers():
+def test_a_subclass_that_assigns_its_buffers_keeps_them():
     """The module's own buffers are put back, and get the statistics."""
     model = nn.Sequential(Reassigning(3, momentum=0.5), nn.Linear(3, 3))
     own = model[0].running_mean
@@ -586,7 +588,7 @@ class Fails(nn.Module):
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential", "uncut"])
-def test_failed_step(schedule, phase):
+def test_a_failed_step_commits_nothing(schedule, phase):
     """A step that fails commits nothing; the next one commits its own."""
     model = nn.Sequential(*net()[:3], nn.Linear(5, 5), Body(Fails()))
     state, before = copy.deepcopy(model.state_dict()), copy.deepcopy(model[0])
@@ -605,7 +607,7 @@ def test_failed_step(schedule, phase):
     assert_as_full_batch(model[0], before, x)
 
 
-def test_model_is_as_it_was():
+def test_between_steps_nothing_is_on_the_modules():
     """Between steps nothing is on the modules, and copies and pickles work."""
     model = net()
     pipe = deferred(model, {"2": 1}, chunks=2)
@@ -634,7 +636,7 @@ class Seen(nn.BatchNorm1d):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "sequential"])
-def test_nothing_is_kept(schedule):
+def test_nothing_of_a_step_is_alive_after_it(schedule):
     """After a step nothing of it is alive, with the collector off."""
     model = nn.Sequential(nn.Linear(4, 4), Seen(4), nn.Tanh(), Seen(4))
     pipe = deferred(model, {"2": 1}, chunks=3, schedule=schedule)
@@ -669,13 +671,15 @@ def test_synchronized_modules_are_named():
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])
-def test_bad_option(value):
+def test_a_wrong_option_is_refused(value):
     """The option is True or False."""
-    with pytest.raises(UsageError, match=r"deferred_batch_norm is True or False, but .*\.py:\d+"):
+    with pytest.raises(
+        UsageError, match=r"expected True or False for deferred_batch_norm, got .*\.py:\d+"
+    ):
         bp.Pipeline(net(), devices=["cpu"], deferred_batch_norm=value)
 
 
-def test_no_cuda_graphs():
+def test_cuda_graphs_are_refused():
     """A captured forward would not be looked at: refused."""
     pipe = bp.Pipeline(net(), devices=["cpu"], deferred_batch_norm=True)
     with pytest.raises(UsageError, match="leave one of them out"):

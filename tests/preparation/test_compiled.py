@@ -193,7 +193,7 @@ def test_cuda_graphs_need_cuda():
         pipe.compile(cuda_graphs=True)
 
 
-def test_inductor():
+def test_inductor_gives_plain_gradients_to_rounding():
     """The default backend, to its rounding."""
     net = make_net()
     plain, x = copy.deepcopy(net), torch.randn(8, 6)

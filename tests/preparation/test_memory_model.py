@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.preparation.memory_model import LiveBytes, copies_of
+from blockpipe.preparation.measured_memory import LiveBytes
+from blockpipe.preparation.memory_model import copies_of
 
 from ..models import FeedForward, square
 from ..stage_devices import examples, is_simulated, stages
@@ -164,7 +165,7 @@ def test_the_peak_is_that_of_the_schedule(depth, chunks, schedule, mode, in_flig
         (lambda p: torch.optim.NAdam(p), 2),
     ],
 )
-def test_what_optimizers_keep(optimizer, copies):
+def test_copies_of_an_optimizer_are_what_its_state_has(optimizer, copies):
     """As many copies of the parameters as their states have after a step."""
     net = nn.Linear(30, 40)
     if not callable(optimizer):
@@ -182,14 +183,18 @@ def test_what_optimizers_keep(optimizer, copies):
 def test_a_limit_is_a_number_of_bytes(wrong):
     """Anything else is refused."""
     pipe = bp.Pipeline(layers(), devices=stages(2), chunks=4)
-    with pytest.raises(TypeError, match="limit is a number of bytes"):
+    with pytest.raises(
+        TypeError, match=r"expected a number of bytes for limit, got .*; pass 16 \* 2\*\*30"
+    ):
         pipe.memory(torch.randn(8, 32), limit=wrong)
 
 
 @pytest.mark.parametrize("wrong", ["adm", -1, True, object(), float("inf"), float("nan")])
 def test_an_unknown_optimizer_is_refused(wrong):
     """With those that are known."""
-    with pytest.raises(TypeError, match=r"optimizer is one of 'sgd'.*number of copies"):
+    with pytest.raises(
+        TypeError, match=r"expected a known optimizer .* pass one of 'sgd'.*number of copies"
+    ):
         copies_of(wrong)
 
 
@@ -270,6 +275,9 @@ def test_live_bytes_are_counted_by_hand():
 def test_measuring_needs_a_placed_model():
     """There is nothing to compare with before."""
     pipe = bp.Pipeline(layers(), devices=stages(2), chunks=4)
-    with pytest.raises(TypeError, match=r"measured_memory\(\) compares with the recording"):
+    with pytest.raises(
+        TypeError,
+        match=r"measured_memory\(\) compares with a prediction.*test_memory_model\.py:\d+",
+    ):
         with pipe.measured_memory():
             pass

@@ -104,7 +104,7 @@ def test_a_meta_model_is_recorded():
     assert "4096.0 GiB" in str(recording.summary())
 
 
-def test_a_sample_that_does_not_fit():
+def test_a_sample_that_does_not_fit_is_named_with_its_shapes():
     """The error has the sample's shapes and the forward's own error."""
     with pytest.raises(
         RecordingError, match=r"Linear's forward fails on the sample \(float32\[2, 3\]\)"
@@ -179,7 +179,7 @@ def test_the_sanitizer_finds_a_tensor_read_behind_the_door():
         bp.Pipeline(Net(), devices=["cpu"] * 2, chunks=2, isolate=True)(torch.ones(4, 4))
 
 
-def test_summary_adds_up():
+def test_the_summary_adds_up_to_the_model():
     """The printed totals are the model's own."""
     net = Tied()
     recording = bp.record(net, torch.zeros(2, 3, dtype=torch.long))

@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def _tried(report: ChunksReport) -> list[tuple[str, int]]:
     return [(trial.schedule, trial.microbatches) for trial in report.trials]
 
 
-def test_candidates_of_its_own():
+def test_candidates_are_powers_of_two_and_the_pipelines_own():
     """Powers of two up to eight for each stage, and the pipeline's own; no more than samples."""
     report = _pipe(chunks=3).find_chunks(torch.randn(12, 8), **_batch() | {"candidates": None})
     assert [n for _, n in _tried(report)] == [1, 2, 3, 4, 8, 12]
@@ -47,7 +48,7 @@ def test_a_batch_smaller_than_the_candidates():
     assert [trial.chunks for trial in report.trials] == [2, 8]
 
 
-def test_schedules():
+def test_each_schedule_is_tried_with_each_number():
     """Each is tried with each number, ``"uncut"`` without a prediction."""
     report = _pipe().find_chunks(
         torch.randn(12, 8), **_batch(), candidates=[2, 4], schedules=["gpipe", "uncut"]
@@ -65,15 +66,16 @@ def test_a_schedule_of_ones_own_for_other_microbatches():
     assert report.best is report.trials[1]
 
 
-def test_the_numbers(monkeypatch: pytest.MonkeyPatch):
+def test_seconds_are_the_median_after_the_first_step(monkeypatch: pytest.MonkeyPatch):
     """The median of the steps after the first, by a clock of the test's; the best is the least."""
     clock = itertools.count()
-    recording, left_out = 7.0, 9.0  # the first step of each candidate is left out
-    took = [recording, left_out, left_out, 1.0, 4.0, 5.0, 2.0, 3.0, 3.0]  # in turns
+    left_out = 9.0  # the first step of each candidate
+    took = [left_out, left_out, 1.0, 4.0, 5.0, 2.0, 3.0, 3.0]  # in turns
     times: list[float] = []
     for i, seconds in enumerate(took):
         times += [100.0 * i, 100.0 * i + seconds]
-    monkeypatch.setattr(chunks_module.time, "perf_counter", lambda: times[next(clock)])
+    own = SimpleNamespace(perf_counter=lambda: times[next(clock)])
+    monkeypatch.setattr(chunks_module, "time", own)  # not that of a recording
     report = _find_by_clock()
     one, other = report.trials
     assert one.seconds == statistics.median([1.0, 5.0, 3.0])
@@ -121,7 +123,7 @@ def test_predictions_are_the_pipelines():
         assert trial.predicted_seconds == pytest.approx(played.makespan)
 
 
-def test_over_the_limit():
+def test_what_is_over_the_limit_is_told_and_not_tried():
     """What is predicted to need more than there is is told, and not tried."""
     x = torch.randn(12, 8)
     need = [t.memory for t in _pipe().find_chunks(x, **_batch(), candidates=[1, 12]).trials]
@@ -133,7 +135,7 @@ def test_over_the_limit():
     assert report.best is report.trials[1]
     nothing = _pipe().find_chunks(x, **_batch(), candidates=[1], limit=1)
     assert nothing.best is None
-    assert "nothing was measured" in str(nothing)
+    assert "no candidate could be measured" in str(nothing)
 
 
 class _Hungry(nn.Linear):
@@ -188,7 +190,7 @@ def test_a_failure_of_all_is_the_callers():
     assert net[0].weight.grad is None
 
 
-def test_nothing_is_left():
+def test_a_search_leaves_nothing_behind():
     """Values, gradients, statistics, generators, options and recordings are as they were."""
     pipe = _pipe()
     x, given = torch.randn(12, 8), _batch()
@@ -209,20 +211,20 @@ def test_nothing_is_left():
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
-        ({"candidates": [0, 2]}, UsageError, r"whole numbers from 1 on.*\[0\]"),
-        ({"candidates": ["2"]}, UsageError, "whole numbers from 1 on"),
-        ({"candidates": 3.5}, UsageError, r"whole numbers from 1 on.*\[3.5\]"),
-        ({"candidates": []}, UsageError, "whole numbers from 1 on"),
-        ({"repeats": 0}, UsageError, "repeats is a whole number"),
-        ({"repeats": True}, UsageError, "repeats is a whole number"),
-        ({"schedules": ["1f2b"]}, ScheduleError, "schedule is one of"),
-        ({"schedules": []}, UsageError, "schedules names none"),
-        ({"optimizer": "adamm"}, UsageError, "optimizer is one of"),
-        ({"limit": 0}, UsageError, "limit is a number of bytes"),
-        ({"loss_fn": 3}, UsageError, "loss_fn is a callable"),
+        ({"candidates": [0, 2]}, UsageError, r"positive integers for candidates, got \[0\]"),
+        ({"candidates": ["2"]}, UsageError, "positive integers for candidates"),
+        ({"candidates": 3.5}, UsageError, r"positive integers for candidates, got \[3.5\]"),
+        ({"candidates": []}, UsageError, "positive integers for candidates"),
+        ({"repeats": 0}, UsageError, "a positive integer for repeats, got"),
+        ({"repeats": True}, UsageError, "a positive integer for repeats, got"),
+        ({"schedules": ["1f2b"]}, ScheduleError, "for schedule, got"),
+        ({"schedules": []}, UsageError, "at least one schedule for schedules"),
+        ({"optimizer": "adamm"}, UsageError, "expected a known optimizer"),
+        ({"limit": 0}, UsageError, "expected a number of bytes for limit, got 0"),
+        ({"loss_fn": 3}, UsageError, "expected a callable .* for loss_fn"),
     ],
 )
-def test_wrong_use(given: dict[str, Any], error: type[Exception], match: str):
+def test_wrong_arguments_are_refused(given: dict[str, Any], error: type[Exception], match: str):
     """It is an error before anything runs."""
     pipe = _pipe()
     with pytest.raises(error, match=match):
@@ -230,7 +232,7 @@ def test_wrong_use(given: dict[str, Any], error: type[Exception], match: str):
     assert pipe.recording is None
 
 
-def test_the_table():
+def test_the_table_has_a_line_for_each_trial():
     """A line for each trial, a star at the best, and how to use it."""
     report = ChunksReport(
         [

@@ -27,7 +27,14 @@ ENGINE = [
     "devices.copy_lifetimes",
     "crossing.tags",
     "crossing.microbatch_run",
+    "crossing.tensors.gradients",
+    "crossing.tensors.hop_copies",
     "execution.step",
+    "execution.step_state",
+    "execution.microbatch.arguments",
+    "execution.microbatch.forward",
+    "execution.microbatch.backward",
+    "execution.plain_loop",
     "execution.autograd_bridge",
 ]
 
@@ -98,7 +105,9 @@ def test_a_step_needs_it(mutant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mutant", mutants(["execution.lanes", "_common.thread_state"], FORWARD_LOCK), ids=str
+    "mutant",
+    mutants(["execution.lanes.lane_threads", "_common.thread_state"], FORWARD_LOCK),
+    ids=str,
 )
 def test_forward_code_needs_the_baton(mutant):
     """Not taken, two threads run the user's code at a time."""

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import blockpipe as bp
 from blockpipe._common.thread_state import in_thread, waiting_for_device
-from blockpipe.devices.copies import _ways, send
+from blockpipe.devices.copies import _copy_streams, send
 
 from .. import simulated as accelerator
 from ..models import WITH_INTERLEAVED, square
@@ -118,7 +118,7 @@ def test_a_copy_does_not_wait_for_the_micro_batch_before_it(grad):
 
     def wait_for_the_copy():
         with waiting_for_device():
-            _ways.between(first, second, back=False).receiving.synchronize()
+            _copy_streams.between(first, second, back=False).receiving.synchronize()
         gate.open()
 
     with torch.set_grad_enabled(grad):
@@ -132,7 +132,7 @@ def test_a_copy_does_not_wait_for_the_micro_batch_before_it(grad):
 def test_memory_that_the_caller_has_pinned_may_be_filled_anew():
     """As soon as the step returns, though no copy has begun."""
     device, x = torch.device(stages(1)[0]), torch.ones(8).pin_memory()
-    with accelerator.held(_ways.between(x.device, device, back=False).receiving):
+    with accelerator.held(_copy_streams.between(x.device, device, back=False).receiving):
         sent = send(x, device)
         x.fill_(torch.nan)
     assert sent.receive().cpu().eq(1).all()

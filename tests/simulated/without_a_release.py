@@ -20,7 +20,7 @@ from ..models import square
 from . import set_delay
 from .mutants import RELEASES, mutants, without
 
-LOCKING = ["execution.lanes", "devices.rng_streams", "_common.thread_state"]
+LOCKING = ["execution.lanes.lane_threads", "devices.rng_streams", "_common.thread_state"]
 DEVICES = ["simulated:0", "simulated:1"]
 CHUNKS = 3
 

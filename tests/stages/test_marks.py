@@ -16,7 +16,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.errors import MarkError
 from blockpipe.stages import marks
-from blockpipe.stages.marks import Cursor, Mark, set_cursor
+from blockpipe.stages.cursor import Cursor, Mark, numbered_by, set_cursor
 
 
 def two_layers() -> nn.Sequential:
@@ -52,7 +52,7 @@ def test_nested_block_restores_the_outer_stage():
     assert route(script) == [0, 1, 0]
 
 
-def test_outermost_exit_stays():
+def test_code_after_the_outermost_block_stays_on_its_stage():
     """Code after the outermost block stays on its stage."""
 
     def script(net, x):
@@ -165,7 +165,7 @@ def test_begin_block_under_a_with_block_lasts_to_its_end():
     assert route(outermost) == [0, 2]
 
 
-def test_the_same_module_called_twice_under_different_blocks():
+def test_a_module_called_under_two_blocks_lives_on_the_first():
     """Its parameters live where they are read first, and are read on the other stage too."""
 
     def script(net, x):
@@ -243,7 +243,7 @@ def test_marks_do_nothing_outside_blockpipe():
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
 )
-def test_marks_survive_copies(copied):
+def test_copies_and_pickles_keep_the_marks(copied):
     """Copies and pickles keep the mark, and their own."""
     net = two_layers()
     net[2] = bp.BeginBlock(net[2], stage=1, name="head")
@@ -290,7 +290,7 @@ def test_begin_blocks_matches_segment_by_segment():
     net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4)))
     bp.begin_blocks(net, {"[23]": 1})
     assert bp.record(net, torch.zeros(1, 4)).route == [0, 1]
-    with pytest.raises(MarkError, match=r"no module has the path '4'"):
+    with pytest.raises(MarkError, match=r"expected the path of a module.* got '4'"):
         bp.begin_blocks(net, {"4": 1})
 
 
@@ -349,7 +349,48 @@ def test_a_block_outside_of_a_recording_looks_at_no_frame(monkeypatch):
         set_cursor(before)
 
 
-def test_cursor_scopes():
+def test_begin_lasts_until_the_next_mark():
+    """A block without a ``with``; inside of one it lasts to its end."""
+
+    def script(net, x):
+        x = net.layers[0](x)
+        bp.Block(1).begin()
+        x = net.layers[1](x)
+        with bp.Block(2):
+            x = net.layers[2](x)
+            bp.Block(3).begin()
+            x = net.layers[3](x)
+            with bp.Block(4):
+                x = net.layers[4](x)
+                bp.Block(5).begin()
+                x = net.layers[5](x)
+            return net.layers[0](x)
+
+    assert route(script) == [0, 1, 2, 3, 4, 5, 3]
+
+
+def test_stages_are_numbered_by_a_function():
+    """It is asked at each mark, in the recording and in steps, and keeps what it notes by forward."""
+
+    def numbered(cursor, mark):
+        return cursor.noted.setdefault(mark.name[0], len(cursor.noted))
+
+    def script(net, x):
+        for name, layer in zip(("a1", "b1", "a2"), net.layers, strict=False):
+            with bp.Block(name=name):
+                x = layer(x)
+        return x
+
+    net = Scripted(script)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    with numbered_by(numbered):
+        for _ in range(2):
+            pipe.forward_backward(torch.ones(4, 4), loss_fn=torch.sum)
+    assert pipe.recording.route == [0, 1, 0]
+    assert route(script) == [0, 1, 2]
+
+
+def test_a_cursor_is_a_stack_of_stages():
     """The cursor is a stack of stages."""
     cursor = Cursor()
     for stage in (1, 2):
@@ -377,7 +418,7 @@ def test_a_scripted_module_is_not_marked_but_runs():
                 return self.b(x)
 
     net = Net()
-    with pytest.raises(MarkError, match=r"a scripted one came.*with Block\(stage=1\)"):
+    with pytest.raises(MarkError, match=r"got RecursiveScriptModule.*with Block\(stage=1\)"):
         bp.BeginBlock(net.b, stage=1)
     x = torch.randn(4, 4)
     net(x).sum().backward()
@@ -395,7 +436,9 @@ def test_a_container_that_nobody_calls_is_no_block(how):
     """A mark on it would do nothing, without a word."""
     net = nn.Module()
     net.h = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    with pytest.raises(MarkError, match=r"a ModuleList has no forward .*its '0' for example"):
+    with pytest.raises(
+        MarkError, match=r"a module with a forward of its own .*got ModuleList.*for example its '0'"
+    ):
         bp.BeginBlock(net.h, 1) if how == "BeginBlock" else bp.begin_blocks(net, {"h": 1})
     assert bp.BeginBlock(net.h[1], 1) is net.h[1]
 

@@ -175,7 +175,7 @@ def test_one_name_of_a_tied_tensor_is_enough():
     assert same_state(net, plain)
 
 
-def test_a_module_registered_twice():
+def test_a_module_registered_twice_is_filled_by_either_name():
     """Its state dict has both names, and so may a checkpoint."""
 
     def make():
@@ -189,7 +189,7 @@ def test_a_module_registered_twice():
     assert net[0] is net[2]
 
 
-def test_only_some_stages():
+def test_some_stages_alone_are_filled():
     """One process's share; a tied tensor goes to every stage that reads it."""
     plain, net = Net(), on_meta()
     recording = bp.record(net, X)
@@ -283,7 +283,7 @@ def test_reset_parameters_gives_what_building_gives():
 
 
 @pytest.mark.parametrize("way", ["in place", ".data", "another object", ".data ="])
-def test_every_way_to_write_counts(way):
+def test_every_way_of_init_to_write_counts(way):
     """In place, through ``.data``, by another parameter, by another storage."""
 
     def init(module):
@@ -487,7 +487,7 @@ def test_a_disk_that_fails_where_a_part_had_values(monkeypatch):
 def test_a_plain_attribute_on_meta_is_named():
     """It is neither parameter nor buffer: nothing can give it values."""
 
-    class TensorInfo(nn.Module):
+    class Held(nn.Module):
         def __init__(self):
             super().__init__()
             self.a = nn.Linear(6, 6)
@@ -497,19 +497,19 @@ def test_a_plain_attribute_on_meta_is_named():
             return self.a(x)
 
     with pytest.raises(WeightsError, match="'shift', which is neither a parameter nor a buffer"):
-        pipeline(on_meta(TensorInfo), devices=stages(1), init="reset_parameters", sample=((X,), {}))
+        pipeline(on_meta(Held), devices=stages(1), init="reset_parameters", sample=((X,), {}))
 
 
 # --- the pipeline's own
 
 
-def test_neither_weights_nor_init():
+def test_a_meta_model_without_weights_or_init_is_refused():
     """A meta model cannot be placed, and the message says what to pass."""
     with pytest.raises(PlanError, match="pass weights=… .a checkpoint. or init=…"):
         pipeline(on_meta(), sample=((X,), {}))
 
 
-def test_wrong_options():
+def test_wrong_options_are_refused_before_anything_moves():
     """Before anything moves."""
     with pytest.raises(UsageError, match="has some already"):
         pipeline(Net(), init="reset_parameters")
@@ -570,7 +570,7 @@ def test_a_meta_buffer_alone_cannot_run_for_real():
         bp.record(Half(), X)
 
 
-def test_first_call_under_inference_mode():
+def test_parameters_filled_under_inference_mode_can_be_trained():
     """The parameters can be trained afterwards."""
     net = on_meta()
     pipe = pipeline(net, weights=Net().state_dict(), init=fill_scale).eval()
@@ -591,7 +591,7 @@ def test_unplace_leaves_it_where_it_is():
 
 
 @pytest.mark.parametrize("placed", [False, True])
-def test_copies_and_pickles(placed):
+def test_copies_of_a_meta_model_get_their_values(placed):
     """Before it is placed, the copy gets its values by itself; after, it has them."""
     plain = Net().eval()
     pipe = pipeline(on_meta(), weights=plain.state_dict(), init=fill_scale).eval()
@@ -602,7 +602,7 @@ def test_copies_and_pickles(placed):
         assert twin.module.c.weight is twin.module.a.weight
 
 
-def test_a_partly_meta_model():
+def test_what_has_values_keeps_them():
     """What has values keeps them where the function does not write."""
     net = Net()
     head = net.b.weight.detach().clone()
@@ -615,7 +615,7 @@ def test_a_partly_meta_model():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_cuda(tmp_path):
+def test_values_go_straight_to_a_cuda_device(tmp_path):
     """From a file straight to the device, cast on the way; back on the host by the file."""
     plain, net = Net(), on_meta().to(torch.bfloat16)
     bp.Pipeline(plain).save_weights(tmp_path)

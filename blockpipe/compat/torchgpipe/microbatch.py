@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..._common.thread_state import ours
-from ...stages.marks import forward_under_way, is_checkpointing, is_recomputing
+from ...stages.cursor import current_cursor, is_checkpointing, is_recomputing
 
 __all__ = ["current_microbatch", "is_checkpointing", "is_recomputing"]
 
@@ -27,12 +27,12 @@ def current_microbatch() -> Tensor | None:
         >>> print(current_microbatch())
         None
     """
-    forward = forward_under_way()
-    if forward is None:
+    cursor = current_cursor()
+    if cursor is None:
         return None
-    if _KEY not in forward.notes:
+    if _KEY not in cursor.kept:
         with ours():
-            forward.notes[_KEY] = torch.empty(0, device="cpu")
-    key: Tensor = forward.notes[_KEY]
-    forward.tell_apart(key)
+            cursor.kept[_KEY] = torch.empty(0, device="cpu")
+    key: Tensor = cursor.kept[_KEY]
+    cursor.tell_apart(key)
     return key

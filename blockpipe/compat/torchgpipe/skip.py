@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..._common.callsite import users_line
 from ..._torch.modules import children_of
 from ...errors import RecordingError, UsageError
-from ...stages.marks import forward_under_way
+from ...stages.cursor import current_cursor
 
 __all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]
 
@@ -75,10 +75,10 @@ _in_thread = _InThread()
 
 
 def _kept() -> dict[Key, Tensor | None]:
-    forward = forward_under_way()
-    if forward is None:
+    cursor = current_cursor()
+    if cursor is None:
         return _in_thread.kept
-    kept: dict[Key, Tensor | None] = forward.notes.setdefault(_KEPT, {})
+    kept: dict[Key, Tensor | None] = cursor.kept.setdefault(_KEPT, {})
     return kept
 
 

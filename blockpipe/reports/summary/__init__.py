@@ -1,4 +1,5 @@
-"""A recording as a table: rows, columns, and their text and HTML.
+"""A recording as a table: rows and columns, as text and as HTML.
 
-A new column is an entry of ``columns``. ``explain`` says why something is where it is.
+A new column is an entry of ``columns``. ``explain`` gives the reason why a module or
+parameter is where it is, and ``notes`` the lines below the tables.
 """

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ..._common.callsite import users_line
+from ..._common.checks import expected
 from ..._common.text import bytes_text, flops_text, milliseconds_text, stages_text
 from ...errors import UsageError
 from .rows import ModuleRow
 
 
 class Column(NamedTuple):
-    """A heading, and what stands below it for a module."""
+    """A column: its heading, and the cell of a module."""
 
     head: str
     cell: Callable[[ModuleRow], str]
@@ -27,7 +28,7 @@ def _size(number: int) -> str:
 
 
 def _star(shared: int) -> str:
-    """Marks a cell whose number is in an earlier row too, and once above."""
+    """Return the mark of a cell whose number an earlier row has too."""
     return "*" if shared else ""
 
 
@@ -60,14 +61,14 @@ _USUAL = ("stage", "device", "parameters", "activations", "share")  # fit 100 ch
 
 
 def chosen(columns: Iterable[str] | None, *, has_devices: bool) -> list[str]:
-    """The names of the columns to show, checked.
+    """Return the names of the columns to show.
 
     Args:
-        columns: as asked for; ``None``: the usual ones.
+        columns: the names that a user asked for; ``None`` takes the usual ones.
         has_devices: whether devices are known.
 
     Raises:
-        UsageError: no list of these names; or devices, and none are known.
+        UsageError: a name is unknown; or it is ``"device"``, and no devices are known.
     """
     if columns is None:
         return [name for name in _USUAL if name != "device" or has_devices]
@@ -77,13 +78,12 @@ def chosen(columns: Iterable[str] | None, *, has_devices: bool) -> list[str]:
     else:
         problem = [name for name in names if not isinstance(name, str) or name not in COLUMNS]
     if problem != []:
-        raise UsageError(
-            f"columns is a list of names out of {', '.join(COLUMNS)}, but {problem!r} came; leave "
-            f"it out for {', '.join(_USUAL)} ({users_line()})"
-        )
+        contract = f"names out of {', '.join(COLUMNS)}"
+        fix = f"leave it out for {', '.join(_USUAL)}"
+        raise UsageError(expected(contract, problem, for_="columns", fix=fix))
     if "device" in names and not has_devices:
         raise UsageError(
-            "column 'device' shows what was given as devices=, but nothing was; pass "
-            f"devices=[…], one for each stage ({users_line()})"
+            f"the column 'device' needs the stages' devices, but none are known ({users_line()}); "
+            "pass devices=[…], one for each stage"
         )
     return list(dict.fromkeys(names))

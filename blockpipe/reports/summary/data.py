@@ -1,4 +1,4 @@
-"""What a summary is made of, as data: its views are drawn from that."""
+"""The data of a summary, which its views are drawn from."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .rows import ModuleRow, StageRow
 
 @dataclass
 class Prediction:
-    """What a pipeline knows of a step, besides the recording.
+    """A pipeline's prediction of a step.
 
     Attributes:
-        schedule: the name of what was played out.
-        microbatches: how many the batch makes.
-        step_seconds: how long a step takes; that the optimizer takes is not in it.
+        schedule: the name of the schedule that was played out.
+        microbatches: the number of micro-batches.
+        step_seconds: the time of a step, without the optimizer's.
         bubble: the share of all lanes' time in which they idle, 0 to 1.
-        restore_seconds: by stage, what recomputing a micro-batch takes.
-        peak_bytes: by stage, without an optimizer's state.
-        one_thread: operations are so small that one thread runs the step, and no lane idles.
+        restore_seconds: for each stage, the time of recomputing a micro-batch.
+        peak_bytes: for each stage, the memory's peak without an optimizer's state.
+        one_thread: whether operations are so small that one thread runs the step: no lane idles.
     """
 
     schedule: str
@@ -51,6 +51,6 @@ class SummaryData:
 
     @property
     def imbalance(self) -> float | None:
-        """The slowest stage's predicted time over the mean; ``None``: nothing takes time."""
+        """The slowest stage's predicted time over the mean; ``None`` if no stage takes any."""
         seconds = [stage.seconds for stage in self.stages]
         return max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else None

@@ -1,24 +1,23 @@
-"""Why something is where it is: what a recording says of one module, parameter or buffer.
+"""The reasons why a module, a parameter or a buffer is where it is, from its recording.
 
-A summary shows where everything is. This answers the question that comes next, from what was
-written down when it happened; working the reasons out again from the result would be guessing.
+A summary shows where everything is; the next question is why. The answer is taken from notes that
+the recording made at the time. To work the reasons out from the result would be guessing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ..._common.callsite import users_line
+from ..._common.checks import did_you_mean, expected
 from ..._common.text import bytes_text, one_line, short, stages_text
 from ...errors import UsageError
 
 if TYPE_CHECKING:  # a recording can explain itself; that needs only its fields
     from ...recording.recording import Call, Recording, TensorInfo
 
-_MOST_HELD = 6  # of a module's parameters that are told one by one
+_MOST_LISTED = 6  # of a module's parameters and buffers
 
 
 def explain(
@@ -31,51 +30,47 @@ def explain(
     """Say why a module, or a parameter, is where it is.
 
     Args:
-        recording: that saw it.
-        path: of a module, a parameter or a buffer; ``""``: the model.
-        devices: of the stages; ``None``: not known.
-        checkpoint: the pipeline's option; ``None``: not known.
+        recording: the recording.
+        path: the path of a module, a parameter or a buffer; ``""`` is the model.
+        devices: the stages' devices; ``None`` if they are not known.
+        checkpoint: the pipeline's option; ``None`` if it is not known.
 
     Raises:
-        UsageError: nothing of that name.
+        UsageError: nothing has that name.
     """
-    held = next((h for h in _held(recording) if path in h.names), None)
-    if held is not None:
-        return _about_held(recording, held, devices)
+    info = next((info for info in _infos(recording) if path in info.names), None)
+    if info is not None:
+        return _about_tensor(recording, info, devices)
     if isinstance(path, str):
         calls = [c for c in recording.calls if path in (c.path, _function_name(c))]
-        inside = [h for h in _held(recording) if _is_inside(h, path)]
+        inside = [info for info in _infos(recording) if _is_inside(info, path)]
         if calls:
             return _about_module(recording, calls, inside, devices, checkpoint)
         if inside:
             lines = [f"{path} is not called itself", *_about_inside(path, inside)]
             return _text(lines)
     known = list(dict.fromkeys(c.path for c in recording.calls))
-    names = [*known, *(name for h in _held(recording) for name in h.names)]
-    near = get_close_matches(str(path), names, n=3, cutoff=0.4)
-    raise UsageError(
-        f"explain takes the path of a module that the forward calls, or of a parameter or buffer, "
-        f"but {path!r} came; "
-        + (f"did you mean {', '.join(map(repr, near))}?" if near else f"there are {known[1:9]}")
-        + f" ({users_line()})"
-    )
+    names = [*known, *(name for info in _infos(recording) for name in info.names)]
+    hint = did_you_mean(str(path), names, otherwise=f"there are {', '.join(known[1:9])}")
+    contract = "the name of a module that the forward calls, a parameter or a buffer"
+    raise UsageError(expected(contract, path, for_="path", fix=hint))
 
 
 def _text(lines: Sequence[str]) -> str:
     return "\n  ".join(map(one_line, lines))
 
 
-def _held(recording: Recording) -> list[TensorInfo]:
+def _infos(recording: Recording) -> list[TensorInfo]:
     return [*recording.parameters, *recording.buffers]
 
 
 def _function_name(call: Call) -> str | None:
-    """A function is known by its name and line; its name is enough to ask for it."""
+    """Return a function's name, which is enough to ask for it; its path has the line too."""
     return call.path.partition(" (")[0] if call.is_function else None
 
 
-def _is_inside(held: TensorInfo, path: str) -> bool:
-    return not path or any(name.startswith(f"{path}.") for name in held.names)
+def _is_inside(info: TensorInfo, path: str) -> bool:
+    return not path or any(name.startswith(f"{path}.") for name in info.names)
 
 
 def _on(stage: int, devices: Sequence[object] | None) -> str:
@@ -94,12 +89,12 @@ def _about_module(
 ) -> str:
     path = calls[0].path
     name = f"{path or recording.model} ({calls[0].kind})"
-    told = [_about_call(recording, call, devices, checkpoint) for call in calls]
+    texts = [_about_call(recording, call, devices, checkpoint) for call in calls]
     if len(calls) == 1:
-        lines = [f"{name} {told[0][0]}", *told[0][1:]]
+        lines = [f"{name} {texts[0][0]}", *texts[0][1:]]
     else:
         lines = [f"{name} is called {len(calls)} times"]
-        for _, group in groupby(zip(calls, told, strict=True), key=lambda pair: pair[1]):
+        for _, group in groupby(zip(calls, texts, strict=True), key=lambda pair: pair[1]):
             alike = list(group)
             first, last = alike[0][0].call, alike[-1][0].call
             which = f"call {first}" if first == last else f"calls {first} to {last}"
@@ -123,7 +118,7 @@ def _about_call(
     lines.append(f"stage: {_why_there(recording, call)}")
     if call.parent is not None:
         lines.append(f"called by: {call.parent.path or recording.model}, at {short(call.where)}")
-    lines.append(f"door: {_sealed_call_says(recording, call)}")
+    lines.append(f"sealed: {_whether_sealed(recording, call)}")
     lines += [f"arguments: {text}" for text in _arguments(route, call)]
     lines += [f"crosses into it: {text}" for text in _crosses(recording, call)]
     lines.append(f"recomputed: {_recomputed(recording, call, checkpoint)}")
@@ -153,7 +148,7 @@ def _why_there(recording: Recording, call: Call) -> str:
 
 
 def _sealed_call_of(recording: Recording, call: Call | None) -> Call | None:
-    """The outermost sealed call that a call is, or is inside of."""
+    """Return the outermost sealed call that a call is, or is inside of."""
     found = None
     while call is not None:
         sealed = recording.sealed_functions if call.is_function else recording.sealed
@@ -163,21 +158,21 @@ def _sealed_call_of(recording: Recording, call: Call | None) -> Call | None:
     return found
 
 
-def _sealed_call_says(recording: Recording, call: Call) -> str:
+def _whether_sealed(recording: Recording, call: Call) -> str:
     sealed_call = _sealed_call_of(recording, call)
     if sealed_call is call:
-        return "sealed: it runs untouched, for it stays on one stage and is given all it reads"
+        return "yes: it stays on one stage, and all that it reads of others is in its arguments"
     if sealed_call is not None:
-        return f"it runs untouched, inside of {sealed_call.path or 'the model'}, which is sealed"
-    why = call.opened or "another of its calls, on this stage, is"
-    return f"open, its operations are looked at: {why}"
+        return f"yes, as a part of {sealed_call.path or 'the model'}"
+    why = call.opened or "another of its calls, on this stage, is not sealed"
+    return f"no, its operations are intercepted: {why}"
 
 
 def _arguments(route: list[int], call: Call) -> Iterator[str]:
-    for source in call.inbound[:_MOST_HELD]:
+    for source in call.inbound[:_MOST_LISTED]:
         made = source.stage if source.last_hop is None else route[source.last_hop]
         beside = "the same stage" if made == call.stage else f"stage {made}"
-        yield f"computed from what {source.path} returns, on {beside}"
+        yield f"computed from the result of {source.path}, on {beside}"
 
 
 def _crosses(recording: Recording, call: Call) -> Iterator[str]:
@@ -203,18 +198,18 @@ def _is_around(call: Call, inner: Call | None) -> bool:
 def _recomputed(recording: Recording, call: Call, checkpoint: str | None) -> str:
     sealed_call = _sealed_call_of(recording, call)
     if sealed_call is None:
-        return "never as a whole: only sealed calls can be run again"
+        return "never as a whole: only sealed calls can be recomputed"
     whole = "it" if sealed_call is call else sealed_call.path
     about = recording.recomputable.get(sealed_call.path)
     if about is not None and about.refuses:
         return f"never: {about.refuses}"
     if about is None or not about.pays:
-        return f"never: {whole} keeps hardly more than what it is given, so nothing is gained"
+        return f"never: {whole} keeps hardly more than its arguments, so it would save no memory"
     if sealed_call.checkpoint is not None:
         decision = "yes" if sealed_call.checkpoint else "no"
         return f"{decision}: its mark says checkpoint={sealed_call.checkpoint}"
     if checkpoint is None:
-        return "where a pipeline's checkpoint= asks for it; its mark says nothing"
+        return "where a pipeline's checkpoint= asks for it; its mark does not say"
     return f"{'no' if checkpoint == 'never' else 'yes'}: the pipeline's checkpoint={checkpoint!r}"
 
 
@@ -222,27 +217,30 @@ def _recomputed(recording: Recording, call: Call, checkpoint: str | None) -> str
 
 
 def _about_inside(path: str, inside: list[TensorInfo]) -> Iterator[str]:
-    """A module's own one by one, if they are few; else how much is where, and what stands out."""
+    """Describe a module's parameters and buffers: each if they are few, else by stage.
+
+    Of many, those that no call reads or that are shared are described as well.
+    """
     noun = "parameters and buffers"
-    if len(inside) > _MOST_HELD:
-        for stage in sorted({h.stage for h in inside}):
-            here = [h for h in inside if h.stage == stage]
-            size = bytes_text(sum(h.bytes for h in here))
+    if len(inside) > _MOST_LISTED:
+        for stage in sorted({info.stage for info in inside}):
+            here = [info for info in inside if info.stage == stage]
+            size = bytes_text(sum(info.bytes for info in here))
             yield f"{noun}: {len(here)} live on stage {stage}, {size}"
-        inside = [h for h in inside if h.hop is None or h.also_read_on or len(h.names) > 1]
-    for held in inside[:_MOST_HELD]:
-        own = next(n for n in held.names if not path or n.startswith(f"{path}."))
-        yield f"{own}: on stage {held.stage}, {'; '.join(_reasons(held))}"
-    if len(inside) > _MOST_HELD:
-        yield f"… {len(inside) - _MOST_HELD} more that no call reads, or that are shared"
+        inside = [i for i in inside if i.hop is None or i.also_read_on or len(i.names) > 1]
+    for info in inside[:_MOST_LISTED]:
+        own = next(n for n in info.names if not path or n.startswith(f"{path}."))
+        yield f"{own}: on stage {info.stage}, {'; '.join(_reasons(info))}"
+    if len(inside) > _MOST_LISTED:
+        yield f"… {len(inside) - _MOST_LISTED} more that no call reads, or that are shared"
 
 
-def _about_held(recording: Recording, held: TensorInfo, devices: Sequence[object] | None) -> str:
-    kind = "buffer" if held.is_buffer else "parameter" if held.trainable else "frozen parameter"
-    about = f"{kind}, {held.dtype} {list(held.shape)}, {bytes_text(held.bytes)}"
-    lines = [f"{held.name} ({about}) lives on {_on(held.stage, devices)}", *_reasons(held)]
-    if held.hop is not None:
-        hop = recording.hops[held.hop]
+def _about_tensor(recording: Recording, info: TensorInfo, devices: Sequence[object] | None) -> str:
+    kind = "buffer" if info.is_buffer else "parameter" if info.trainable else "frozen parameter"
+    about = f"{kind}, {info.dtype} {list(info.shape)}, {bytes_text(info.bytes)}"
+    lines = [f"{info.name} ({about}) lives on {_on(info.stage, devices)}", *_reasons(info)]
+    if info.hop is not None:
+        hop = recording.hops[info.hop]
         if recording.planned:
             lines.append("a plan put the forward there")
         elif hop.where != "the start":
@@ -250,17 +248,17 @@ def _about_held(recording: Recording, held: TensorInfo, devices: Sequence[object
     return _text(lines)
 
 
-def _reasons(held: TensorInfo) -> list[str]:
-    if held.hop is None:
-        reasons = ["no call reads it: it is where its module, or the nearest around that, runs"]
+def _reasons(info: TensorInfo) -> list[str]:
+    if info.hop is None:
+        reasons = ["no call reads it: it is where its module runs, or else the nearest one around"]
     else:
-        reasons = [f"first read there, at {short(held.where)}"]
-    if len(held.names) > 1:
-        reasons.append(f"tied: {' = '.join(held.names)} are one")
-    if held.also_read_on:
-        back = ", and its gradient comes home" if held.trainable and not held.is_buffer else ""
-        on = f"stage {stages_text(held.also_read_on)}"
+        reasons = [f"first read there, at {short(info.where)}"]
+    if len(info.names) > 1:
+        reasons.append(f"tied: {' = '.join(info.names)} are one tensor")
+    if info.also_read_on:
+        back = ", and its gradient is sent back" if info.trainable and not info.is_buffer else ""
+        on = f"stage {stages_text(info.also_read_on)}"
         reasons.append(f"also read on {on}: a copy of the value goes there{back}")
-    if held.written:
+    if info.written:
         reasons.append("the forward writes to it")
     return reasons

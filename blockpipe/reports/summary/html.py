@@ -1,6 +1,6 @@
-"""A summary as HTML, for notebooks: the same tables, with a colour for each stage.
+"""A summary as HTML for notebooks: the tables of the text, with a colour for each stage.
 
-It is one piece, with its styles in it and no script, so that it shows in a saved notebook too.
+It is one element with its own styles and no script, so that a saved notebook shows it too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STYLE = """
 
 
 def as_html(summary: SummaryData) -> str:
-    """The tables in one ``div``."""
+    """Return the tables in one ``div``."""
     notes = "".join(f"<li>{_text(note)}</li>" for note in summary.notes)
     parts = [
         f"<style>{_STYLE}</style>",
@@ -102,5 +102,5 @@ def _bar(stage: StageRow, share: float, text: str) -> str:
 
 
 def _colour(stage: int) -> str:
-    """By the golden angle, so that neighbours differ however many stages there are."""
+    """Return a stage's colour, by the golden angle: neighbours differ whatever their number."""
     return f"hsl({stage * 137.5 % 360:g}, 60%, 55%)"

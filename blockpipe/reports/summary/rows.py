@@ -1,9 +1,9 @@
-"""What a summary's tables are made of: a row for each module shown, and one for each stage.
+"""The rows of a summary's tables: one for each module that is shown, and one for each stage.
 
-Every number of a module includes what is inside of it, and rows add up to the one that they are in,
-with what that one does itself. The tree is that of the calls and not of the paths: a module stands
-below the one that calls it, which is where its time goes; below each, if there are several. Only
-parameters and buffers can be in two rows at once, and the later row says of how many that is so.
+The figures of a module include the modules inside of it, so rows add up to the one around them,
+together with its own operations. The tree is that of the calls and not of the paths: a module is
+below the one that calls it, which is where its time goes, and below each if there are several. Only
+parameters and buffers can be in two rows at once; the later row then says how many.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ if TYPE_CHECKING:  # a recording can summarize itself; its rows need only its fi
 
 @dataclass
 class ModuleRow:
-    """A module, or a run of alike ones.
+    """A module, or a run of modules that are alike.
 
     Attributes:
-        paths: of the modules; one, or those of a run.
+        paths: the paths of the modules.
         name: the path from the row above it.
-        kind: the class.
-        depth: in the tree of calls.
-        calls: how many, of all of ``paths``, in the row above.
-        stages: where they run.
-        parameters: how many numbers, tied ones once.
-        trainable: of these, that need a gradient.
-        bytes: of parameters and buffers.
-        shared_parameters: how many of ``parameters`` an earlier row beside it has too: of tied
-            weights, or of a module that is called in several places. They count once above.
-        shared_bytes: the same of ``bytes``.
-        activation_bytes: that autograd saves in the calls, of one micro-batch. What an earlier call
-            of the hop has saved counts there.
-        flops: of one micro-batch's forward.
-        forward_seconds: predicted.
-        backward_seconds: predicted: of what has a backward.
-        share: of the stage's predicted time; ``None`` on several stages.
+        kind: the modules' class.
+        depth: the depth in the tree of calls.
+        calls: the number of calls of all of ``paths`` in the row above.
+        stages: the stages that they run on.
+        parameters: the number of elements of the parameters, tied ones counted once.
+        trainable: the number of these that need a gradient.
+        bytes: the size of the parameters and buffers.
+        shared_parameters: the number of ``parameters`` that an earlier row beside it has too: of
+            tied weights, or of a module that is called in several places. The row above counts
+            them once.
+        shared_bytes: the same for ``bytes``.
+        activation_bytes: the bytes that autograd saves in the calls, for one micro-batch. A tensor
+            that an earlier call of the hop has saved counts there.
+        flops: the floating-point operations of one micro-batch's forward.
+        forward_seconds: the predicted time of the forward.
+        backward_seconds: the predicted time of the backward.
+        share: the share of the stage's predicted time; ``None`` on several stages.
         outputs: the shapes that the calls return, each once.
-        where: the line that calls it first.
+        where: the line of the first call.
+        device: the stages' devices; ``None`` if they are not known.
     """
 
     paths: list[str]
@@ -69,21 +71,25 @@ class ModuleRow:
 
 @dataclass
 class StageRow:
-    """A stage: what it holds, and what a micro-batch costs on it.
+    """A stage: its parameters, and the cost of a micro-batch on it.
 
     Attributes:
-        begins: the line of the mark that begins it; ``None``: no call is on it.
+        stage: the stage's number.
+        device: its device; ``None`` if it is not known.
+        name: the name of the block that begins it.
+        begins: the line of the mark that begins it; ``None`` if no call is on it.
         hops: the visits of the route.
-        operations: torch functions that the forward calls.
-        parameters: how many numbers live here.
-        trainable: of these, that need a gradient.
-        bytes: of parameters and buffers.
-        activation_bytes: that autograd saves of one micro-batch, each storage of a hop once.
-        flops: of one micro-batch's forward.
-        forward_seconds: predicted.
-        backward_seconds: predicted: of what has a backward.
-        restore_seconds: predicted, of recomputation.
-        peak_bytes: predicted for a step; ``None``: it is not known what a step is.
+        operations: the number of torch functions that the forward calls.
+        parameters: the number of elements of the parameters that live here.
+        trainable: the number of these that need a gradient.
+        bytes: the size of the parameters and buffers.
+        activation_bytes: the bytes that autograd saves of one micro-batch, each storage of a hop
+            once.
+        flops: the floating-point operations of one micro-batch's forward.
+        forward_seconds: the predicted time of the forward.
+        backward_seconds: the predicted time of the backward.
+        restore_seconds: the predicted time of recomputation.
+        peak_bytes: the predicted peak of memory in a step; ``None`` if no step is known.
     """
 
     stage: int
@@ -104,24 +110,24 @@ class StageRow:
 
     @property
     def seconds(self) -> float:
-        """Of one micro-batch: forward, backward, and what is recomputed between them."""
+        """The time of one micro-batch: forward, backward and recomputation."""
         return self.forward_seconds + self.backward_seconds + self.restore_seconds
 
     @property
     def memory_bytes(self) -> int:
-        """The predicted peak; or what it holds, and keeps of one micro-batch."""
+        """The predicted peak, or else parameters, buffers and one micro-batch's activations."""
         return self.bytes + self.activation_bytes if self.peak_bytes is None else self.peak_bytes
 
 
 def stage_rows(
     recording: Recording, devices: list[str] | None, rates: Sequence[Rates]
 ) -> list[StageRow]:
-    """A row for each stage.
+    """Return a row for each stage.
 
     Args:
-        recording: of what.
-        devices: their names, by stage.
-        rates: of each stage's device, by which times are predicted.
+        recording: the recording.
+        devices: the name of each stage's device.
+        rates: the rates of each stage's device, which times are predicted by.
     """
     rows = []
     for stage in range(recording.num_stages):
@@ -130,19 +136,19 @@ def stage_rows(
         buffers = [b for b in recording.buffers if b.stage == stage]
         rows.append(
             StageRow(
-                stage,
-                None if devices is None else devices[stage],
-                next((hop.name for hop in hops if hop.name), None),
-                next((hop.where for hop in hops), None),
-                [hop.index for hop in hops],
-                sum(hop.operations for hop in hops),
-                sum(p.elements for p in parameters),
-                sum(p.elements for p in parameters if p.trainable),
-                sum(held.bytes for held in (*parameters, *buffers)),
-                sum(hop.never.bytes for hop in hops),
-                sum(hop.flops for hop in hops),
-                sum(rates[stage].forward(hop.work) for hop in hops),
-                sum(rates[stage].backward(hop.work) for hop in hops),
+                stage=stage,
+                device=None if devices is None else devices[stage],
+                name=next((hop.name for hop in hops if hop.name), None),
+                begins=next((hop.where for hop in hops), None),
+                hops=[hop.index for hop in hops],
+                operations=sum(hop.operations for hop in hops),
+                parameters=sum(p.elements for p in parameters),
+                trainable=sum(p.elements for p in parameters if p.trainable),
+                bytes=sum(info.bytes for info in (*parameters, *buffers)),
+                activation_bytes=sum(hop.never.bytes for hop in hops),
+                flops=sum(hop.flops for hop in hops),
+                forward_seconds=sum(rates[stage].forward(hop.work) for hop in hops),
+                backward_seconds=sum(rates[stage].backward(hop.work) for hop in hops),
             )
         )
     return rows
@@ -151,12 +157,12 @@ def stage_rows(
 def module_rows(
     recording: Recording, stages: list[StageRow], depth: int | None, rates: Sequence[Rates]
 ) -> list[ModuleRow]:
-    """The modules in the order of their calls, repeated ones in one row.
+    """Return the modules' rows in the order of their calls, with repeated modules in one row.
 
     Args:
-        recording: of what.
-        stages: its stages.
-        depth: what is above is opened; ``None``: what spans stages.
+        recording: the recording.
+        stages: the rows of its stages.
+        depth: the depth above which modules are opened; ``None`` opens those that span stages.
         rates: as for :func:`stage_rows`.
     """
     return list(_Rows(recording, stages, depth, rates).below([], None, 0))
@@ -164,7 +170,7 @@ def module_rows(
 
 @dataclass(eq=False)
 class _Node:
-    """A module, with all its calls in the one above; it stands where the first one is."""
+    """A module with all its calls in the one above, in the place of the first call."""
 
     path: str
     kind: str
@@ -185,13 +191,13 @@ class _Rows:
         self._stages = stages
         self._depth = depth
         self._rates = rates
-        self._held = [*recording.parameters, *recording.buffers]
-        self._inside = _by_module(self._held)
+        self._infos = [*recording.parameters, *recording.buffers]
+        self._inside = _by_module(self._infos)
         self._roots: dict[str, _Node] = {}
         nodes: dict[int, _Node] = {}  # by the id of a call
         for call in recording.calls:
             outer = _outer_of_same(call)
-            if outer is not None:  # a function that calls itself: the outer call has it all
+            if outer is not None:  # a function that calls itself: the outer call counts for both
                 nodes[id(call)] = nodes[id(outer)]
                 continue
             beside = self._roots if call.parent is None else nodes[id(call.parent)].children
@@ -203,13 +209,13 @@ class _Rows:
     def below(
         self, nodes: list[_Node], name: str | None, level: int, counted: set[int] | None = None
     ) -> Iterator[ModuleRow]:
-        """The row of alike nodes, and those of what is in them; the roots' for no node.
+        """Iterate over the row of alike nodes, and the rows inside; for no node, over the roots'.
 
         Args:
-            nodes: alike ones.
-            name: of their row.
-            level: of what is in them.
-            counted: which parameters and buffers the rows beside have so far; filled in.
+            nodes: nodes that are alike.
+            name: the name of their row.
+            level: the depth of the rows inside.
+            counted: the parameters and buffers that rows beside it have so far; filled in.
         """
         children = [[*node.children.values()] for node in nodes] or [[*self._roots.values()]]
         if name is not None:
@@ -232,12 +238,15 @@ class _Rows:
         return len(node.stages) > 1 if self._depth is None else level < self._depth
 
     def _alike(self, node: _Node, level: int) -> object:
-        """Equal for repeated blocks: numbered, of one class, on one stage, the same inside. Where
-        there is more than a number (``layer_3``), they need to be of one size too."""
+        """Return a key that is equal for repeated blocks.
+
+        These are numbered, of one class, on one stage and alike inside. Where the name is more than
+        a number (``layer_3``), they also have the same size.
+        """
         parent, prefix, number = _numbered(node.path)
         if not number:
             return node
-        size = sum(self._held[key].elements for key in self._keys(node)) if prefix else 0
+        size = sum(self._infos[key].elements for key in self._keys(node)) if prefix else 0
         return parent, prefix, size, self._shape(node, level)
 
     def _shape(self, node: _Node, level: int) -> tuple[object, ...]:
@@ -247,10 +256,10 @@ class _Rows:
 
     def _row(self, nodes: list[_Node], name: str, level: int, counted: set[int]) -> ModuleRow:
         keys = set().union(*map(self._keys, nodes))
-        shared = [self._held[key] for key in keys & counted]
+        shared = [self._infos[key] for key in keys & counted]
         counted |= keys
-        held = [self._held[key] for key in keys]
-        parameters = [h for h in held if not h.is_buffer]
+        infos = [self._infos[key] for key in keys]
+        parameters = [info for info in infos if not info.is_buffer]
         calls = [call for node in nodes for call in node.calls]
         stages = sorted(set().union(*(node.stages for node in nodes)))
         work = [(self._rates[stage], work) for call in calls for stage, work in call.work.items()]
@@ -260,38 +269,41 @@ class _Rows:
         whole = stage.forward_seconds + stage.backward_seconds if len(stages) == 1 else 0.0
         devices = [self._stages[s].device or "" for s in stages]
         return ModuleRow(
-            [node.path for node in nodes],
-            name,
-            nodes[0].kind,
-            level,
-            len(calls),
-            stages,
-            sum(p.elements for p in parameters),
-            sum(p.elements for p in parameters if p.trainable),
-            sum(h.bytes for h in held),
-            sum(h.elements for h in shared if not h.is_buffer),
-            sum(h.bytes for h in shared),
-            sum(call.saved_bytes for call in calls),
-            sum(call.flops for call in calls),
-            forward,
-            backward,
-            (forward + backward) / whole if whole else None,
-            list(dict.fromkeys(shape for call in calls for shape in call.outputs)),
-            calls[0].where,
-            ", ".join(dict.fromkeys(devices)) or None,
+            paths=[node.path for node in nodes],
+            name=name,
+            kind=nodes[0].kind,
+            depth=level,
+            calls=len(calls),
+            stages=stages,
+            parameters=sum(p.elements for p in parameters),
+            trainable=sum(p.elements for p in parameters if p.trainable),
+            bytes=sum(info.bytes for info in infos),
+            shared_parameters=sum(info.elements for info in shared if not info.is_buffer),
+            shared_bytes=sum(info.bytes for info in shared),
+            activation_bytes=sum(call.saved_bytes for call in calls),
+            flops=sum(call.flops for call in calls),
+            forward_seconds=forward,
+            backward_seconds=backward,
+            share=(forward + backward) / whole if whole else None,
+            outputs=list(dict.fromkeys(shape for call in calls for shape in call.outputs)),
+            where=calls[0].where,
+            device=", ".join(dict.fromkeys(devices)) or None,
         )
 
     def _keys(self, node: _Node) -> set[int]:
-        """What a module holds, and what those hold that it calls: a function holds nothing."""
+        """Return the parameters and buffers of a module, and of those that it calls.
+
+        A function has none of its own.
+        """
         inside = self._inside.get(node.path, set())
         return inside.union(*(self._keys(child) for child in node.children.values()))
 
 
-def _by_module(held: list[TensorInfo]) -> dict[str, set[int]]:
-    """Which parameters and buffers are inside of each module, under any of their names."""
+def _by_module(infos: list[TensorInfo]) -> dict[str, set[int]]:
+    """Return the parameters and buffers inside of each module, under any of their names."""
     found: dict[str, set[int]] = {}
-    for key, one in enumerate(held):
-        for name in one.names:
+    for key, info in enumerate(infos):
+        for name in info.names:
             path = name
             while path:
                 path = path.rpartition(".")[0]
@@ -300,14 +312,14 @@ def _by_module(held: list[TensorInfo]) -> dict[str, set[int]]:
 
 
 def _stages_of(call: Call, route: list[int]) -> set[int]:
-    """Those that a call visits; one that does nothing is where the forward is then."""
+    """Return the stages that a call visits; one is enough where it computes nothing."""
     if call.hop is None or call.last_hop is None:
         return {call.stage}
     return set(route[call.hop : call.last_hop + 1])
 
 
 def _outer_of_same(call: Call) -> Call | None:
-    """The call of the same module, or function, that this one is in."""
+    """Return the call of the same module, or function, that this one is inside of."""
     outer = call.parent
     while outer is not None and outer.path != call.path:
         outer = outer.parent
@@ -315,7 +327,7 @@ def _outer_of_same(call: Call) -> Call | None:
 
 
 def _numbered(path: str) -> tuple[str, str, str]:
-    """The path of the module around a module, its name, and the number at the name's end."""
+    """Return the path of the module around a module, its name, and the number at its end."""
     parent, _, name = path.rpartition(".")
     prefix = name.rstrip("0123456789")
     return parent, prefix, name[len(prefix) :]

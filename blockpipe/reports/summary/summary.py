@@ -1,11 +1,10 @@
-"""A recording summarized: what is where, what it costs, what crosses, and what to look at.
+"""A summary of a recording: where modules are, what they cost, what crosses, and what to look at.
 
-A module whose call stays on one stage is one row, whatever is inside it; only what spans stages
-is opened. So the table of a deep model is about as long as the model has stages, and what matters
-for a pipeline is on one screen. ``depth=`` opens more, or less.
+A module whose call stays on one stage is one row, whatever is inside it; only modules that span
+stages are opened. So the table of a deep model is about as long as the model has stages, and the
+figures that matter for a pipeline fit one screen. ``depth=`` opens more, or less.
 
-A summary is plain data; text and HTML are two views of it (``text.py``,
-``html.py``).
+A summary is plain data; text and HTML are two views of it (``text.py``, ``html.py``).
 """
 
 from __future__ import annotations
@@ -14,43 +13,44 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..._common.callsite import users_line
-from ..._common.text import short
+from ..._common.checks import expected, is_integer
 from ...costs.probing import rates_of
 from ...costs.rates import Rates, together
 from ...errors import UsageError
 from .columns import STARRED, chosen
 from .data import Prediction, SummaryData
 from .html import as_html
+from .notes import notes_on
 from .rows import module_rows, stage_rows
 from .text import as_text
 
 if TYPE_CHECKING:  # a recording can summarize itself; that needs only its fields
-    from ...recording.recording import Recording
+    from ...recording.recording import CrossingInfo, Recording, TensorInfo
+
+_STAR = "*: an earlier row has some of these parameters too; the row around both counts them once"
 
 
 @dataclass(repr=False)
 class Summary(SummaryData):
-    """What is on which stage, and what it costs: printed, it is a table; in a notebook too.
+    """The modules of each stage and their costs. Printed, it is a table; in a notebook too.
 
-    Sizes and times are of one micro-batch; times are predicted from what the recording counted and
-    what the devices were measured to do.
+    Sizes and times are those of one micro-batch. Times are predicted from the operations that the
+    recording counted and the rates that were measured on the devices.
 
     Attributes:
-        model: the class.
-        modules: a row each, in the order of their calls:
-            :class:`blockpipe.reports.ModuleRow`.
-        stages: a row each: :class:`blockpipe.reports.StageRow`.
-        crossings: tensors that are made on one hop and read on another.
-        tied: parameters with several names, or read on several stages.
-        unused: names of parameters that no call reads.
-        unmarked: operations that belong to no mark.
-        notes: what else there is to say.
-        parameters: how many numbers, in all.
-        bytes: of parameters and buffers, in all.
-        rates: of which devices, by which times are predicted, and where these are from.
-        prediction: of a step; ``None``: it is not known what a step is.
-        columns: that are shown of a module.
+        model: the model's class.
+        modules: a :class:`blockpipe.reports.ModuleRow` for each module, in the order of calls.
+        stages: a :class:`blockpipe.reports.StageRow` for each stage.
+        crossings: the tensors that are made on one hop and read on another.
+        tied: the parameters that have several names, or are read on several stages.
+        unused: the names of parameters that no call reads.
+        unmarked: the operations that belong to no mark.
+        notes: further notes.
+        parameters: the number of elements of all parameters.
+        bytes: the size of all parameters and buffers.
+        rates: the devices whose rates times are predicted by, and where the rates come from.
+        prediction: the prediction of a step; ``None`` if no step is known.
+        columns: the names of the columns that are shown of a module.
 
     Example:
         >>> import torch, blockpipe as bp
@@ -62,7 +62,7 @@ class Summary(SummaryData):
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number as plain data, which ``json`` can write; all columns are in it."""
+        """Return every number as plain data that ``json`` can write, with all columns."""
         found = _plain(self)
         found["imbalance"] = self.imbalance
         for key in ("modules", "stages"):
@@ -77,7 +77,7 @@ class Summary(SummaryData):
     def __str__(self) -> str:
         return as_text(self)
 
-    # At a prompt one wants the table, as of a data frame.
+    # A prompt shows the table, as it does for a data frame.
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
@@ -97,21 +97,23 @@ def summarize(
     """Summarize a recording.
 
     Args:
-        recording: of what.
-        depth: modules above it in the tree of calls are opened (the model itself is at 0);
-            ``None``: those that span stages.
-        columns: what to show of a module; see :meth:`Recording.summary`.
-        devices: of each stage, or their names; ``None``: not known.
-        rates: of each stage's device; ``None``: those of ``devices`` with torch's threads.
-        prediction: of a step.
-        notes: what there is to say beside the recording.
+        recording: the recording.
+        depth: the depth in the tree of calls above which modules are opened (the model itself is
+            at 0); ``None`` opens those that span stages.
+        columns: the columns to show of a module; see :meth:`Recording.summary`.
+        devices: the stages' devices, or their names; ``None`` if they are not known.
+        rates: the rates of each stage's device; ``None`` takes those of ``devices`` with torch's
+            threads.
+        prediction: the prediction of a step.
+        notes: notes beside those on the recording.
+
+    Raises:
+        UsageError: the depth, a column or the devices are not what is expected.
     """
-    if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 0):
-        raise UsageError(
-            "depth is a whole number from 0 (the model alone) on, or None (what spans stages is "
-            f"opened), but {depth!r} came ({users_line()})"
-        )
-    names = _names(devices, recording.num_stages)
+    if depth is not None and not is_integer(depth, 0):
+        fix = "pass 0 for the model alone, or None to open modules that span stages"
+        raise UsageError(expected("an integer from 0 up, or None", depth, for_="depth", fix=fix))
+    names = _device_names(devices, recording.num_stages)
     shown = chosen(columns, has_devices=names is not None)
     if rates is None:
         rates = [rates_of(name) for name in names or ["cpu"] * recording.num_stages]
@@ -121,47 +123,51 @@ def summarize(
             stage.restore_seconds = prediction.restore_seconds[stage.stage]
             stage.peak_bytes = prediction.peak_bytes[stage.stage]
     modules = module_rows(recording, stages, depth, rates)
-    starred = any(row.shared_bytes for row in modules) and not set(STARRED).isdisjoint(shown)
-    star = ["*: an earlier row has some of these parameters too; what both are in counts them once"]
+    has_stars = any(row.shared_bytes for row in modules) and not set(STARRED).isdisjoint(shown)
     return Summary(
-        recording.model,
-        modules,
-        stages,
-        [
-            {
-                "from_stage": c.from_stage,
-                "to_stage": c.to_stage,
-                "shape": list(c.shape),
-                "dtype": c.dtype,
-                "bytes": c.bytes,
-                "needs_grad": c.needs_grad,
-                "what": c.what,
-                "where": c.where,
-            }
-            for c in recording.crossings
-        ],
-        [
-            {"names": list(h.names), "stage": h.stage, "also_read_on": list(h.also_read_on)}
-            for h in recording.tied
-        ],
-        [held.name for held in recording.unused],
-        [_plain(unmarked) for unmarked in recording.unmarked],
-        [*(star if starred else ()), *_notes(recording), *notes],
-        sum(p.elements for p in recording.parameters),
-        sum(held.bytes for held in (*recording.parameters, *recording.buffers)),
-        together(of_one.source for of_one in rates),
-        prediction,
-        shown,
+        model=recording.model,
+        modules=modules,
+        stages=stages,
+        crossings=[_crossing(crossing) for crossing in recording.crossings],
+        tied=[_tied(info) for info in recording.tied],
+        unused=[info.name for info in recording.unused],
+        unmarked=[_plain(unmarked) for unmarked in recording.unmarked],
+        notes=[*([_STAR] if has_stars else []), *notes_on(recording), *notes],
+        parameters=sum(info.elements for info in recording.parameters),
+        bytes=sum(info.bytes for info in (*recording.parameters, *recording.buffers)),
+        rates=together(of_one.source for of_one in rates),
+        prediction=prediction,
+        columns=shown,
     )
 
 
-def _names(devices: Sequence[object] | None, stages: int) -> list[str] | None:
+def _crossing(crossing: CrossingInfo) -> dict[str, Any]:
+    return {
+        "from_stage": crossing.from_stage,
+        "to_stage": crossing.to_stage,
+        "shape": list(crossing.shape),
+        "dtype": crossing.dtype,
+        "bytes": crossing.bytes,
+        "needs_grad": crossing.needs_grad,
+        "what": crossing.what,
+        "where": crossing.where,
+    }
+
+
+def _tied(info: TensorInfo) -> dict[str, Any]:
+    return {
+        "names": list(info.names),
+        "stage": info.stage,
+        "also_read_on": list(info.also_read_on),
+    }
+
+
+def _device_names(devices: Sequence[object] | None, stages: int) -> list[str] | None:
     if devices is None:
         return None
     if isinstance(devices, str) or not isinstance(devices, Sequence) or len(devices) < stages:
         raise UsageError(
-            f"devices has a device, or its name, for each of {stages} stages, but {devices!r} "
-            f"came ({users_line()})"
+            expected(f"a device, or its name, for each of {stages} stages", devices, for_="devices")
         )
     return [str(device) for device in devices]
 
@@ -172,63 +178,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return dict(value) if isinstance(value, dict) else value
-
-
-def _why_one_stage(recording: Recording) -> str:
-    if recording.planned:
-        return "the plan has one stage"
-    if recording.marks or recording.unreached:
-        return "no mark that is reached begins another stage"
-    return "nothing is marked"
-
-
-def _notes(recording: Recording) -> list[str]:
-    several = recording.num_stages > 1
-    notes = []
-    for unmarked in recording.unmarked if several else ():
-        after = (
-            "before the first mark"
-            if unmarked.after is None
-            else f"after the block at {short(unmarked.after)} ended"
-        )
-        count = unmarked.operations
-        what, verb = ("operation", "is") if count == 1 else ("operations", "are")
-        where = short(unmarked.where)
-        notes.append(f"{count} {what} {after} {verb} on stage {unmarked.stage} (from {where})")
-    for held in recording.tied:
-        where = f", read on {held.also_read_on} too" if held.also_read_on else ""
-        notes.append(f"tied: {' = '.join(held.names)} lives on stage {held.stage}{where}")
-    for held in recording.shared_state:
-        what = "buffer" if held.is_buffer else "parameter"
-        notes.append(f"{what} {held.name} is written, and read on several hops: {held.hops}")
-    for shared in recording.shared_changes:
-        notes.append(f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops}")
-    unused = [p.name for p in recording.unused]
-    if unused:
-        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-        notes.append(f"no call reads {', '.join(unused[:3])}{more}")
-    notes += recording.unreached
-    if not several:
-        notes.append(f"{_why_one_stage(recording)}: everything is on stage {recording.route[0]}")
-    if len(recording.route) > recording.num_stages:
-        notes.append(f"the route returns to a stage: {recording.route}")
-    for hop in recording.hops[1:]:  # nobody waits for the first one's gradients: it gains nothing
-        if hop.whole:
-            notes.append(
-                f"zero-bubble schedules leave hop {hop.index}'s backward whole: {hop.whole}"
-            )
-    for sync in recording.host_syncs if several else ():
-        notes.append(f"on an accelerator the host waits at {short(sync.where)}: {sync.operation}")
-    if "" in recording.unhookable:
-        notes.append(
-            "what autograd saves is not known, and nothing can be recomputed: torch.func in the "
-            "forward's own code; put it into a module"
-        )
-    if recording.why_elsewhere:
-        notes.append(
-            "recorded where the model is, and not on fakes of the stages' devices, whose kernels "
-            f"may keep other tensors: {recording.why_elsewhere}"
-        )
-    if recording.why_real:
-        notes.append(f"recorded by a real run: {recording.why_real}")
-    return notes

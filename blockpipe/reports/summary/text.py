@@ -24,7 +24,7 @@ _MOST_CROSSINGS = 12
 
 
 def as_text(summary: SummaryData) -> str:
-    """The tables, below each other."""
+    """Return the tables, one below the other."""
     parts = [
         _modules(summary),
         text_table(*stage_table(summary), left=3 if _has_devices(summary) else 2),
@@ -52,7 +52,7 @@ def _modules(summary: SummaryData) -> str:
 
 
 def label(row: ModuleRow, summary: SummaryData) -> str:
-    """A module's name and class; of a run, how many; and how often it is called, if not once."""
+    """Return a module's name and class, the number of modules of a run, and of calls if several."""
     count = len(row.paths)
     kind = f"{count} × {row.kind}" if count > 1 else row.kind
     calls = "" if row.calls <= count else f", {row.calls} calls"
@@ -67,7 +67,7 @@ def _has_devices(summary: SummaryData) -> bool:
 
 
 def stage_table(summary: SummaryData) -> tuple[list[str], list[list[str]]]:
-    """The heading and the rows of what each stage holds; the last row is that of all."""
+    """Return the heading and a row for each stage; the last row is the total."""
     head = ["Stage", "Begins at", "Hops", "Parameters", "Size", "Activations", "Flops"]
     table = []
     for stage in summary.stages:
@@ -121,12 +121,12 @@ def _bars(summary: SummaryData) -> str:
 
 
 def memory_head(summary: SummaryData) -> str:
-    """What the memory bars show."""
+    """Return the heading of the memory bars."""
     return "Peak memory" if summary.prediction is not None else "Size and activations"
 
 
 def predicted(summary: SummaryData) -> list[str]:
-    """What is predicted of the stages together."""
+    """Return lines on the predictions for all stages together."""
     lines = [f"Of one micro-batch; times are predicted by rates {summary.rates}."]
     if summary.imbalance is not None and len(summary.stages) > 1:
         lines.append(f"Imbalance: the slowest stage takes {summary.imbalance:.2f} times the mean.")
@@ -142,7 +142,7 @@ def predicted(summary: SummaryData) -> list[str]:
 
 
 def crossing_table(summary: SummaryData) -> tuple[list[str], list[list[str]]]:
-    """The heading and the rows of what crosses; of many, the largest, in their order."""
+    """Return the heading and a row for each crossing; of many, the largest, in their order."""
     crossings = shown = summary.crossings
     if len(crossings) > _MOST_CROSSINGS:
         by_size = sorted(range(len(crossings)), key=lambda i: -crossings[i]["bytes"])

@@ -10,7 +10,7 @@ from typing import Any
 from ...schedules.schedule import KINDS
 from .trace import Event, Trace, in_rows, runs
 
-# chrome://tracing knows colours by name alone; Perfetto takes its own from the names of slices.
+# chrome://tracing knows colours by these names; Perfetto derives its own from slices' names.
 _COLOURS = (
     "thread_state_running",
     "thread_state_runnable",
@@ -29,7 +29,7 @@ _ROWS = ("actions", "copies", "waits", "stalls")
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
-    """The trace as a value for JSON."""
+    """Return the trace as a value for JSON."""
     return {
         "traceEvents": [*_metadata(trace), *_slices(trace), *_flows(trace)],
         "displayTimeUnit": "ms",
@@ -38,13 +38,13 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
 
 
 def _process(trace: Trace, lane: int) -> int:
-    """Lanes of one device are one process."""
+    """Return the process of a lane: lanes of one device are one process."""
     devices = list(dict.fromkeys(lane.device for lane in trace.lanes))
     return 1 + devices.index(trace.lanes[lane].device)
 
 
 def _rows(trace: Trace) -> Iterator[tuple[int, int, str, list[Event]]]:
-    """Process, thread, name and events of each row; in a row nothing overlaps."""
+    """Iterate over the process, thread, name and events of each row; its events do not overlap."""
     for lane, about in enumerate(trace.lanes):
         tid = 100 * lane + 1
         for name in _ROWS:
@@ -98,7 +98,7 @@ def _slices(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _flows(trace: Trace) -> Iterator[dict[str, Any]]:
-    """An arrow from each action of a micro-batch to the one that follows on another hop."""
+    """Iterate over arrows from each action of a micro-batch to the next one on another hop."""
     at = {
         id(event): (pid, tid)
         for pid, tid, _, row in _rows(trace)
@@ -107,7 +107,7 @@ def _flows(trace: Trace) -> Iterator[dict[str, Any]]:
     }
     for number, (before, after) in enumerate(runs(trace.events)):
         start, end = _nanoseconds(before.start), _nanoseconds(before.end)
-        # An arrow belongs to the slice that is under way at its time: just before its end.
+        # An arrow belongs to the slice that is under way at its time, so it begins before the end.
         times = max(start, end - 1), _nanoseconds(after.start)
         for ph, event, time in zip("sf", (before, after), times, strict=True):
             pid, tid = at[id(event)]

@@ -1,7 +1,7 @@
-"""A trace as an interactive page: one file with everything in it, that asks no network.
+"""A trace as an interactive page: one file that contains everything and needs no network.
 
-The page is ``timeline.html`` beside this file, with the data put in as JSON. A plotting library
-from the web would not work offline, and one that is included would be larger than the page.
+The page is ``timeline.html`` beside this file, with the data inserted as JSON. A plotting library
+from the web would not work offline, and an included one would be larger than the page.
 """
 
 import html
@@ -15,22 +15,22 @@ from .trace import Trace, runs
 
 
 def page(views: Sequence[Trace]) -> str:
-    """The page for some views of one thing: what was measured, and predictions.
+    """Return the page for several views of the same steps: the measured one, and predictions.
 
     Args:
-        views: the first is shown first.
+        views: the views; the page opens with the first.
     """
     data = json.dumps([_view(view) for view in views], separators=(",", ":"))
     title = html.escape(one_line(views[0].title or "timeline"))
     template = files(__package__).joinpath("timeline.html").read_text(encoding="utf-8")
-    # In a script only "</script" and "<!--" would end it.
+    # Only "</script" and "<!--" could end the script, so "<" is escaped.
     head, _, rest = template.partition("__TITLE__")
     between, _, end = rest.partition("__DATA__")
     return f"{head}{title}{between}{data.replace('<', chr(92) + 'u003c')}{end}"
 
 
 def frame(document: str, *, lanes: int) -> str:
-    """The page in a frame of its own, for a notebook: its styles and keys stay inside."""
+    """Return the page in a frame for a notebook, which keeps its styles and keys inside."""
     height = min(900, 420 + 62 * lanes)
     return (
         f'<iframe title="timeline" srcdoc="{html.escape(document)}" sandbox="allow-scripts" '

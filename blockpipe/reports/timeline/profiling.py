@@ -1,9 +1,9 @@
-"""Collects what happens in steps, and when, for a timeline.
+"""Collect the events of steps and their times for a timeline.
 
-Where work is queued on an accelerator, its times are those of events on the streams that do it;
-elsewhere they are the host's, taken in the thread that works. Both are seconds on one axis: at its
-first step a device is waited for once, and from there on the host's clock and the device's run
-side by side. Nothing is looked at before the end, so that no step waits for what it measures.
+Work that is queued on an accelerator is timed by events on the streams that do it; elsewhere times
+are the host's, taken in the thread that works. Both are seconds on one axis: at its first step the
+host waits for a device once, which relates their clocks. No event is read before the end, so no
+step waits for its own measurement.
 """
 
 import threading
@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...costs.work import size_of
 from ...devices.devices import current_stream, is_asynchronous
 from ...devices.observer import Moment, Watch
 from ...preparation.prepared import Prepared
@@ -25,7 +26,7 @@ from .trace import Event, EventKind, Lane, StepInfo
 
 
 class _Point(NamedTuple):
-    """A point in time of a stream, known when its event is."""
+    """A point in time of a stream, known once its event has happened."""
 
     device: torch.device
     event: torch.Event
@@ -35,7 +36,7 @@ Time = int | _Point  # the host's: nanoseconds
 
 
 def _now(stream: torch.Stream | None) -> Time:
-    """Now, for the host, or when a stream comes to this."""
+    """Return the host's time, or the time when a stream gets to this point."""
     if stream is None:
         return time.perf_counter_ns()
     event = torch.Event(stream.device, enable_timing=True)
@@ -44,7 +45,7 @@ def _now(stream: torch.Stream | None) -> Time:
 
 
 class _Noted(NamedTuple):
-    """An event whose times are not yet looked at."""
+    """An event whose times are not read yet."""
 
     kind: EventKind
     hop: int
@@ -57,22 +58,22 @@ class _Noted(NamedTuple):
 
 
 class _DeviceClock:
-    """A device's clock on the host's axis: the seconds at an event, and the events since.
+    """A device's clock on the host's axis: an event, and the host's seconds when it happened.
 
-    An event's distance from another is a float of 32 bits, so each step has its own to count from.
+    The time between two events is a 32-bit float, so each step counts from an event of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
         stream = current_stream(device)
         assert stream is not None
         torch.accelerator.synchronize(device)
-        # The host learns of an event some time after it: of several the one where that was least.
+        # The host sees an event with some delay: take the one with the least of several.
         tries = [self._seen(device, stream) for _ in range(5)]
         _, self.at, self.event = min(tries, key=lambda seen: seen[0])
 
     @staticmethod
     def _seen(device: torch.device, stream: torch.Stream) -> tuple[float, float, torch.Event]:
-        """How long it took to see an event, when it was, and the event."""
+        """Return the seconds that it took to see an event, its time, and the event."""
         event = torch.Event(device, enable_timing=True)
         begun = time.perf_counter_ns() * 1e-9
         event.record(stream)
@@ -81,7 +82,7 @@ class _DeviceClock:
         return over - begun, (begun + over) / 2, event
 
     def move(self, event: torch.Event) -> None:
-        """Count from a later event on."""
+        """Count from a later event from now on."""
         self.at += 1e-3 * self.event.elapsed_time(event)
         self.event = event
 
@@ -90,10 +91,10 @@ class _DeviceClock:
 
 
 class _StepProfile:
-    """Observes one step: notes what begins and ends, and where copies are.
+    """Observes one step: notes when actions begin and end, and when copies are made.
 
-    The threads of a step share it. Each open action is its own thread's, and a list's ``append``
-    is one operation for the interpreter.
+    The threads of a step share it without a lock: each open action belongs to one thread, and a
+    list's ``append`` is atomic.
     """
 
     def __init__(self, prepared: Prepared, microbatches: int, starts: dict[torch.device, Any]):
@@ -109,7 +110,7 @@ class _StepProfile:
 
     @property
     def failed(self) -> bool:
-        """Whether something did not end."""
+        """Whether an action did not end."""
         return any(kind != "wait" for kind, _, _ in self._open) or not self.noted
 
     def plays(self, schedule: Schedule) -> None:
@@ -122,16 +123,16 @@ class _StepProfile:
     def ends(self, kind: Kind | Literal["wait"], hop: int, microbatch: int) -> None:
         stage, start = self._open.pop((kind, hop, microbatch), (0, None))
         if start is None or self.is_over or (kind == "wait" and self.schedule is None):
-            return  # in one thread nobody waits
+            return  # one thread has nothing to wait for
         end = self._now(kind, stage)
         self.noted.append(_Noted(kind, hop, stage, microbatch, start, end))
 
     def _now(self, kind: str, stage: int) -> Time:
-        # A run waits in a thread of the host, whatever its stage is on.
+        # A run waits in a thread of the host, whatever device its stage is on.
         return _now(None if kind == "wait" else current_stream(self.devices[stage]))
 
     def watch(self, tensor: Tensor, from_hop: int, to_hop: int, microbatch: int) -> Watch:
-        size = _size(tensor)
+        size = size_of(tensor)
         since: dict[str, Time] = {}
 
         def watch(moment: Moment, stream: torch.Stream | None) -> None:
@@ -142,7 +143,7 @@ class _StepProfile:
                 return
             kind: EventKind = "copy" if moment == "arrives" else "stall"
             if kind == "stall" and stream is None and from_hop > to_hop:
-                return  # the host that waits is the sender's thread
+                return  # the thread of the sender waits
             start = since["sends" if kind == "copy" else "waits"]
             stage = self.route[min(to_hop, len(self.route) - 1)]
             where = kind, to_hop, stage, microbatch, start, _now(stream), from_hop
@@ -151,7 +152,7 @@ class _StepProfile:
         return watch
 
     def info(self, lanes: dict[tuple[Any, ...], int]) -> StepInfo:
-        """What the step was; gives its lanes their numbers in the timeline."""
+        """Return the step's description, and number its lanes in the timeline."""
         schedule = self.in_turns() if self.schedule is None else self.schedule
         numbers = []
         for lane in range(len(schedule.lanes)):
@@ -170,7 +171,7 @@ class _StepProfile:
         )
 
     def lane(self, noted: _Noted, info: StepInfo) -> int:
-        """Where something ran. Uncut, a route may be longer than the recorded one."""
+        """Return the lane of an event. An uncut route may be longer than the recorded one."""
         hop = noted.hop
         if hop >= len(self.route) or self.route[hop] != noted.stage:
             hop = self.route.index(noted.stage) if noted.stage in self.route else 0
@@ -178,10 +179,10 @@ class _StepProfile:
 
 
 class Profile:
-    """What the steps of a pipeline come to while it is profiled.
+    """Collects the steps of a pipeline while it is profiled.
 
     Args:
-        timeline: filled at the end.
+        timeline: the timeline, which is filled at the end.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -191,7 +192,7 @@ class Profile:
         self._lock = threading.Lock()
 
     def step(self, prepared: Prepared, microbatches: int) -> _StepProfile:
-        """The observer of a step that is about to begin."""
+        """Return the observer of a step that is about to begin."""
         with self._lock:
             starts: dict[torch.device, torch.Event] = {}
             for device in dict.fromkeys(filter(is_asynchronous, prepared.devices)):
@@ -205,7 +206,7 @@ class Profile:
             return step
 
     def close(self) -> None:
-        """Look at the times, and fill the timeline. What comes later is not noted."""
+        """Read the times and fill the timeline. Later events are not noted."""
         for step in self._steps:
             step.is_over = True
         for device in self._clocks:
@@ -235,11 +236,6 @@ class Profile:
         return self._clocks[time_.device].seconds(time_.event)
 
 
-def _size(tensor: Tensor) -> int:
-    """In bytes; a sparse tensor counts as a dense one, for not every layout says what it holds."""
-    return tensor.numel() * tensor.element_size()
-
-
 def _named(device: torch.device, stages: tuple[int, ...], names: tuple[Any, ...]) -> Lane:
     if is_asynchronous(device):
         return Lane(str(device), str(device))
@@ -251,11 +247,11 @@ def _named(device: torch.device, stages: tuple[int, ...], names: tuple[Any, ...]
 
 @contextmanager
 def collected(profile: Profile) -> Iterator[Timeline]:
-    """Around steps: at the end the timeline is filled, also where a step has failed."""
+    """While entered, collect steps; at the end fill the timeline, even if a step has failed."""
     try:
         yield profile.timeline
     except BaseException:
-        with suppress(RuntimeError):  # a device that has failed says so a second time
+        with suppress(RuntimeError):  # a device that has failed raises again
             profile.close()
         raise
     profile.close()

@@ -1,4 +1,4 @@
-"""A trace as text: a Gantt chart of one step, and a table of what its lanes did."""
+"""A trace as text: a Gantt chart of one step, and a table of the lanes' times."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from .trace import Event, LaneTotals, Trace
 
 
 def gantt(trace: Trace, step: int, width: int) -> str:
-    """For each lane a row of kinds and one of micro-batches; see :meth:`Timeline.gantt`."""
+    """Return for each lane a row of kinds and one of micro-batches; see :meth:`Timeline.gantt`."""
     actions = trace.actions(step)
     if not actions:
         return ""
@@ -17,7 +17,9 @@ def gantt(trace: Trace, step: int, width: int) -> str:
     left = max(map(len, names)) + 2
     cells = width - left
     if not trace.unit and span == int(span) and 1 <= span <= cells:
-        cells -= cells % int(span)  # costs in whole units: a unit is a whole number of characters
+        cells -= cells % int(
+            span
+        )  # with costs in whole units, a unit is a whole number of characters
     lines = []
     for lane, name in enumerate(names):
         row = _row([e for e in actions if e.lane == lane], begin, span, cells)
@@ -33,7 +35,7 @@ def _short(trace: Trace, lane: int, width: int = 24) -> str:
 
 
 def _row(actions: list[Event], begin: float, span: float, cells: int) -> list[Event | None]:
-    """For each cell the action that takes the most of it, if any takes half."""
+    """Return for each cell the action that takes the most of it, if any takes half."""
     best: list[tuple[float, Event | None]] = [(0.5, None)] * cells
     for event in actions:
         first, last = ((t - begin) / (span or 1) * cells for t in (event.start, event.end))
@@ -45,7 +47,7 @@ def _row(actions: list[Event], begin: float, span: float, cells: int) -> list[Ev
 
 
 def table(trace: Trace, predictions: Mapping[str, Trace | None]) -> str:
-    """What the lanes did, in the mean of the steps; then the step's time beside predictions."""
+    """Return a table of the lanes' mean times, and one of a step's time beside predictions."""
     totals = trace.totals()
     kinds = [kind for kind in KINDS if any(lane.by_kind[kind] for lane in totals)]
     extra = [name for name in ("copies", "waits", "stalls") if any(vars(t)[name] for t in totals)]
@@ -103,9 +105,9 @@ def _notes(trace: Trace) -> list[str]:
     if len(trace.steps) > 1:
         notes.append(f"the figures are means of {len(trace.steps)} steps; the chart is the last")
     if any(info.inline for info in trace.steps) and len(trace.lanes) > 1:
-        notes.append("one thread did all, in turns: nothing overlaps")
+        notes.append("one thread ran all lanes in turns: nothing overlaps")
     if any(info.failed for info in trace.steps):
-        notes.append("a step has failed: the means leave it out, if there is another")
+        notes.append("a step has failed: the means leave it out, unless all have")
     return notes
 
 

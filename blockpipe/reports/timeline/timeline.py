@@ -1,7 +1,7 @@
-"""A timeline: what happened when in a pipeline, or what a schedule would do, to look at.
+"""A timeline of the steps of a pipeline, or of a schedule that is played out, to look at.
 
-One class for both, so that what was measured can stand beside what was predicted, in the same
-pictures and by the same numbers.
+One class serves both, so that measured and predicted steps are shown by the same pictures and the
+same numbers.
 """
 
 import json
@@ -10,11 +10,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
-from ..._common.callsite import users_line
+from ..._common.checks import expected, is_integer
 from ..._common.text import one_line
 from ...errors import ScheduleError, UsageError
 from ...schedules.schedule import Action, Schedule
-from ...schedules.simulation import Costs, PerHop, Simulation, simulate
+from ...schedules.simulation import Costs, Simulation, simulate
 from .chrome import chrome_trace
 from .html import frame, page
 from .plot import plot
@@ -23,7 +23,7 @@ from .trace import Event, EventKind, Lane, StepInfo, Trace
 
 
 class Timeline(Trace):
-    """What happened when. Printed, it is a Gantt chart and a table; in a notebook, a page.
+    """The times of steps. Printed, it is a Gantt chart and a table; in a notebook, a page.
 
     :meth:`Pipeline.profile` makes one of real steps, :meth:`of` one of a schedule. Times are
     seconds from the first event on, or in the unit of the costs that a schedule was played out
@@ -43,18 +43,18 @@ class Timeline(Trace):
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs | None = None, *, unit: str = "") -> Self:
-        """A schedule's timeline, before anything runs.
+        """Return a schedule's timeline, without a run.
 
         Args:
-            schedule: what every lane does.
-            costs: what the actions take; ``None``: F, B and W one unit each, a whole B two.
+            schedule: the schedule.
+            costs: the times of the actions; ``None`` gives F, B and W one unit each, a whole B two.
             unit: ``"s"`` if the costs are in seconds.
 
         Raises:
             ScheduleError: the schedule cannot run, or the costs do not fit it.
         """
         if unit not in ("", "s"):
-            raise ScheduleError(f"the unit of costs is '' or 's' (seconds), but {unit!r} came")
+            raise ScheduleError(expected("'' or 's' (seconds)", unit, for_="unit"))
         costs = costs or Costs()
         played = simulate(schedule, costs)
         events = sorted(_events(played, costs), key=lambda e: (e.start, e.end))
@@ -63,16 +63,16 @@ class Timeline(Trace):
         return cls(events, lanes, [info], unit, schedule.name)
 
     def predicted(self, step: int = -1, *, measured: bool = True) -> "Timeline | None":
-        """The timeline that a step's schedule should have had.
+        """Return the timeline that a step's schedule should have had.
 
         Args:
-            step: which; -1: the last.
-            measured: with what each hop was measured to take (the difference to what happened is
-                then that of handing over, and of times that vary); otherwise with the recording's
-                estimate.
+            step: the number of the step; -1 is the last.
+            measured: whether to take the times that each hop was measured to need. The rest of the
+                difference to the real step is the cost of handing over, and of times that vary.
+                Otherwise the times are the recording's estimates.
 
         Returns:
-            ``None`` where a hop was never measured, or nothing was estimated.
+            The timeline; ``None`` where a hop was never measured, or nothing was estimated.
         """
         if not self.steps:
             return None
@@ -94,17 +94,17 @@ class Timeline(Trace):
     # --- as text
 
     def gantt(self, step: int = -1, width: int = 100) -> str:
-        """A step as text: for each lane a row of what it does, and a row of the micro-batches
-        (their last digit). A character is what takes the most of its time.
+        """Return a step as text: for each lane a row of actions, and one of micro-batches.
+
+        A character stands for the action that takes the most of its time; for the micro-batch it is
+        the last digit of its number.
 
         Args:
-            step: which; -1: the last.
-            width: of a line, in characters, from 20 on.
+            step: the number of the step; -1 is the last.
+            width: the characters of a line, at least 20.
         """
-        if not isinstance(width, int) or width < 20:
-            raise UsageError(
-                f"width is a number of characters from 20 on, but {width!r} came ({users_line()})"
-            )
+        if not is_integer(width, 20):
+            raise UsageError(expected("an integer from 20 up", width, for_="width"))
         return gantt(self, self._index(step), width) if self.steps else ""
 
     def __str__(self) -> str:
@@ -138,15 +138,15 @@ class Timeline(Trace):
         a second.
 
         Args:
-            path: of the file to write, such as ``"trace.json"``.
+            path: the file to write, such as ``"trace.json"``.
         """
         Path(path).write_text(json.dumps(chrome_trace(self)))
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """An interactive page that needs nothing but a browser, and asks no network.
+        """Return an interactive page, which needs a browser and no network.
 
         Args:
-            path: of the file to write; ``None``: none is written.
+            path: the file to write; ``None`` writes none.
 
         Returns:
             The page.
@@ -157,11 +157,11 @@ class Timeline(Trace):
         return made
 
     def plot(self, ax: Any = None, *, step: int = -1) -> Any:
-        """A step as a matplotlib figure.
+        """Draw a step as a matplotlib figure.
 
         Args:
-            ax: axes to draw on; ``None``: new ones.
-            step: which; -1: the last.
+            ax: the axes to draw on; ``None`` makes new ones.
+            step: the number of the step; -1 is the last.
 
         Returns:
             The figure.
@@ -179,12 +179,11 @@ class Timeline(Trace):
 
 
 def _events(played: Simulation, costs: Costs) -> Iterator[Event]:
-    """A simulation's actions, with its copies and what runs wait between them."""
+    """Iterate over a simulation's actions, its copies and the waits between them."""
     schedule = played.schedule
     split = schedule.split()
     ends: dict[tuple[str, int, int], float] = {}
     begins: list[tuple[float, Action, int]] = []
-    again = costs.forward if costs.recompute is None else costs.recompute
     for lane, actions in enumerate(schedule.lanes):
         for action, start in zip(actions, played.starts[lane], strict=True):
             kind, hop, m = action
@@ -193,7 +192,7 @@ def _events(played: Simulation, costs: Costs) -> Iterator[Event]:
                 "F": forward,
                 "B": backward - weight if (hop, m) in split else backward,
                 "W": weight,
-                "R": _at(again, hop),
+                "R": costs.on(hop).recompute,
             }[kind]
             ends[kind, hop, m] = start + took
             begins.append((start, action, lane))
@@ -205,7 +204,7 @@ def _events(played: Simulation, costs: Costs) -> Iterator[Event]:
         sent = arrived = ends[kind, before, m]
         link = min(hop, before)
         if schedule.lane_of_hop[before] != lane:
-            arrived += _at(costs.transfer, link)
+            arrived += costs.on(link).transfer
         if arrived > sent:
             yield _event("copy", lane, hop, m, sent, arrived, before)
         if kind == "F" and start > arrived:
@@ -217,7 +216,3 @@ def _event(
 ) -> Event:
     made: EventKind = kind
     return Event(made, lane, hop, hop, m, 0, start, end, source)
-
-
-def _at(value: PerHop, hop: int) -> float:
-    return float(value) if isinstance(value, int | float) else float(value[hop])

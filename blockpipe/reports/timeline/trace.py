@@ -1,7 +1,7 @@
-"""What happened when, as data: the events of steps, and what they add up to.
+"""The events of steps as data, and their sums.
 
-A trace comes from a real run or from a schedule played out; pictures are drawn from either. It
-holds numbers and names, and no tensor.
+A trace comes from a real run or from a schedule that is played out; pictures are drawn from either.
+It holds numbers and names, and no tensor.
 """
 
 from bisect import bisect_left
@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from ..._common.callsite import users_line
+from ..._common.checks import expected
 from ...errors import UsageError
 from ...schedules.schedule import KINDS, Schedule
 from ...schedules.simulation import Costs
@@ -20,21 +20,21 @@ EventKind = Literal["F", "B", "W", "R", "copy", "wait", "stall"]
 
 
 class Event(NamedTuple):
-    """One thing that took time.
+    """An event: an action, a copy, or a wait.
 
     Attributes:
-        kind: an action's (``"F"``, ``"B"``, ``"W"``, ``"R"``); ``"copy"``, a tensor that crosses
-            between hops; ``"wait"``, a run that waits for its turn on a hop; ``"stall"``, a
-            lane that stands still in an action until what it reads has arrived.
-        lane: where: for a copy or a wait the lane of the hop that it is for.
-        hop: which one; for a copy, where it goes.
-        stage: the hop's.
-        microbatch: whose.
-        step: in which step of the trace, from 0.
-        start: in the trace's unit, from its first event on.
-        end: likewise.
-        source: of a copy, the hop that it comes from; -1: the caller.
-        bytes: of a copy, the tensor's size, whether it was copied or only aliased.
+        kind: an action's (``"F"``, ``"B"``, ``"W"``, ``"R"``); ``"copy"`` for a tensor that crosses
+            between hops; ``"wait"`` for a run that waits for its turn on a hop; ``"stall"`` for a
+            lane that stands still in an action until a tensor has arrived.
+        lane: the number of the lane; for a copy or a wait, the lane of the hop that it is for.
+        hop: the hop; for a copy, its destination.
+        stage: the hop's stage.
+        microbatch: the micro-batch.
+        step: the step of the trace, from 0.
+        start: the time of the start in the trace's unit, from its first event on.
+        end: the time of the end.
+        source: the hop that a copy comes from; -1 is the caller.
+        bytes: the size of the tensor that is copied, even if it is only aliased.
     """
 
     kind: EventKind
@@ -50,24 +50,24 @@ class Event(NamedTuple):
 
     @property
     def duration(self) -> float:
-        """How long it took."""
+        """The time from start to end."""
         return self.end - self.start
 
     def __str__(self) -> str:
         if self.kind in KINDS:
             return f"{self.kind}{self.hop}.{self.microbatch}"
-        came = f" from {'the caller' if self.source < 0 else f'hop {self.source}'}"
+        source = f" from {'the caller' if self.source < 0 else f'hop {self.source}'}"
         to = f" to hop {self.hop}.{self.microbatch}"
-        return f"{self.kind}{came if self.kind == 'copy' else ''}{to}"
+        return f"{self.kind}{source if self.kind == 'copy' else ''}{to}"
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What runs one action at a time.
+    """A lane, which runs one action at a time.
 
     Attributes:
-        name: for people, such as ``"cuda:0"`` or ``"cpu, stage 1"``.
-        device: where it is; empty for a schedule that has not run.
+        name: a name to show, such as ``"cuda:0"`` or ``"cpu, stage 1"``.
+        device: its device; empty for a schedule that has not run.
     """
 
     name: str
@@ -76,15 +76,15 @@ class Lane:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What a step was.
+    """The description of a step.
 
     Attributes:
-        schedule: the order it went by.
-        lanes: which lane of the trace each lane of the schedule is.
-        costs: what its hops cost by the recording's estimate; ``None``: not known.
-        inline: whether one thread did all.
+        schedule: the schedule that it followed.
+        lanes: for each lane of the schedule, its number in the trace.
+        costs: the hops' costs by the recording's estimate; ``None`` if they are not known.
+        inline: whether one thread ran all lanes.
         forward_only: whether there was no backward.
-        failed: whether something in it did not end.
+        failed: whether an action did not end.
     """
 
     schedule: Schedule
@@ -97,16 +97,16 @@ class StepInfo:
 
 @dataclass
 class LaneTotals:
-    """What one lane did in a step, in the trace's unit; over several steps, the mean.
+    """The times of one lane in a step, in the trace's unit; for several steps, their means.
 
     Attributes:
-        busy: time in actions, without stalls.
+        busy: the time in actions, without stalls.
         idle: the share of the step in which it was not busy, 0 to 1.
-        by_kind: time in actions of each kind.
-        copies: time in copies to it; they may run beside each other and beside actions.
-        copied: bytes that came to it.
-        waits: what runs waited for their turns on it, added up.
-        stalls: what it stood still in actions.
+        by_kind: the time in actions of each kind.
+        copies: the time in copies to it, which may overlap with each other and with actions.
+        copied: the bytes that were copied to it.
+        waits: the time that runs waited for their turns on it, added up.
+        stalls: the time that it stood still in actions.
     """
 
     busy: float = 0.0
@@ -120,14 +120,14 @@ class LaneTotals:
 
 @dataclass
 class Trace:
-    """Events, and what they add up to. Steps are counted from 0, or from the last: -1.
+    """The events of steps. Steps are counted from 0, or from the last one, which is -1.
 
     Attributes:
-        events: ordered by their start.
-        lanes: what they ran on.
-        steps: what the steps were.
-        unit: ``"s"``, or empty where costs have none.
-        title: for pictures.
+        events: the events, ordered by their start.
+        lanes: the lanes that they ran on.
+        steps: the description of each step.
+        unit: ``"s"``, or empty where costs have no unit.
+        title: a title for pictures.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -137,12 +137,12 @@ class Trace:
     title: str = ""
 
     def actions(self, step: int | None = None) -> list[Event]:
-        """The forwards, backwards, weight parts and recomputations; of one step, or of all."""
+        """Return forwards, backwards, weight parts and recomputations: of one step, or of all."""
         step = step if step is None else self._index(step)
         return [e for e in self.events if e.kind in KINDS and step in (None, e.step)]
 
     def span(self, step: int) -> float:
-        """From the start of a step's first action to the end of its last."""
+        """Return the time from the start of a step's first action to the end of its last."""
         actions = self.actions(step)
         if not actions:
             return 0.0
@@ -150,27 +150,27 @@ class Trace:
 
     @property
     def step_time(self) -> float:
-        """What a step takes, in the mean."""
+        """The mean time of a step."""
         return sum(map(self.span, self._ran())) / max(1, len(self._ran()))
 
     def busy(self, step: int | None = None) -> list[float]:
-        """For each lane, its time in actions, without stalls: of one step, or the mean."""
+        """Return each lane's time in actions, without stalls: of one step, or the mean."""
         return [lane.busy for lane in self.totals(step)]
 
     def bubble(self, step: int | None = None) -> float:
-        """The share of all lanes' time in which they are not busy, 0 to 1."""
+        """Return the share of all lanes' time in which they are not busy, 0 to 1."""
         steps = self._ran() if step is None else [step]
         spans = sum(map(self.span, steps)) / max(1, len(steps))
         # A lane that is always busy may round to more than its span.
         return max(0.0, 1 - sum(self.busy(step)) / (len(self.lanes) * spans)) if spans else 0.0
 
     def imbalance(self, step: int | None = None) -> float:
-        """The busiest lane's time over the mean of all; 1: all alike."""
+        """Return the busiest lane's time over the mean of all; 1 if all are equally busy."""
         busy = self.busy(step)
         return max(busy) * len(busy) / sum(busy) if any(busy) else 1.0
 
     def totals(self, step: int | None = None) -> list[LaneTotals]:
-        """For each lane what it did: in one step, or in the mean of all."""
+        """Return the times of each lane: in one step, or the means of all."""
         steps = self._ran() if step is None else [self._index(step)]
         found = [LaneTotals() for _ in self.lanes]
         share = 1 / max(1, len(steps))
@@ -195,10 +195,13 @@ class Trace:
         return found
 
     def costs(self, step: int = -1) -> Costs | None:
-        """What each hop cost in steps like this one, by the median over their micro-batches: for
-        :func:`blockpipe.simulate`. ``None`` where a hop has no forward.
+        """Return the costs of each hop for :func:`blockpipe.simulate`.
 
-        A transfer counts where copies run beside the actions; elsewhere it is a part of them.
+        They are medians over the micro-batches of all steps with this one's schedule. A transfer
+        counts where copies overlap with actions; elsewhere it is a part of them.
+
+        Returns:
+            The costs; ``None`` where a hop has no forward.
         """
         if not self.steps:
             return None
@@ -235,7 +238,7 @@ class Trace:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as what JSON can hold."""
+        """Return everything as data for JSON."""
         steps = range(len(self.steps))
         return {
             "title": self.title,
@@ -263,22 +266,20 @@ class Trace:
         }
 
     def _index(self, step: int) -> int:
-        """A step's number, counted from 0."""
+        """Return a step's number, counted from 0."""
         count = len(self.steps)
         if not isinstance(step, int) or not -count <= step < count:
-            raise UsageError(
-                f"this timeline has {count} steps, counted from 0 (or -1 from the last), but step "
-                f"{step!r} was asked for ({users_line()}); take one of these"
-            )
+            contract = f"the number of one of {count} steps, from {-count} to {count - 1},"
+            raise UsageError(expected(contract, step, for_="step"))
         return step % count
 
     def _ran(self) -> list[int]:
-        """The steps that count for means: those that did not fail, if there are any."""
+        """Return the steps that count for means: those that did not fail, if there are any."""
         good = [step for step, info in enumerate(self.steps) if not info.failed]
         return good or list(range(len(self.steps)))
 
     def _stalled(self) -> list[list[tuple[float, float]]]:
-        """For each lane when it stood still, in order and without overlaps."""
+        """Return for each lane the times when it stood still, in order and without overlaps."""
         found: list[list[tuple[float, float]]] = [[] for _ in self.lanes]
         for event in sorted((e for e in self.events if e.kind == "stall"), key=lambda e: e.start):
             row = found[event.lane]
@@ -290,7 +291,7 @@ class Trace:
 
 
 def _net(event: Event, stalls: list[tuple[float, float]]) -> float:
-    """An action's time without what its lane stood still in it."""
+    """Return an action's time without the stalls of its lane in it."""
     took = event.duration
     if stalls:
         at = max(0, bisect_left(stalls, (event.start, event.start)) - 1)
@@ -302,7 +303,7 @@ def _net(event: Event, stalls: list[tuple[float, float]]) -> float:
 
 
 def in_rows(events: Iterable[Event]) -> list[list[Event]]:
-    """Events in as few rows as it takes for none to overlap in a row."""
+    """Return events in the fewest rows in which none overlap."""
     rows: list[list[Event]] = []
     for event in sorted(events, key=lambda e: (e.start, e.end)):
         row = next((row for row in rows if row[-1].end <= event.start), None)
@@ -314,7 +315,7 @@ def in_rows(events: Iterable[Event]) -> list[list[Event]]:
 
 
 def runs(events: Iterable[Event]) -> list[tuple[Event, Event]]:
-    """Which action follows which in a micro-batch's run, where it is on another hop."""
+    """Return pairs of actions that follow each other in a micro-batch's run on different hops."""
     paths: dict[tuple[int, int], list[Event]] = {}
     for event in events:
         if event.kind in ("F", "B"):

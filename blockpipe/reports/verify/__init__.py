@@ -1,5 +1,5 @@
-"""Whether a pipelined step is the plain one, and where the two diverge.
+"""Check a pipelined step against the plain loop, and find the first module where they diverge.
 
 ``run`` makes the runs, ``verdict`` compares them, ``divergence`` finds the first module that
-differs, ``whole_batch`` looks at the batch in one piece, and ``result`` is what users get.
+differs, ``whole_batch`` compares with the batch in one forward, and ``result`` is the answer.
 """

@@ -1,9 +1,9 @@
-"""Where two runs of a model part: every module call's result, as a few numbers.
+"""Find where two runs of a model diverge, from a few numbers for every module call's result.
 
-Keeping all results of one run to compare them with the other's would need the memory of all
+To keep all results of one run and compare them with the other's would need the memory of all
 micro-batches' activations at once. A *sketch* of a tensor is enough: a checksum of its bits, which
 any change changes, and its inner products with some fixed rows of signs, whose differences say how
-far two tensors are apart (in expectation, exactly).
+far apart two tensors are (exactly, in expectation).
 
 Source: Alon, Matias and Szegedy, "The space complexity of approximating the frequency moments"
 (1996).
@@ -21,20 +21,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._common.modules import OwnHook
 from ..._common.nested import tensors
 from ..._torch.modes import is_transformed, without_torch_functions
 from ..._torch.modules import is_compiled
 from ...crossing.interception import active_mode
 from ...crossing.tags import TAG
 from ...devices.ownership import copying
-from ...stages.marks import current_microbatch, current_stage, is_recomputing
+from ...stages.cursor import current_microbatch, current_stage, is_recomputing
 
 _ROWS = 16
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # of the golden ratio: scatters the bits of an index
 
 
 class Sketch(NamedTuple):
-    """What is kept of a tensor."""
+    """The numbers that are kept of a tensor."""
 
     shape: tuple[int, ...]
     checksum: int
@@ -42,7 +43,7 @@ class Sketch(NamedTuple):
     norm: float
 
     def apart(self, other: Sketch) -> float:
-        """About how far they are apart, relative to the first's norm; 0: the same to the bit."""
+        """Return an estimated distance, relative to the first's norm; 0 if all bits are equal."""
         if self.shape != other.shape:
             return math.inf
         if self.checksum == other.checksum:
@@ -50,12 +51,12 @@ class Sketch(NamedTuple):
         squares = [(a - b) ** 2 for a, b in zip(self.products, other.products, strict=True)]
         distance = math.sqrt(sum(squares) / len(squares))
         found = distance / self.norm if self.norm else math.inf
-        # Bits differ: never nothing, be it lost in the sums or not a number.
+        # The bits differ, so the answer is above 0, even if sums lose it or are not a number.
         return max(found, 5e-324) if not math.isnan(found) else math.inf
 
 
 def sketch(tensor: Tensor) -> Sketch:
-    """A sketch, the same on every device for the same values."""
+    """Return a tensor's sketch, which is the same on every device for the same values."""
     with torch.no_grad(), copying(), torch.autocast("cpu", enabled=False):
         values = tensor.detach()
         if values.layout is not torch.strided:
@@ -83,28 +84,28 @@ class CallKey(NamedTuple):
 
 @dataclass
 class SeenCall:
-    """What was seen of a module call."""
+    """The observations of a module call."""
 
     stage: int | None
     given: list[Sketch]
     result: list[Sketch] = field(default_factory=list)
     gradients: dict[int, Sketch] = field(default_factory=dict)  # by result, of those made in it
-    from_stages: set[int] = field(default_factory=set)  # other ones that its arguments came from
-    reads: set[CallKey] = field(default_factory=set)  # calls that made its arguments
+    from_stages: set[int] = field(default_factory=set)  # the other stages of its arguments
+    reads: set[CallKey] = field(default_factory=set)  # the calls that made its arguments
 
 
 @dataclass
 class Divergence:
-    """The first place where a pipelined run is not what the plain one is.
+    """The first place where a pipelined run differs from the plain one.
 
     Attributes:
-        phase: "forward", "recomputation" or "backward".
-        path: the module; ``""``: the model itself, its own code between its modules' calls.
-        call: which of its calls; ``None``: what parts belongs to none (a parameter, a buffer).
-        stage: where it ran.
-        microbatch: of which micro-batch, where that is known.
-        apart: about how far, relative to the plain run's.
-        why: what agrees still, and where to look, in words.
+        phase: ``"forward"``, ``"recomputation"`` or ``"backward"``.
+        path: the module's path; ``""`` is the model's own code, between its modules' calls.
+        call: the number of its call; ``None`` where a parameter or buffer differs, and no call.
+        stage: the stage that it ran on.
+        microbatch: the micro-batch; ``None`` where it is not known.
+        apart: an estimate of the distance, relative to the norm in the plain run.
+        why: a sentence that says what still agrees, and where to look.
     """
 
     phase: str
@@ -124,17 +125,17 @@ class Divergence:
 
 
 def shown(path: str) -> str:
-    """A module's path, in a sentence."""
+    """Return a module's path for a sentence."""
     return repr(path) if path else "the model itself"
 
 
 class CallWatch:
-    """Sketches of every module call of a step; entered around it.
+    """Takes a sketch of every module call of a step.
 
     Args:
-        model: whose modules are watched. Scripted ones, and those inside of compiled ones, are not:
-            they run without Python.
-        opaque: paths of further modules that are not looked into.
+        model: the model whose modules are watched, except for scripted modules, and for modules
+            inside of compiled ones: they run without Python.
+        opaque: the paths of further modules whose inside is not watched.
     """
 
     def __init__(self, model: nn.Module, opaque: Sequence[str] = ()) -> None:
@@ -148,11 +149,11 @@ class CallWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While entered, calls are written down."""
+        """While entered, note calls."""
         handles = []
         try:
             for path, module in self._visible():
-                before, after = partial(self._begin, path), partial(self._end, path)
+                before, after = OwnHook(self._begin, path), OwnHook(self._end, path)
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(module.register_forward_hook(after))
             yield
@@ -169,7 +170,7 @@ class CallWatch:
             is_script = isinstance(module, torch.jit.ScriptModule)
             if path in self._opaque or is_compiled(module) or is_script:
                 closed.append(path)
-            if not is_script:  # they bear no hooks
+            if not is_script:  # scripted modules take no hooks
                 yield path, module
 
     # --- forward
@@ -181,7 +182,7 @@ class CallWatch:
         mode = active_mode()
         with without_torch_functions():
             given = [t for t in tensors((args, kwargs)) if _has_values(t)]
-            if mode is not None:  # what an operation here would read: it may have been written to
+            if mode is not None:  # an operation here would read the newest values
                 given = [mode.run.newest(t) for t in given]
             stage = current_stage()
             seen = SeenCall(stage, [sketch(t) for t in given])
@@ -205,7 +206,7 @@ class CallWatch:
                 self.again.append((path, current_stage(), sketches))
                 return
             if m is None:
-                return  # a backward runs it again: torch.utils.checkpoint
+                return  # torch.utils.checkpoint runs it again in a backward
             call = self._counts.get((m, path), 0)
             self._counts[m, path] = call + 1
             seen = self._under_way[m].pop()
@@ -215,19 +216,19 @@ class CallWatch:
             made = self._made.setdefault(m, {})
             for index, tensor in enumerate(found):
                 node = tensor.grad_fn
-                # What an inner call has made is that one's.
+                # The node of a tensor that an inner call made belongs to that call.
                 if node is not None and id(node) not in made:
                     made[id(node)] = node, key
                     node.register_prehook(
-                        partial(_arrived, seen.gradients, index, tensor.output_nr)
+                        partial(_note_gradient, seen.gradients, index, tensor.output_nr)
                     )
 
     def calls(self, microbatch: int) -> list[CallKey]:
-        """The calls of a micro-batch, in the order in which they ended."""
+        """Return the calls of a micro-batch, in the order in which they ended."""
         return [key for key in self.seen if key.microbatch == microbatch]
 
 
-def _arrived(
+def _note_gradient(
     gradients: dict[int, Sketch], index: int, output: int, arriving: tuple[Tensor | None, ...]
 ) -> None:
     # In a backward of two parts a node may run twice, on the same gradient.
@@ -240,18 +241,18 @@ def _has_values(tensor: Tensor) -> bool:
     return not is_transformed(tensor) and not tensor.is_meta
 
 
-# --- where they part
+# --- where they diverge
 
 Differs = Callable[[float], bool]
 
 
 def first_divergence(plain: CallWatch, piped: CallWatch, differs: Differs) -> Divergence | None:
-    """The first module call, in execution order, that is not what it is in the plain run.
+    """Return the first module call, in execution order, that differs from the plain run's.
 
     Args:
-        plain: of the plain run.
-        piped: of the pipelined one.
-        differs: whether so large a difference is one.
+        plain: the watch on the plain run.
+        piped: the watch on the pipelined run.
+        differs: ``(distance) -> bool``: whether a distance counts as a difference.
     """
     return (
         _in_forward(plain, piped, differs)
@@ -272,7 +273,7 @@ def _in_forward(plain: CallWatch, piped: CallWatch, differs: Differs) -> Diverge
     for key in order:
         expected, found = plain.seen[key], piped.seen.get(key)
         if found is None:
-            why = "the plain run calls it, the pipeline does not"
+            why = "the plain run calls it, but the pipeline does not"
             return Divergence("forward", key.path, key.call, None, key.microbatch, math.inf, why)
         apart = _apart(expected.result, found.result)
         if differs(apart):
@@ -287,26 +288,26 @@ def _in_forward(plain: CallWatch, piped: CallWatch, differs: Differs) -> Diverge
     if extra is None:
         return None
     stage = piped.seen[extra].stage
-    why = "the pipeline calls it, the plain run does not"
+    why = "the pipeline calls it, but the plain run does not"
     return Divergence("forward", extra.path, extra.call, stage, extra.microbatch, math.inf, why)
 
 
 def _why_forward(
     key: CallKey, before: CallKey | None, found: SeenCall, apart: float, *, given: bool
 ) -> str:
-    behind = "" if before is None else f" behind {shown(before.path)}"
+    after = "" if before is None else f" after {shown(before.path)}"
     if given:
         return (
-            f"what it is given differs already, and so does its result ({apart:.1e}), but every "
-            f"call before it agrees: look at what is between the calls{behind}, and at how it "
-            f"comes to stage {found.stage}"
+            f"its arguments differ already, and so does its result ({apart:.1e}), but every call "
+            f"before it agrees: look at the code between the calls{after}, and at the way of the "
+            f"arguments to stage {found.stage}"
         )
     way = ""
     if found.from_stages:
         stages = ", ".join(map(str, sorted(found.from_stages)))
         way = f", or on the way of its arguments from stage {stages}"
-    what = "in code of its own" if not key.path else "in it"
-    return f"its result differs ({apart:.1e}), what it is given agrees: they part {what}{way}"
+    what = "in its own code" if not key.path else "in it"
+    return f"its result differs ({apart:.1e}), its arguments agree: they diverge {what}{way}"
 
 
 def _in_recomputation(plain: CallWatch, piped: CallWatch, differs: Differs) -> Divergence | None:
@@ -317,8 +318,8 @@ def _in_recomputation(plain: CallWatch, piped: CallWatch, differs: Differs) -> D
         apart = min((_apart(known, result) for known in results.get(path, [])), default=0.0)
         if differs(apart):
             why = (
-                f"run again for its activations it gives something else ({apart:.1e}) than in any "
-                "forward: it reads what has changed since"
+                f"recomputed, it returns something else ({apart:.1e}) than in any forward: it "
+                "reads values that have changed since"
             )
             return Divergence("recomputation", path, None, stage, None, apart, why)
     return None
@@ -339,25 +340,25 @@ def _in_backward(plain: CallWatch, piped: CallWatch, differs: Differs) -> Diverg
 def _backward_divergence(
     plain: CallWatch, piped: CallWatch, key: CallKey, calls: list[CallKey], apart: float
 ) -> Divergence:
-    """The gradient that arrives at a call's result differs: who sent it?"""
+    """Return which call sent the gradient that differs at a call's result."""
     readers = [k for k in calls if key in plain.seen[k].reads]
     inner = [k for k in readers if not any(_is_inside(o, k) for o in readers)]
     here, m = piped.seen[key].stage, key.microbatch
     if not inner:
         why = (
-            f"the gradient that arrives at its result differs ({apart:.1e}), those of all calls "
-            "after it agree: look at what reads it"
+            f"the gradient of its result differs ({apart:.1e}), those of all calls after it agree: "
+            "look at the code that reads the result"
         )
         return Divergence("backward", key.path, key.call, here, m, apart, why)
     reader = inner[-1]
     stage = piped.seen[reader].stage
     others = ", ".join(shown(k.path) for k in inner[:-1])
     why = (
-        f"the gradient that it is given agrees, but what arrives behind it, at the result of "
-        f"{shown(key.path)} on stage {here}, does not ({apart:.1e}): they part in its backward"
+        f"the gradient of its result agrees, but the one that it sends on, to the result of "
+        f"{shown(key.path)} on stage {here}, does not ({apart:.1e}): they diverge in its backward"
     )
     why += f", or on the way from stage {stage} to stage {here}" if stage != here else ""
-    why += f", or in that of {others}, which read this as well" if others else ""
+    why += f", or in that of {others}, which read the same result" if others else ""
     return Divergence("backward", reader.path, reader.call, stage, m, apart, why)
 
 

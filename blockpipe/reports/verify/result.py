@@ -1,4 +1,4 @@
-"""What a verification found: what was compared, how far apart it is, and where the runs part."""
+"""The result of a verification: the differences, and where the runs diverge."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KINDS = ("outputs", "loss", "gradients", "input gradients", "buffers")
 
 @dataclass
 class Difference:
-    """One thing that was compared.
+    """The difference between two values.
 
     Attributes:
-        kind: "outputs", "loss", "gradients", "input gradients" or "buffers".
-        name: of the parameter, the buffer, the output.
-        verdict: "exact" (to the bit), "within tolerance" or "different".
-        relative: how far apart: the norm of the difference over that of the plain run's value; of
-            a gradient, over the norm of all gradients.
+        kind: ``"outputs"``, ``"loss"``, ``"gradients"``, ``"input gradients"`` or ``"buffers"``.
+        name: the name of the parameter, the buffer or the output.
+        verdict: ``"exact"`` (to the bit), ``"within tolerance"`` or ``"different"``.
+        relative: the norm of the difference over that of the plain run's value; for a gradient,
+            over the norm of all gradients.
     """
 
     kind: str
@@ -38,13 +38,13 @@ class Difference:
 
 @dataclass
 class WholeBatch:
-    """How a pipelined step compares with the whole batch in one forward.
+    """A comparison of a pipelined step with the whole batch in one forward.
 
     Attributes:
-        differences: of outputs, loss and gradients.
-        rtol: the tolerance, relative; a sum over micro-batches rounds in another order.
-        cause: what to look at first, where they are further apart.
-        notes: what else there is to know.
+        differences: the differences of outputs, loss and gradients.
+        rtol: the relative tolerance; a sum over micro-batches rounds in another order.
+        cause: the first thing to check where a difference exceeds it.
+        notes: further notes.
     """
 
     differences: list[Difference]
@@ -74,20 +74,21 @@ class WholeBatch:
 
 @dataclass(repr=False)
 class Verification:
-    """What :meth:`Pipeline.verify` found; true if all is as it must be, and printed a table.
+    """The result of :meth:`Pipeline.verify`: true if the step is right; printed, it is a table.
 
     Attributes:
-        differences: one for each thing compared.
-        exact: whether equality to the bit is promised here: everything is on the CPU, and not
-            compiled.
-        rtol: the tolerance, relative.
-        atol: the tolerance, absolute, of a difference's norm.
-        first_difference: where the runs part; ``None`` where they do not, or it cannot be seen.
-        schedule: what the pipeline ran.
-        reference: what it was compared with.
-        notes: what else there is to know.
-        whole: how it compares with the whole batch in one forward; ``None`` where that was not
-            asked for or cannot be (a note says why), or there is one micro-batch only.
+        differences: one entry for each value that was compared.
+        exact: whether equality to the bit is promised here: all stages are on the CPU, and no
+            module is compiled.
+        rtol: the relative tolerance.
+        atol: the absolute tolerance of a difference's norm.
+        schedule: a description of the pipelined run.
+        reference: a description of the run that it was compared with.
+        first_difference: the place where the runs diverge; ``None`` where they do not, or where it
+            cannot be seen.
+        notes: further notes.
+        whole: the comparison with the whole batch in one forward; ``None`` where it was not asked
+            for, where it is not possible (a note says why), or with one micro-batch only.
     """
 
     differences: list[Difference]
@@ -102,7 +103,7 @@ class Verification:
 
     @property
     def verdict(self) -> Verdict:
-        """That of the worst difference."""
+        """The verdict on the worst difference."""
         found = {difference.verdict for difference in self.differences}
         if "different" in found:
             return "different"
@@ -110,13 +111,16 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the pipelined step is the plain one, to the bit where that is promised, else
-        within the tolerance; and, where that was compared, the whole batch's, within its own."""
+        """Whether the pipelined step equals the plain one, and the whole batch's if compared.
+
+        It has to equal the plain one to the bit where that is promised, elsewhere within the
+        tolerance; and the whole batch's within a tolerance of its own.
+        """
         return self.is_plain and (self.whole is None or self.whole.ok)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is that of the plain loop over the same micro-batches."""
+        """Whether the step equals the plain loop's over the same micro-batches."""
         return self.verdict == "exact" or (self.verdict != "different" and not self.exact)
 
     def __bool__(self) -> bool:
@@ -124,7 +128,7 @@ class Verification:
 
     @property
     def worst(self) -> dict[str, Difference]:
-        """For each kind, what is furthest apart."""
+        """The largest difference of each kind."""
         found: dict[str, Difference] = {}
         for difference in self.differences:
             known = found.get(difference.kind)
@@ -133,12 +137,12 @@ class Verification:
         return found
 
     def raise_if_different(self) -> None:
-        """Raise :class:`VerificationError` with this table, unless all is as it must be."""
+        """Raise :class:`VerificationError` with this table, unless the result is ``ok``."""
         if not self.ok:
-            raise VerificationError(f"the pipelined step is not the plain one\n{self}")
+            raise VerificationError(f"the pipelined step differs from the plain one\n{self}")
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return it as plain data."""
         divergence = self.first_difference
         return {
             "ok": self.ok,
@@ -186,7 +190,7 @@ class Verification:
             f"reference: {self.reference}",
         ]
         if self.first_difference is not None:
-            lines.append(f"they part: {self.first_difference}")
+            lines.append(f"first difference: {self.first_difference}")
         notes = list(self.notes)
         if self.whole is not None:
             lines.append(f"whole batch in one forward: {self.whole}")
@@ -195,7 +199,7 @@ class Verification:
 
 
 def _data(found: object) -> dict[str, Any]:
-    """As JSON can have it: what is infinitely far apart has no number."""
+    """Return it as JSON can express it: an infinite distance becomes ``None``."""
     return {name: None if value == math.inf else value for name, value in vars(found).items()}
 
 
@@ -206,17 +210,17 @@ def _badness(difference: Difference) -> tuple[int, float]:
 
 @dataclass
 class Outcome:
-    """What a run came to: by kind and name."""
+    """The values that a run resulted in, by kind and name."""
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def put(self, kind: str, named: Iterable[tuple[str, Any]]) -> None:
-        """Add what there is of a kind."""
+        """Add the values of a kind."""
         self.values.setdefault(kind, {}).update(named)
 
 
 def compared(plain: Outcome, piped: Outcome, rtol: float, atol: float) -> list[Difference]:
-    """Everything that two runs came to, side by side."""
+    """Return the differences between all values of two runs."""
     found = []
     gradients = plain.values.get("gradients", {}).values()
     norm = math.hypot(*(_norm(_on_host(g)) for g in gradients if g is not None))
@@ -259,7 +263,7 @@ def _difference(
 
 
 def _norm(tensor: Tensor) -> float:
-    """Of what is finite in it."""
+    """Return the norm of a tensor's finite elements."""
     wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
     return float(torch.where(torch.isfinite(wide), wide, 0.0).norm())
 
@@ -272,11 +276,11 @@ def _equal(a: Any, b: Any) -> bool:
     try:
         return bool(a == b) or bool(a != a and b != b)
     except (RuntimeError, ValueError, TypeError):
-        return True  # what does not compare is no result either
+        return True  # values that cannot be compared are not results
 
 
 def not_finite(outcome: Outcome) -> list[str]:
-    """What to say of a run that has values which are no numbers."""
+    """Return a note on the values of the plain run that are not finite, if there are any."""
     found = [
         f"{kind} {name}"
         for kind, named in outcome.values.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from ..._common.callsite import users_line
 from ..._common.nested import leaves, map_tensors, tensors
 from ..._common.thread_state import CallerState, intra_operation_threads, theirs
 from ..._torch.modules import is_compiled
+from ...batches.batch_dims import BatchDims
 from ...batches.joining import join, output_dim
 from ...batches.losses import own_or_mean_square
 from ...batches.microbatch import split, weights_of
@@ -25,8 +26,8 @@ from ...execution.step_runner import StepRunner
 from ...preparation.batch_norm import DeferredBatchNorm
 from ...preparation.options import PipelineOptions
 from ...preparation.preparer import dims_for
-from ...restoring.preserved import PreservedModel, moved_copy
-from ...stages.marks import set_microbatch
+from ...restoring.preserved import PreservedModel, fresh_copy, moved_copy
+from ...stages.cursor import set_microbatch
 from .divergence import CallWatch
 from .result import Outcome
 
@@ -34,15 +35,15 @@ _IDENTITY: Any = object.__eq__
 
 
 class Verifier:
-    """Runs a pipeline's step and the plain one, alike from the same state.
+    """Runs a pipeline's step and the plain one from the same state.
 
     Args:
-        runner: of the pipeline's steps.
-        args: of the model, for the whole batch.
-        kwargs: of the model.
-        target: for the loss.
-        loss_fn: as the step's.
-        device: where the plain run is; ``"stages"``: where the stages are, uncut.
+        runner: runs the pipeline's steps.
+        args: the model's positional arguments for the whole batch.
+        kwargs: the model's keyword arguments.
+        target: the second argument of the loss.
+        loss_fn: the step's loss function.
+        device: the device of the plain run; with ``"stages"`` it is uncut, on the stages' devices.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class Verifier:
         loss_fn: Callable[..., Any] | None,
         device: Any,
     ) -> None:
-        self.runner, self.preparer, self.options = runner, runner.preparer, runner.options
+        # Outputs that are not joined are joined here: the whole batch's are compared with them.
+        self.options = replace(runner.options, batch_dims=_joining(runner.options.batch_dims))
+        self.runner, self.preparer = replace(runner, options=self.options), runner.preparer
         self.args, self.kwargs, self.target = args, kwargs, target
         self.loss = loss_fn if isinstance(loss_fn, nn.Module) else None
         self.modules = [self.preparer.model, *([self.loss] if self.loss is not None else [])]
@@ -78,7 +81,7 @@ class Verifier:
         sources: list[Source] = [s for device in devices for s in torchs_of(device)]
         self.preserved = PreservedModel(self.modules, sources)
 
-    # --- what is compared with what
+    # --- the two runs
 
     @property
     def draws(self) -> bool:
@@ -86,13 +89,13 @@ class Verifier:
         return any(self.prepared.sources)
 
     def all_modules(self) -> list[nn.Module]:
-        """Of the model and the loss, with what they contain."""
+        """Return all modules of the model and the loss."""
         return [inner for module in self.modules for inner in module.modules()]
 
     def choose_reference(self) -> None:
-        """Say where the plain run is. A step may have drawn that the recording did not see draw."""
+        """Choose the device of the plain run; after a step anew, which may be the first to draw."""
         self.device = self._reference_device()
-        note = "the forward draws random numbers on several devices: the reference is on these"
+        note = "the forward draws random numbers on several devices: the reference runs on these"
         if self.device is None and self.wanted != "stages" and note not in self.notes:
             self.notes.append(note)
 
@@ -109,8 +112,8 @@ class Verifier:
             if self.wanted is not None:
                 raise UsageError(
                     f"the forward draws random numbers on {sorted(map(str, stages))}, which "
-                    f"{str(chosen)!r} cannot draw; leave device= out (the reference is then on the "
-                    f"stages, uncut), or set dropout to 0 ({users_line()})"
+                    f"{str(chosen)!r} cannot repeat ({users_line()}); leave device= out (the "
+                    "reference is then uncut, on the stages' devices), or set dropout to 0"
                 )
             return None
         return chosen
@@ -120,7 +123,7 @@ class Verifier:
         """Whether equality to the bit is promised."""
         devices = {*self.prepared.devices, self.device or self.prepared.devices[0]}
         is_host = all(device.type == "cpu" for device in devices)
-        # What is compiled as it runs may be other code the next time.
+        # A module that is compiled as it runs may be other code the next time.
         changes = self.prepared.compiled is not None or any(
             is_compiled(m) or isinstance(m, torch.jit.ScriptModule)
             for module in self.modules
@@ -130,22 +133,22 @@ class Verifier:
 
     @property
     def lanes(self) -> int:
-        """How many the pipelined run has."""
+        """The number of lanes of the pipelined run."""
         option = self.options.schedule
         one = self.prepared.runs_inline(option, self.count)
         return 1 if one else len(self.prepared.schedule(option, self.count).lanes)
 
     def described(self) -> str:
-        """What the pipelined run is."""
+        """Return a description of the pipelined run."""
         option = self.options.schedule
-        name = option if isinstance(option, str) else "schedule of one's own"
+        name = option if isinstance(option, str) else "your own schedule"
         if self.lanes > 1:
             name = self.prepared.schedule(option, self.count).name
         how = f"on {self.lanes} lanes" if self.lanes > 1 else "in one thread"
         return f"{name} {how}, {self.count} micro-batches, checkpoint={self.options.checkpoint!r}"
 
     def reference(self) -> str:
-        """What it is compared with."""
+        """Return a description of the plain run."""
         if self.device is None:
             return "one uncut graph over the stages' devices, one micro-batch at a time"
         return f"the plain loop on {self.device}, micro-batch by micro-batch"
@@ -154,8 +157,10 @@ class Verifier:
 
     @contextmanager
     def stricter(self) -> Iterator[None]:
-        """While entered, the schedule runs on its lanes also where operations are so small that a
-        step would take one thread: what is verified is meant for larger machines too."""
+        """While entered, run the schedule on its lanes even where operations are small.
+
+        A step would take one thread there, but what is verified is meant for larger machines too.
+        """
         known = self.preparer.known
         key = next(key for key, prepared in known.items() if prepared is self.prepared)
         before, strict = self.prepared, replace(self.prepared)
@@ -169,17 +174,17 @@ class Verifier:
                 known[key] = before
 
     def pipelined(self, watch: CallWatch | None = None) -> Outcome:
-        """A step of the pipeline."""
+        """Run a step of the pipeline."""
         with self.preserved.run(), ExitStack() as stack:
             if watch is not None:
                 stack.enter_context(watch.watching())
             return self._run_step()
 
     def plain(self, watch: Callable[[nn.Module], CallWatch] | None = None) -> tuple[Outcome, Any]:
-        """The same step without a pipeline; with a watch on it, if one is wanted."""
+        """Run the same step without a pipeline, and return its watch if ``watch`` makes one."""
         threads = torch.get_num_threads()
         if not self.prepared.is_asynchronous:
-            threads = max(1, threads // self.lanes)  # as a lane has: sums differ by it
+            threads = max(1, threads // self.lanes)  # a lane's number: sums depend on it
         with intra_operation_threads(threads):
             return self._plain(watch)
 
@@ -197,16 +202,16 @@ class Verifier:
                 return self._run_plain(model, *losses), watching
 
     def _given(self, device: torch.device | None) -> tuple[Any, Any, Any, dict[str, Tensor]]:
-        """Arguments of their own for each run: a forward may write to them; and those that need
-        gradients."""
-        leaves_: dict[int, Tensor] = {}
+        """Return copies of the arguments for a run, and those of them that need gradients.
+
+        Each run has copies of its own, because a forward may write to them.
+        """
+        copies: dict[int, Tensor] = {}
 
         def own(tensor: Tensor) -> Tensor:
-            found = leaves_.get(id(tensor))
-            if found is None:
-                found = tensor.detach().to(device or tensor.device, copy=True)
-                found = leaves_[id(tensor)] = found.requires_grad_(tensor.requires_grad)
-            return found
+            if id(tensor) not in copies:
+                copies[id(tensor)] = fresh_copy(tensor, device or tensor.device)
+            return copies[id(tensor)]
 
         args, kwargs, target = map_tensors(own, (self.args, self.kwargs, self.target))
         named = {
@@ -233,7 +238,7 @@ class Verifier:
         return outcome
 
     def whole(self) -> Outcome:
-        """The step of the whole batch in one forward."""
+        """Run the step of the whole batch in one forward."""
         if self.device is None:
             with self._uncut(chunks=1):
                 return self.pipelined()
@@ -243,7 +248,7 @@ class Verifier:
 
     @contextmanager
     def anew(self) -> Iterator[None]:
-        """While entered, the step is recorded for the model as it is now."""
+        """While entered, use a recording of the model as it is now."""
         before = self.prepared, self.preserved
         with self.preparer.apart():
             try:
@@ -257,7 +262,7 @@ class Verifier:
 
     @contextmanager
     def _uncut(self, chunks: int | None = None) -> Iterator[None]:
-        """While entered, a step is one ordinary graph over the stages, without what changes it."""
+        """While entered, run steps as one ordinary graph over the stages' devices."""
         before = self.runner
         options = PipelineOptions(
             chunks=chunks or self.options.chunks,
@@ -276,6 +281,7 @@ class Verifier:
     def _run_plain(
         self, model: nn.Module, *losses: nn.Module, chunks: int | None = None
     ) -> Outcome:
+        # Written out here, and not shared with the engine's plain loop: this is the oracle.
         args, kwargs, target, inputs = self._given(self.device)
         loss_fn: Callable[..., Any] = losses[0] if losses else self.loss_fn
         options, ambient = self.options, CallerState()
@@ -326,7 +332,7 @@ class Verifier:
     def _put_outputs(self, outcome: Outcome, outputs: Any) -> None:
         found = []
         for value in leaves(outputs):
-            if type(value).__eq__ is _IDENTITY:  # one of each run: a cache of keys, say
+            if type(value).__eq__ is _IDENTITY:  # an object of each run, such as a cache of keys
                 note = f"not compared: a {type(value).__name__} in the outputs"
                 self.notes += [] if note in self.notes else [note]
             else:
@@ -350,9 +356,16 @@ class Verifier:
             outcome.put("input gradients", [(name, t.grad) for name, t in inputs.items()])
 
 
+def _joining(dims: BatchDims) -> BatchDims:
+    """The same, but outputs are joined."""
+    if not isinstance(dims, Mapping) or dims.get("output", 0) is not None:
+        return dims
+    return {name: dim for name, dim in dims.items() if name != "output"}
+
+
 @contextmanager
 def _deferred(model: nn.Module) -> Iterator[None]:
-    """Running statistics once a step, of the whole batch, in the plain loop as well."""
+    """While entered, update running statistics once a step, from the whole batch."""
     deferred = DeferredBatchNorm(model)
     names = [(module.__dict__, dict(module.__dict__)) for module in deferred.modules.values()]
     try:

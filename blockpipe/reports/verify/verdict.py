@@ -1,8 +1,8 @@
-"""Is the pipelined step what the plain loop is? Run both, compare, and say where they part.
+"""Check a pipelined step against the plain loop, and locate the first module where they diverge.
 
-The verdict is on a step that nobody watches; only if it differs, both runs are made again with
+The verdict is on a step that is not watched. Only if it differs, both runs are made again with
 every module call watched (:mod:`blockpipe.reports.verify.divergence`). So watching cannot hide a
-race from the verdict, and a good model pays for two steps, and one of the whole batch.
+race from the verdict, and a correct model pays for two steps and one of the whole batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._common.callsite import users_line
+from ..._common.checks import expected
 from ...errors import UsageError
 from ...preparation.prepared import Prepared
 from .divergence import CallWatch, Divergence, first_divergence
@@ -25,14 +25,14 @@ _TOLERANCE = 1e-5
 
 
 def check_tolerances(rtol: object, atol: object) -> None:
-    """Raise :class:`UsageError` for what is no tolerance."""
+    """Raise :class:`UsageError` if a tolerance is not a number from 0 up."""
     for name, value in (("rtol", 0.0 if rtol is None else rtol), ("atol", atol)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise UsageError(f"{name} is a number from 0 on, but {value!r} came ({users_line()})")
+            raise UsageError(expected("a number from 0 up", value, for_=name))
 
 
 def verify(verifier: Verifier, *, rtol: float | None, atol: float, whole: bool) -> Verification:
-    """Run both, compare, and find where they part; and compare with the whole batch."""
+    """Run both and compare them; locate a difference; compare with the whole batch if ``whole``."""
     with verifier.stricter():
         return _verify(verifier, _TOLERANCE if rtol is None else rtol, atol, whole=whole)
 
@@ -43,7 +43,7 @@ def _verify(verifier: Verifier, rtol: float, atol: float, *, whole: bool) -> Ver
         verifier.pipelined()  # it compiles, in one thread
     known: Any = None
     while known != (known := (prepared.sources, dict(prepared.loss_draws))):
-        # A step that drew without being known to, or with a new loss, is another the next time.
+        # A step that is the first one to draw, or has a new loss, changes how the next one runs.
         piped = verifier.pipelined()
     verifier.choose_reference()
     plain, _ = _on_one_device(verifier, None)
@@ -61,7 +61,7 @@ def _verify(verifier: Verifier, rtol: float, atol: float, *, whole: bool) -> Ver
         result.first_difference = _located(verifier, result)
         if result.first_difference is None:
             result.notes.append(
-                "watched, no module call differs: a race, or code after the last call"
+                "no module call differs when watched: suspect a race, or code after the last call"
             )
     if whole and verifier.count > 1:
         found = against_whole_batch(verifier, piped)
@@ -101,7 +101,7 @@ def _located(verifier: Verifier, result: Verification) -> Divergence | None:
 
 
 def _of_state(prepared: Prepared, result: Verification) -> Divergence | None:
-    """Every call agrees: a parameter's gradient, or a buffer, that does not."""
+    """Return the first parameter gradient or buffer that differs, where every call agrees."""
     recording = prepared.recording
     stage_of = {n: h.stage for h in (*recording.parameters, *recording.buffers) for n in h.names}
     for kind in ("gradients", "buffers"):
@@ -110,7 +110,7 @@ def _of_state(prepared: Prepared, result: Verification) -> Divergence | None:
             if found.kind == kind and bad:
                 path, _, name = found.name.rpartition(".")
                 what = "the gradient of its" if kind == "gradients" else "its buffer"
-                why = f"{what} {name!r} differs ({found.relative:.1e}), all calls agree"
+                why = f"{what} {name!r} differs ({found.relative:.1e}), but all calls agree"
                 phase = "backward" if kind == "gradients" else "forward"
                 stage = stage_of.get(found.name)
                 return Divergence(phase, path, None, stage, None, found.relative, why)

@@ -1,8 +1,8 @@
-"""Is the pipelined step that of the whole batch in one forward?
+"""Check a pipelined step against the whole batch in one forward.
 
-Micro-batch by micro-batch it may be exact and still not what the user meant: split on a wrong dim,
-weighed by the wrong numbers, or with a loss that looks at all samples at once. Only the batch in
-one piece shows that, and only to rounding.
+A step may equal the plain loop over micro-batches and still not be the one that the user means: the
+batch is split on a wrong dim, the losses have wrong weights, or the loss depends on all samples at
+once. Only a forward of the whole batch shows that, and only up to rounding.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ KINDS = ("outputs", "loss", "gradients", "input gradients")
 
 
 def against_whole_batch(verifier: Verifier, piped: Outcome) -> WholeBatch | str:
-    """Compare, or say why that cannot be.
+    """Return a comparison, or the reason why there is none.
 
     Args:
-        verifier: of the pipeline; nothing is left changed.
-        piped: what the pipelined step came to.
+        verifier: runs the steps; it is left as it was.
+        piped: the values of the pipelined step.
     """
     notes = []
     with ExitStack() as stack:
         if verifier.draws or any(map(_normalizes_batches, verifier.all_modules())):
-            # Micro-batches draw numbers, and have statistics, of their own: without both the
-            # split and the weights can be seen.
+            # Each micro-batch draws its own numbers and has its own statistics. Without either,
+            # a difference is due to the split or the weights.
             stack.enter_context(_in_evaluation(verifier.all_modules()))
             stack.enter_context(verifier.anew())
             if verifier.draws:
@@ -46,9 +46,9 @@ def against_whole_batch(verifier: Verifier, piped: Outcome) -> WholeBatch | str:
         try:
             whole = verifier.whole()
         except torch.OutOfMemoryError:
-            return "it does not fit in one piece"
+            return "the whole batch does not fit into memory"
         except Exception as error:
-            return f"in one piece it fails ({type(error).__name__}: {error})"
+            return f"its forward fails ({type(error).__name__}: {error})"
     whole, piped = _rounded(whole), _rounded(piped)
     rtol = _tolerance([whole, piped])
     differences = [found for found in compared(whole, piped, rtol, 0.0) if found.kind in KINDS]
@@ -57,7 +57,7 @@ def against_whole_batch(verifier: Verifier, piped: Outcome) -> WholeBatch | str:
 
 
 def _rounded(outcome: Outcome) -> Outcome:
-    """Floating-point numbers only: an argmax may turn over by rounding."""
+    """Return the floating-point values alone: rounding may change an argmax."""
     kept = {
         kind: {
             name: value
@@ -70,8 +70,11 @@ def _rounded(outcome: Outcome) -> Outcome:
 
 
 def _tolerance(outcomes: Iterable[Outcome]) -> float:
-    """The square root of the coarsest precision: sums over micro-batches round in another order,
-    and what is meant differently is further apart."""
+    """Return the square root of the coarsest precision.
+
+    Sums over micro-batches round in another order; a wrong split or weight makes a larger
+    difference.
+    """
     coarsest = max(
         (
             torch.finfo(value.dtype).eps
@@ -87,7 +90,7 @@ def _tolerance(outcomes: Iterable[Outcome]) -> float:
 
 
 def _cause(differences: list[Difference], whole: Outcome, verifier: Verifier) -> str | None:
-    """What to look at first."""
+    """Return the first thing to check."""
     bad = {found.kind for found in differences if found.verdict == "different"}
     if not bad:
         return None

@@ -50,7 +50,7 @@ def test_the_mark_that_put_it_there() -> None:
     assert "first call" not in why
 
 
-def test_before_the_first_mark() -> None:
+def test_what_comes_before_the_first_mark_is_on_stage_0() -> None:
     (why,) = says(explained("stem"), "stage")
     assert why == "no mark came before it, and a forward begins on stage 0"
 
@@ -81,18 +81,18 @@ def test_a_mark_of_the_same_stage_moves_nothing() -> None:
 def test_what_spans_stages_is_open() -> None:
     text = explained("")
     assert text.startswith("Net (Net) spans stage 0, stage 1\n")
-    assert "a mark inside of it moves the forward" in says(text, "door")[0]
+    assert "a mark inside of it moves the forward" in says(text, "sealed")[0]
     assert len(says(text, "crosses into it")) == len(bp.record(Net(), X).crossings) == 2
 
 
 def test_sealed_and_inside_of_sealed() -> None:
-    assert says(explained("act"), "door")[0].startswith("sealed")
-    assert says(explained("act.1"), "door") == ["it runs untouched, inside of act, which is sealed"]
+    assert says(explained("act"), "sealed")[0].startswith("yes: it stays")
+    assert says(explained("act.1"), "sealed") == ["yes, as a part of act"]
 
 
 def test_why_a_call_is_open() -> None:
     """It reads a weight that lives elsewhere; it leaves something on itself; it hands on by state."""
-    (why,) = says(explained("head"), "door")
+    (why,) = says(explained("head"), "sealed")
     assert "it reads stem.weight of another stage, no argument (" in why
 
     class Keeps(nn.Linear):
@@ -100,7 +100,7 @@ def test_why_a_call_is_open() -> None:
             self.kept = super().forward(x)
             return self.kept + 0
 
-    (why,) = says(explained("0", nn.Sequential(Keeps(8, 8))), "door")
+    (why,) = says(explained("0", nn.Sequential(Keeps(8, 8))), "sealed")
     assert "leaves a tensor with a gradient path on itself" in why
 
     class Hands(nn.Module):
@@ -123,21 +123,21 @@ def test_why_a_call_is_open() -> None:
             with bp.Block(1):
                 return self.hands.out.pop() * 2
 
-    (why,) = says(explained("hands", Reads()), "door")
+    (why,) = says(explained("hands", Reads()), "sealed")
     assert "it makes a tensor that it does not return" in why
 
 
-def test_what_crosses_into_it() -> None:
+def test_explain_lists_what_crosses_into_a_module() -> None:
     """Where it was made, how large, whether its gradient goes back; only where it is read first."""
     assert says(explained("body"), "crosses into it")[0].startswith(
         "float32 [4, 8] (128 B) from stage 0 to 1, and its gradient goes back (read at "
     )
     assert says(explained("act"), "crosses into it") == ["nothing"]
     assert says(explained("head"), "crosses into it")[0].startswith("stem.weight, float32 [8, 8]")
-    assert says(explained("body"), "arguments") == ["computed from what stem returns, on stage 0"]
+    assert says(explained("body"), "arguments") == ["computed from the result of stem, on stage 0"]
 
 
-def test_recomputation() -> None:
+def test_explain_says_whether_and_why_it_is_recomputed() -> None:
     """By the pipeline's option, by its mark, or why never."""
 
     def block() -> nn.Sequential:
@@ -193,13 +193,14 @@ def test_a_call_that_computes_nothing() -> None:
     assert "it computes nothing, and the forward is on stage 0" in explained("1", net)
 
 
-def test_a_parameter() -> None:
+def test_explain_a_parameter_says_who_reads_it() -> None:
     """Where it lives, who reads it, under which names."""
     text = explained("head.weight")
     assert text.startswith("stem.weight (parameter, float32 [8, 8], 256 B) lives on stage 0\n")
     assert "tied: stem.weight = head.weight are one" in text
     assert (
-        "also read on stage 1: a copy of the value goes there, and its gradient comes home" in text
+        "also read on stage 1: a copy of the value goes there, and its gradient is sent back"
+        in text
     )
     assert "no call reads it" in explained("unused")
     assert "the mark at test_explain.py:" in explained("body.bias")
@@ -240,22 +241,22 @@ def test_a_function_by_its_name() -> None:
     assert f"{name} (" in explained(name, Inner())
 
 
-def test_devices_are_named() -> None:
+def test_explain_of_a_pipeline_names_the_device() -> None:
     pipe = bp.Pipeline(Net(), devices=["cpu"] * 2, chunks=2, sample=((X,), {}))
     assert pipe.explain("body").startswith("body (Linear) is on stage 1 (cpu)")
 
 
 @pytest.mark.parametrize("path", ["bdy", "head.wieght", "nothing.at.all", 3, None])
-def test_an_unknown_path(path: Any) -> None:
+def test_an_unknown_path_names_near_misses(path: Any) -> None:
     """Near misses, or what there is; and the user's line."""
     near = {"bdy": "mean 'body'", "head.wieght": "mean 'head.weight'"}
     with pytest.raises(
-        UsageError, match=near.get(path, r"did you mean|there are") + r".*test_explain\.py:\d+"
+        UsageError, match=r"test_explain\.py:\d+.*" + near.get(path, r"(did you mean|there are)")
     ):
         explained(path)
 
 
-def test_a_pipeline_that_recorded_nothing() -> None:
+def test_explain_of_a_pipeline_that_recorded_nothing_asks_for_a_sample() -> None:
     pipe = bp.Pipeline(Net(), devices=["cpu"] * 2, chunks=2)
     with pytest.raises(UsageError, match=r"explain\(\) needs a sample.*explain\(path, x\)"):
         pipe.explain("body")

@@ -368,7 +368,7 @@ def test_a_schedule_that_does_not_fit_is_said_and_the_rest_is_there() -> None:
     pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, schedule=lambda lanes, count: schedule)
     summary = pipe.summary(torch.zeros(4, 4))
     assert summary.prediction is None
-    assert [note for note in summary.notes if "no step is predicted: schedule" in note]
+    assert [note for note in summary.notes if "no step is predicted: expected a schedule" in note]
 
 
 def test_what_crosses_most_is_shown() -> None:
@@ -503,10 +503,11 @@ def test_at_a_prompt_it_is_the_table() -> None:
 
 
 @pytest.mark.parametrize("columns", [["stages"], "stage", ["stage", 3], 7, [None]])
-def test_wrong_columns(columns: Any) -> None:
+def test_wrong_columns_are_refused_with_the_list(columns: Any) -> None:
     """The error has the list, and the user's line."""
     with pytest.raises(
-        UsageError, match=r"out of stage, device.*output.* came.*test_summary\.py:\d+"
+        UsageError,
+        match=r"names out of stage, device.*output for columns, got .*test_summary\.py:\d+",
     ):
         recorded().summary(columns=columns)
 
@@ -517,16 +518,16 @@ def test_a_device_column_needs_devices() -> None:
 
 
 @pytest.mark.parametrize("depth", [-1, 1.5, "2", True])
-def test_wrong_depths(depth: Any) -> None:
-    with pytest.raises(UsageError, match=r"depth is a whole number from 0 .* came"):
+def test_wrong_depths_are_refused(depth: Any) -> None:
+    with pytest.raises(UsageError, match=r"an integer from 0 up, or None for depth, got"):
         recorded().summary(depth=depth)
     pipe = bp.Pipeline(Net(), devices=["cpu"] * 2, chunks=2)
-    with pytest.raises(UsageError, match=r"depth is a whole number from 0 .* came"):
+    with pytest.raises(UsageError, match=r"an integer from 0 up, or None for depth, got"):
         pipe.summary(torch.zeros(4, 8), depth=depth)
 
 
 @pytest.mark.parametrize("devices", [["cpu"], "cpu", 2])
-def test_too_few_devices(devices: Any) -> None:
+def test_too_few_devices_are_refused(devices: Any) -> None:
     with pytest.raises(UsageError, match="for each of 2 stages"):
         recorded().summary(devices)
 

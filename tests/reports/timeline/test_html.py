@@ -182,7 +182,7 @@ def test_a_click_follows_a_micro_batch(page, timeline):
     assert not of(page, "rect.dim")
 
 
-def test_buttons_zoom(page, timeline):
+def test_buttons_zoom_in_out_and_fit(page, timeline):
     """In makes the bars wider, out narrower, never beyond the whole; fit shows all."""
     start, end = scale(page)
     assert (start, end) == (0, timeline.step_time)
@@ -215,7 +215,7 @@ def test_the_wheel_zooms_where_the_mouse_is(page):
     assert chart.is_displayed()
 
 
-def test_dragging_moves(page):
+def test_dragging_moves_to_later_times(page):
     """Zoomed in, to the left shows what is later; it is no click."""
     one(page, "#in").click()
     one(page, "#in").click()
@@ -268,7 +268,7 @@ def test_colours_by_micro_batch(page, timeline):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark(page, scheme):
+def test_colours_follow_the_systems_scheme(page, scheme):
     """The colours follow the system's, and text stands out from its ground."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
@@ -288,7 +288,7 @@ def test_light_and_dark(page, scheme):
         assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5  # WCAG AA
 
 
-def test_a_real_profile(profiled):
+def test_a_profile_shows_its_last_step_and_predictions(profiled):
     """The last of its steps is shown; other steps and the predictions can be chosen."""
     assert one(profiled, "#title").text == "1f1b"
     step, view = Select(one(profiled, "#step")), Select(one(profiled, "#view"))
@@ -313,7 +313,7 @@ def test_a_real_profile(profiled):
 
 
 @pytest.mark.slow
-def test_in_a_notebook(browser, timeline, tmp_path):
+def test_the_page_works_in_a_notebooks_frame(browser, timeline, tmp_path):
     """The page is in a frame of its own, and works there."""
     path = tmp_path / "notebook.html"
     path.write_text(f"<!DOCTYPE html><meta charset=utf-8><body>{timeline._repr_html_()}")

@@ -57,7 +57,7 @@ def test_a_schedules_timeline_is_its_simulation(case):
 
 @given(drawn())
 @settings(deadline=None)
-def test_costs_come_back(case):
+def test_costs_of_a_timeline_play_out_as_it_does(case):
     """What a timeline says that the hops cost plays out as what it was made with."""
     schedule, costs = case
     free = Costs(costs.forward, costs.backward, costs.weight, recompute=costs.recompute)
@@ -69,7 +69,7 @@ def test_costs_come_back(case):
 
 @given(drawn(), st.integers(20, 140))
 @settings(deadline=None)
-def test_text_fits(case, width):
+def test_text_is_as_wide_as_asked(case, width):
     """Lines are as wide as asked; what is printed fits 100 characters, and has every lane."""
     timeline = Timeline.of(*case)
     assert all(len(line) <= width for line in timeline.gantt(width=width).splitlines())
@@ -200,7 +200,7 @@ def test_rows_hold_everything_without_overlap(spans):
         assert len(rows) == at_once
 
 
-def test_an_empty_timeline():
+def test_an_empty_timeline_says_so_in_every_form():
     """Nothing ran: it says so, in every form."""
     empty = Timeline()
     assert str(empty) == "nothing ran: an empty timeline"
@@ -219,7 +219,7 @@ def test_steps_count_from_the_end_too():
     assert timeline.actions(-1) == timeline.actions()
 
 
-def test_everything_is_json():
+def test_to_dict_survives_json():
     """``to_dict`` survives JSON, and has what the table has."""
     timeline = Timeline.of(make_schedule("1f1b", [0, 1], 3))
     found = json.loads(json.dumps(timeline.to_dict()))
@@ -232,9 +232,11 @@ def test_everything_is_json():
 def test_wrong_arguments_are_refused(tmp_path):
     """A step that is not there, a unit that is none, what is no schedule."""
     timeline = Timeline.of(make_schedule("1f1b", [0, 1], 3))
-    with pytest.raises(UsageError, match=r"has 1 steps.*but step 1 was asked for \(.*test_timeli"):
+    with pytest.raises(
+        UsageError, match=r"one of 1 steps, from -1 to 0, for step, got 1 \(.*test_timeli"
+    ):
         timeline.gantt(step=1)
-    with pytest.raises(UsageError, match="but step -2 was asked for"):
+    with pytest.raises(UsageError, match="for step, got -2"):
         timeline.plot(step=-2)
     for ask in (
         timeline.span,
@@ -243,15 +245,17 @@ def test_wrong_arguments_are_refused(tmp_path):
         timeline.costs,
         timeline.predicted,
     ):
-        with pytest.raises(UsageError, match=r"has 1 steps.*but step 9 was .*test_timeline.py"):
+        with pytest.raises(UsageError, match=r"one of 1 steps.*for step, got 9 .*test_timeline.py"):
             ask(9)
-    with pytest.raises(UsageError, match="but step 'last' was asked for"):
+    with pytest.raises(UsageError, match="for step, got 'last'"):
         timeline.busy("last")
-    with pytest.raises(UsageError, match=r"characters from 20 on, but 5 came \(.*test_timeline"):
+    with pytest.raises(
+        UsageError, match=r"an integer from 20 up for width, got 5 \(.*test_timeline"
+    ):
         timeline.gantt(width=5)
-    with pytest.raises(ScheduleError, match="unit of costs is '' or 's'.*'ms' came"):
+    with pytest.raises(ScheduleError, match="'' or 's' .seconds. for unit, got 'ms'"):
         Timeline.of(make_schedule("1f1b", [0, 1], 3), unit="ms")
-    with pytest.raises(ScheduleError, match="takes a Schedule and Costs, but str"):
+    with pytest.raises(ScheduleError, match="expected a Schedule for schedule, got '1f1b'"):
         Timeline.of("1f1b")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         timeline.to_html(tmp_path / "nowhere" / "t.html")
@@ -279,7 +283,7 @@ def test_a_name_that_no_file_can_hold(tmp_path):
     assert str(timeline).startswith("half \\ud800\n")
 
 
-def test_a_figure():
+def test_a_figure_has_a_bar_for_each_action():
     """A bar for each action, on its lane; on axes of one's own, too."""
     pyplot = _pyplot()
     timeline = Timeline.of(make_schedule("zb-h1", [0, 1], 3))
@@ -299,8 +303,8 @@ def _pyplot():
     return pytest.importorskip("matplotlib.pyplot")
 
 
-def test_without_matplotlib(monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     """The error says what to install, and what works without."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(UsageError, match=r"pip install 'blockpipe\[plot\]'.*test_timeline.py"):
+    with pytest.raises(UsageError, match=r"test_timeline.py.*pip install 'blockpipe\[plot\]'"):
         Timeline.of(make_schedule("1f1b", [0], 1)).plot()

@@ -1,5 +1,6 @@
 """verify: what it compares, what it finds, and that it leaves no trace."""
 
+import array
 import random
 import threading
 import time
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe.crossing import microbatch_run as run
+from blockpipe.crossing.tensors.tensor_import import TensorImport
 from blockpipe.errors import UsageError, VerificationError
 from blockpipe.preparation import prepared
 from blockpipe.reports.verify.divergence import Sketch, sketch
@@ -72,19 +73,19 @@ def test_input_gradients_are_compared():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", lambda args, kwargs, target: len(target)])
-def test_loss_reductions(reduction: Any):
+def test_each_loss_reduction_is_weighed_as_the_pipeline_does(reduction: Any):
     """The plain loop weighs losses as the pipeline does."""
     assert _verify(_net(), loss_reduction=reduction).verdict == "exact"
 
 
-def test_deferred_batch_norm():
+def test_the_plain_loop_defers_batch_norm_too():
     """The plain loop defers the running statistics as well, and they change."""
     found = _verify(_net(0.1), deferred_batch_norm=True)
     assert found.verdict == "exact"
     assert len([d for d in found.differences if d.kind == "buffers"])
 
 
-def test_batch_dims():
+def test_batches_split_on_another_dim_are_compared():
     """Batches that are split on another dim, and outputs joined there."""
 
     class Turned(nn.Linear):
@@ -108,7 +109,7 @@ def test_without_gradients_the_forward_is_compared():
     assert {d.kind for d in found.differences} == {"outputs", "buffers"}
 
 
-def test_a_loss_with_parameters():
+def test_parameters_of_a_loss_are_compared():
     """Their gradients are compared, and left as they were."""
 
     class Loss(nn.Linear):
@@ -198,14 +199,15 @@ def _assert_parts(found: Verification, phase: str, path: str, stage: int) -> Non
     assert (divergence.phase, divergence.path, divergence.stage) == (phase, path, stage)
     assert f"{path!r}" in str(found)
     assert f"stage {stage}" in str(found)
-    with pytest.raises(VerificationError, match="not the plain one"):
+    with pytest.raises(VerificationError, match="differs from the plain one"):
         found.raise_if_different()
 
 
 class _Shared:
-    """What modules on two stages share behind the pipeline's back: a number."""
+    """State that modules on two stages share, which no step compares: the content of an array."""
 
-    value = 1.0
+    def __init__(self) -> None:
+        self.content = array.array("d", [1.0])
 
 
 class _Writes(nn.Linear):
@@ -215,7 +217,7 @@ class _Writes(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(0.05)
-        self.shared.value = float(x.detach().abs().max())
+        self.shared.content[0] = float(x.detach().abs().max())
         return super().forward(x)
 
 
@@ -223,20 +225,22 @@ class _Reads(nn.Linear):
     shared: _Shared
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.shared.value
+        return super().forward(x) * self.shared.content[0]
 
 
-def test_state_left_between_microbatches():
+def test_state_left_between_microbatches_is_found():
     """A number that a later stage leaves for the next micro-batch's earlier one."""
     net = nn.Sequential(nn.Linear(8, 8), _Reads(8, 8), nn.ReLU(), _Writes(8, 4))
     net[1].shared = net[3].shared = _Shared()
     bp.begin_blocks(net, {"2": 1})
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
-    net[1].shared.value = 1.0
+    for _ in range(3):  # in a first step the CPU's stages take turns
+        pipe.forward_backward(torch.randn(8, 8), loss_fn=torch.sum)
+    net[1].shared.content[0] = 1.0
     found = pipe.verify(torch.randn(8, 8))
     _assert_parts(found, "forward", "1", 0)
     assert found.first_difference is not None
-    assert "what it is given agrees" in found.first_difference.why
+    assert "its arguments agree" in found.first_difference.why
 
 
 told_by_threads = pytest.mark.cpu("autograd gives a device a thread, in the plain run too")
@@ -261,7 +265,7 @@ class _Wrong(nn.Linear):
 
 
 @told_by_threads
-def test_a_wrong_backward():
+def test_a_wrong_backward_is_named():
     """The module is named whose backward is given the right gradient and hands on a wrong one."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), _Wrong(8, 8), nn.Tanh(), nn.Linear(8, 4))
     bp.begin_blocks(net, {"2": 1, "4": 2})
@@ -273,7 +277,7 @@ def test_a_wrong_backward():
 
 
 @told_by_threads
-def test_a_wrong_backward_inside_a_container():
+def test_a_wrong_backward_names_the_innermost_module():
     """The innermost module is named, not the container around it."""
     inner = nn.Sequential(nn.Linear(8, 8), _Wrong(8, 8), nn.Linear(8, 8))
     net = nn.Sequential(nn.Linear(8, 8), inner, nn.Linear(8, 4))
@@ -283,7 +287,7 @@ def test_a_wrong_backward_inside_a_container():
 
 
 @told_by_threads
-def test_a_wrong_weight_gradient():
+def test_a_wrong_weight_gradient_names_the_parameter():
     """Every gradient that is handed on agrees: the parameter is named, with its module."""
 
     class OnlyWeights(nn.Linear):
@@ -299,13 +303,15 @@ def test_a_wrong_weight_gradient():
 
 
 @pytest.mark.parametrize("microbatch", [0, 2])
-def test_a_corrupted_crossing(monkeypatch: pytest.MonkeyPatch, microbatch: int):
+def test_a_corrupted_crossing_names_its_reader_and_origin(
+    monkeypatch: pytest.MonkeyPatch, microbatch: int
+):
     """One tensor arrives changed: the module is named that reads it, and from where it came."""
-    honest = run.MicrobatchRun._imported
+    honest = TensorImport._imported
 
-    def corrupt(self: Any, tensor: Tensor, tag: Any) -> Tensor:
-        value = honest(self, tensor, tag)
-        broken = self.microbatch == microbatch and self.stage == 2
+    def corrupt(self: Any, tensor: Tensor, tag: Any, reads: Any) -> Tensor:
+        value = honest(self, tensor, tag, reads)
+        broken = self._place.microbatch == microbatch and self._place.stage == 2
         if broken and threading.current_thread() is not threading.main_thread():
             with torch.no_grad():
                 value.data[0, 0] += 1e-3
@@ -316,7 +322,7 @@ def test_a_corrupted_crossing(monkeypatch: pytest.MonkeyPatch, microbatch: int):
     pipe = bp.Pipeline(net, devices=stages(3), chunks=3, isolate=True)
     x = torch.randn(6, 8)
     pipe.forward_backward(x, loss_fn=torch.sum)
-    monkeypatch.setattr(run.MicrobatchRun, "_imported", corrupt)
+    monkeypatch.setattr(TensorImport, "_imported", corrupt)
     found = pipe.verify(x)
     _assert_parts(found, "forward", "2", 2)
     assert found.first_difference is not None
@@ -324,7 +330,7 @@ def test_a_corrupted_crossing(monkeypatch: pytest.MonkeyPatch, microbatch: int):
     assert "arguments from stage 1" in found.first_difference.why
 
 
-def test_a_buffer_updated_twice():
+def test_a_buffer_updated_twice_is_named():
     """Every call agrees, but a buffer that a backward hook counts up does not."""
 
     class Counts(nn.Linear):
@@ -348,7 +354,7 @@ def test_a_buffer_updated_twice():
     assert float(net[1].seen) == 0.0
 
 
-def test_code_between_modules():
+def test_wrong_code_between_modules_is_told_apart():
     """A container's own code is told apart from its modules."""
 
     class Between(nn.Module):
@@ -367,7 +373,7 @@ def test_code_between_modules():
     found = pipe.verify(torch.randn(4, 8))
     _assert_parts(found, "forward", "b", 1)
     assert found.first_difference is not None
-    assert "what it is given differs already" in found.first_difference.why
+    assert "its arguments differ already" in found.first_difference.why
     assert "'a'" in found.first_difference.why
 
 
@@ -434,7 +440,7 @@ class _Counting(nn.Linear):
         return super().forward(x) * (1.0 + 0.1 * random.random())
 
 
-def test_nothing_is_left():
+def test_a_verification_leaves_nothing_behind():
     """Values, gradients, modes, attributes, generators, hooks: all as they were."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), _Counting())
     bp.begin_blocks(net, {"3": 1})
@@ -449,7 +455,7 @@ def test_nothing_is_left():
     assert len(pipe._preparer.known) == 1
 
 
-def test_nothing_is_left_by_a_failure():
+def test_a_failed_verification_leaves_nothing_behind():
     """The pipelined run fails, in its second micro-batch, with its note; all is as it was."""
     net = nn.Sequential(nn.Linear(8, 8), _Counting())
     bp.begin_blocks(net, {"1": 1})
@@ -497,7 +503,7 @@ def test_inputs_are_not_written_to():
 # --- the rest
 
 
-def test_on_the_stages():
+def test_on_the_stages_the_reference_is_uncut():
     """``device="stages"``: the reference is one uncut graph; the pipeline stays as it is."""
     pipe = bp.Pipeline(_net(0.5), devices=stages(3), chunks=4, checkpoint="always")
     x, y = _batch()
@@ -515,7 +521,7 @@ def test_a_model_from_the_meta_device():
     assert pipe.verify(_batch()[0]).verdict == "exact"
 
 
-def test_compiled_modules():
+def test_compiled_modules_are_ok_and_not_exact():
     """Where the stages are compiled, bits are not promised; inner modules are not looked into."""
     pipe = bp.Pipeline(_net(), devices=stages(3), chunks=2)
     pipe.compile(backend="eager")
@@ -534,7 +540,7 @@ def test_dropout_that_the_recording_did_not_see():
 
 @told_by_threads
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
-def test_scripted_modules():
+def test_scripted_modules_are_watched_from_around():
     """They bear no hooks: what is around them is watched."""
     net = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Tanh()), nn.ReLU(), _Wrong(8, 4))
     bp.begin_blocks(net, {"3": 1})
@@ -547,14 +553,14 @@ def test_scripted_modules():
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"target": torch.zeros(10)}, "a target needs a loss_fn"),
-        ({"loss_fn": 3}, "loss_fn is a callable"),
-        ({"rtol": -1.0}, "rtol is a number from 0"),
-        ({"atol": "small"}, "atol is a number from 0"),
-        ({"rtol": float("nan")}, "rtol is a number from 0"),
+        ({"target": torch.zeros(10)}, "no loss_fn to compare it by"),
+        ({"loss_fn": 3}, "expected a callable .* for loss_fn"),
+        ({"rtol": -1.0}, "a number from 0 up for rtol"),
+        ({"atol": "small"}, "a number from 0 up for atol"),
+        ({"rtol": float("nan")}, "a number from 0 up for rtol"),
     ],
 )
-def test_wrong_use(given: dict[str, Any], match: str):
+def test_wrong_arguments_are_refused(given: dict[str, Any], match: str):
     """It is an error that says what to do, and nothing has changed."""
     net = _net()
     pipe = bp.Pipeline(net, devices=stages(3), chunks=2)
@@ -573,7 +579,9 @@ def test_integers_alone_have_no_gradient():
             return super().forward(x).argmax(-1)
 
     pipe = bp.Pipeline(nn.Sequential(Most(4, 4)), devices=["cpu"], chunks=2)
-    with pytest.raises(UsageError, match="an output with a gradient path, but none came"):
+    with pytest.raises(
+        UsageError, match="an output with a gradient path for the backward, got none"
+    ):
         pipe.verify(torch.randn(4, 4))
     with torch.no_grad():
         assert pipe.verify(torch.randn(4, 4)).verdict == "exact"
@@ -643,7 +651,7 @@ def test_a_sketch_of_any_dtype(dtype: torch.dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_resnet_with_dropout(schedule: str):
+def test_a_resnet_with_dropout_is_exact(schedule: str):
     """torchvision: batch norm, residuals across stages, dropout before the head."""
     torchvision = pytest.importorskip("torchvision")
     net = torchvision.models.resnet18(num_classes=4)
@@ -659,7 +667,7 @@ def test_a_resnet_with_dropout(schedule: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_transformer_with_its_own_loss(checkpoint: str):
+def test_a_transformer_with_its_own_loss_is_exact(checkpoint: str):
     """Hugging Face: tied embeddings, dropout, labels as an argument."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

@@ -20,7 +20,7 @@ def _pipe(net: nn.Module, **options: object) -> bp.Pipeline:
     return bp.Pipeline(net, devices=stages(2), chunks=4, **options)
 
 
-def test_a_mean_agrees():
+def test_a_mean_agrees_with_the_whole_batch():
     found = _pipe(_net(nn.Linear(8, 8), nn.Linear(8, 4))).verify(
         torch.randn(10, 8), target=torch.randint(0, 4, (10,)), loss_fn=F.cross_entropy
     )
@@ -138,7 +138,7 @@ def test_a_whole_batch_that_fails_is_a_note():
 
     found = _pipe(_net(Few(8, 8), nn.Linear(8, 4))).verify(torch.randn(8, 8))
     assert found.ok
-    assert "in one piece it fails (RuntimeError: too many" in str(found)
+    assert "its forward fails (RuntimeError: too many" in str(found)
 
 
 def test_it_can_be_left_out_and_is_for_one_micro_batch():

@@ -1,8 +1,8 @@
-"""Arguments that go whole to every micro-batch: a forward that writes to one in place.
+"""Arguments that go whole to every micro-batch, and a forward that writes to one in place.
 
-The plain loop hands the written tensor to the next micro-batch and leaves it to the caller. Here a
-stage may have a copy, and micro-batches are under way at once; so either the write reaches the
-caller's memory and nobody else reads it meanwhile, or it is an error.
+The plain loop hands the written tensor to the next micro-batch, and the caller keeps it. Here a
+stage may have a copy, and micro-batches are under way at once. So either the write reaches the
+caller's memory while no other micro-batch reads it, or it is an error.
 """
 
 from collections.abc import Sequence
@@ -11,21 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common.callsite import users_line
-from .._common.nested import tensors
-from .._torch.tensors import version_of
-from ..batches.microbatch import Microbatch
-from ..crossing.tags import TAG, Tag
-from ..errors import StateError
+from ..._common.callsite import users_line
+from ..._common.nested import tensors
+from ..._torch.tensors import version_of
+from ...batches.microbatch import Microbatch
+from ...crossing.tags import TAG, Tag
+from ...errors import StateError
 
-ReadCopies = list[tuple[Tensor, Tensor, int]]  # as given, as the forward has it, at which version
+# Of each argument: as it was given, as the forward has it, and the version of that.
+ReadCopies = list[tuple[Tensor, Tensor, int]]
 
 
 class WholeArguments:
-    """Those of one step.
+    """The whole arguments of one step.
 
     Args:
-        microbatches: of the step.
+        microbatches: the step's micro-batches.
         one_by_one: whether each is done before the next begins, and no copy is still being made.
     """
 
@@ -35,17 +36,18 @@ class WholeArguments:
         self._one_by_one = one_by_one
 
     def taken(self, batch: Microbatch, args: Any, kwargs: Any) -> ReadCopies:
-        """What to look at when a micro-batch's forward is over."""
+        """Note a micro-batch's whole arguments, for :meth:`check` when its forward is over."""
         if not self._ids:
             return []
         pairs = zip(tensors((batch.args, batch.kwargs)), tensors((args, kwargs)), strict=True)
         return [(g, t, version_of(t)) for g, t in pairs if id(g) in self._ids]
 
     def check(self, taken: ReadCopies) -> None:
-        """A micro-batch's forward is over, and noticed what it wrote to.
+        """Check what a micro-batch's forward, which is over, has written to.
 
         Raises:
-            StateError: it wrote to what other micro-batches, or the caller, do not see so.
+            StateError: it wrote to an argument in a way that other micro-batches, or the caller,
+                do not see.
         """
         for given, value, version in taken:
             tag: Tag | None = getattr(value, TAG, None)
@@ -61,12 +63,12 @@ class WholeArguments:
             why = (
                 f"{hops} hops have it, and micro-batches under way at once would mix in it"
                 if is_the_callers
-                else f"this one wrote to a copy on {newest.device}, which nobody else sees"
+                else f"this one wrote to a copy on {newest.device}, which no other one sees"
             )
             raise StateError(
                 f"an argument of shape {tuple(given.shape)} goes whole to every micro-batch, and "
-                f"is written in place by the forward: {why} ({users_line()}); make it a buffer of "
-                f"the stage that writes it, or return what is new"
+                f"the forward writes to it in place: {why} ({users_line()}); make it a buffer of "
+                f"the stage that writes it, or return the new value"
             )
 
 

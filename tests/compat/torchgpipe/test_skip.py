@@ -20,7 +20,7 @@ from blockpipe.compat.torchgpipe.skip import (
 )
 from blockpipe.errors import RecordingError, UsageError
 
-from ..stage_devices import assert_close, stages
+from ...stage_devices import assert_close, stages
 
 Commands = Any  # of a generator
 

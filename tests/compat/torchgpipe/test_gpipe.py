@@ -1,13 +1,11 @@
-"""torchgpipe's door: what its guide prints, what its tests pin, and none of its faults.
+"""``GPipe``: what torchgpipe's tests pin, and none of its faults.
 
 Against the plain ``nn.Sequential``, on the CPU's lanes and on the simulated accelerator.
 """
 
 import copy
-import gc
 import pickle
 import threading
-import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -21,15 +19,10 @@ from blockpipe.compat.torchgpipe import (
     BalanceError,
     GPipe,
     TooFewDevicesError,
-    balancing,
-    current_microbatch,
-    is_checkpointing,
-    is_recomputing,
 )
-from blockpipe.compat.torchgpipe.balance import balance_by_size, balance_by_time
-from blockpipe.errors import MicrobatchError, PlanError, StateError, UsageError
+from blockpipe.errors import MicrobatchError, PlanError, UsageError
 
-from ..stage_devices import assert_close, device_type, host, stages
+from ...stage_devices import assert_close, device_type, host, stages
 
 MODES = ["never", "always", "except_last"]
 
@@ -47,275 +40,6 @@ def by_hand(net: nn.Sequential, x: Tensor, y: Tensor, chunks: int) -> None:
     """The gradients of the mean over the batch, micro-batch by micro-batch."""
     for part, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
         (F.cross_entropy(net(part), target) * len(part) / len(x)).backward()
-
-
-# --- what the guides print
-
-
-def test_the_guides_first_example() -> None:
-    """Four layers in four partitions, 8 micro-batches, a data loader."""
-    a, b, c, d = (nn.Linear(4, 4) for _ in range(4))
-    data_loader = [torch.rand(16, 4), torch.rand(16, 4)]
-
-    model = nn.Sequential(a, b, c, d)
-    plain = copy.deepcopy(model)
-    model = GPipe(model, balance=[1, 1, 1, 1], devices=stages(4), chunks=8)
-
-    for input in data_loader:
-        output = model(input)
-        assert_close(output, plain(input))
-
-
-def test_the_guides_training_loop() -> None:
-    """Input and target on the devices of the ends; the loss outside of the pipeline."""
-    net = layers()
-    plain = copy.deepcopy(net)
-    model = gpipe(net, [2, 1, 1], chunks=4)
-    data_loader = [(torch.rand(8, 4), torch.randint(0, 3, (8,)))]
-    in_device = model.devices[0]
-    out_device = model.devices[-1]
-
-    for input, target in data_loader:
-        # input on in_device
-        input = input.to(in_device, non_blocking=True)
-
-        # target on out_device
-        target = target.to(out_device, non_blocking=True)
-
-        # output on out_device
-        output = model(input)
-        loss = F.cross_entropy(output, target)
-        loss.backward()
-
-    assert output.device == out_device
-    by_hand(plain, *data_loader[0], chunks=4)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(ours.grad, theirs.grad)
-
-
-@pytest.mark.cpu("balanced for the CPU, to be fast")
-def test_the_guides_automatic_balancing() -> None:
-    """``torchgpipe_balancing`` takes the model first."""
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
-
-    sample = torch.rand(128, 32)
-    balance = balancing.balance_by_time(model, sample, partitions=4)
-
-    model = GPipe(model, balance, chunks=8)
-    assert len(balance) == 4
-    assert model(sample).shape == (128, 32)
-    net = nn.Sequential(*model)
-    assert sum(balancing.balance_by_size(net, sample, partitions=2)) == 5
-
-
-def test_the_guides_refusal() -> None:
-    """A model that is no sequential is a TypeError."""
-    with pytest.raises(TypeError, match=r"expected an nn\.Sequential .* got Bilinear .*Pipeline"):
-        GPipe(nn.Bilinear(1, 1, 1), balance=[1])  # type: ignore[arg-type]
-
-
-class Layer1(nn.Linear):
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(input), input
-
-
-class Layer2(nn.Linear):
-    def forward(self, input_and_skip: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        input, skip = input_and_skip
-        return super().forward(input), skip
-
-
-class Layer3(nn.Linear):
-    def forward(self, input_and_skip: tuple[Tensor, Tensor]) -> Tensor:
-        input, skip = input_and_skip
-        return super().forward(input) + skip
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_guides_skip_through_tuples(mode: str) -> None:
-    """A skip that every layer hands on."""
-    net = nn.Sequential(Layer1(4, 4), Layer2(4, 4), Layer3(4, 4))
-    plain = copy.deepcopy(net)
-    model = gpipe(net, [1, 1, 1], chunks=8, checkpoint=mode)
-    x = torch.rand(16, 4)
-    model(x).mean().backward()
-    plain(x).mean().backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(ours.grad, theirs.grad)
-
-
-skip_buf: Tensor | None = None
-
-
-class KeepsInGlobal(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        global skip_buf
-        skip_buf = input
-        return super().forward(input)
-
-
-class TakesFromGlobal(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        global skip_buf
-        skip = skip_buf
-        skip_buf = None
-        assert skip is not None
-        return super().forward(input) + skip.to(input.device)
-
-
-def test_the_guides_failing_example_fails_loudly() -> None:
-    """A global variable between two partitions: the error names both micro-batches, and its line."""
-    net = nn.Sequential(KeepsInGlobal(4, 4), nn.Linear(4, 4), TakesFromGlobal(4, 4))
-    with pytest.raises(StateError, match=r"(?s)'skip_buf'.*micro-batches 0 and 1.*current_microb"):
-        gpipe(net, [1, 1, 1], chunks=4)(torch.rand(8, 4))
-    assert skip_buf is None
-
-
-overtaken = threading.Event()
-
-
-class WatchedInGlobal(KeepsInGlobal):
-    def forward(self, input: Tensor) -> Tensor:
-        output = super().forward(input)
-        if bp.current_microbatch() == 1:
-            overtaken.set()
-        return output
-
-
-class LeavesInGlobal(nn.Linear):
-    waits = False
-
-    def forward(self, input: Tensor) -> Tensor:
-        if self.waits and bp.current_microbatch() == 0:
-            overtaken.wait(30)
-        assert skip_buf is not None
-        return super().forward(input) + skip_buf.to(input.device)
-
-
-@pytest.mark.cpu("one thread issues all forwards, and cannot wait for another")
-def test_a_global_that_is_never_emptied_fails_when_it_mixes() -> None:
-    """A later micro-batch has overwritten it: the error names both."""
-    global skip_buf
-    net = nn.Sequential(WatchedInGlobal(4, 4), nn.Linear(4, 4), LeavesInGlobal(4, 4))
-    model, x = gpipe(net, [1, 1, 1], chunks=8), torch.rand(16, 4)
-    try:
-        model(x)
-        overtaken.clear()
-        net[2].waits = True
-        message = r"micro-batch 0 on stage 2 reads .* belongs to micro-batch [1-7] of this step"
-        with pytest.raises(StateError, match=message):
-            model(x)
-    finally:
-        skip_buf = None
-
-
-skips: dict[Tensor | None, Tensor] = {}
-
-
-class KeepsByMicrobatch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.GELU())
-
-    def forward(self, input: Tensor) -> Tensor:
-        skips[current_microbatch()] = input
-        return self.body(input).sin()
-
-
-class TakesByMicrobatch(KeepsByMicrobatch):
-    def forward(self, input: Tensor) -> Tensor:
-        skip = skips.pop(current_microbatch())
-        skip = skip.to(input.device)
-        return (self.body(input) + skip).sin()
-
-
-@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
-@pytest.mark.parametrize("mode", MODES)
-def test_the_guides_long_skip(mode: str, balance: list[int]) -> None:
-    """A dictionary by ``current_microbatch()``: right, and empty afterwards."""
-    net = nn.Sequential(KeepsByMicrobatch(), nn.Linear(4, 4), TakesByMicrobatch())
-    plain, x = copy.deepcopy(net), torch.rand(6, 4)
-    model = gpipe(net, balance, chunks=3, checkpoint=mode)
-    for _ in range(2):
-        model(x).square().mean().backward()
-        plain(x).square().mean().backward()
-        assert not skips
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(ours.grad, theirs.grad)
-
-
-def test_a_microbatch_is_one_object_and_may_be_referred_to_weakly() -> None:
-    """The same in all partitions of one forward, another in each other; nothing keeps it alive."""
-    seen: list[tuple[int | None, Any]] = []
-    names: list[str] = []
-
-    class Look(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            key = current_microbatch()
-            if bp.current_microbatch() is not None:
-                seen.append((bp.current_microbatch(), weakref.ref(key)))
-                names.append(f"{id(key)}")
-            return super().forward(input)
-
-    model = gpipe(nn.Sequential(Look(4, 4), Look(4, 4)), [1, 1], chunks=3, checkpoint="never")
-    x = torch.rand(6, 4)
-    output = model(x)
-    groups = {index: {id(ref()) for i, ref in seen if i == index} for index in range(3)}
-    assert all(len(group) == 1 for group in groups.values())
-    assert len(set.union(*groups.values())) == 3
-    output.sum().backward()
-    del output
-    gc.collect()
-    assert not any(ref() is not None for _, ref in seen)
-    assert current_microbatch() is None
-
-
-class Counter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counter = 0
-        self.flags: list[tuple[bool, bool]] = []
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.flags.append((is_checkpointing(), is_recomputing()))
-        if not is_recomputing():
-            self.counter += 1
-        return input.tanh().sigmoid().tanh()
-
-
-@pytest.mark.parametrize(("mode", "again"), [("never", 0), ("except_last", 2), ("always", 3)])
-def test_the_guides_counter_and_the_flags(mode: str, again: int) -> None:
-    """``is_checkpointing()`` in a call that runs again later, ``is_recomputing()`` when it does;
-    neither in evaluation, outside, or afterwards."""
-    counter = Counter()
-    model = gpipe(nn.Sequential(nn.Linear(4, 4), counter), [1, 1], chunks=3, checkpoint=mode)
-    x = torch.rand(6, 4)
-    model(x)  # the recording's calls are not counted
-    counter.counter, counter.flags = 0, []
-    model(x).sum().backward()
-    assert counter.counter == 3
-    assert sorted(counter.flags) == sorted(
-        [(False, True), (True, False)] * again + [(False, False)] * (3 - again)
-    )
-    model.eval()
-    counter.flags = []
-    with torch.no_grad():
-        model(x)
-    assert not any(map(any, counter.flags))
-    assert not is_checkpointing()
-    assert not is_recomputing()
-
-
-@pytest.mark.parametrize("samples", [1, 2, 3])
-def test_except_last_counts_the_microbatches_that_there_are(samples: int) -> None:
-    """torchgpipe compares with ``chunks``: of a batch of 2 in 4 chunks it recomputes both."""
-    counter = Counter()
-    model = gpipe(nn.Sequential(nn.Linear(4, 4), counter), [1, 1], chunks=4)
-    x = torch.rand(samples, 4)
-    model(x).sum().backward()
-    counter.flags = []
-    model(x).sum().backward()
-    assert counter.flags.count((False, True)) == samples - 1
 
 
 # --- attributes, and what is refused
@@ -396,7 +120,7 @@ def test_too_few_devices_is_an_index_error() -> None:
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, "2"])
 def test_wrong_chunks_are_a_value_error(chunks: Any) -> None:
     """From one micro-batch on."""
-    with pytest.raises(ValueError, match="chunks is a whole number from 1 on"):
+    with pytest.raises(ValueError, match="expected a positive integer for chunks, got "):
         GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"], chunks=chunks)
 
 
@@ -562,7 +286,9 @@ def test_rows_of_other_tensors_are_not_lost() -> None:
 
     model = gpipe(nn.Sequential(Table()), [1], chunks=4)
     x, table = torch.rand(8, 1), torch.rand(5, 1)
-    with pytest.raises(MicrobatchError, match=r"8 samples, but a tensor of shape \(5, 1\) came"):
+    with pytest.raises(
+        MicrobatchError, match=r"batch's 8 samples on dim 0 for argument 0, got \(5, 1\)"
+    ):
         model((x, table))
     total, scalar = model((x, torch.tensor(3.0)))[0], torch.tensor(3.0)
     assert_close(total, x + scalar)
@@ -663,26 +389,6 @@ def test_buffers_are_the_plain_loops() -> None:
         plain(part)
     for name, value in plain.named_buffers():
         assert_close(net.get_buffer(name), value)
-
-
-def test_nothing_is_checkpointed_in_evaluation() -> None:
-    """Nor under ``no_grad``, which reaches every layer."""
-    counter = Counter()
-    grads: list[bool] = []
-    net = nn.Sequential(nn.Linear(4, 4), counter, nn.Linear(4, 4))
-    net[0].register_forward_hook(lambda *_: grads.append(torch.is_grad_enabled()))
-    model = gpipe(net, [1, 2], chunks=2, checkpoint="always")
-    x = torch.rand(4, 4)
-    latent: list[Tensor] = []
-    model.partitions[0].register_forward_hook(lambda *found: latent.append(found[-1]))
-    with torch.no_grad():
-        model(x)
-        grads.clear()
-        latent.clear()
-        model(x)
-    assert grads == [False, False]
-    assert all(not tensor.requires_grad for tensor in latent)
-    assert not any(map(any, counter.flags[-2:]))
 
 
 def test_dropout_draws_the_same_masks_again() -> None:
@@ -909,120 +615,3 @@ def test_it_is_copied_and_pickled() -> None:
             assert twin[0] is not model[0]
             assert (twin.balance, len(twin)) == ([2, 2], 4)
             assert_close(twin(x), model(x))
-
-
-# --- balance
-
-
-class Work(nn.Linear):
-    """As many matrix products as it is told."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__(96, 96)
-        self.times = times
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = super().forward(x).tanh()
-        return x
-
-
-@pytest.mark.cpu("profiled on the CPU")
-def test_balance_by_time() -> None:
-    """The heaviest partition is as light as can be; a twentieth of the work does not count."""
-    net = nn.Sequential(*(Work(times) for times in (1, 1, 1, 20, 1)))
-    assert balance_by_time(3, net, torch.rand(256, 96), device="cpu", timeout=0.1) in (
-        [3, 1, 1],
-        [2, 2, 1],
-    )
-
-
-@pytest.mark.cpu("profiled on the CPU")
-def test_profiling_leaves_the_model_as_it_was() -> None:
-    """It is profiled in training mode; modes, buffers and gradients are as before."""
-
-    class Trains(nn.Flatten):
-        def forward(self, x: Tensor) -> Tensor:
-            assert self.training
-            return super().forward(x)
-
-    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), Trains(), nn.Linear(48, 2))
-    net[0].weight.grad = torch.ones_like(net[0].weight)
-    net.eval()
-    net[1].train()
-    before = copy.deepcopy(net.state_dict())
-    sizes = balance_by_time(2, net, torch.rand(2, 3, 4, 4), device="cpu")
-    assert (sum(sizes), len(sizes)) == (4, 2)
-    assert [layer.training for layer in net] == [False, True, False, False]
-    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
-    assert torch.equal(net[0].weight.grad, torch.ones_like(net[0].weight))
-    assert net[3].weight.grad is None
-
-
-class Sines(nn.Module):
-    """Keeps as many activations as it is told."""
-
-    def __init__(self, times: int, width: int = 0) -> None:
-        super().__init__()
-        self.fc = nn.Linear(width, width) if width else None
-        self.times = times
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fc is not None:
-            x = x + self.fc.weight.sum()
-        for _ in range(self.times):
-            x = x.sin()
-        return x
-
-
-@pytest.mark.cpu("counted for the CPU")
-@pytest.mark.parametrize(
-    ("times", "sizes"), [((1, 2, 3, 4, 5, 6), [4, 2]), ((6, 5, 4, 3, 2, 1), [2, 4])]
-)
-def test_balance_by_size_counts_activations(times: tuple[int, ...], sizes: list[int]) -> None:
-    """torchgpipe needs CUDA for that."""
-    net = nn.Sequential(*map(Sines, times))
-    sample = torch.rand(10, 100, 100, requires_grad=True)
-    assert balance_by_size(2, net, sample, device="cpu") == sizes
-    assert balance_by_size(2, net, sample, device="cpu", chunks=4) == sizes
-
-
-@pytest.mark.cpu("counted for the CPU")
-def test_balance_by_size_weighs_parameters() -> None:
-    """By ``param_scale``: what the optimizer keeps decides."""
-    net = nn.Sequential(*(Sines(7 - n, 10 * n) for n in range(1, 7)))
-    sample = torch.rand(1, 20_000, requires_grad=True)
-    assert balance_by_size(2, net, sample, param_scale=2, device="cpu") == [2, 4]
-    assert balance_by_size(2, net, sample, param_scale=100, device="cpu") == [4, 2]
-
-
-@pytest.mark.cpu("counted for the CPU")
-def test_layers_of_other_kinds_are_balanced() -> None:
-    """Tuples between them, layers without an operation, one layer several times."""
-
-    class Twin(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, x.detach()
-
-    class Add(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-            return pair[0] + pair[1]
-
-    sample = torch.rand(4, 4, requires_grad=True)
-    assert balance_by_time(1, nn.Sequential(Twin(), Add()), sample, device="cpu") == [2]
-    shared = nn.Linear(4, 4)
-    net = nn.Sequential(shared, nn.Identity(), shared, nn.Identity(), nn.Tanh())
-    sizes = balance_by_size(2, net, sample, device="cpu")
-    assert sum(sizes) == 5
-    GPipe(net, sizes, devices=["cpu"] * 2, chunks=2)(sample).sum().backward()
-
-
-@pytest.mark.cpu("nothing runs")
-def test_balances_that_cannot_be_are_value_errors() -> None:
-    """More partitions than layers, or none."""
-    net, sample = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.rand(1, 2)
-    for partitions in (3, 0, -1):
-        with pytest.raises(ValueError, match=r"stages"):
-            balance_by_size(partitions, net, sample, device="cpu")
-    with pytest.raises(TypeError, match=r"expected an nn\.Sequential to balance, got Linear"):
-        balance_by_time(2, nn.Linear(2, 2), sample)  # type: ignore[arg-type]

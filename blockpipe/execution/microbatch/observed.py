@@ -1,16 +1,16 @@
-"""How a forward that is observed tells where it is: at borders, or, in the plain loop, at marks."""
+"""Reports where an observed forward is: at its borders, or at its marks in the plain loop."""
 
 from collections.abc import Callable
 
-from ..crossing.microbatch_run import MicrobatchRun
-from ..devices.observer import Observer
-from ..stages.marks import Cursor
+from ...crossing.microbatch_run import MicrobatchRun
+from ...devices.observer import Observer
+from ...stages.cursor import Cursor
 
 
 def observed_border(
     run: MicrobatchRun, cross: Callable[[int, int], None], observer: Observer
 ) -> Callable[[int, int], None]:
-    """A run's border whose crossings an observer is told of."""
+    """Return a run's border that reports its crossings to an observer."""
     m = run.microbatch
 
     def cross_observed(before: int, after: int) -> None:
@@ -29,9 +29,9 @@ class PlainLoopObserver:
     the cursor to its stage. There is one backward, which counts as the last hop's.
 
     Args:
-        observer: who is told.
+        observer: gets the events.
         route: the stages of the hops.
-        cursor: of the forward.
+        cursor: the forward's.
         microbatch: its index.
     """
 
@@ -52,16 +52,16 @@ class PlainLoopObserver:
         rest = range(self._hop + 1, len(self._route))
         hop = next((hop for hop in rest if self._route[hop] == stage), None)
         if hop is None:
-            return  # back to an outer block's stage, with nothing to do there
+            return  # an inner block ends, and nothing is left to do on the outer block's stage
         self.observer.ends("F", self._hop, self._m)
         self._hop = hop
         self.observer.begins("F", hop, stage, self._m)
 
     def turn_back(self) -> None:
-        """The forward is over."""
+        """Report that the forward is over, and the backward begins."""
         self.observer.ends("F", self._hop, self._m)
         self.observer.begins("B", self._hop, self._route[self._hop], self._m)
 
     def finish(self) -> None:
-        """The backward is."""
+        """Report that the backward is over."""
         self.observer.ends("B", self._hop, self._m)

@@ -1,0 +1,86 @@
+"""``batch_dims``: the dim of each argument on which it is split."""
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+from .._common.checks import expected
+from ..errors import MicrobatchError
+
+BatchDim = int | Literal["list"] | None
+BatchDims = int | Mapping[int | str, BatchDim] | None
+
+WHOLE: Any = object()  # the dim of an argument that every micro-batch gets whole
+
+
+class ArgumentDims:
+    """``batch_dims``, asked argument by argument.
+
+    Args:
+        dims: the user's value; see :func:`blockpipe.batches.microbatch.split`.
+    """
+
+    def __init__(self, dims: BatchDims) -> None:
+        self._dims = dims
+        self.is_default = dims is None
+
+    def check_names(self, names: Collection[int | str]) -> None:
+        """Raise :class:`MicrobatchError` if a mapping names no argument of the call."""
+        if not isinstance(self._dims, Mapping):
+            return
+        unknown = [name for name in self._dims if name not in {*names, "target", "output"}]
+        if unknown:
+            contract = f"positions and names among {[*names, 'target', 'output']}"
+            fix = "use those of this call's arguments"
+            raise MicrobatchError(expected(contract, unknown, for_="batch_dims", fix=fix))
+
+    def of(self, name: int | str) -> Any:
+        """Return an argument's dim, ``"list"``, or :data:`WHOLE`."""
+        if self._dims is None:
+            return 0
+        if isinstance(self._dims, int):
+            return self._dims
+        dim = self._dims.get(name, 0)
+        return WHOLE if dim is None else dim
+
+    def names(self, name: int | str) -> bool:
+        """Return whether a mapping names an argument."""
+        return isinstance(self._dims, Mapping) and name in self._dims
+
+    def asks_for(self, name: int | str) -> bool:
+        """Return whether the user has said how an argument is split."""
+        return isinstance(self._dims, int) or self.names(name)
+
+
+def dims_of_call(
+    dims: BatchDims, parameters: Mapping[str, inspect.Parameter], args: Sequence[Any], given: Any
+) -> BatchDims:
+    """Return ``batch_dims`` for one call, with the positions and names of its arguments.
+
+    The user may name a parameter by position or by name, however it is passed, and may name one
+    that this call leaves out.
+
+    Args:
+        dims: the user's ``batch_dims``.
+        parameters: the parameters of the model's forward, in order.
+        args: the positional arguments of the call.
+        given: the names of its keyword arguments.
+    """
+    if not isinstance(dims, Mapping):
+        return dims
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, p in parameters.items() if p.kind in by_position]
+    found: dict[int | str, BatchDim] = {}
+    for name, dim in dims.items():
+        position = names.index(name) if name in names else name
+        passed_as = position if isinstance(position, int) and position < len(args) else name
+        if isinstance(name, int) and len(args) <= name < len(names):
+            passed_as = names[name]
+        if passed_as in given or passed_as not in parameters:
+            found[passed_as] = dim
+    return found
+
+
+def has_batch(shape: Sequence[int], size: int, dim: int) -> bool:
+    """Return whether a tensor's shape has an entry for each of ``size`` samples on a dim."""
+    return len(shape) > dim and shape[dim] == size

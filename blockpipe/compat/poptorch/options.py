@@ -1,0 +1,298 @@
+"""PopTorch's ``Options``: what a step is, and what only an IPU knows.
+
+An option that has no meaning on these devices is accepted with one warning, if the script's result
+is the same without it, and refused with the reason if not. The two tables are data: the page of
+the door is checked against them.
+"""
+
+import enum
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, NoReturn, Self
+
+import torch
+
+from ..._common.callsite import users_line, warn
+from ..._common.checks import is_integer
+from ...errors import PlanError, UsageError
+from .outputs import OutputMode
+from .strategies import PipelinedExecution
+
+_COMPILER = "there is no compiler whose result could be kept or described"
+_MEMORY = "a GPU's kernels choose their workspace themselves"
+_PRECISION = "numbers are what the tensors are; use torch.autocast, or model.half()"
+
+ACCEPTED = {
+    "Jit": "nothing is traced: the forward is Python at every step",
+    "Precision": _PRECISION,
+    "TensorLocations": "pass offload=True to trainingModel for activations in host memory",
+    "_Popart": "PopART is not there",
+    "appendToLocationExcludes": _COMPILER,
+    "autoRoundNumIPUs": "any number of devices works",
+    "broadcastBuffers": "copies get the model's buffers at each step",
+    "connectionType": "devices are there from the start",
+    "enableExecutableCaching": _COMPILER,
+    "enableProfiling": "use model.pipeline.profile()",
+    "enableStableNorm": "torch's norms are stable",
+    "logCycleCount": "use model.pipeline.profile()",
+    "logDir": _COMPILER,
+    "maxRepeatLogs": "use blockpipe.set_log_level()",
+    "modelName": _COMPILER,
+    "relaxOptimizerAttributesChecks": "an optimizer's attributes are torch's",
+    "setAvailableMemoryProportion": _MEMORY,
+    "showCompilationProgressBar": "a long recording shows its progress by itself",
+    "sourceLocationExcludes": _COMPILER,
+    "syncPattern": "devices wait for each other where one needs the other's tensors",
+    "useIpuId": "pass devices= to trainingModel",
+    "useIpuModel": "without an accelerator the stages are on the CPU",
+}
+"""Options that are accepted with a warning, by name, and why they do nothing."""
+
+ACCEPTED_IN_TRAINING = {
+    "setConvolutionDithering": _MEMORY,
+    "setMeanAccumulationAndReplicationReductionStrategy": (
+        "each micro-batch's loss is weighed before its backward"
+    ),
+}
+"""The same of ``Options.Training``."""
+
+REFUSED = {
+    "Distributed": (
+        "every process has its own pipeline; all-reduce gradients between the steps, or use one "
+        "process and replicationFactor"
+    ),
+    "anchorTensor": "return the tensor from the forward",
+    "enableSyntheticData": "the results would be those of the real data; pass torch.randn batches",
+    "inputReplicaGrouping": "every copy gets a share of its own of each input",
+    "loadFromFile": "call the options' methods in the script",
+    "updatableNamedBuffers": "buffers are the model's: write to them between two calls",
+    "useOfflineIpuTarget": "there is nothing to compile without a device",
+}
+"""Options without which the script would do something else, and what to do instead."""
+
+REFUSED_IN_TRAINING = {
+    "setAutomaticLossScaling": "train in bfloat16 by torch.autocast, which needs no scaling",
+}
+"""The same of ``Options.Training``."""
+
+
+class ReductionType(enum.Enum):
+    """How gradients of micro-batches and copies become those of the step."""
+
+    Mean = "mean"
+    Sum = "sum"
+    NoReduction = "none"
+
+
+class TrainingOptions:
+    """What is for training alone; ``Options().Training``."""
+
+    def __init__(self) -> None:
+        self.gradient_accumulation = 1
+        self.accumulation_and_replication_reduction_type = ReductionType.Mean
+
+    def gradientAccumulation(self, gradient_accumulation: int) -> Self:  # noqa: N802
+        """How many micro-batches a step has, in each copy; returns these options.
+
+        Any number from 1 on; with few of them, stages stand idle longer.
+
+        Raises:
+            PlanError: no such number.
+        """
+        self.gradient_accumulation = _from_one("gradientAccumulation", gradient_accumulation)
+        return self
+
+    def accumulationAndReplicationReductionType(  # noqa: N802
+        self, reduction_type: ReductionType
+    ) -> Self:
+        """Whether gradients are the mean over micro-batches and copies, or their sum.
+
+        Whatever the model's loss is over its own micro-batch. With ``Mean``, uneven parts count by
+        their samples.
+
+        Raises:
+            UsageError: neither ``ReductionType.Mean`` nor ``ReductionType.Sum``.
+        """
+        if reduction_type not in (ReductionType.Mean, ReductionType.Sum):
+            raise UsageError(
+                f"expected ReductionType.Mean or ReductionType.Sum, got {reduction_type!r} "
+                f"({users_line()}); without a reduction there is no gradient for the optimizer"
+            )
+        self.accumulation_and_replication_reduction_type = reduction_type
+        return self
+
+    accumulationReductionType = accumulationAndReplicationReductionType  # noqa: N815 - its old name
+
+    def __getattr__(self, name: str) -> Any:
+        return _elsewhere(self, "Training", name, ACCEPTED_IN_TRAINING, REFUSED_IN_TRAINING)
+
+
+class Options:
+    """How a model is run: copies, micro-batches, strategy, and which results come back.
+
+    Every method changes one option and returns these options.
+
+    Source: ``poptorch.Options``.
+
+    Example:
+        >>> from blockpipe.compat import poptorch
+        >>> opts = poptorch.Options().replicationFactor(2)
+        >>> opts.Training.gradientAccumulation(3).gradient_accumulation
+        3
+        >>> opts
+        Options(replicationFactor=2, gradientAccumulation=3)
+    """
+
+    def __init__(self) -> None:
+        self.Training = TrainingOptions()
+        self.replication_factor = 1
+        self.device_iterations = 1
+        self.output_mode = OutputMode.Default
+        self.output_return_period = 1
+        self.strategy = PipelinedExecution()
+
+    def replicationFactor(self, replication_factor: int) -> Self:  # noqa: N802
+        """How many copies of the pipeline share each batch.
+
+        Each is on devices of its own. Where there are not enough devices, one pipeline runs the
+        others' shares as further micro-batches, and a warning says so.
+
+        Raises:
+            PlanError: no whole number from 1 on.
+        """
+        self.replication_factor = _from_one("replicationFactor", replication_factor)
+        return self
+
+    def deviceIterations(self, device_iterations: int) -> Self:  # noqa: N802
+        """How many batches a call has: in training each with a step of the optimizer.
+
+        Raises:
+            PlanError: no whole number from 1 on.
+        """
+        self.device_iterations = _from_one("deviceIterations", device_iterations)
+        return self
+
+    def setExecutionStrategy(self, strategy: PipelinedExecution) -> Self:  # noqa: N802
+        """What the stages are, and whether they overlap.
+
+        Raises:
+            UsageError: no strategy.
+        """
+        if not isinstance(strategy, PipelinedExecution):
+            raise UsageError(
+                "expected PipelinedExecution(…) or ShardedExecution(…), got "
+                f"{type(strategy).__name__} ({users_line()}); pass one of them, with its brackets"
+            )
+        self.strategy = strategy
+        return self
+
+    def outputMode(  # noqa: N802
+        self, output_mode: OutputMode, output_return_period: int | None = None
+    ) -> Self:
+        """Which micro-batches' results a call returns.
+
+        Args:
+            output_mode: see :class:`OutputMode`.
+            output_return_period: for ``OutputMode.EveryN``: every how many.
+
+        Raises:
+            UsageError: no mode.
+            PlanError: ``EveryN`` without a period from 1 on.
+        """
+        if not isinstance(output_mode, OutputMode):
+            raise UsageError(
+                f"expected an OutputMode, got {output_mode!r} ({users_line()}); pass "
+                "OutputMode.All, Final, Sum, EveryN or Default"
+            )
+        if output_mode is OutputMode.EveryN:
+            self.output_return_period = _from_one("output_return_period", output_return_period)
+        self.output_mode = output_mode
+        return self
+
+    def anchorMode(  # noqa: N802
+        self, anchor_mode: OutputMode, anchor_return_period: int | None = None
+    ) -> Self:
+        """As :meth:`outputMode`: its old name."""
+        return self.outputMode(anchor_mode, anchor_return_period)
+
+    def randomSeed(self, random_seed: int) -> Self:  # noqa: N802
+        """``torch.manual_seed``, at once."""
+        torch.manual_seed(random_seed)
+        return self
+
+    @property
+    def chunks(self) -> int:
+        """Micro-batches of one training step, in all copies."""
+        return self.Training.gradient_accumulation * self.replication_factor
+
+    def __getattr__(self, name: str) -> Any:
+        return _elsewhere(self, "Options", name, ACCEPTED, REFUSED)
+
+    def __repr__(self) -> str:
+        said = {
+            "replicationFactor": (self.replication_factor, 1),
+            "deviceIterations": (self.device_iterations, 1),
+            "gradientAccumulation": (self.Training.gradient_accumulation, 1),
+            "outputMode": (self.output_mode, OutputMode.Default),
+            "setExecutionStrategy": (self.strategy, None),
+        }
+        if not self.strategy.stages and type(self.strategy) is PipelinedExecution:
+            said["setExecutionStrategy"] = (None, None)
+        changed = [f"{name}={value}" for name, (value, usual) in said.items() if value != usual]
+        return f"Options({', '.join(changed)})"
+
+
+def _from_one(name: str, number: object) -> int:
+    if not is_integer(number, 1):
+        raise PlanError(
+            f"expected a whole number from 1 on, got {name}({number!r}) ({users_line()}); pass 1 "
+            "for none of it"
+        )
+    return number
+
+
+class _Accepted:
+    """A group of options of which none has a meaning here."""
+
+    def __init__(self, group: str, why: str) -> None:
+        self._group, self._why = group, why
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _accepting(self, f"{self._group}.{name}", self._why)
+
+
+def _accepting(options: Any, name: str, why: str) -> Callable[..., Any]:
+    def accept(*args: Any, **kwargs: Any) -> Any:
+        warn(f"{name} does nothing here: {why}")
+        return options
+
+    return accept
+
+
+def _elsewhere(
+    options: Any, group: str, name: str, accepted: Mapping[str, str], refused: Mapping[str, str]
+) -> Any:
+    """An attribute that the options do not have themselves.
+
+    Raises:
+        UsageError: it is refused.
+        AttributeError: nobody knows it.
+    """
+    if name in accepted:
+        if name in ("Jit", "Precision", "TensorLocations", "_Popart"):
+            return _Accepted(name, accepted[name])
+        return _accepting(options, name, accepted[name])
+    if name in refused:
+        _refuse(f"{group}.{name}", refused[name])
+    near = get_close_matches(name, [*dir(type(options)), *accepted, *refused], n=1, cutoff=0.6)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise AttributeError(f"{type(options).__name__!r} object has no attribute {name!r}{hint}")
+
+
+def _refuse(name: str, remedy: str) -> NoReturn:
+    raise UsageError(
+        f"{name} cannot be done on these devices, and the script would do something else without "
+        f"it ({users_line()}); {remedy}"
+    )

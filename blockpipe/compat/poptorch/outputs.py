@@ -1,0 +1,80 @@
+"""Which micro-batches' results a call returns, and how they become one."""
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._common.nested import leaves, map_leaves, map_tensors
+
+Part = tuple[int, Any]
+"""A copy's number, and what the model returned there for one micro-batch."""
+
+
+class OutputMode(enum.Enum):
+    """Which results of a call come back; each has the rows of one micro-batch."""
+
+    Final = "the last of each copy"
+    EveryN = "every n-th of each copy"
+    All = "all, in the order of the batch"
+    Sum = "the sum over those of each copy"
+    Default = "Final in training, All in inference"
+
+
+def chosen(parts: Sequence[Part], mode: OutputMode, period: int) -> list[Any]:
+    """The results that a mode returns.
+
+    Args:
+        parts: of all micro-batches, in the order of the batch.
+        mode: not ``Default``.
+        period: for ``EveryN``.
+
+    Example:
+        >>> chosen([(0, "a"), (0, "b"), (1, "c"), (1, "d")], OutputMode.Final, 1)
+        ['b', 'd']
+    """
+    if mode is OutputMode.All:
+        return [result for _, result in parts]
+    if mode is OutputMode.EveryN:
+        seen = Counter[int]()
+        kept = []
+        for copy, result in parts:
+            seen[copy] += 1
+            if seen[copy] % period == 0:
+                kept.append(result)
+        return kept
+    of_copy: dict[int, list[Any]] = {}
+    for copy, result in parts:
+        of_copy.setdefault(copy, []).append(result)
+    if mode is OutputMode.Final:
+        return [results[-1] for results in of_copy.values()]
+    return [_combined(results, sum) for results in of_copy.values()]
+
+
+def together(results: Sequence[Any]) -> Any:
+    """Results one behind the other, on the host: rows on dim 0, and numbers as a row of numbers.
+
+    Example:
+        >>> together([torch.tensor(1.0), torch.tensor(2.0)])
+        tensor([1., 2.])
+    """
+    results = [map_tensors(lambda tensor: tensor.detach().cpu(), result) for result in results]
+    return _combined(results, _rows)
+
+
+def _rows(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors) if tensors[0].dim() == 0 else torch.cat(tensors)
+
+
+def _combined(results: Sequence[Any], how: Any) -> Any:
+    """One result, each tensor made of those in its place; what is no tensor is the last one's."""
+    if len(results) == 1:
+        return results[0]
+    columns = zip(*(leaves(result) for result in results), strict=True)
+    values = iter(
+        [how(list(column)) if isinstance(column[0], Tensor) else column[-1] for column in columns]
+    )
+    return map_leaves(lambda _: next(values), results[-1])

@@ -1,0 +1,194 @@
+"""How blocks become stages: the strategies of PopTorch's options.
+
+There a block has two numbers, its stage and its IPU. Here a stage is a number, and the device that
+it is on is another list's. So a strategy numbers the blocks when a forward comes to them, and notes
+which IPU each stage is to be on.
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ..._common.callsite import users_line
+from ...errors import PlanError
+from ...stages.cursor import Cursor, Mark, current_cursor
+
+_AUTO = "poptorch auto id"  # in what a cursor has noted: how many blocks without a name came
+
+
+class AutoStage(enum.Enum):
+    """Which stage a block is on that no :class:`Stage` names."""
+
+    SameAsIpu = "as its IPU has it; a new one for each name where it has no IPU"
+    AutoIncrement = "a new one for each name"
+
+
+class Stage:
+    """Blocks that are one stage, by their names.
+
+    Args:
+        *block_ids: the blocks' ``user_id``.
+
+    Raises:
+        PlanError: no text.
+
+    Source: ``poptorch.Stage``.
+
+    Example:
+        >>> from blockpipe.compat import poptorch
+        >>> poptorch.Stage("A", "B").ipu(1).blocks
+        ('A', 'B')
+    """
+
+    def __init__(self, *block_ids: str) -> None:
+        wrong = [block for block in block_ids if not isinstance(block, str)]
+        if wrong:
+            raise PlanError(
+                f"expected names of blocks, got {wrong} ({users_line()}); pass the user_id that "
+                "the blocks have"
+            )
+        self.blocks = block_ids
+        self.on_ipu: int | None = None
+
+    def ipu(self, ipu: int) -> "Stage":
+        """Say which IPU it is on, whatever its blocks say; returns the stage."""
+        self.on_ipu = ipu
+        return self
+
+
+class PipelinedExecution:
+    """All stages at work at once, each on another micro-batch.
+
+    Args:
+        *stages: in order: a :class:`Stage`, the name of a block, or a list of names; or one
+            :class:`AutoStage`. None: ``AutoStage.SameAsIpu``.
+
+    Raises:
+        PlanError: a block in two stages, or what is no stage.
+
+    Source: ``poptorch.PipelinedExecution``.
+
+    Example:
+        >>> from blockpipe.compat import poptorch
+        >>> strategy = poptorch.PipelinedExecution(poptorch.Stage("A", "B"), "C")
+        >>> strategy.stage("B").blocks
+        ('A', 'B')
+    """
+
+    schedule: ClassVar[str] = "1f1b"
+
+    def __init__(self, *stages: AutoStage | Stage | str | Sequence[str]) -> None:
+        self.auto = AutoStage.SameAsIpu
+        self.stages: list[Stage] = []
+        if len(stages) == 1 and isinstance(stages[0], AutoStage):
+            self.auto = stages[0]
+        else:
+            self.stages = [_as_stage(stage) for stage in stages]
+        self.number_of: dict[str, int] = {}
+        for number, stage in enumerate(self.stages):
+            for block in stage.blocks:
+                if block in self.number_of:
+                    raise PlanError(
+                        f"expected each block in one stage, got {block!r} in stage "
+                        f"{self.number_of[block]} and in stage {number} ({users_line()}); leave "
+                        "it out of one of them"
+                    )
+                self.number_of[block] = number
+
+    def stage(self, block_id: str) -> Stage:
+        """The stage that a block is listed in.
+
+        Raises:
+            PlanError: it is in none.
+        """
+        if block_id not in self.number_of:
+            raise PlanError(
+                f"expected one of the blocks {sorted(self.number_of)}, got {block_id!r} "
+                f"({users_line()}); add it to a stage of {type(self).__name__}"
+            )
+        return self.stages[self.number_of[block_id]]
+
+    def __repr__(self) -> str:
+        listed = ", ".join(map(repr, (stage.blocks for stage in self.stages)))
+        return f"{type(self).__name__}({listed or self.auto})"
+
+
+class ShardedExecution(PipelinedExecution):
+    """One stage at work at a time, as for debugging: ``schedule="sequential"``.
+
+    Args:
+        *stages: as for :class:`PipelinedExecution`.
+
+    Source: ``poptorch.ShardedExecution``.
+
+    Example:
+        >>> from blockpipe.compat import poptorch
+        >>> poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution("A", "B"))
+        Options(setExecutionStrategy=ShardedExecution(('A',), ('B',)))
+    """
+
+    schedule = "sequential"
+
+
+class Numbering:
+    """The stage of each mark that a forward comes to, for :func:`numbered_by`.
+
+    Args:
+        strategy: says which.
+
+    Attributes:
+        ipus: the IPU that each stage is to be on, of the marks seen so far.
+    """
+
+    def __init__(self, strategy: PipelinedExecution) -> None:
+        self.strategy = strategy
+        self.ipus: dict[int, int] = {}
+
+    def __call__(self, cursor: Cursor, mark: Mark) -> int:
+        name, ipu = _name_of(cursor, mark), mark.stage
+        if self.strategy.number_of:
+            stage = self.strategy.stage(name)
+            number = self.strategy.number_of[name]
+            ipu = stage.on_ipu if stage.on_ipu is not None else ipu
+        elif self.strategy.auto is AutoStage.SameAsIpu and ipu is not None:
+            number = ipu
+        else:
+            number = cursor.noted.setdefault(name, cursor.highest + 1)
+        self.ipus.setdefault(number, number if ipu is None else ipu)
+        return number
+
+
+def restart_auto_ids() -> None:
+    """Of the forward under way here, if there is one."""
+    cursor = current_cursor()
+    if cursor is not None:
+        cursor.noted.pop(_AUTO, None)
+
+
+def _name_of(cursor: Cursor, mark: Mark) -> str:
+    """A block's ``user_id``, or its number among those without.
+
+    A module under BeginBlock has one mark and one number, however often it is called; a ``with
+    Block()`` is another block each time. The mark is kept too, so that its ``id`` is no other's.
+    """
+    if mark.name is not None:
+        return mark.name
+    if id(mark) not in cursor.noted:
+        number = cursor.noted.get(_AUTO, 0)
+        cursor.noted[_AUTO] = number + 1
+        cursor.noted[id(mark)] = str(number), mark
+    name: str = cursor.noted[id(mark)][0]
+    return name
+
+
+def _as_stage(stage: object) -> Stage:
+    if isinstance(stage, Stage):
+        return stage
+    if isinstance(stage, str):
+        return Stage(stage)
+    if isinstance(stage, list | tuple):
+        return Stage(*stage)
+    raise PlanError(
+        f"expected a Stage, a block's name, or a list of names, got {stage!r} ({users_line()}); "
+        "write PipelinedExecution(Stage('A', 'B'), 'C')"
+    )

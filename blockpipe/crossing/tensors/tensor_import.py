@@ -1,0 +1,273 @@
+"""May this tensor be read here? A tensor made on this hop may; one made on another is imported.
+
+An import is a copy on this hop's device, cut from the graph it came from, whose gradient is carried
+back when this hop's backward has run.
+
+Same gradients, to the bit (design rule 1): a tensor read on several hops is imported from the
+*previous* hop that read it, so that the later hop's partial sum enters the earlier hop's backward
+as one more root gradient, and sums come about in the plain run's order.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..._common.callsite import users_line
+from ..._torch.modes import is_transformed
+from ..._torch.tensors import version_of
+from ...devices.ownership import Owner, owner_of, set_owner
+from ...errors import CrossingError, RouteError, StateError
+from ..tags import RECORDING, TAG, UNCUT, Import, ParameterHome, StepContext, Tag
+from ..tensor_attributes import class_attributes
+from .claims import Claims
+from .gradients import Gradients
+from .hop_copies import HopCopies
+from .place import Place, Reads
+from .writes import Writes
+
+
+class TensorImport:
+    """Finds, for one run, what an operation on its hop gets in the place of a tensor.
+
+    Args:
+        step: what the run shares with the other runs of its step.
+        place: where the run is.
+        copies: the copies between its hops.
+        gradients: where an import's way back is noted.
+        writes: what was written in place.
+        claims: tags what is made here.
+    """
+
+    def __init__(
+        self,
+        step: StepContext,
+        place: Place,
+        copies: HopCopies,
+        gradients: Gradients,
+        writes: Writes,
+        claims: Claims,
+    ) -> None:
+        self._step = step
+        self._place = place
+        self._copies = copies
+        self._gradients = gradients
+        self._writes = writes
+        self._claims = claims
+        self._home_imports: dict[int, dict[int, Import]] = {}  # by id of a parameter, by hop
+
+    def forget(self) -> None:
+        """The forward is over: let go of the imports."""
+        self._home_imports.clear()
+
+    def local(self, tensor: Tensor, reads: Reads) -> Tensor:
+        """The tensor that an operation on this hop gets in the place of a tensor.
+
+        Args:
+            tensor: as the user's code has it.
+            reads: where an import is noted, for :meth:`Writes.check` after the operation.
+        """
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is None:
+            return self._local_untagged(tensor, reads)
+        while tag.newest is not None:
+            tensor = tag.newest
+            tag = cast(Tag, getattr(tensor, TAG))
+        place = self._place
+        if tag.key is not place.key:
+            return self._of_another(tensor, tag, reads)
+        if tag.hop == place.hop:
+            return tensor
+        if self._writes.reached_back:
+            self._writes.check_current(tensor, tag)
+        return self._imported(tensor, tag, reads)
+
+    # --- tensors of no micro-batch's
+
+    def _local_untagged(self, tensor: Tensor, reads: Reads) -> Tensor:
+        step, place = self._step, self._place
+        home = step.home_of(tensor)
+        if home is not None:
+            return self._at_home(tensor, home, reads)
+        if is_transformed(tensor):
+            return tensor  # inside a torch.func transform, which stays on its stage
+        if tensor.requires_grad and step.differentiable:
+            if tensor.grad_fn is not None:
+                raise CrossingError(
+                    f"an operation on stage {place.stage} (micro-batch {place.microbatch}) reads a "
+                    f"tensor of shape {tuple(tensor.shape)} that has a gradient path, but was made "
+                    f"outside of this forward or by code that Blockpipe cannot intercept "
+                    f"({users_line()}); compute it inside the forward with torch operations, "
+                    f"detach it, or {UNCUT}"
+                )
+            return self._at_home(tensor, step.adopt(tensor, place.hop, place.stage), reads)
+        return self._constant(tensor, reads)
+
+    def _constant(self, tensor: Tensor, reads: Reads) -> Tensor:
+        step, place = self._step, self._place
+        device = step.device_of(place.stage)
+        isolate_as = step.isolate_as
+        if isolate_as is not None:
+            here, owner = Owner(isolate_as, place.stage), owner_of(tensor)
+            if owner is None or owner.pipeline != isolate_as:
+                set_owner(tensor, here)
+            if owner is None or owner.pipeline != isolate_as or owner == here:
+                return from_outside(tensor, reads)
+        elif device is None or tensor.device == device or step.stays(tensor):
+            return from_outside(tensor, reads)
+        elif tensor.is_meta:  # only its shape counts, as of torch's dummy behind nested tensors
+            return tensor
+        value = step.lend(tensor, place.stage, on_host=step.stays(tensor)).receive()
+        reads.append((tensor, Import(value, False, version_of(value))))
+        return value
+
+    # --- parameters, buffers, and other leaves
+
+    def _at_home(self, tensor: Tensor, home: ParameterHome, reads: Reads) -> Tensor:
+        step, place = self._step, self._place
+        if home.hop == place.hop:
+            return self._followed(tensor, reads) if home.is_adopted else tensor
+        needs_gradient = tensor.requires_grad and step.differentiable
+        if home.stage == place.stage and not needs_gradient:
+            return tensor
+        if home.hop > place.hop and needs_gradient:
+            raise RouteError(
+                f"micro-batch {place.microbatch} reads {home.name!r} on stage {place.stage}, "
+                f"earlier than recorded (first on stage {home.stage}; {users_line()}); give "
+                "Pipeline a sample that takes the longest way"
+            )
+        imports = self._home_imports.setdefault(id(tensor), {})
+        found = imports.get(place.hop)
+        if found is None:
+            if home.stage == place.stage and not step.isolate:
+                value = tensor
+            else:
+                watch = step.watch(tensor, home.hop, place.hop, place.microbatch)
+                value = step.copy_of(tensor, place.stage, watch, on_host=step.stays(tensor))
+            found = self._enter(tensor, value, imports, home.hop)
+            self._note_import(tensor, home.hop, home.name)
+        found.share_attributes(tensor)
+        reads.append((tensor, found))
+        return found.value
+
+    def _followed(self, leaf: Tensor, reads: Reads) -> Tensor:
+        """A leaf from outside that needs a gradient, on the first hop that reads it. From another
+        accelerator it is brought by an operation of this hop's graph, where later hops send their
+        gradients."""
+        device = self._step.device_of(self._place.stage)
+        if device is None or leaf.device == device or self._step.stays(leaf):
+            return leaf
+        imports = self._home_imports.setdefault(id(leaf), {})
+        found = imports.get(self._place.hop)
+        if found is None:
+            with torch.enable_grad():  # a later reader may need the gradient
+                value = leaf.to(device)
+            found = imports[self._place.hop] = Import(value, True, version_of(value))
+        reads.append((leaf, found))
+        return found.value
+
+    # --- tensors of another micro-batch, or step
+
+    def _of_another(self, tensor: Tensor, tag: Tag, reads: Reads) -> Tensor:
+        place = self._place
+        if tag.stage == place.stage and not tensor.requires_grad:
+            return tensor  # running state: a lane takes the micro-batches in order
+        if self._may_share(tensor, tag):
+            return self._shared(tensor, tag, reads)
+        step = (
+            "this step"
+            if tag.key.step == place.key.step
+            else "the recording (it is still there: clear it)"
+            if tag.key.step == RECORDING
+            else "an earlier step"
+        )
+        why = "has a gradient path" if tensor.requires_grad else f"was made on stage {tag.stage}"
+        raise StateError(
+            f"micro-batch {place.microbatch} on stage {place.stage} reads a tensor of shape "
+            f"{tuple(tensor.shape)} that belongs to micro-batch {tag.key.microbatch} of {step} and "
+            f"{why} ({users_line()}): state on self or in a global is shared by all micro-batches; "
+            "pass the tensor along, detach it, or keep one for each current_microbatch()"
+        )
+
+    def _may_share(self, tensor: Tensor, tag: Tag) -> bool:
+        """Whether another micro-batch's tensor is a constant, made once for all of them."""
+        if tensor.requires_grad or not tag.is_constant(tensor):
+            return False
+        if self._place.key.step == RECORDING:
+            return True
+        if tag.key.step == RECORDING and tensor.device != self._step.device_of(tag.stage):
+            return False  # a recording for real, before the model was placed
+        constants = self._step.constants
+        return constants is None or constants.read(tensor, tag.site, tag.key)
+
+    def _shared(self, tensor: Tensor, tag: Tag, reads: Reads) -> Tensor:
+        """Such a constant, where this hop reads it; no gradient flows to it."""
+        step, stage = self._step, self._place.stage
+        device, on_host = step.device_of(stage), step.stays(tensor)
+        if not step.isolate and (device in (None, tensor.device) or on_host):
+            return tensor
+        value = step.copy_of_constant(tensor, tag, stage, on_host=on_host)
+        reads.append((tensor, Import(value, False, version_of(value))))
+        return value
+
+    # --- tensors of another hop
+
+    def _imported(self, tensor: Tensor, tag: Tag, reads: Reads) -> Tensor:
+        if tag.imports is None:
+            tag.imports = {}
+        found = tag.imports.get(self._place.hop)
+        if found is None:
+            found = self._import(tensor, tag, tag.imports)
+        found.share_attributes(tensor)
+        reads.append((tensor, found))
+        return found.value
+
+    def _import(self, tensor: Tensor, tag: Tag, imports: dict[int, Import]) -> Import:
+        step = self._step
+        self._writes.before_import(tensor, tag)
+        copied = self._copies.bring(tensor, tag.hop, on_host=step.stays(tensor))
+        found = self._enter(tensor, copied, imports, tag.hop)
+        self._claims.tag(found.value)
+        if tag.is_constant(tensor):
+            its_tag: Tag = getattr(found.value, TAG)
+            its_tag.constant, its_tag.site = version_of(found.value), tag.site
+        if step.is_mixed and step.stays(tensor):
+            getattr(found.value, TAG).is_kept = True
+        if step.tracks_writes:
+            self._writes.join_aliases(tensor, found)
+        self._note_import(tensor, tag.hop, None)
+        return found
+
+    def _enter(
+        self, tensor: Tensor, value: Tensor, imports: dict[int, Import], home_hop: int
+    ) -> Import:
+        """Make an import: an entry of this hop's graph if there is a gradient to carry back."""
+        hop = self._place.hop
+        is_entry = tensor.requires_grad and self._step.differentiable
+        if is_entry:
+            from_hop, from_tensor = home_hop, tensor
+            for earlier_hop, earlier in imports.items():
+                if from_hop <= earlier_hop < hop and earlier.is_entry:
+                    from_hop, from_tensor = earlier_hop, earlier.value
+            on_host = self._step.stays(tensor)
+            value = self._gradients.enter(value, from_tensor, from_hop, on_host=on_host)
+        elif value is tensor:
+            value = tensor.detach()
+        made = Import(value, is_entry, version_of(value), besides=class_attributes(value))
+        if not value.is_inference():  # else nothing tells whether it is written
+            imports[hop] = made
+            self._writes.follow(tensor, made)
+        return made
+
+    def _note_import(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
+        listener = self._place.listener
+        if listener is not None:
+            listener.imported(tensor, home_hop, name)
+
+
+def from_outside(tensor: Tensor, reads: Reads) -> Tensor:
+    """Read a tensor that is nobody's as it is: only a write makes it this micro-batch's."""
+    reads.outside = (*reads.outside, (tensor, version_of(tensor)))
+    return tensor

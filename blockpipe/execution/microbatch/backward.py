@@ -1,0 +1,85 @@
+"""One backward action of one micro-batch: recomputation, a hop's backward, or its second part."""
+
+from contextlib import ExitStack
+from functools import partial
+
+from ...crossing.microbatch_run import MicrobatchRun
+from ...devices.rng_streams import own_turn
+from ...devices.sanitizer import Sanitizer
+from ...schedules.schedule import Action
+from ...stages.cursor import Cursor, set_cursor
+from ..lanes.lane_threads import Abandoned
+from ..step_state import StepState
+from .failure_notes import note_failure
+
+
+class MicrobatchBackward:
+    """Runs the backward actions of one step, each in the thread that asks for it.
+
+    Args:
+        state: of the step, whose forwards have run.
+    """
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        self._hops = state.request.prepared.recording.hops
+        self._splits = state.request.prepared.recording.splits_backward
+        self._isolate_as = state.request.isolate_as
+        self._observer = state.request.observer
+        self.split: set[tuple[int, int]] = set()
+        """The (hop, micro-batch) pairs whose backward is in two parts."""
+
+    def run(self, action: Action) -> None:
+        """Run one action that is no forward."""
+        hop = self._hops[action.hop]
+        stage = hop.stage
+        phase = "recomputation" if action.kind == "R" else "backward"
+        cursor = Cursor()
+        cursor.stage = stage
+        outer = set_cursor(cursor)  # for hooks of the user's: which stage is this?
+        try:
+            self._state.be_on(stage)
+            # torch.utils.checkpoint sets the generators before it runs a part again, and after,
+            # also where that part does not draw.
+            takes_turn = hop.reruns_forward and self._state.randomness.any_draws
+            if self._isolate_as is None and not takes_turn:
+                self._run(action, stage)
+                return
+            with ExitStack() as stack:
+                if takes_turn:
+                    stack.enter_context(own_turn())
+                if self._isolate_as is not None:
+                    stack.enter_context(
+                        Sanitizer(self._isolate_as, action.microbatch, stage, phase)
+                    )
+                self._run(action, stage)
+        except Abandoned:
+            raise
+        except BaseException as error:
+            note_failure(error, phase, action.microbatch, stage)
+            raise
+        finally:
+            set_cursor(outer)
+
+    def _run(self, action: Action, stage: int) -> None:
+        kind, hop, m = action
+        run: MicrobatchRun = self._state.runs[m]
+        if self._observer is not None:
+            self._observer.begins(kind, hop, stage, m)
+        if kind == "R":
+            run.restore(hop)
+        elif kind == "W":
+            run.finish_backward(hop)
+        elif not self.split:
+            run.backward(hop)
+        else:
+            split = (hop, m) in self.split and self._splits[hop]
+            run.backward(hop, split=split, before_whole=partial(self._finish_earlier, hop, m))
+        if self._observer is not None:
+            self._observer.ends(kind, hop, m)
+
+    def _finish_earlier(self, hop: int, m: int) -> None:
+        """Compute the parameters' gradients of earlier micro-batches: ``.grad`` adds up in their
+        order, also where only this one's backward cannot be split."""
+        for earlier in range(m):
+            self._state.runs[earlier].finish_backward(hop)

@@ -1,0 +1,102 @@
+"""The random numbers of one step: a stream for each micro-batch, and notes of who draws."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+from ..batches.losses import computed_loss
+from ..costs.meter import Meter
+from ..devices.rng_streams import RngStreams, Source, current, moved, sources_of
+from .step_request import StepRequest
+
+
+class StepRandomness:
+    """The streams that one step's micro-batches draw from.
+
+    A recording says which hops draw. In the first step each hop has all generators that it could
+    draw from, for its forward may have gone another way when it was recorded. Draws that the
+    recording did not see are noted for later steps.
+
+    Args:
+        request: what the step is asked to do.
+    """
+
+    def __init__(self, request: StepRequest) -> None:
+        self._prepared = request.prepared
+        self._loss_fn, self._loss_kind = request.loss_fn, request.loss_kind
+        self._is_first = self._prepared.steps == 0
+        self.sources = self._sources()
+        self._streams: RngStreams | None = None
+        if self.any_draws:
+            self._streams = RngStreams(self.all_sources, len(request.microbatches))
+
+    def _sources(self) -> list[list[Source]]:
+        prepared = self._prepared
+        if self._is_first:
+            return prepared.all_sources
+        sources = prepared.sources
+        if not prepared.loss_draws.get(self._loss_kind, self._loss_fn is not None):
+            return sources
+        of_loss = sources_of(["torch"], prepared.devices[prepared.route[-1]])
+        return [*sources[:-1], list(dict.fromkeys([*sources[-1], *of_loss]))]
+
+    @cached_property
+    def all_sources(self) -> list[Source]:
+        """The generators that any hop draws from."""
+        return list(dict.fromkeys(source for hop in self.sources for source in hop))
+
+    @cached_property
+    def any_draws(self) -> bool:
+        """Whether anything in the step draws numbers."""
+        return any(self.sources)
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Stand around the forwards: where they succeed, the generators go on from them."""
+        streams = self._streams
+        before = {} if streams is not None else current(self._prepared.generators)
+        try:
+            yield
+        except BaseException:
+            if streams is not None:
+                streams.abandon()
+            raise
+        if streams is not None:
+            streams.finish()
+        elif moved(before):
+            self._prepared.mark_as_random()
+
+    def enter(self, m: int, sources: list[Source]) -> None:
+        """A micro-batch begins to draw from its stream; waits for others that draw."""
+        if self._streams is not None:
+            self._streams.enter(m, sources)
+
+    def enter_hop(self, m: int, hop: int) -> None:
+        """A micro-batch's forward comes to a hop."""
+        if self._streams is not None:
+            self._streams.enter(m, self.sources[min(hop, len(self.sources) - 1)])
+
+    def leave(self, m: int, hop: int) -> None:
+        """A micro-batch leaves a hop, or is done; does nothing where it does not draw."""
+        if self._streams is None:
+            return
+        drew = self._streams.leave(m, tell=self._is_first)
+        if not self._is_first:
+            return
+        kinds = {source if isinstance(source, str) else "torch" for source in drew}
+        if hop == len(self._prepared.route) - 1 and self._prepared.loss_draws.get(self._loss_kind):
+            kinds.discard("torch")  # it was the loss
+        for kind in kinds - self._prepared.recording.hops[hop].draws:
+            self._prepared.mark_as_random(hop, kind)
+
+    def loss(self, output: Any, target: Any) -> Any:
+        """Compute what the user's code gives for a loss, and note once whether that draws."""
+        loss_fn: Callable[..., Any] | None = self._loss_fn
+        if loss_fn is None or self._loss_kind in self._prepared.loss_draws:
+            return computed_loss(output, target, loss_fn)
+        drew: list[object] = []
+        with Meter(None, drew=drew.append):
+            loss = computed_loss(output, target, loss_fn)
+        self._prepared.loss_draws[self._loss_kind] = bool(drew)
+        return loss

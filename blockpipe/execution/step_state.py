@@ -1,0 +1,129 @@
+"""What the micro-batches of one step share: the context of their runs, their results, their random
+streams."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from .._common.nested import tensors
+from ..crossing.constants import Constants
+from ..crossing.host_stores import HostLinks
+from ..crossing.microbatch_run import MicrobatchRun
+from ..crossing.tags import StepContext
+from ..devices.devices import is_asynchronous
+from ..devices.observer import Watch
+from .microbatch.whole_arguments import WholeArguments
+from .step_mode import mode_of
+from .step_randomness import StepRandomness
+from .step_request import StepRequest
+
+
+@dataclass
+class MicrobatchResult:
+    """The result of one micro-batch's forward: values without graphs, and their places in the
+    graph.
+
+    Attributes:
+        loss: without a graph; ``None`` where no loss was asked for.
+        outputs: in the model's structure; ``None`` where they were not asked for.
+        edges: by leaf of the outputs, the hop and the place in its graph; ``None`` for a leaf
+            without a gradient.
+        on_host: by leaf of the outputs, whether the user's code wants it on the host.
+    """
+
+    loss: Tensor | None = None
+    outputs: Any = None
+    edges: list[tuple[int, GradientEdge] | None] = field(default_factory=list)
+    on_host: list[bool] = field(default_factory=list)
+
+
+class StepState:
+    """The shared state of one step, from its first forward to its last backward.
+
+    Args:
+        request: what the step is asked to do.
+    """
+
+    def __init__(self, request: StepRequest) -> None:
+        microbatches = request.microbatches
+        differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        self.request = request
+        self.inputs_need_grad = differentiable and any(
+            t.requires_grad for m in microbatches for t in tensors((m.args, m.kwargs, m.target))
+        )
+        self.randomness = StepRandomness(request)
+        self.context = _context(request, self.randomness, differentiable=differentiable)
+        self.context.begin()
+        self.links = HostLinks()
+        self.runs: dict[int, MicrobatchRun] = {}
+        self.results: list[MicrobatchResult | None] = [None] * len(microbatches)
+        self.mode = mode_of(request, inputs_need_grad=self.inputs_need_grad)
+        self.context.constants = None if self.mode.one_by_one else Constants()
+        self.whole_arguments = WholeArguments(
+            microbatches,
+            one_by_one=self.mode.in_one_thread and not self.context.has_copies,
+        )
+        self._roots: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+
+    def be_on(self, stage: int) -> None:
+        """Make a stage's accelerator the current one of this thread."""
+        device = self.request.prepared.devices[stage]
+        if is_asynchronous(device):
+            torch.accelerator.set_device_index(device.index)
+
+    def watch(self, tensor: Tensor, hop: int, m: int) -> Watch | None:
+        """What the observer has for a copy from the caller to a hop."""
+        observer = self.request.observer
+        return None if observer is None else observer.watch(tensor, -1, hop, m)
+
+    def root(self, m: int, loss: Tensor) -> Tensor:
+        """Return the gradient that a micro-batch's loss starts from: its weight."""
+        weight = self.request.weights[m]
+        if self.request.isolate_as is not None:
+            return torch.full_like(loss, weight)
+        key = weight, loss.dtype, loss.device
+        if key not in self._roots:
+            self._roots[key] = torch.full_like(loss, weight)
+        return self._roots[key].view(loss.shape)
+
+    def clean_up(self, *, keeps_graphs: bool) -> None:
+        """Let go of what the runs hold: they are over, or the step has failed.
+
+        Args:
+            keeps_graphs: whether their graphs stay, for a backward that the caller starts.
+        """
+        for run in self.runs.values():
+            if keeps_graphs:
+                run.settle()
+            else:
+                run.abandon()
+        self.context.settle()
+        self.links.close()
+
+
+def _context(
+    request: StepRequest, randomness: StepRandomness, *, differentiable: bool
+) -> StepContext:
+    prepared, schedule = request.prepared, request.schedule
+    return StepContext(
+        prepared.route,
+        prepared.homes,
+        prepared.devices,
+        differentiable=differentiable,
+        isolate_as=request.isolate_as,
+        cut=request.is_cut,
+        begins=prepared.begins,
+        splits=not isinstance(schedule, str) or schedule.startswith(("zb", "auto")),
+        tracks_writes=prepared.recording.writes_across,
+        sealed_functions=prepared.sealed_forwards.functions,
+        sealed_forwards=prepared.sealed_forwards,
+        sources=randomness.sources,
+        waiting=prepared.waiting,
+        hops_rerunning_forward=prepared.hops_rerunning_forward,
+        custom_functions=prepared.recording.custom_functions,
+        is_first=prepared.steps == 0,
+        observer=request.observer,
+    )

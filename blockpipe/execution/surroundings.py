@@ -1,0 +1,66 @@
+"""The context managers that are entered around a step: changes to the model and to torch that hold
+while it runs."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import torch
+
+from ..crossing.torch_patches import Backwards, CustomFunctions, ScriptFunctions, TensorHooks
+from ..crossing.user_checkpoints import Checkpoints
+from .step_request import StepRequest
+from .step_state import StepState
+
+
+@contextmanager
+def around_cut_step(state: StepState) -> Iterator[None]:
+    """Stand around a step, or a part of one, whose operations are intercepted."""
+    request, prepared = state.request, state.request.prepared
+    with ExitStack() as stack:
+        stack.enter_context(prepared.sealed_forwards)
+        if prepared.batch_norm is not None:
+            stack.enter_context(prepared.batch_norm.step())
+        if state.context.splits:
+            stack.enter_context(TensorHooks())
+        if prepared.compiled is not None:
+            keeps_graphs = state.context.differentiable and "loss" not in request.want
+            stack.enter_context(
+                prepared.compiled.step(_in_flight(state), keeps_graphs=keeps_graphs)
+            )
+        stack.enter_context(Backwards())
+        # Also where the recording has met none of these: a later forward may.
+        stack.enter_context(CustomFunctions())
+        stack.enter_context(ScriptFunctions())
+        stack.enter_context(Checkpoints())
+        stack.enter_context(_current_device_kept(request))
+        yield
+
+
+def around_plain_loop(state: StepState) -> AbstractContextManager[None]:
+    """Stand around a step in which no operation is intercepted: only stand-ins for modules and
+    the current device matter there, and mostly there are no stand-ins."""
+    prepared = state.request.prepared
+    if prepared.compiled is not None or prepared.batch_norm is not None:
+        return around_cut_step(state)
+    return _current_device_kept(state.request)
+
+
+def _in_flight(state: StepState) -> int:
+    """The most micro-batches that are under way at once in steps like this one."""
+    if state.mode.one_by_one:
+        return 1
+    request = state.request
+    return request.prepared.schedule(request.schedule, len(request.microbatches)).in_flight()
+
+
+@contextmanager
+def _current_device_kept(request: StepRequest) -> Iterator[None]:
+    """Leave the caller's thread on the accelerator that it was on."""
+    if not request.prepared.is_asynchronous:
+        yield
+        return
+    before = torch.accelerator.current_device_index()
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)

@@ -1,0 +1,203 @@
+"""The calls of modules and functions that a recorded forward is inside of, from the outside in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ..._common.callsite import users_line
+from ..._common.nested import tensors
+from ..._common.progress import Progress
+from ...crossing.microbatch_run import MicrobatchRun
+from ...crossing.tags import TAG, MicrobatchKey, Tag
+from ..recording import Call, Flow, Recording
+from ..saved_tensors import Activations
+from ..segments import Segments, inbound
+
+
+class RecordedTag(Tag):
+    """A tag that knows inside which calls its tensor was made, and which of them returned it.
+
+    Args:
+        key: the recording's run.
+        hop: the hop that made the tensor.
+        stage: the stage of that hop.
+        calls: the calls that were under way.
+        sources: the calls that returned the tensor, or those it was computed from between calls.
+        segment: the index of the segment in which it was made.
+    """
+
+    __slots__ = ("calls", "flow", "is_read", "returned_by", "segment", "sources")
+
+    def __init__(
+        self,
+        key: MicrobatchKey,
+        hop: int,
+        stage: int,
+        calls: set[Call],
+        sources: tuple[Call, ...],
+        segment: int,
+    ) -> None:
+        super().__init__(key, hop, stage)
+        self.calls = calls
+        self.returned_by: set[Call] = set()
+        self.sources = sources
+        self.segment = segment
+        self.flow: Flow | None = None
+        self.is_read = False
+
+
+class CallsUnderWay:
+    """The calls that the forward is inside of, and what each of them was given.
+
+    Args:
+        run: the run that is watched.
+        result: where every call is written down.
+        segments: begins one with each call.
+        activations: notices what autograd saves.
+        unhookable: paths of calls in which autograd bears no saved-tensor hooks.
+
+    Attributes:
+        compiled: paths of compiled modules.
+        progress: shows each call that begins.
+        failed_in: the innermost call that raised.
+    """
+
+    def __init__(
+        self,
+        run: MicrobatchRun,
+        result: Recording,
+        segments: Segments,
+        activations: Activations,
+        unhookable: Collection[str],
+    ) -> None:
+        self.unhookable = unhookable
+        self.compiled: set[str] = set()
+        self.progress: Progress | None = None
+        self.failed_in: Call | None = None
+        self._run = run
+        self._result = result
+        self._segments = segments
+        self._activations = activations
+        # A call's arguments are kept until it ends, so that no other tensor gets the id of one.
+        self._stack: list[tuple[Call, set[int], object]] = []
+
+    def __iter__(self) -> Iterator[Call]:
+        """The calls, from the outside in."""
+        return (call for call, _, _ in self._stack)
+
+    def not_given(self, *tensors_: int) -> Iterator[Call]:
+        """The calls that were given none of these tensors, which are named by their ids."""
+        return (call for call, given, _ in self._stack if given.isdisjoint(tensors_))
+
+    def given_inside(self) -> set[int]:
+        """The ids of the tensors that calls inside of the model's own were given. Where these calls
+        are sealed, they have copies of them."""
+        return set().union(*(given for _, given, _ in self._stack[1:]))
+
+    @property
+    def innermost(self) -> Call | None:
+        """The call whose own code is running."""
+        return self._stack[-1][0] if self._stack else None
+
+    def begin(
+        self,
+        path: str,
+        kind: str,
+        what: object,
+        args: Any,
+        why_closed: Iterable[str],
+        *,
+        is_function: bool,
+    ) -> Call:
+        """Write down that a call begins.
+
+        Args:
+            path: the path of the module, or the name of the function.
+            kind: the name of the module's class.
+            what: the module, or the function.
+            args: all of its arguments.
+            why_closed: reasons why no stage can begin with it.
+            is_function: whether it is a function that is a block.
+        """
+        cursor = self._run.cursor
+        call = Call(
+            path,
+            kind,
+            self._run.count_call(what),
+            len(self._stack),
+            users_line(),
+            parent=self.innermost,
+            stage=cursor.stage,
+            is_function=is_function,
+            checkpoint=cursor.checkpoint,
+            mark=cursor.mark.where if cursor.mark else None,
+            mark_name=cursor.mark.name if cursor.mark else None,
+        )
+        given = list(tensors(args))
+        call.inbound = inbound([getattr(getattr(t, TAG, None), "sources", ()) for t in given], call)
+        if self.progress is not None:
+            self.progress.step(path)
+        self._segments.begin(len(self._result.calls), why_closed)
+        self._result.calls.append(call)
+        self._activations.given(call, given)
+        if path in self.unhookable:
+            self._activations.take_off()
+            self.refuse("torch.func, or whatever bears no saved-tensor hooks, is in it", call)
+        ids = {id(t) for t in given} | {id(self._run.newest(t)) for t in given}
+        self._stack.append((call, ids, args))
+        return call
+
+    def end(self, call: Call, result: Any) -> None:
+        """Write down that the innermost call has ended."""
+        self._stack.pop()
+        if call.path in self.unhookable:
+            self._activations.put_on()
+        call.under_way = False
+        for index, tensor in enumerate(tensors(result)):
+            call.outputs.append(tuple(tensor.shape))
+            tag = getattr(tensor, TAG, None)
+            if isinstance(tag, Tag) and tag.is_constant(tensor):
+                call.constants.add(index)
+            if isinstance(tag, RecordedTag):
+                tag.returned_by.add(call)
+                tag.sources = (call,)
+        if call.hop is not None:
+            call.stage = self._run.step.route[call.hop]
+
+    def visit(self, hop: int, where: str) -> None:
+        """Note that an operation runs on a hop, as a part of each of them."""
+        for call in self:
+            if call.hop is None:
+                call.hop = hop
+            elif call.last_hop != hop and call.last_hop is not None:
+                call.open(f"it visits several stages ({where})")
+            call.last_hop = hop
+
+    def read_unreturned(self, tag: RecordedTag, where: str) -> None:
+        """Note that a tensor is read that left a call by another way than its result: as state, or
+        in a list."""
+        for call in tag.calls - tag.returned_by:
+            if not call.under_way:
+                call.open(f"it makes a tensor that it does not return, read at {where}")
+
+    def refuse(self, why: str, call: Call | None = None) -> None:
+        """None of them can be run again, nor can a call that is about to begin."""
+        for under_way in [*self, *([call] if call else [])]:
+            under_way.refuses = why
+
+    def why_closed(self) -> Iterator[str]:
+        """The reasons why no stage can begin inside of them."""
+        for call in self:
+            if call.path in self.compiled and not call.is_function:
+                yield f"it is inside of compiled module {call.path or '(the model)'}"
+            if call.path in self.unhookable:
+                yield f"it is inside of {call.path or 'the model'}, which uses torch.func"
+
+
+def is_made_by(tensor: Tensor, key: MicrobatchKey) -> bool:
+    """Whether a run made a tensor."""
+    tag: Tag | None = getattr(tensor, TAG, None)
+    return tag is not None and tag.key is key

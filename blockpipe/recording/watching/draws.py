@@ -1,0 +1,66 @@
+"""The random numbers that a recorded forward draws: on which hops, and in which calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..._common.callsite import users_line
+from ...crossing.microbatch_run import MicrobatchRun
+from ...devices.rng_streams import current, host_sources, moved
+from ..recording import GeneratorUse, Recording
+from .calls import CallsUnderWay
+
+
+class RandomDraws:
+    """Writes down what draws random numbers.
+
+    Args:
+        run: the run that is watched.
+        result: where it is written down.
+        calls: the calls that the run is inside of.
+
+    Attributes:
+        generators: by id, how each generator of the user's own is used.
+    """
+
+    def __init__(self, run: MicrobatchRun, result: Recording, calls: CallsUnderWay) -> None:
+        self.generators: dict[int, GeneratorUse] = {}
+        self._run = run
+        self._result = result
+        self._calls = calls
+        self._host_states: dict[Any, Any] = {}
+
+    def begin(self) -> None:
+        """The forward begins."""
+        self._host_states = current(host_sources())
+
+    def look(self) -> None:
+        """Note whether the hop drew from Python's or numpy's generator since the last look: no
+        function mode sees that."""
+        if self._result.hops:
+            draws = self._result.hops[max(self._run.hop, 0)].draws
+            draws.update(map(str, moved(self._host_states)))
+        self._host_states = current(host_sources())
+
+    def drew(self, generator: torch.Generator | None) -> None:
+        """Note that an operation drew random numbers.
+
+        Args:
+            generator: the user's own, if the operation was given one.
+        """
+        if generator is not None:
+            self._calls.refuse(f"it draws from a generator of its own ({line()})")
+            drawn = self.generators.setdefault(id(generator), GeneratorUse([], users_line()))
+            hop = max(self._run.hop, 0)
+            drawn.hops += [] if hop in drawn.hops else [hop]
+            return
+        self._result.hops[self._run.arrive()].draws.add("torch")  # perhaps the first of its hop
+        for call in self._calls:
+            call.draws = True
+
+
+def line() -> str:
+    """The user's file, without its folder, and line."""
+    return users_line().rpartition("/")[2]

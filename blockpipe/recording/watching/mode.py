@@ -1,0 +1,121 @@
+"""What stands between the user's ``forward`` and the recorder: a function mode for the operations,
+and a forward for each module."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..._common.model_turns import alone_with
+from ..._common.modules import StandIn
+from ..._torch.modes import how_many_function_modes
+from ...crossing.interception import CrossingMode, is_question, looks_at_graph
+from ...crossing.microbatch_run import Reader
+from ..plan_resolution import planned_stage
+from ..recorder import SCRIPTED, Recorder
+
+_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class RecordingMode(CrossingMode):
+    """Intercepts every operation of the recorded forward, in modules too.
+
+    Args:
+        recorder: writes them down.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder.run)
+        self.recorder = recorder
+        self._local = recorder.read
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        modes: Sequence[TorchFunctionMode] = (),
+    ) -> Any:
+        if how_many_function_modes():
+            return self.apart(func, types, args, kwargs)
+        self.recorder.costs.function = func.__name__
+        if not is_question(func):
+            self.recorder.operation()
+            self.recorder.changes.at_operation(self.recorder.hop)
+            self.recorder.look_outside()
+        elif looks_at_graph(func):
+            self.recorder.looked_at_graph()
+        self.recorder.changes.at_function(func, args)
+        result = super().__torch_function__(func, types, args, kwargs, modes)
+        self.recorder.check_outsiders(func, args[0] if args else None)
+        if func == _SETS_DATA:  # each look at it makes another object
+            self.recorder.wrote(args[0])
+        return result
+
+    def _handed(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Reader:
+        given = self.recorder.calls.given_inside()
+        return self.run.handed(func, args, kwargs, self._local, given)
+
+    def saw_checkpoint(self) -> None:
+        self.recorder.note_checkpoint()
+
+    def saw_generator_set(self) -> None:
+        self.recorder.draws.drew(None)
+
+    def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
+        self.recorder.operation()
+        self.recorder.custom_function(name)
+        if is_scripted:
+            self.recorder.calls.refuse(SCRIPTED)
+
+    def call_function(
+        self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self.recorder.watched(key, "function", function, function, args, kwargs)
+
+
+class RecordedForward(StandIn):
+    """Stands around every module's forward and writes the call down.
+
+    A call of another thread is the user's own, and none of the recording: it waits until the
+    recording is over, for the parameters are fake ones meanwhile.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        path: str,
+        module: nn.Module,
+        recorder: Recorder,
+        stages: Mapping[int | None, int] | None,
+    ) -> None:
+        self.forward = forward
+        self.path = path
+        self.module = module
+        self.recorder = recorder
+        self.stages = stages
+        self._thread = threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = self.recorder
+        if threading.get_ident() != self._thread and not recorder.gave((args, kwargs)):
+            with alone_with(self.module):
+                return self.forward(*args, **kwargs)
+        if self.stages is not None:
+            call_number = recorder.run.count_call(self)
+            now = recorder.cursor.stage
+            stage = planned_stage(self.stages, call_number, now)
+            if stage != now:
+                recorder.begun_by = f"{self.path!r} call {call_number}"
+            recorder.cursor.move(stage, None)
+        recorder.changes.at_call(self.path, self.module)
+        recorder.look_outside()
+        kind = type(self.module).__name__
+        return recorder.watched(self.path, kind, self.module, self.forward, args, kwargs)

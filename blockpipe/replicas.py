@@ -1,0 +1,277 @@
+"""Copies of a model's pipeline on several groups of devices, in one process.
+
+Each copy runs its share of the batch, and the gradients are summed into the model's own parameters,
+which are the only ones: an optimizer knows nothing of the copies. They get the model's values at
+the start of each step, as ``nn.DataParallel`` has it. To keep them alike by an optimizer for each
+copy was no alternative: the user has one.
+
+A share is a micro-batch of the whole batch, and a pipeline cuts it further.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._common.callsite import remembers_caller, users_line
+from ._common.thread_state import CallerState, intra_operation_threads
+from .batches.joining import join, output_dim
+from .batches.losses import computed_loss
+from .batches.microbatch import Microbatch, split, weights_of
+from .devices.devices import is_asynchronous, is_on_meta
+from .devices.rng_streams import Source, diverted, host_sources, torchs_of
+from .errors import PlanError, UsageError
+from .execution.step_result import StepResult
+from .pipeline import Pipeline
+from .preparation.options import check_loss
+from .preparation.preparer import dims_for
+
+__all__ = ["Replicas"]
+
+
+class Replicas:
+    """Pipelines over copies of one model, each with its share of every batch.
+
+    Args:
+        model: marked as for :class:`Pipeline`. The first group runs it itself, the others deep
+            copies, which are made at once. Modules that are added or replaced later are not in
+            the copies.
+        groups: for each copy, the devices of its stages.
+        **options: of each pipeline, as for :class:`Pipeline`; ``chunks`` is for each share.
+
+    Raises:
+        PlanError: no groups, or groups of several sizes.
+        UsageError: a model on the meta device, of which each copy would be loaded for itself.
+
+    Copies run at the same time, in a thread each, unless their forward draws random numbers: then
+    one is started after the other, so that what is drawn does not depend on timing. Buffers are
+    the first copy's.
+
+    Source: ``replicationFactor`` of PopTorch, ``torch.nn.DataParallel``.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> from blockpipe.replicas import Replicas
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> two = Replicas(net, [["cpu"] * 2] * 2, chunks=2)
+        >>> two.forward_backward(torch.ones(8, 4), loss_fn=torch.mean).loss.shape
+        torch.Size([])
+        >>> net[0].weight.grad.shape
+        torch.Size([8, 4])
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Sequence[Any]], **options: Any) -> None:
+        if len({len(group) for group in groups}) != 1:
+            raise PlanError(
+                "expected groups of devices, each with one for each stage, got groups of "
+                f"{[len(group) for group in groups]} ({users_line()}); write [['cuda:0', "
+                "'cuda:1'], ['cuda:2', 'cuda:3']] for two copies of two stages"
+            )
+        if is_on_meta(model):
+            raise UsageError(
+                "expected a model with values to copy, got one on the meta device "
+                f"({users_line()}); call blockpipe.materialize(model, …) first"
+            )
+        self.module = model
+        models = [model, *(copy.deepcopy(model) for _ in groups[1:])]
+        self._threads: ThreadPoolExecutor | None = None
+        self.pipes = [
+            Pipeline(each, devices=group, **options)
+            for each, group in zip(models, groups, strict=True)
+        ]
+
+    @remembers_caller
+    def forward_backward(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
+        """As :meth:`Pipeline.forward_backward`; gradients add up in the model's ``.grad``.
+
+        With ``batch_dims={"output": None}`` the outputs are a list with each copy's, which is a
+        list with each micro-batch's.
+
+        Raises:
+            The first exception of any copy, in their order. ``.grad`` may then hold part of the
+            step.
+        """
+        check_loss(loss_fn, target)
+        shares = self._shares(args, kwargs, target)
+        weights = weights_of(shares, self.pipes[0].loss_reduction)
+
+        def step(pipe: Pipeline, share: Microbatch, weight: float) -> StepResult:
+            if not weight:  # it counts for nothing, also where its loss is no number
+                with torch.no_grad():
+                    output = pipe(*share.args, **share.kwargs)
+                return StepResult(torch.zeros((), device=pipe.output_device), output)
+
+            def weighted(output: Any, target: Any = None) -> Any:
+                return computed_loss(output, target, loss_fn) * weight
+
+            return pipe.forward_backward(
+                *share.args,
+                target=share.target,
+                loss_fn=weighted,
+                return_outputs=return_outputs,
+                **share.kwargs,
+            )
+
+        results = self._run(step, shares, weights)
+        self._collect_gradients(len(shares))
+        device = results[0].loss.device
+        loss = torch.stack([result.loss.to(device) for result in results]).sum()
+        outputs = None
+        if return_outputs:
+            outputs = self._joined([result.outputs for result in results], shares, weights)
+        return StepResult(loss.as_subclass(type(results[0].loss)), outputs)
+
+    @remembers_caller
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward over a batch, without a graph; outputs as for the step.
+
+        Raises:
+            UsageError: gradients are on.
+        """
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "expected a call without gradients, for the copies' would not reach the model, "
+                f"got one with them ({users_line()}); call it under torch.no_grad(), or "
+                "forward_backward(…)"
+            )
+        shares = self._shares(args, kwargs, None)
+        weights = weights_of(shares, self.pipes[0].loss_reduction)
+
+        def forward(pipe: Pipeline, share: Microbatch, _: float) -> Any:
+            return pipe(*share.args, **share.kwargs)
+
+        return self._joined(self._run(forward, shares, weights), shares, weights)
+
+    def unplace(self) -> nn.Module:
+        """As :meth:`Pipeline.unplace`, of every copy; returns the model."""
+        for pipe in self.pipes:
+            pipe.unplace()
+        return self.module
+
+    def close(self) -> None:
+        """End the threads that wait for a next step. The copies can be used again."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+        self.pipes[0].close()
+
+    # --- a step
+
+    def _shares(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
+        """The batch, cut for the copies; a batch of fewer samples leaves some idle."""
+        dims = dims_for(self.module, self.pipes[0].batch_dims, args, kwargs)
+        return split(args, kwargs, target, len(self.pipes), dims, cut=False)
+
+    def _run(
+        self,
+        work: Callable[[Pipeline, Microbatch, float], Any],
+        shares: list[Microbatch],
+        weights: list[float],
+    ) -> list[Any]:
+        """Do the work on each copy with its share; results in order."""
+        self._copy_values(len(shares))
+        jobs = [*zip(self.pipes, shares, weights, strict=False)]
+        if not self._may_overlap(jobs):
+            return self._one_by_one(work, jobs)
+        if self._threads is None:  # kept, for a new thread has a new pool of OpenMP's
+            self._threads = ThreadPoolExecutor(len(self.pipes) - 1, "blockpipe-copy")
+        ambient, share = CallerState().for_threads(), self._share_of_threads(len(jobs))
+
+        def run(job: tuple[Pipeline, Microbatch, float]) -> Any:
+            with intra_operation_threads(share):
+                return work(*job)
+
+        others = [self._threads.submit(ambient.run, partial(run, job)) for job in jobs[1:]]
+        try:
+            first = run(jobs[0])
+        finally:
+            wait(others)
+        return [first, *(other.result() for other in others)]
+
+    def _share_of_threads(self, copies: int) -> int | None:
+        """How many threads an operation has on the CPU, where copies share its cores."""
+        if any(is_asynchronous(device) for device in self.pipes[0].devices):
+            return None
+        return max(1, torch.get_num_threads() // copies)
+
+    @staticmethod
+    def _may_overlap(jobs: Sequence[tuple[Pipeline, Any, Any]]) -> bool:
+        """Whether every copy is recorded, and none draws random numbers."""
+        is_known = all(pipe.recording is not None for pipe, _, _ in jobs)
+        return len(jobs) > 1 and is_known and not any(_draws(pipe) for pipe, _, _ in jobs)
+
+    def _one_by_one(
+        self,
+        work: Callable[[Pipeline, Microbatch, float], Any],
+        jobs: Sequence[tuple[Pipeline, Microbatch, float]],
+    ) -> list[Any]:
+        """The first copy draws as it would alone; each other one from states of its own."""
+        results = [work(*jobs[0])]
+        for number, job in enumerate(jobs[1:], start=1):
+            with ExitStack() as stack:
+                if _draws(self.pipes[0]):
+                    first, own = _sources(self.pipes[0]), _sources(self.pipes[number])
+                    stack.enter_context(diverted(first, own, f"copy {number}"))
+                results.append(work(*job))
+        return results
+
+    def _copy_values(self, count: int) -> None:
+        """The model's values, modes and frozen parameters to the copies."""
+        with torch.no_grad():
+            for pipe in self.pipes[1:count]:
+                model, copied = self.module, pipe.module
+                for ours, its in zip(model.modules(), copied.modules(), strict=True):
+                    its.training = ours.training
+                for weight, own in zip(model.parameters(), copied.parameters(), strict=True):
+                    own.requires_grad_(weight.requires_grad)
+                held, slots = _values(model), _values(copied)
+                for value, slot in zip(held, slots, strict=True):
+                    slot.copy_(value, non_blocking=True)
+
+    def _collect_gradients(self, count: int) -> None:
+        """The copies' gradients to the model's own, in the order of the shares."""
+        with torch.no_grad():
+            for pipe in self.pipes[1:count]:
+                pairs = zip(self.module.parameters(), pipe.module.parameters(), strict=True)
+                for original, copied in pairs:
+                    gradient, copied.grad = copied.grad, None
+                    if gradient is None:
+                        continue
+                    gradient = gradient.to(original.device, non_blocking=True)
+                    if original.grad is None:
+                        original.grad = gradient
+                    else:
+                        original.grad += gradient
+
+    def _joined(self, results: list[Any], shares: list[Microbatch], weights: list[float]) -> Any:
+        sizes = [share.size for share in shares]
+        first = self.pipes[0]
+        dim = output_dim(first.batch_dims, results, sizes)
+        return join(results, sizes, weights, first.output_device, dim)[0]
+
+
+def _values(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _draws(pipe: Pipeline) -> bool:
+    recording = pipe.recording
+    return recording is not None and any(hop.draws for hop in recording.hops)
+
+
+def _sources(pipe: Pipeline) -> list[Source]:
+    """All that a copy can draw from."""
+    return [*host_sources(), *(source for d in pipe.devices for source in torchs_of(d))]

@@ -1,0 +1,211 @@
+"""Copies of a pipeline in one process: one set of parameters, and the gradients of the whole batch."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import blockpipe as bp
+from blockpipe.errors import PlanError, UsageError
+from blockpipe.replicas import Replicas
+
+from ..parity import plain_step
+from ..stage_devices import assert_close, equal, host, stages
+
+
+def make_net(middle: nn.Module | None = None) -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(4, 8), middle or nn.ReLU(), nn.Linear(8, 2))
+    return bp.begin_blocks(net, {"2": 1})
+
+
+def groups(copies: int = 2) -> list[list[str]]:
+    """Two stages for each copy, on devices of their own."""
+    devices = stages(2 * copies)
+    return [devices[2 * copy : 2 * copy + 2] for copy in range(copies)]
+
+
+@pytest.mark.parametrize(
+    "reduction", ["mean", "sum", lambda args, kwargs, target: len(target) ** 2]
+)
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_training_is_the_plain_loops(copies, reduction):
+    """Weights after some steps; to rounding, for each copy sums up its own share first. The batch
+    is uneven, and smaller in the last step than there are copies."""
+    net = make_net()
+    plain = copy.deepcopy(net)
+    many = Replicas(net, groups(copies), chunks=2, loss_reduction=reduction)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.05) for model in (net, plain)]
+    for size in (7, 7, 2 if copies == 3 else 5):
+        x, y = torch.randn(size, 4), torch.randint(0, 2, (size,))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        found = many.forward_backward(x, target=y, loss_fn=F.cross_entropy, return_outputs=True)
+        # A callable weighs the shares, and in each of them the micro-batches.
+        expected = _nested_step(plain, x, y, reduction, copies)
+        assert_close(found.loss, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _nested_step(plain, x, y, reduction, copies):
+    weighted = []
+
+    def loss_fn(output, target):
+        return F.cross_entropy(output, target) * weighted[0]
+
+    total = 0
+    shares = [*zip(x.tensor_split(copies), y.tensor_split(copies), strict=True)]
+    shares = [(a, b) for a, b in shares if len(a)]
+    counts = [reduction((), {}, b) if callable(reduction) else len(b) for _, b in shares]
+    for (a, b), count in zip(shares, counts, strict=True):
+        weighted[:] = [1 if reduction == "sum" else count / sum(counts)]
+        total = total + plain_step(plain, (a,), {}, b, loss_fn, 2, reduction)
+    return total
+
+
+def test_gradients_add_up_and_the_copies_have_none():
+    net = make_net()
+    two = Replicas(net, groups(), chunks=2)
+    x = torch.randn(8, 4)
+    two.forward_backward(x, loss_fn=torch.mean)
+    once = [host(p.grad).clone() for p in net.parameters()]
+    two.forward_backward(x, loss_fn=torch.mean)
+    for parameter, gradient in zip(net.parameters(), once, strict=True):
+        assert_close(parameter.grad, 2 * gradient)
+    assert all(p.grad is None for p in two.pipes[1].module.parameters())
+
+
+def test_a_share_that_counts_for_nothing_adds_nothing():
+    """Though its loss is no number."""
+    net = make_net()
+    plain = copy.deepcopy(net)
+    two = Replicas(
+        net, groups(), chunks=2, loss_reduction=lambda args, kwargs, target: (target >= 0).sum()
+    )
+    x, y = torch.randn(8, 4), torch.tensor([-1, -1, -1, -1, 0, 1, 0, 1])
+    found = two.forward_backward(
+        x, target=y, loss_fn=lambda o, t: F.cross_entropy(o, t, ignore_index=-1)
+    )
+    loss = F.cross_entropy(plain(x), y, ignore_index=-1)
+    loss.backward()
+    assert_close(found.loss, loss.detach())
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert_close(one.grad, other.grad)
+
+
+def test_inputs_get_their_gradients():
+    """Each copy gives its share's."""
+    net = make_net()
+    x = torch.randn(6, 4, requires_grad=True)
+    plain = copy.deepcopy(net)
+    many = Replicas(net, groups(), chunks=2, loss_reduction="sum")
+    many.forward_backward(x, loss_fn=torch.sum)
+    found, x.grad = x.grad, None
+    plain(x).sum().backward()
+    assert_close(found, x.grad)
+
+
+def test_copies_run_at_the_same_time():
+    """From the second step on: each waits for the other in its forward."""
+    barrier = threading.Barrier(2, timeout=20)
+
+    class Meets(nn.Module):
+        meets = bytearray(1)  # whose content nobody compares
+
+        def forward(self, x):
+            if self.meets[0]:
+                barrier.wait()
+            return x
+
+    net = make_net(Meets())
+    two = Replicas(net, groups(), chunks=2)
+    x = torch.randn(4, 4)
+    two.forward_backward(x, loss_fn=torch.mean)
+    Meets.meets[0] = 1
+    two.forward_backward(x, loss_fn=torch.mean)
+
+
+def test_random_numbers_depend_on_the_seed_alone():
+    """And are other ones in each copy, and in the next step."""
+    net = make_net(nn.Dropout())
+    two = Replicas(net, groups(), chunks=2, batch_dims={"output": None})
+    x = torch.ones(8, 4)
+
+    def drawn():
+        return host(two.forward_backward(x, loss_fn=torch.mean, return_outputs=True).outputs)
+
+    drawn()
+    torch.manual_seed(3)
+    first, second = drawn(), drawn()
+    torch.manual_seed(3)
+    for one, other in zip(first, drawn(), strict=True):
+        assert all(equal(a, b) for a, b in zip(one, other, strict=True))
+    parts = [*first[0], *first[1], *second[0], *second[1]]
+    for i, part in enumerate(parts):
+        assert not any(equal(part, other) for other in parts[:i])
+
+
+def test_modes_frozen_parameters_and_values_reach_the_copies():
+    net = make_net(nn.BatchNorm1d(8))
+    two = Replicas(net, groups(), chunks=2)
+    x = torch.randn(8, 4)
+    two.forward_backward(x, loss_fn=torch.sum)
+    net[0].weight.requires_grad_(False)
+    net.eval()
+    with torch.no_grad():
+        net[2].bias.fill_(100.0)
+        assert host(two(x)).min() > 50
+    plain = copy.deepcopy(net).cpu()
+    with torch.no_grad():
+        assert_close(two(x), plain(x))
+    net.zero_grad()
+    two.forward_backward(x, loss_fn=torch.sum)
+    assert net[0].weight.grad is None
+
+
+def test_the_first_failure_reaches_the_caller():
+    """And the next step works."""
+
+    class Fails(nn.Module):
+        fails = bytearray(1)  # whose content nobody compares
+
+        def forward(self, x):
+            if self.fails[0]:
+                raise ValueError("too cold")
+            return x
+
+    net = make_net(Fails())
+    two = Replicas(net, groups(), chunks=2)
+    x = torch.randn(4, 4)
+    two.forward_backward(x, loss_fn=torch.mean)
+    Fails.fails[0] = 1
+    with pytest.raises(ValueError, match="too cold"):
+        two.forward_backward(x, loss_fn=torch.mean)
+    Fails.fails[0] = 0
+    two.forward_backward(x, loss_fn=torch.mean)
+
+
+def test_what_cannot_be_copied_is_refused():
+    net = make_net()
+    with pytest.raises(PlanError, match=r"groups of \[2, 1\] \(.*\); write \[\['cuda:0'"):
+        Replicas(net, [["cpu"] * 2, ["cpu"]])
+    with pytest.raises(PlanError, match=r"groups of \[\]"):
+        Replicas(net, [])
+    with pytest.raises(UsageError, match="call blockpipe.materialize"):
+        Replicas(make_net().to("meta"), groups())
+    with pytest.raises(UsageError, match=r"under torch.no_grad\(\), or forward_backward"):
+        Replicas(net, groups(), chunks=2)(torch.ones(4, 4))
+
+
+def test_unplaced_models_are_where_they_were():
+    net = make_net()
+    two = Replicas(net, groups(), chunks=2)
+    two.forward_backward(torch.ones(4, 4), loss_fn=torch.mean)
+    assert two.unplace() is net
+    two.close()
+    assert {p.device.type for p in net.parameters()} == {"cpu"}

@@ -1,0 +1,69 @@
+"""On which hops a module runs sealed, from its calls alone."""
+
+import pytest
+
+from blockpipe.recording.recording import Call
+from blockpipe.recording.sealing import sealed_hops
+
+
+def made(hop=None, last=None, *, sealed=True, parent=None):
+    last = hop if last is None else last
+    return Call("block", "Linear", 0, 0, "net.py:1", hop, last, sealed, parent)
+
+
+def hops_of(*calls, with_parameters=()):
+    return sealed_hops(calls, 4, {id(call) for call in with_parameters})
+
+
+def test_a_call_with_parameters_seals_its_own_hop():
+    """Its parameters live there."""
+    call = made(2)
+    assert hops_of(call, with_parameters=[call]) == {2}
+
+
+def test_calls_without_parameters_seal_every_hop():
+    """They may run anywhere."""
+    assert hops_of(made(2)) == {0, 1, 2, 3}
+    assert hops_of(made(0), made(2)) == {0, 1, 2, 3}
+
+
+def test_one_call_with_parameters_binds_the_others_to_their_hops():
+    """The module has parameters, though not each of its calls reads them."""
+    one, other = made(1), made(3)
+    assert hops_of(one, other, with_parameters=[other]) == {1, 3}
+
+
+def test_an_open_call_takes_away_the_hops_that_it_spans():
+    """There its inside is looked at, for every call."""
+    sealed = made(1)
+    assert hops_of(sealed, made(1, 2, sealed=False), with_parameters=[sealed]) == frozenset()
+    assert hops_of(made(3), made(1, 2, sealed=False)) == {0, 3}
+
+
+def test_only_open_calls_seal_nothing():
+    """A path without sealed calls has no hop of its own, with parameters or without."""
+    assert hops_of(made(1, sealed=False)) == frozenset()
+
+
+def test_an_open_call_that_did_nothing_spans_the_first_hop():
+    """It may be there that it does something in a step."""
+    assert hops_of(made(2), made(sealed=False)) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("hop", [None, 1])
+def test_calls_inside_of_sealed_ones_or_without_operations_need_no_forward(hop):
+    """A sealed forward in the place of a call that does nothing would make a hop for it."""
+    parent = made(1) if hop is not None else None
+    assert hops_of(made(hop, parent=parent)) == frozenset()
+
+
+def test_a_call_inside_of_an_open_one_is_sealed():
+    """The parent is looked into, and finds it."""
+    assert hops_of(made(1, parent=made(0, 1, sealed=False))) == {0, 1, 2, 3}
+
+
+def test_ancestors_are_from_the_inside_out():
+    """A call itself is none of them."""
+    outer = made(0)
+    middle = made(0, parent=outer)
+    assert [*made(0, parent=middle).ancestors()] == [middle, outer]
