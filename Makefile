@@ -69,6 +69,7 @@ benchmarks: $(VENV)/.test .venv-peers/.done
 	.venv-peers/bin/python examples/benchmarks/peers.py
 	$(BIN)/python examples/benchmarks/two_stages.py
 	$(BIN)/python examples/benchmarks/one_stage.py
+	$(BIN)/python examples/benchmarks/doors.py
 	$(BIN)/python examples/benchmarks/profiling.py
 	$(BIN)/python examples/benchmarks/deferred_batch_norm.py
 	$(BIN)/python examples/benchmarks/small_operations.py

@@ -96,6 +96,7 @@ def test_a_llama_is_recorded_and_summarized() -> None:
     [
         "peers.py --workload tiny --chunks 2 --repeats 1 --only by-hand blockpipe torch-pipelining",
         "one_gpu.py --device cpu --tiny --workload small --mode eager compiled --repeats 1",
+        "doors.py --widths 8 --repeats 2",
         "deferred_batch_norm.py --rows 2 --size 32 --repeats 1",
         "scaling.py --tiny --model resnet101 --devices 2 --rows 1 --repeats 1",
     ],

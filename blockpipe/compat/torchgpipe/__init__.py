@@ -1,8 +1,8 @@
-"""torchgpipe's names, as translations: change the import, and its scripts run here.
+"""torchgpipe's names: its scripts run here with their imports changed.
 
 In: a sequential module and torchgpipe's arguments. Out: a ``Pipeline`` with torchgpipe's methods.
-Its submodules have the names of torchgpipe's: ``skip``, ``balance``; ``balancing`` stands for the
-package ``torchgpipe_balancing``. Read first: ``gpipe.py``.
+The submodules ``skip`` and ``balance`` have torchgpipe's names; ``balancing`` stands for
+its package ``torchgpipe_balancing``. Read first: ``gpipe.py``.
 """
 
 from .gpipe import BalanceError, GPipe, TooFewDevicesError

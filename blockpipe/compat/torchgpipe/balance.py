@@ -1,7 +1,7 @@
 """A balance found by profiling, in torchgpipe's words.
 
-:func:`blockpipe.balance` does it: it measures all layers in one run and finds the best balance by a
-dynamic program, where torchgpipe's heuristic often misses it.
+:func:`blockpipe.balance` finds it: it measures all layers in one run, and takes the best balance by
+a dynamic program, which torchgpipe's heuristic often misses.
 """
 
 from collections import Counter
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._common.callsite import remembers_caller, users_line
+from ..._common.callsite import remembers_caller
+from ..._common.checks import expected
 from ..._common.nested import map_tensors
 from ...devices.devices import default_devices
 from ...errors import UsageError
@@ -22,7 +23,7 @@ __all__ = ["balance_by_size", "balance_by_time"]
 
 Device = torch.device | int | str
 
-_BESIDE = 2.0  # of each parameter, the copies that a step has of itself: its value and its gradient
+_WITHOUT_OPTIMIZER = 2.0  # copies of a parameter that every step has: its value and its gradient
 
 
 @remembers_caller
@@ -34,20 +35,21 @@ def balance_by_time(
     timeout: float = 1.0,
     device: Device | None = None,
 ) -> list[int]:
-    """Balance a sequential module by how long its layers take, forward and backward.
+    """Balance a sequential module by the time of its layers' forwards and backwards.
 
     Args:
-        partitions: how many.
-        module: whose layers; it is profiled in training mode, and left as it was.
+        partitions: the number of partitions.
+        module: the module; it is profiled in training mode, and left as it was.
         sample: a micro-batch, with the batch on dim 0.
-        timeout: of no meaning here: the medians of five runs count.
-        device: where it is profiled; ``None``: on the first accelerator, or on the CPU.
+        timeout: accepted without effect, because the medians of five runs count.
+        device: the device to profile on; ``None`` takes the first accelerator, or the CPU.
 
     Returns:
         The number of layers in each partition.
 
     Raises:
-        PlanError: fewer layers than partitions. UsageError: no ``nn.Sequential``.
+        PlanError: there are fewer layers than partitions.
+        UsageError: ``module`` is not an ``nn.Sequential``.
 
     Source: ``torchgpipe.balance.balance_by_time``.
 
@@ -75,20 +77,21 @@ def balance_by_size(
     """Balance a sequential module by the memory that its layers need in a step.
 
     Args:
-        partitions: how many.
-        module: whose layers; it is left as it was.
+        partitions: the number of partitions.
+        module: the module; it is left as it was.
         input: a whole batch, with the batch on dim 0.
-        chunks: into how many micro-batches it will be split.
-        param_scale: copies of each parameter in training: its value, its gradient, and what the
-            optimizer keeps (2 for SGD, 3 with momentum, 4 for Adam); less than 2 counts as 2.
-        device: where it will run; ``None``: on the first accelerator, or on the CPU. Nothing is
-            allocated there.
+        chunks: the number of micro-batches that the batch will be split into.
+        param_scale: the copies of each parameter in training: its value, its gradient, and the
+            optimizer's state (2 for SGD, 3 with momentum, 4 for Adam). Less than 2 counts as 2.
+        device: the device that it will run on; ``None`` takes the first accelerator, or the CPU.
+            Nothing is allocated there.
 
     Returns:
         The number of layers in each partition.
 
     Raises:
-        PlanError: fewer layers than partitions. UsageError: no ``nn.Sequential``.
+        PlanError: there are fewer layers than partitions.
+        UsageError: ``module`` is not an ``nn.Sequential``.
 
     Source: ``torchgpipe.balance.balance_by_size``, which needs CUDA.
 
@@ -104,7 +107,7 @@ def balance_by_size(
         *(partitions, module, sample, device),
         by="memory",
         chunks=chunks,
-        optimizer=max(param_scale - _BESIDE, 0.0),
+        optimizer=max(param_scale - _WITHOUT_OPTIMIZER, 0.0),
         schedule="gpipe",  # pipe(x) holds all micro-batches until the loss is known
     )
 
@@ -113,10 +116,8 @@ def _balanced(
     partitions: int, module: nn.Sequential, sample: Any, device: Device | None, **how: Any
 ) -> list[int]:
     if not isinstance(module, nn.Sequential):
-        raise UsageError(
-            f"expected an nn.Sequential to balance, got {type(module).__name__} ({users_line()}); "
-            "blockpipe.balance(model, args, stages) cuts any model"
-        )
+        fix = "cut any other model with blockpipe.balance(model, args, stages)"
+        raise UsageError(expected("an nn.Sequential", module, for_="module", fix=fix))
     where = device if device is not None else next(iter(default_devices() or ()), "cpu")
     with _in_training(module):
         plan = balance(
@@ -128,7 +129,7 @@ def _balanced(
 
 @contextmanager
 def _in_training(module: nn.Module) -> Iterator[None]:
-    """Each module in training mode, and afterwards in its own."""
+    """Put each module into training mode, and back into its own afterwards."""
     modes = {inner: inner.training for inner in module.modules()}
     module.train()
     try:

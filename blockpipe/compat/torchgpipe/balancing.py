@@ -1,4 +1,4 @@
-"""``torchgpipe_balancing``, as torchgpipe's first releases had it: the same, in another order."""
+"""``torchgpipe_balancing`` of torchgpipe's first releases: other orders of arguments."""
 
 from typing import Any
 
@@ -21,10 +21,10 @@ def balance_by_time(
     """Balance by time, as :func:`blockpipe.compat.torchgpipe.balance.balance_by_time` does.
 
     Args:
-        module: whose layers.
+        module: the module to balance.
         sample: a micro-batch.
-        partitions: how many.
-        **options: as there.
+        partitions: the number of partitions.
+        **options: that function's other options.
 
     Returns:
         The number of layers in each partition.
@@ -45,10 +45,10 @@ def balance_by_size(
     """Balance by memory, as :func:`blockpipe.compat.torchgpipe.balance.balance_by_size` does.
 
     Args:
-        module: whose layers.
+        module: the module to balance.
         sample: a batch.
-        partitions: how many.
-        **options: as there.
+        partitions: the number of partitions.
+        **options: that function's other options.
 
     Returns:
         The number of layers in each partition.

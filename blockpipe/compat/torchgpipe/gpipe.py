@@ -1,9 +1,9 @@
-"""``GPipe``: a sequential module and its balance, as a pipeline.
+"""``GPipe``: a pipeline of a sequential module and its balance.
 
-The layers are put into one ``nn.Sequential`` for each partition, as torchgpipe does it, and the
-pipeline's model is the row of these: so the keys of a ``state_dict`` are torchgpipe's by
-themselves, with nothing to rename on the way in or out. The user's module is left unmarked, and may
-be wrapped again with another balance.
+The layers are put into one ``nn.Sequential`` for each partition, as in torchgpipe, and the
+pipeline's model is the row of these. So the keys of a ``state_dict`` are torchgpipe's, with nothing
+to rename when it is saved or loaded. The user's module is left unmarked, and may be wrapped again
+with another balance.
 """
 
 from collections import OrderedDict
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..._common.callsite import remembers_caller, users_line
+from ..._common.checks import expected, is_integer
 from ..._common.nested import map_tensors, tensors
 from ..._torch.modules import children_of, forward_hooks_of, forward_pre_hooks_of
 from ...devices.devices import default_devices
@@ -36,11 +37,11 @@ class TooFewDevicesError(PlanError, IndexError):
 
 
 class Partitions(nn.Module):
-    """A row of partitions, each a stage.
+    """A row of partitions, each of them a stage.
 
     Args:
-        module: whose layers they have.
-        balance: how many layers each has, adding up to their number.
+        module: the module whose layers are distributed.
+        balance: the number of layers in each partition.
     """
 
     def __init__(self, module: nn.Sequential, balance: list[int]) -> None:
@@ -50,7 +51,8 @@ class Partitions(nn.Module):
             nn.Sequential(OrderedDict(islice(layers, size))) for size in balance
         )
         for stage, partition in enumerate(self.partitions):
-            BeginBlock(partition, stage)
+            if stage:  # a forward begins on stage 0, and a mark costs each micro-batch a hook
+                BeginBlock(partition, stage)
         for container in (self, self.partitions, *self.partitions):
             container.training = module.training  # not their layers', which have modes of their own
 
@@ -58,14 +60,14 @@ class Partitions(nn.Module):
         """One partition after the other.
 
         Args:
-            input: what the first layer takes.
+            input: the first layer's argument.
 
         Returns:
-            What the last layer gives.
+            The last layer's result.
         """
         for partition in self.partitions:
             output = partition(input)
-            if output is input:  # nothing has run, but a stage without an operation is none
+            if output is input:  # nothing has run here, but each stage needs an operation
                 output = map_tensors(torch.clone, input)
             input = output
         return input
@@ -74,36 +76,38 @@ class Partitions(nn.Module):
 class GPipe(Pipeline):
     """A sequential module as a pipeline, in torchgpipe's words.
 
-    Everything that :class:`blockpipe.Pipeline` has is there too: ``forward_backward``, ``summary``,
-    ``verify``, ``profile``, and its options as attributes (``model.schedule = "gpipe"``).
+    It is a :class:`blockpipe.Pipeline`, so it also has ``forward_backward``, ``summary``,
+    ``verify``, ``profile``, and a pipeline's options as attributes (``model.schedule = "gpipe"``).
 
     Args:
         module: an ``nn.Sequential`` without a ``forward`` or hooks of its own. Its layers may share
-            parameters, and be there several times.
+            parameters, and a layer may be there several times.
         balance: the number of layers in each partition.
-        devices: one for each partition, by number or name; more are left over. ``None``: all
-            accelerators, or the CPU for each partition where there is none.
-        chunks: into how many micro-batches a batch is split.
-        checkpoint: which micro-batches are recomputed: ``"always"``, ``"except_last"`` (all that
-            there are but the last), ``"never"``. A call is recomputed where that saves memory.
+        devices: a device for each partition, by number or name; further ones are not used. ``None``
+            takes all accelerators, or the CPU for each partition if there is none.
+        chunks: the number of micro-batches that a batch is split into.
+        checkpoint: the micro-batches that are recomputed: ``"always"``, ``"except_last"`` (all but
+            the last one of the batch at hand), ``"never"``. A call is recomputed if that saves
+            memory.
         deferred_batch_norm: whether batch norm's running statistics are those of the whole batch.
 
     Attributes:
-        balance: as given, a list.
-        devices: one for each partition.
-        chunks: as given; may be assigned.
-        checkpoint: as given; may be assigned.
+        balance: the number of layers in each partition, a list.
+        devices: the device of each partition.
+        chunks: the argument; it may be assigned.
+        checkpoint: the argument; it may be assigned.
 
-    Input and output are a tensor or a tuple of tensors with the batch on dim 0, or whatever else
-    :class:`blockpipe.Pipeline` splits and joins. In ``state_dict`` layer ``i`` of partition ``j``
-    is ``partitions.j.i``.
+    Input and output are a tensor or a tuple of tensors with the batch on dim 0, or any other value
+    that :class:`blockpipe.Pipeline` splits and joins. In ``state_dict`` layer ``i`` of partition
+    ``j`` is ``partitions.j.i``.
 
     Raises:
-        BalanceError: no balance, or one that does not fit.
-        TooFewDevicesError: fewer devices than partitions.
-        PlanError: an invalid option.
-        UsageError: no ``nn.Sequential``; stashes and pops that do not match (see
-            :func:`~blockpipe.compat.torchgpipe.skip.verify_skippables`); later, a move to a device.
+        BalanceError: there is no balance, or it does not fit the module.
+        TooFewDevicesError: there are fewer devices than partitions.
+        PlanError: an option is invalid.
+        UsageError: ``module`` is not an ``nn.Sequential``; stashes and pops do not match (see
+            :func:`~blockpipe.compat.torchgpipe.skip.verify_skippables`); later, the pipeline is
+            moved to a device.
 
     Source: ``torchgpipe.GPipe``, whose paper is "GPipe" by Huang et al., 2019.
 
@@ -143,41 +147,38 @@ class GPipe(Pipeline):
         self.training = module.training
 
     def forward(self, input: Any) -> Any:
-        """The layers, pipelined and differentiable.
+        """Run the layers as a pipeline; the result is differentiable.
 
         Args:
-            input: what the first layer takes.
+            input: the first layer's argument.
 
         Returns:
-            What the last layer gives, on ``devices[-1]``.
+            The last layer's result, on ``devices[-1]``.
 
         Raises:
-            UsageError: no tensor in the input.
+            UsageError: there is no tensor in the input.
         """
-        if next(iter(tensors(input)), None) is None:
-            raise UsageError(
-                f"expected a tensor or a tuple of tensors, got {type(input).__name__} "
-                f"({users_line()})"
-            )
+        if next(tensors(input), None) is None:
+            raise UsageError(expected("a tensor or a tuple of tensors", input, for_="input"))
         return super().forward(input)
 
     @property
     def partitions(self) -> nn.ModuleList:
-        """An ``nn.Sequential`` of each partition's layers."""
+        """The partitions, each an ``nn.Sequential`` of its layers."""
         model = self.module
         assert isinstance(model, Partitions)
         return model.partitions
 
     def __len__(self) -> int:
-        """The number of layers."""
+        """Return the number of layers."""
         return sum(len(layers) for layers in self._sequentials())
 
     def __getitem__(self, index: int) -> nn.Module:  # type: ignore[override]
-        """A layer, by its position in the whole module."""
+        """Return a layer by its position in the whole module."""
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """The layers, in their order."""
+        """Yield the layers in their order."""
         for layers in self._sequentials():
             yield from layers
 
@@ -189,11 +190,11 @@ class GPipe(Pipeline):
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Sequential):
-        raise UsageError(
-            f"expected an nn.Sequential to be partitioned, got {type(module).__name__} "
-            f"({users_line()}); mark the stages of any other model with blockpipe.begin_blocks, "
-            "or find them with blockpipe.balance, and pass it to blockpipe.Pipeline"
+        fix = (
+            "mark the stages of any other model with blockpipe.begin_blocks, or find them with "
+            "blockpipe.balance, and pass it to blockpipe.Pipeline"
         )
+        raise UsageError(expected("an nn.Sequential", module, for_="module", fix=fix))
     own = "a forward" if type(module).forward is not nn.Sequential.forward else None
     if own is None and (forward_pre_hooks_of(module) or forward_hooks_of(module)):
         own = "hooks"
@@ -206,20 +207,14 @@ def _check_module(module: object) -> None:
 
 
 def _checked_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
-    remedy = "blockpipe.compat.torchgpipe.balance finds one"
-    if balance is None:
-        raise BalanceError(f"expected a balance, got none ({users_line()}); {remedy}")
+    fix = "find one with blockpipe.compat.torchgpipe.balance"
     sizes = [_as_number(size) for size in balance] if isinstance(balance, Iterable) else None
-    if sizes is None or not all(type(size) is int and size >= 1 for size in sizes):
-        raise BalanceError(
-            f"expected a balance of whole numbers from 1 on, got {balance!r} ({users_line()}); "
-            f"{remedy}"
-        )
+    if sizes is None or not all(is_integer(size, 1) for size in sizes):
+        contract = "a list of positive integers, the number of layers in each partition,"
+        raise BalanceError(expected(contract, balance, for_="balance", fix=fix))
     if sum(sizes) != len(module):
-        raise BalanceError(
-            f"expected a balance that adds up to the module's {len(module)} layers, got {sizes}, "
-            f"which makes {sum(sizes)} ({users_line()}); {remedy}"
-        )
+        contract = f"numbers that add up to the module's {len(module)} layers"
+        raise BalanceError(expected(contract, sizes, for_="balance", fix=fix))
     return sizes
 
 
@@ -230,21 +225,19 @@ def _devices(devices: Iterable[Device] | None, count: int) -> list[Device]:
         found = [devices] if isinstance(devices, str | int | torch.device) else list(devices)
     if len(found) < count:
         raise TooFewDevicesError(
-            f"expected a device for each of {count} partitions, got {len(found)} "
+            f"expected a device for each of {count} partitions, got {len(found)} for devices "
             f"({users_line()}); name a device several times, or make fewer partitions"
         )
     return found[:count]
 
 
 def _as_number(number: Any) -> Any:
-    """``42.0`` as ``42``; what is no whole number is left to be refused."""
+    """Return ``42`` for ``42.0``, as torchgpipe does, and anything else as it is."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _checked_checkpoint(checkpoint: str) -> str:
     if checkpoint not in CHECKPOINTS:
-        raise PlanError(
-            f"expected a checkpoint mode of {', '.join(CHECKPOINTS)}, got {checkpoint!r} "
-            f"({users_line()})"
-        )
+        contract = f"one of {', '.join(map(repr, CHECKPOINTS))}"
+        raise PlanError(expected(contract, checkpoint, for_="checkpoint"))
     return checkpoint

@@ -1,4 +1,4 @@
-"""Where a forward is, in torchgpipe's words."""
+"""The forward under way, in torchgpipe's words: its micro-batch, and whether it is recomputed."""
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ _KEY = "torchgpipe.current_microbatch"
 
 
 def current_microbatch() -> Tensor | None:
-    """A tensor that stands for the micro-batch whose forward is under way.
+    """Return a tensor that identifies the micro-batch whose forward is under way.
 
     It is the same object throughout that forward, and another one in every other. Its values mean
-    nothing: it is the key of a dictionary, or what a weak reference refers to.
+    nothing: it is for the keys of dictionaries, and for weak references.
 
     Returns:
         An empty tensor on the CPU; ``None`` outside of a pipeline.

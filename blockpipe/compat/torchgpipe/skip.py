@@ -1,9 +1,9 @@
 """Skip connections by name: a tensor that one layer stashes and a later one pops.
 
 A pipeline needs none of this: a tensor that goes from stage to stage in any way is noticed, and
-copied once, straight to where it is read. So a stash is an entry in a dictionary, one for each
-forward. What is left of torchgpipe's rules is what finds mistakes: names are declared, and each is
-stashed once and popped once.
+copied once, straight to the stage that reads it. So a stash is an entry in a dictionary of the
+forward under way. Those of torchgpipe's rules remain that find mistakes: names are declared, and
+each is stashed once and popped once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from ..._common.callsite import users_line
+from ..._common.checks import expected
 from ..._torch.modules import children_of
 from ...errors import RecordingError, UsageError
 from ...stages.cursor import current_cursor
@@ -28,7 +29,7 @@ _KEPT = "torchgpipe.skip"
 
 @dataclass(frozen=True, order=True)
 class Namespace:
-    """What keeps skips of one name apart; see :meth:`Skippable.isolate`. Copies are equal."""
+    """A namespace for skips of the same name; see :meth:`Skippable.isolate`. Copies are equal."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -41,8 +42,8 @@ class stash:  # noqa: N801 - torchgpipe's name
     """``yield stash(name, tensor)``: keep a tensor for the layer that pops it.
 
     Args:
-        name: as declared with :func:`skippable`.
-        tensor: to keep; ``None`` may be kept too.
+        name: the name as declared with :func:`skippable`.
+        tensor: the tensor to keep; ``None`` may be kept too.
 
     Source: ``torchgpipe.skip.stash``.
     """
@@ -53,10 +54,10 @@ class stash:  # noqa: N801 - torchgpipe's name
 
 @dataclass(frozen=True, slots=True)
 class pop:  # noqa: N801 - torchgpipe's name
-    """``tensor = yield pop(name)``: take what an earlier layer has stashed.
+    """``tensor = yield pop(name)``: take the tensor that an earlier layer has stashed.
 
     Args:
-        name: as declared with :func:`skippable`.
+        name: the name as declared with :func:`skippable`.
 
     Source: ``torchgpipe.skip.pop``.
     """
@@ -65,7 +66,7 @@ class pop:  # noqa: N801 - torchgpipe's name
 
 
 class _InThread(threading.local):
-    """What is stashed in forwards outside of a pipeline."""
+    """The tensors that are stashed in forwards outside of a pipeline."""
 
     def __init__(self) -> None:
         self.kept: dict[Key, Tensor | None] = {}
@@ -86,15 +87,15 @@ class Skippable(nn.Module):
     """A module that stashes and pops; :func:`skippable` makes classes of it.
 
     Args:
-        *args: what the decorated class takes.
-        **kwargs: what it takes by keyword.
+        *args: the decorated class's arguments.
+        **kwargs: its keyword arguments.
 
     The instance of the decorated class is ``module``, so that in a ``state_dict`` its names have
     that in front, as in torchgpipe.
 
     Raises:
-        RecordingError: when it is called: a name that is not declared, not stashed before, or
-            declared and not used. A ``RuntimeError``, as in torchgpipe.
+        RecordingError: in a call, a name is not declared, was not stashed before, or is declared
+            and not used. A ``RuntimeError``, as in torchgpipe.
     """
 
     module_cls: ClassVar[type[nn.Module]]
@@ -110,8 +111,8 @@ class Skippable(nn.Module):
         """Put skips into a namespace: names may be used again in another one.
 
         Args:
-            ns: that namespace.
-            only: the names of those that are put there; ``None``: all.
+            ns: the namespace.
+            only: the names that are put there; ``None`` puts all of them.
 
         Returns:
             The same module.
@@ -122,32 +123,28 @@ class Skippable(nn.Module):
         return self
 
     def stashable(self) -> Iterator[Key]:
-        """The skips that it stashes, with their namespaces."""
+        """Yield the skips that it stashes, with their namespaces."""
         yield from ((self.namespaces.get(name), name) for name in sorted(self.stashable_names))
 
     def poppable(self) -> Iterator[Key]:
-        """The skips that it pops, with their namespaces."""
+        """Yield the skips that it pops, with their namespaces."""
         yield from ((self.namespaces.get(name), name) for name in sorted(self.poppable_names))
 
     def forward(self, input: Any) -> Any:
-        """Run the decorated class's forward, and do what it yields.
+        """Run the decorated class's forward, and carry out the commands that it yields.
 
         Args:
             input: its one argument.
 
         Returns:
-            What it returns.
+            Its result.
         """
         kept, used = _kept(), set[str]()
         output = self.module(input)
         if isinstance(output, Generator):
             output = self._drive(output, kept, used)
-        for verb, names in (("stash", self.stashable_names), ("pop", self.poppable_names)):
-            if left := sorted(names - used):
-                raise RecordingError(
-                    f"expected {self._name} to {verb} {_listed(left)}, as it is declared to, but "
-                    f"it did not ({users_line()}); yield {verb}(…) in its forward, or declare less"
-                )
+        self._check_used("stash", self.stashable_names, used)
+        self._check_used("pop", self.poppable_names, used)
         return output
 
     def _drive(
@@ -171,8 +168,7 @@ class Skippable(nn.Module):
                 answer = self._popped((self.namespaces.get(command.name), command.name), kept)
             else:
                 raise UsageError(
-                    f"expected {self._name} to yield stash(…) or pop(…), got {command!r} "
-                    f"({users_line()})"
+                    expected("stash(…) or pop(…)", command, for_=f"a yield of {self._name}")
                 )
             used.add(command.name)
 
@@ -183,11 +179,18 @@ class Skippable(nn.Module):
                 f"({users_line()}); declare it: @skippable({verb}=[{name!r}])"
             )
 
+    def _check_used(self, verb: str, declared: frozenset[str], used: set[str]) -> None:
+        if left := declared - used:
+            raise RecordingError(
+                f"expected {self._name} to {verb} {_listed(left)}, as declared, but it did not "
+                f"({users_line()}); yield {verb}(…) in its forward, or declare less"
+            )
+
     def _popped(self, key: Key, kept: dict[Key, Tensor | None]) -> Tensor | None:
         if key not in kept:
             raise RecordingError(
                 f"expected {key[1]!r} to be stashed before {self._name} pops it, but it was not "
-                f"({users_line()}); see verify_skippables"
+                f"({users_line()}); stash it in an earlier layer"
             )
         return kept.pop(key)
 
@@ -196,7 +199,7 @@ class Skippable(nn.Module):
         return self.module_cls.__name__
 
     def extra_repr(self) -> str:
-        """The names that it stashes and pops."""
+        """Return the names that it stashes and pops."""
         both = {"stash": self.stashable_names, "pop": self.poppable_names}
         return ", ".join(f"{verb}={sorted(names)}" for verb, names in both.items() if names)
 
@@ -211,10 +214,10 @@ def skippable(
         pop: the names that it pops.
 
     Returns:
-        A decorator, which gives a subclass of :class:`Skippable`.
+        A decorator, which returns a subclass of :class:`Skippable`.
 
-    Source: ``torchgpipe.skip.skippable``. Here a forward may as well keep a tensor in any other way
-    that does not mix micro-batches, such as an argument: it is noticed.
+    Source: ``torchgpipe.skip.skippable``. In Blockpipe a forward may also hand a tensor on in any
+    other way that does not mix micro-batches, such as an argument.
 
     Example:
         >>> import torch
@@ -256,13 +259,14 @@ def skippable(
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that each skip is stashed once, and popped once by a later layer.
 
-    ``GPipe`` checks it when it is made.
+    ``GPipe`` checks this when it is made.
 
     Args:
-        module: whose layers, and those of sequentials inside of it, are looked at.
+        module: the module to check, with the sequential modules inside of it.
 
     Raises:
-        UsageError: everything that does not match, in one error. A ``TypeError``, as in torchgpipe.
+        UsageError: names do not match; all of them are in one error. A ``TypeError``, as in
+            torchgpipe.
 
     Source: ``torchgpipe.skip.verify_skippables``.
 

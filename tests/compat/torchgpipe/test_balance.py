@@ -120,5 +120,5 @@ def test_balances_that_cannot_be_are_value_errors() -> None:
     for partitions in (3, 0, -1):
         with pytest.raises(ValueError, match=r"stages"):
             balance_by_size(partitions, net, sample, device="cpu")
-    with pytest.raises(TypeError, match=r"expected an nn\.Sequential to balance, got Linear"):
+    with pytest.raises(TypeError, match=r"expected an nn\.Sequential for module, got Linear"):
         balance_by_time(2, nn.Linear(2, 2), sample)  # type: ignore[arg-type]

@@ -330,7 +330,40 @@ def test_other_values_are_refused_and_none_is_needed() -> None:
         def forward(self, input: Tensor) -> Commands:
             yield 42
 
-    with pytest.raises(TypeError, match=r"Odd to yield stash\(…\) or pop\(…\), got 42"):
+    with pytest.raises(TypeError, match=r"stash\(…\) or pop\(…\) for a yield of Odd, got 42"):
         skippable()(Odd)()(torch.rand(1))
     x = torch.rand(1)
     assert skippable()(nn.Identity)()(x) is x
+
+
+def test_a_skip_around_a_boundary_of_integers_has_its_gradient() -> None:
+    """torchgpipe hangs the skip's gradient off the boundary's first tensor, and loses it."""
+
+    @skippable(stash=["vectors"])
+    class Embeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 4)
+
+        def forward(self, words: Tensor) -> Commands:
+            yield stash("vectors", self.table(words))
+            return words * 2
+
+    class Lengths(nn.Module):
+        def forward(self, words: Tensor) -> Tensor:
+            return words % 3
+
+    @skippable(pop=["vectors"])
+    class Sums(nn.Module):
+        def forward(self, lengths: Tensor) -> Commands:
+            vectors = yield pop("vectors")
+            return vectors * lengths[..., None]
+
+    for mode in ("never", "always", "except_last"):
+        net = nn.Sequential(Embeds(), Lengths(), Sums())
+        plain, words = copy.deepcopy(net), torch.randint(0, 8, (6, 5))
+        gpipe(net, [1, 1, 1], chunks=3, checkpoint=mode)(words).square().sum().backward()
+        plain(words).square().sum().backward()
+        table = plain[0].module.table.weight.grad
+        assert table.abs().sum() > 0
+        assert_close(net[0].module.table.weight.grad, table)

@@ -30,7 +30,7 @@ def test_its_page() -> None:
         model.to(torch.device("cuda"))
     with pytest.raises(TypeError, match=r"expected an nn\.Sequential"):
         Pipe(nn.Linear(1, 1), [1])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="adds up to the module's 1 layers"):
+    with pytest.raises(ValueError, match="add up to the module's 1 layers"):
         Pipe(nn.Sequential(nn.Linear(1, 1)), [2])
     with pytest.raises(IndexError, match="a device for each of 2 partitions, got 1"):
         Pipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], devices=["cpu"])
