@@ -1,7 +1,7 @@
 """fairscale's pipeline by its names: ``fairscale.nn.Pipe``, which is torchgpipe's ``GPipe``.
 
 In: a sequential module and fairscale's arguments. Out: a ``Pipeline`` with fairscale's methods.
-What it has of its own is only the names; read ``compat/torchgpipe`` for the rest.
+Only the names differ from torchgpipe's: everything else is in ``compat/torchgpipe``.
 """
 
 from . import nn as nn

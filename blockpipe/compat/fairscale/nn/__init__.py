@@ -1,7 +1,7 @@
 """``fairscale.nn``, of which the pipeline is here: ``Pipe``, and the package ``pipe``.
 
 In and out: as in ``compat/fairscale``.
-What else fairscale has there (FSDP, checkpoint wrappers) torch itself has by now.
+fairscale's other names (FSDP, checkpoint wrappers) are missing: torch itself has them by now.
 """
 
 from .pipe.pipe import Pipe

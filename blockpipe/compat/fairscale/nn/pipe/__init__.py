@@ -1,4 +1,4 @@
-"""``fairscale.nn.pipe``: ``Pipe``, and where a forward is.
+"""``fairscale.nn.pipe``: ``Pipe``, and whether a forward is recomputed.
 
 In and out: as in ``compat/fairscale``.
 ``skip`` and ``balance`` are torchgpipe's under fairscale's path.
