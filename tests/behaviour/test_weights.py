@@ -1010,6 +1010,7 @@ def test_what_cannot_be_saved(tmp_path):
         bp.Pipeline(wrapped).save_weights(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_hugging_face_checkpoints_go_both_ways(tmp_path, kind):
     """A model built on meta loads what ``save_pretrained`` wrote, by its own ``_init_weights`` for
@@ -1142,6 +1143,7 @@ def test_optimizer_state_loaded_on_meta_is_refused(name):
     step(late, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_distributed_checkpoints_of_model_and_optimizer_round_trip(tmp_path):
     """``torch.distributed.checkpoint`` saves and loads a pipeline's model and optimizer."""

@@ -993,6 +993,7 @@ def test_drawing_that_no_attribute_tells_of_is_replayed_at_once():
     assert difference(other, first, loss, expected).same
 
 
+@pytest.mark.slow
 def test_a_function_that_reads_what_it_saved_twice():
     """Costs no second recomputation."""
 

@@ -71,6 +71,7 @@ def _of_recording(recording: bp.Recording, by: str, speeds: list[float]) -> tupl
     return max(costs), float(crossing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("by", ["flops", "parameters", "time"])
 @pytest.mark.parametrize("speeds", [None, [1.0, 2.0, 0.7]])
@@ -517,6 +518,7 @@ def test_a_hugging_face_model_is_cut_and_trains_as_plain(name: str, by: str) -> 
     assert "tied:" in str(plan)
 
 
+@pytest.mark.slow
 def test_a_timm_model_is_cut_at_blocks() -> None:
     """With some slack: of cuts that as many bytes cross, the outermost module is taken."""
     timm = pytest.importorskip("timm")

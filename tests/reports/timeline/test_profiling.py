@@ -245,6 +245,7 @@ def test_profiling_changes_no_gradient(schedule, isolate):
         assert equal(p.grad, q.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "sequential", "uncut"])
 def test_a_profile_keeps_no_tensor(schedule):
     """Of a profiled step's tensors none is alive, not even while the profile goes on."""
@@ -336,6 +337,7 @@ def test_a_profile_in_a_profile_is_refused():
     check(t)
 
 
+@pytest.mark.slow
 def test_two_pipelines_have_two_profiles():
     """Each sees its own steps."""
     one, other = made(), made("gpipe")
@@ -347,6 +349,7 @@ def test_two_pipelines_have_two_profiles():
     check(b, steps=2)
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_profiled_pipeline_is_not_profiled():
     """Of a pipeline that is."""
     pipe = made()
