@@ -26,6 +26,23 @@ from blockpipe.schedules import make_schedule
 PICTURES = Path(__file__).parent / "pictures"
 
 
+def pipelining() -> None:
+    """A batch in one piece, and in six micro-batches, over three devices; gaps are the bubble."""
+    figure, axes = plt.subplots(2, figsize=(10, 4), layout="constrained", sharex=True)
+    whole = bp.Timeline.of(make_schedule("gpipe", [0, 1, 2], 1), bp.Costs(6, 12))
+    parts = bp.Timeline.of(make_schedule("1f1b", [0, 1, 2], 6), bp.Costs(1, 2))
+    titles = ("The batch in one piece", "The batch in six micro-batches")
+    for timeline, title, ax in zip((whole, parts), titles, axes, strict=True):
+        timeline.plot(ax)
+        ax.set_title(f"{title}: {timeline.bubble():.0%} bubble", loc="left", fontsize="medium")
+        ax.set_yticks(range(3), [f"device {lane}" for lane in range(3)])
+        ax.set_xlim(0, 54)
+        ax.label_outer()
+    axes[-1].set_xlabel("time")
+    axes[-1].set_xticks([])
+    save(figure, "pipelining.png")
+
+
 def schedules() -> None:
     """Four stages, eight micro-batches, under three schedules."""
     figure, axes = plt.subplots(3, figsize=(10, 7), layout="constrained", sharex=True)
@@ -98,5 +115,6 @@ def page(timeline: bp.Timeline, name: str) -> None:
 
 if __name__ == "__main__":
     PICTURES.mkdir(exist_ok=True)
+    pipelining()
     schedules()
     page(profile(), "page.png")
