@@ -119,11 +119,7 @@ def main() -> None:
 
     torch.manual_seed(options.seed)
     training_data, test_data = random_split(digits(), [0.8, 0.2])
-    loading = {
-        "batch_size": options.batch_size,
-        "num_workers": options.workers,
-        "pin_memory": torch.accelerator.is_available(),  # copies to the first device do not wait
-    }
+    loading = {"batch_size": options.batch_size, "num_workers": options.workers}
     training_loader = DataLoader(training_data, shuffle=True, **loading)
     test_loader = DataLoader(test_data, **loading)
 
