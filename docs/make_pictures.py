@@ -54,6 +54,37 @@ def schedules() -> None:
     save(figure, "schedules.png")
 
 
+def benchmarks() -> None:
+    """The rows of 8 chunks of the table in benchmarks.md, as bars: the page has the figures."""
+    text = (PICTURES.parent / "benchmarks.md").read_text().partition("### With recomputation")[0]
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    rows = [cells for cells in lines if cells[0].endswith(", 8") and cells[0] != "tiny, 8"]
+    shown = {  # the columns of each, of which the best one counts
+        "by hand": (3, 4),
+        "Blockpipe": (5,),
+        "torch.distributed.pipelining": (10,),
+        "torchgpipe, patched or not": (6, 7),
+        "fairscale, patched or not": (8, 9),
+    }
+    colours = ["#b0b0b0", "#4878cf", "#e1812c", "#3a923a", "#9372b2"]
+    figure, ax = plt.subplots(figsize=(10, 3.5), layout="constrained")
+    for number, ((name, columns), colour) in enumerate(zip(shown.items(), colours, strict=True)):
+        values = [min(float(row[i].strip("*")) for i in columns) for row in rows]
+        at = [row + 0.16 * (number - 2) for row in range(len(rows))]
+        bars = ax.bar(at, values, 0.15, color=colour, label=name)
+        ax.bar_label(bars, fmt="%.2f", fontsize=7)
+    ax.axhline(1, color="black", linewidth=0.8)
+    ax.set_xticks(range(len(rows)), [row[0].partition(",")[0] for row in rows])
+    ax.set_title(
+        "Time of a step, as a share of the plain loop's on one thread; less is better",
+        loc="left",
+        fontsize="medium",
+    )
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    save(figure, "benchmarks.png")
+
+
 def profile() -> bp.Timeline:
     """A real step on two CPU stages."""
     torch.manual_seed(0)
@@ -117,4 +148,5 @@ if __name__ == "__main__":
     PICTURES.mkdir(exist_ok=True)
     pipelining()
     schedules()
+    benchmarks()
     page(profile(), "page.png")
