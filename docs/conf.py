@@ -28,3 +28,4 @@ napoleon_custom_sections = [("Source", "notes")]
 html_theme = "furo"
 html_title = "Blockpipe"
 html_show_sourcelink = False
+pygments_style, pygments_dark_style = "friendly", "monokai"  # furo's own leave diffs' additions plain
