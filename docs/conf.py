@@ -28,4 +28,5 @@ napoleon_custom_sections = [("Source", "notes")]
 html_theme = "furo"
 html_title = "Blockpipe"
 html_show_sourcelink = False
-pygments_style, pygments_dark_style = "friendly", "monokai"  # furo's own leave diffs' additions plain
+# Those of furo leave what a diff adds uncoloured.
+pygments_style, pygments_dark_style = "friendly", "monokai"
