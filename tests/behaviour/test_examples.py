@@ -1,5 +1,6 @@
 """The examples run."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,26 @@ def test_a_script_of_poptorchs() -> None:
     out = run("examples/from_poptorch.py")
     assert "2 copies of 2 stages" in out
     assert "test accuracy: 9" in out
+
+
+@pytest.mark.timeout(600)
+def test_a_training_script_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """Its losses after the checkpoint are those of a run in one go, to every digit of its log."""
+    pytest.importorskip("sklearn")
+
+    def epochs(number: int, folder: str) -> list[str]:
+        run(
+            "examples/training_script.py", "--into", str(tmp_path / folder), "--epochs", str(number)
+        )
+        log = (tmp_path / folder / "log.txt").read_text()
+        return re.findall(r"epoch \d+: loss .*", log)
+
+    assert len(epochs(1, "stopped")) == 1
+    in_one_go = epochs(3, "in_one_go")
+    assert epochs(3, "stopped") == in_one_go
+    assert len(in_one_go) == 3
+    assert float(in_one_go[-1].split()[-1]) > 0.9
+    assert (tmp_path / "stopped" / "best.pt").exists()
 
 
 def test_the_gpt_example_learns() -> None:
