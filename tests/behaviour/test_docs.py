@@ -30,7 +30,12 @@ MODULES = ["blockpipe"] + [
 ]
 # What users may import: the names in these modules' ``__all__``.
 PUBLIC = ("blockpipe", "blockpipe.errors", "blockpipe.reports", "blockpipe.schedules")
-PUBLIC += ("blockpipe.compat.poptorch", "blockpipe.replicas", "blockpipe.testing")
+PUBLIC += (
+    "blockpipe.compat.keras",
+    "blockpipe.compat.poptorch",
+    "blockpipe.replicas",
+    "blockpipe.testing",
+)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
