@@ -33,6 +33,8 @@ PUBLIC = ("blockpipe", "blockpipe.errors", "blockpipe.reports", "blockpipe.sched
 PUBLIC += (
     "blockpipe.compat.keras",
     "blockpipe.compat.poptorch",
+    "blockpipe.compat.torchdistpackage",
+    "blockpipe.compat.torchdistpackage.dist",
     "blockpipe.replicas",
     "blockpipe.testing",
 )

@@ -36,6 +36,14 @@ def test_a_script_of_poptorchs() -> None:
     assert "test accuracy: 9" in out
 
 
+def test_a_script_of_torchdistpackages() -> None:
+    """It trains in bfloat16 on two stages, with clipping over both, and tests."""
+    pytest.importorskip("sklearn")
+    out = run("examples/from_torchdistpackage.py")
+    assert "trained on 2 stages of one process" in out
+    assert "test accuracy: 9" in out
+
+
 def test_the_gpt_example_learns() -> None:
     """The GPT learns English."""
     out = run("examples/gpt_text.py", "--steps", "60")
