@@ -284,3 +284,31 @@ def test_what_a_step_needs_is_said():
         forward_backward(None, lambda i: model(i).sum(), lambda out, grad: None, x, 2)
     with pytest.raises(PlanError, match="a positive integer for num_microbatches, got 0"):
         forward_backward(None, lambda i: model(i).sum(), None, x, 0)
+
+
+def test_variables_of_the_script_are_those_of_the_step():
+    """A tensor and a number of the closure that change from step to step."""
+    two_stages()
+    layers = chain()
+    twin = copy.deepcopy(nn.Sequential(*layers))
+    model = nn.Sequential(*partition_uniform(layers))
+
+    def train(step: int) -> None:
+        x, y = batch()
+        scale, factor = torch.full((2,), 1.0 + step), 1 + step
+
+        def fwd_fn(inputs: list[Tensor]) -> Tensor:
+            return mse(model(inputs[0]) * scale.to(inputs[0].device), inputs[1]) * factor
+
+        forward_backward(None, fwd_fn, None, [x, y], num_microbatches=2)
+        loss_fn = functools.partial(_scaled, factor=1.0 + step)
+        plain_step(twin, (x,), {}, y, loss_fn, 2, "sum")
+
+    for step in range(3):
+        train(step)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert_close(p.grad, q.grad)
+
+
+def _scaled(output: Tensor, target: Tensor, factor: float) -> Tensor:
+    return mse(output * factor, target) * factor
