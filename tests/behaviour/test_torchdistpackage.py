@@ -154,7 +154,8 @@ def test_the_guide_runs_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
         names |= {"criterion": Criterion(), "max_norm": max_norm, "data_loader": loader}
         run(TRAIN, names)
         names["model"].eval()
-        names |= {"criterion": nn.CrossEntropyLoss(), "device": "cpu", "accuracy": accuracy}
+        names |= {"criterion": nn.CrossEntropyLoss(), "device": stages(2)[dist.get_rank()]}
+        names["accuracy"] = accuracy
         run(EVALUATE, names)
         return names
 
