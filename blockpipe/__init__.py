@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from . import errors
 from ._common.log import set_log_level
-from .compat.keras_assignment import (
+from .compat.keras.assignment import (
     get_pipeline_stage_assignment,
     reset_pipeline_stage_assignment,
     set_pipeline_stage_assignment,
 )
-from .compat.keras_table import print_pipeline_stage_assignment_summary
+from .compat.keras.table import print_pipeline_stage_assignment_summary
 from .costs.meter import host_syncs
 from .errors import BlockpipeError
 from .execution.step_result import StepResult

@@ -24,12 +24,14 @@ class Mark:
         where: its file and line.
         checkpoint: whether the modules called under it are recomputed; ``None``: as the pipeline
             says.
+        yields: whether it counts only outside of every ``with Block``.
     """
 
     stage: int | None
     name: str | None
     where: str
     checkpoint: bool | None = None
+    yields: bool = False
 
 
 # Calls a function that is a block, given a text that identifies it and its arguments.
@@ -89,6 +91,8 @@ class Cursor:
 
     def begin(self, mark: Mark) -> None:
         """Move to a mark's stage."""
+        if mark.yields and self.in_scope:
+            return
         numbering = _numbering.get()
         if numbering is not None:
             stage = numbering(self, mark)

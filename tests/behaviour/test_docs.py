@@ -30,8 +30,10 @@ MODULES = ["blockpipe"] + [
 ]
 # What users may import: the names in these modules' ``__all__``.
 PUBLIC = ("blockpipe", "blockpipe.errors", "blockpipe.reports", "blockpipe.schedules")
-PUBLIC += ("blockpipe.compat.poptorch", "blockpipe.replicas", "blockpipe.testing")
+PUBLIC += ("blockpipe.replicas", "blockpipe.testing")
 # Other libraries' names, under their paths.
+PUBLIC += ("blockpipe.compat.keras", "blockpipe.compat.poptorch")
+PUBLIC += ("blockpipe.compat.torchdistpackage", "blockpipe.compat.torchdistpackage.dist")
 PUBLIC += tuple(f"blockpipe.compat.torchgpipe{one}" for one in ("", ".skip", ".balance"))
 PUBLIC += ("blockpipe.compat.torchgpipe.balancing", "blockpipe.compat.fairscale")
 PUBLIC += tuple(f"blockpipe.compat.fairscale.nn{one}" for one in ("", ".pipe", ".pipe.skip"))

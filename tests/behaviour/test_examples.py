@@ -57,6 +57,14 @@ def test_a_training_script_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_pa
     assert (tmp_path / "stopped" / "best.pt").exists()
 
 
+def test_a_script_of_torchdistpackages() -> None:
+    """It trains in bfloat16 on two stages, with clipping over both, and tests."""
+    pytest.importorskip("sklearn")
+    out = run("examples/from_torchdistpackage.py")
+    assert "trained on 2 stages of one process" in out
+    assert "test accuracy: 9" in out
+
+
 def test_the_gpt_example_learns() -> None:
     """The GPT learns English."""
     out = run("examples/gpt_text.py", "--steps", "60")
