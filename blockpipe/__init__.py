@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from . import errors
 from ._common.log import set_log_level
+from .compat.device_map import from_device_map
 from .compat.keras_assignment import (
     get_pipeline_stage_assignment,
     reset_pipeline_stage_assignment,
@@ -68,6 +69,7 @@ __all__ = [
     "Pipeline",
     "StepResult",
     "Timeline",
+    "from_device_map",
     "host_syncs",
     "set_log_level",
     # Errors

@@ -15,6 +15,7 @@ from ..errors import MicrobatchError, PlanError, ScheduleError, UsageError
 from ..schedules.builders import SCHEDULES, ScheduleOption, check_in_flight
 from ..schedules.schedule import Schedule
 from ..stages.plan import StagePlan
+from ..weights.accelerate_hooks import offloaded_modules
 
 T = TypeVar("T")
 
@@ -91,7 +92,8 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 
 def check_model(model: object) -> None:
-    """Raise :class:`UsageError` for a model that is no module, or is on several devices already."""
+    """Raise :class:`UsageError` for a model that is no module, is on several devices already, or
+    has weights that are on none."""
     if not isinstance(model, nn.Module):
         raise UsageError(expected("an nn.Module", model, for_="model of Pipeline"))
     for path, module in model.named_modules():
@@ -109,6 +111,14 @@ def check_model(model: object) -> None:
                 f"parallelize_module), and a stage is on one device ({users_line()}); pass "
                 f"Pipeline the plain model, and {ALL_REDUCE}"
             )
+    offloaded = offloaded_modules(model)
+    if offloaded:
+        raise UsageError(
+            f"expected a model with its weights on devices, got one of which Accelerate keeps "
+            f"{offloaded[:3]} in host memory or on disk ('cpu' or 'disk' in its device map; "
+            f"{users_line()}): a stage's weights stay on its device; load it with a device_map of "
+            "devices alone, or on the meta device and pass weights=… to Pipeline"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from ..recording.record import record_planned
 from ..recording.recording import Recording
 from ..schedules.builders import ScheduleOption
 from ..stages.plan import StagePlan
+from ..weights.accelerate_hooks import AccelerateHooks
 from ..weights.materialize import PendingValues
 from ..weights.placement import Fingerprint, Placement
 from .batch_norm import DeferredBatchNorm
@@ -80,6 +81,7 @@ class Preparer:
         self.compiles: CompileOptions | None = None
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
+        self._hooks = AccelerateHooks(model)
         self._steering = Steering(model)
         self._unread = frozenset[str]()  # attributes that look like switches, and are none
         self._written = frozenset[str]()  # by steps that had not written it when recorded
@@ -203,7 +205,7 @@ class Preparer:
 
     def _record(self, batch: Microbatch, options: PipelineOptions) -> Recording:
         self._steering.look_around()
-        with self._steering.asked():
+        with self._hooks.absent(), self._steering.asked():
             recording = record_planned(
                 self.model,
                 batch.args,
@@ -227,6 +229,7 @@ class Preparer:
         if self._placement is None:
             self._values.fill(recording, devices)
             self._placement = Placement(self.model, devices)
+        self._hooks.take_off()
         homes = self._placement.place(recording)
         for key, earlier in list(self.known.items()):
             if any(h.tensor.device != earlier.devices[h.stage] for h in earlier.homes.values()):
@@ -340,6 +343,7 @@ class Preparer:
         if self._placement is not None:
             self._placement.unplace()
             self._placement = None
+        self._hooks.put_back()
         self.known.clear()
         return self.model
 
@@ -375,11 +379,12 @@ class Preparer:
         """Copies and pickles take the model and the options along, and record anew."""
         state = dict(self.__dict__)
         state.update(known=OrderedDict(), _placement=None, _fingerprint=None)
-        del state["_steering"]
+        del state["_steering"], state["_hooks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._hooks = AccelerateHooks(self.model)
         self._steering = Steering(self.model)
 
 

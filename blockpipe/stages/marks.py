@@ -269,8 +269,8 @@ def BeginBlock(  # noqa: N802 - PopTorch's name
         fix = f"write with Block(stage={mark.stage}) around its call"
         contract = "a module that takes hooks"
         raise MarkError(expected(contract, module, for_="BeginBlock", fix=fix, where=mark.where))
-    if not _is_called(module) and "forward" not in module.__dict__:
-        inside = next((name for name, child in module.named_modules() if _is_called(child)), None)
+    if not has_forward(module):
+        inside = next((name for name, child in module.named_modules() if has_forward(child)), None)
         example = "" if inside is None else f", for example its {inside!r}"
         fix = f"mark the module in it with which the stage begins{example}"
         contract = "a module with a forward of its own"
@@ -283,8 +283,9 @@ def BeginBlock(  # noqa: N802 - PopTorch's name
     return module
 
 
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called: containers such as ``nn.ModuleList`` cannot."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _marked_callable(function: Marked, mark: Mark) -> Marked:
