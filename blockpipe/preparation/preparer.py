@@ -7,7 +7,7 @@ import inspect
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from .._common.text import bytes_text
 from ..batches.batch_dims import BatchDims, dims_of_call
 from ..batches.microbatch import Microbatch, split
 from ..crossing.tags import ParameterHome
-from ..devices.devices import checked_devices, default_devices
+from ..devices.devices import Devices, checked_devices, default_devices, named_devices
 from ..devices.ownership import Owner, set_owner
 from ..errors import PlanError, StateError, UsageError
 from ..recording.plan_resolution import planned_by
@@ -66,15 +66,16 @@ class Preparer:
         self,
         model: nn.Module,
         *,
-        devices: Sequence[Any] | None,
+        devices: Devices,
         plan: StagePlan | None,
         values: PendingValues,
     ) -> None:
         check_plan(plan)
         self.model = model
         self.given_plan = plan
-        self.given_devices = given = checked_devices(devices)
-        self._given_lanes = None if given is None else lanes_of(given, devices or ())
+        named = named_devices(devices)
+        self.given_devices = given = checked_devices(named)
+        self._given_lanes = None if given is None else lanes_of(given, named or ())
         self._values = values
         self._number = next(_numbers)
         self.known: OrderedDict[Any, Prepared] = OrderedDict()  # the latest used is the last
@@ -122,6 +123,13 @@ class Preparer:
                 "call the pipeline first"
             )
         return list(self.given_devices)
+
+    @property
+    def expected_devices(self) -> list[torch.device]:
+        """The devices that stages are on, or will be; all of the machine's if none were given."""
+        if self._placement is not None:
+            return self._placement.devices
+        return self.given_devices or default_devices() or [torch.device("cpu")]
 
     def placed(self) -> list[torch.device] | None:
         """The device of each stage, where the model is placed and nobody has disturbed that."""
