@@ -16,8 +16,9 @@ from torch import nn
 
 from .._common.callsite import remembers_caller
 from .._common.checks import expected
+from .._common.hints import knows_other_names
 from ..batches.step_arguments import StepArguments
-from ..devices.devices import is_asynchronous, is_on_meta
+from ..devices.devices import Devices, is_asynchronous, is_on_meta, named_devices
 from ..errors import UsageError
 from ..preparation.hop_costs import rates_of_stages
 from ..preparation.memory_model import copies_of
@@ -43,6 +44,12 @@ from .segment_timing import SegmentTimer, TimingOptions
 
 
 @remembers_caller
+@knows_other_names(
+    microbatches="pass chunks=",
+    n_stages="pass stages=",
+    num_stages="pass stages=",
+    sample="pass args=, the forward's arguments",
+)
 def balance(
     model: nn.Module,
     args: Any = (),
@@ -54,7 +61,7 @@ def balance(
     loss_fn: Callable[..., Any] | None = None,
     chunks: int = 8,
     schedule: ScheduleOption = "1f1b",
-    devices: Sequence[Any] | None = None,
+    devices: Devices = None,
     speeds: Sequence[float] | None = None,
     limits: Sequence[int] | int | None = None,
     optimizer: object = None,
@@ -144,6 +151,7 @@ def balance(
     check_loss(loss_fn, target)
     sample = StepArguments(args, dict(kwargs or {}), target, loss_fn)
     check_schedule(schedule, check_count("chunks", chunks))
+    devices = named_devices(devices)
     places = stage_devices(model, devices, check_count("stages", stages))
     conditions = Conditions(
         stages=stages,

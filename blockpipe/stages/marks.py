@@ -34,6 +34,8 @@ MARK = "_blockpipe_mark"
 def _checked_stage(stage: int | None) -> int | None:
     if stage is not None and not is_integer(stage, 0):
         fix = "write stage=0, stage=1, …"
+        if isinstance(stage, str):
+            fix += f", and name={stage!r} for a name"
         raise MarkError(expected("a non-negative integer or None", stage, for_="stage", fix=fix))
     return stage
 

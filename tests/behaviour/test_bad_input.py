@@ -235,9 +235,9 @@ def test_meta_as_a_device_is_refused() -> None:
             train(pipeline(net, devices=["meta"] * 3))
 
 
-@pytest.mark.parametrize("devices", ["cpu", 3, [], torch.device("cpu")])
+@pytest.mark.parametrize("devices", ["cpu", 0, [], torch.device("cpu")])
 def test_devices_that_are_no_list_are_refused(devices: Any) -> None:
-    """Devices come as a list with one for each stage; anything else is a PlanError."""
+    """Devices come as a list with one for each stage, or as their number; else a PlanError."""
     with pytest.raises(
         PlanError,
         match=r"expected (a list with one device for each stage|at least one device) for devices, got",
@@ -762,22 +762,19 @@ def test_a_tensor_from_outside_with_a_gradient_path_is_refused() -> None:
     [
         lambda pipe: pipe.to("cuda"),
         lambda pipe: pipe.to("meta"),
-        lambda pipe: pipe.to(torch.device("cpu")),
-        lambda pipe: pipe.to(torch.ones(1)),
         lambda pipe: pipe.cuda(),
         lambda pipe: pipe.cuda(1),
-        lambda pipe: pipe.cpu(),
         lambda pipe: pipe.to_empty(device="meta"),
         lambda pipe: nn.ModuleDict({"pipe": pipe}).to("meta"),
     ],
-    ids=["to_cuda", "to_meta", "to_cpu", "to_like", "cuda", "cuda1", "cpu", "to_empty", "parent"],
+    ids=["to_cuda", "to_meta", "cuda", "cuda1", "to_empty", "parent"],
 )
 def test_moving_a_pipeline_is_refused(move: Callable[[bp.Pipeline], Any]) -> None:
-    """A pipeline is not moved as a whole, nor by a module around it: a UsageError with the line."""
+    """To another device than its stages', nor by a module around it: a UsageError with the line."""
     net = marked_net()
     pipe = pipeline(net, sample=((x(),), {}))
     with unchanged(net):
-        with pytest.raises(UsageError, match=f"devices.*{HERE}"):
+        with pytest.raises(UsageError, match=rf"expected no device .*{HERE}.*devices="):
             move(pipe)
 
 

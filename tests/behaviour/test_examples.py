@@ -65,6 +65,15 @@ def test_a_script_of_torchdistpackages() -> None:
     assert "test accuracy: 9" in out
 
 
+def test_a_model_with_a_device_map_trains_and_generates() -> None:
+    """Its pipeline is exact, and the model is whole without it."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    out = run("examples/from_device_map.py", "--steps", "20")
+    assert "ok: " in out
+    assert float(out.split("loss without the pipeline: ")[1]) < 4
+
+
 def test_the_gpt_example_learns() -> None:
     """The GPT learns English."""
     out = run("examples/gpt_text.py", "--steps", "60")
