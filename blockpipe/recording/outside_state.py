@@ -7,7 +7,8 @@ batches under way at once would change it for each other. What is only collected
 import logging
 import os
 import types
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,7 @@ class _Change:
     first: Any  # what was there when the forward began
     last: Any
     attribute: tuple[str, type | None] | None  # its name, and whose, if any code reads it by that
+    container: Any  # whose entry or element it is, if it has no name
     hops: set[int] = field(default_factory=set)
     grown_on: set[int] = field(default_factory=set)  # hops that only added to it
     where: str = ""
@@ -65,7 +67,7 @@ class OutsideState:
         modules: the model's, by path.
     """
 
-    def __init__(self, holders: Iterable[Holder], modules: dict[str, nn.Module]) -> None:
+    def __init__(self, holders: Collection[Holder], modules: dict[str, nn.Module]) -> None:
         torchs = {id(m) for module in modules.values() for m in _torchs_of(module)}
         self._paths = {id(module): path for path, module in modules.items()}
         near = {
@@ -79,6 +81,7 @@ class OutsideState:
             for path, module in modules.items()
             for name, tensor in module.named_parameters(recurse=False)
         }
+        self._all = holders
         self._holders: list[Holder] = [
             DictHolder(os.environ._data, os.environ),  # type: ignore[attr-defined]
             *map(_ModuleHolder, near.values()),
@@ -121,7 +124,9 @@ class OutsideState:
             is_shared = id(owner) in self._shared or isinstance(holder, _NAMED)
             name, path = self._named(holder, key), self._paths.get(id(owner))
             change = self._changes[id(owner), key] = _Change(
-                *(name, path, is_shared, then, then), _attribute(owner, key)
+                *(name, path, is_shared, then, then),
+                _attribute(owner, key),
+                owner if isinstance(owner, dict | set | list | deque) else None,
             )
         if _is_growth(then, now):
             change.grown_on.add(max(hop, 0))
@@ -191,8 +196,21 @@ class OutsideState:
             hops = sorted(change.hops | change.grown_on if change.hops else ())
             if not (len(hops) > 1 or (is_put_back and may_be_read)):
                 continue
-            if change.attribute is None or not reads.is_unread(*change.attribute):
+            if not self._is_unread(change, reads):
                 yield SharedChange(change.name, "sets it", hops, change.where, _REMEDY)
+
+    def _is_unread(self, change: _Change, reads: Reads) -> bool:
+        if change.attribute is not None:
+            return reads.is_unread(*change.attribute)
+        if change.container is None:
+            return False
+        names = {
+            key if holder.owner is not holder.namespace() else None
+            for holder in self._all
+            for key, value in holder.before
+            if value is change.container
+        }
+        return bool(names) and all(isinstance(n, str) and reads.is_only_filled(n) for n in names)
 
 
 def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:

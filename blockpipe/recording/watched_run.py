@@ -35,6 +35,7 @@ from .shared_changes import SharedChanges
 from .watching.costs import note_split_backwards
 from .watching.held import held_tensors
 from .watching.mode import RecordedForward, RecordingMode
+from .watching.shared_values import SharedValues
 
 
 def looked_at_twice(run: Callable[[], Recording]) -> Recording:
@@ -86,7 +87,9 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
     held = (*model.parameters(), *model.buffers())
     versions = {id(t): (t, version_of(t)) for t in held}
     recorder.changes = SharedChanges(model)
-    recorder.outside = OutsideState(holders, dict(model.named_modules()))
+    modules = dict(model.named_modules())
+    recorder.outside = OutsideState(holders, modules)
+    values = SharedValues(holders, modules, recorder.hop_here, fake=fake)
     recorder.users = {p for p, module in model.named_modules() if is_users(type(module).__module__)}
     for path, module in model.named_modules():
         names = module.__dict__
@@ -105,12 +108,11 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
             recorder.wrote,
             recorder.given,
         )
-        modules = sum(1 for _ in model.modules())
         with Progress(
-            f"recording {result.model}", modules, "module calls"
+            f"recording {result.model}", len(modules), "module calls"
         ) as recorder.calls.progress:
             with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
-                with theirs(), RecordingMode(recorder), meter:
+                with theirs(), RecordingMode(recorder), meter, values.watching():
                     output = model(*args, **kwargs)
                 recorder.run.notice_writes()
                 for tensor in tensors(output):
@@ -125,6 +127,7 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
             *recorder.changes.found(result, recorder.held, reads),
             *recorder.outside.found(result, reads),
             *recorder.outside_tensors.shared(),
+            *values.found(reads, len(result.hops)),
         ]
         result.outside = recorder.outside_tensors.found()
         result.collects = recorder.outside.collects
