@@ -210,7 +210,7 @@ class OutsideState:
             for key, value in holder.before
             if value is change.container
         }
-        return bool(names) and all(isinstance(n, str) and reads.is_only_filled(n) for n in names)
+        return bool(names) and all(_is_plain_name(n) and reads.is_only_filled(n) for n in names)
 
 
 def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:
@@ -221,6 +221,11 @@ def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:
         return key, None
     kind = owner if isinstance(owner, type) else type(owner)
     return (key, kind) if is_users(kind.__module__) and key not in TORCHS else None
+
+
+def _is_plain_name(name: Any) -> bool:
+    """Whether code has to say it: Python reads ``__kwdefaults__`` itself."""
+    return isinstance(name, str) and not name.startswith("__")
 
 
 def _torchs_of(module: nn.Module) -> Iterator[Any]:

@@ -174,7 +174,10 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
 
 def _goes_back(node: ast.expr, outer: tuple[ast.AST, ...]) -> bool:
     """``self.n = self.n + 1`` and ``self.most = max(self.most, x)``."""
-    through = (ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare, ast.List, ast.Tuple, ast.Starred)
+    through = (
+        *(ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare),
+        *(ast.List, ast.Tuple, ast.Starred, ast.Subscript),
+    )
     for around in outer:
         if isinstance(around, ast.Assign) and len(around.targets) == 1:
             same = ast.dump(around.targets[0]).replace("Store()", "Load()")

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._torch.modules import SLOTS, children_of
 from ...restoring.holders import CacheHolder
 from ...restoring.model_state import slot_members
 from .accesses import Access
@@ -88,7 +89,8 @@ class Frame:
         if isinstance(function, weakref.ref):
             return function()
         if isinstance(function, functools._lru_cache_wrapper):
-            kept = [v for _, v in CacheHolder(function).now() if _may_change(v)]
+            held = [value for _, value in CacheHolder(function).now()]
+            kept = [v for v in held if _may_change(v) and v is not vars(function)]
             self.kept += kept
             return kept[0] if len(kept) == 1 else UNKNOWN
         if function in (type, vars, getattr) and node.args:
@@ -201,11 +203,13 @@ def member_of(owner: Any, key: Any) -> Any:
         return owner[key] if -len(owner) <= key < len(owner) else UNKNOWN
     if type(owner).__module__ == "numpy" or not isinstance(key, str | int):
         return UNKNOWN
-    if isinstance(owner, nn.ModuleList | nn.Sequential) and isinstance(key, int):
-        found = [*owner._modules.values()]
-        return found[key] if -len(found) <= key < len(found) else UNKNOWN
-    if isinstance(owner, nn.ModuleDict) and key in owner._modules:
-        return owner._modules[str(key)]
+    if isinstance(owner, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        children = children_of(owner)
+        if isinstance(key, str) and key in children:
+            return children[key]
+        if isinstance(key, int):
+            found = [*children.values()]
+            return found[key] if -len(found) <= key < len(found) else UNKNOWN
     return UNKNOWN if isinstance(key, int) else _attribute(owner, key)
 
 
@@ -234,7 +238,7 @@ def _attribute(owner: Any, name: str) -> Any:
             except AttributeError:
                 return UNKNOWN
     if isinstance(owner, nn.Module):
-        for slots in ("_modules", "_parameters", "_buffers"):
+        for slots in SLOTS:
             if name in attributes[slots]:
                 return attributes[slots][name]
     holder = _class_with(type(owner), name)

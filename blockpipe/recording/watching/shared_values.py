@@ -168,9 +168,9 @@ class SharedValues:
 
     def _uses(self, access: Access, value: Any, frame: Frame) -> None:
         """What can change is read as a whole, or changed."""
-        if access.given_to is not None and access.use is Use.READ:
-            if _is_looked_into(frame.evaluated(access.given_to)):
-                return
+        is_given = access.use is Use.READ and access.given_to
+        if is_given and _is_looked_into(frame.evaluated(is_given)):
+            return
         if access.use is not Use.WRITE and not access.is_said:
             self._reads(value, ALL, frame, counts=access.counts)
         if access.use is not Use.READ:
@@ -237,7 +237,10 @@ class SharedValues:
             seen = known.set_on | read_on
             if not known.set_on or not read_on or len(seen) < 2:
                 continue
-            if known.key is not ALL and _has_tensors(member_of(known.owner, known.key)):
+            if _has_tensors(member_of(known.owner, known.key)):
+                continue
+            name = attribute_of(known.owner, known.key)
+            if name is not None and reads.is_unread(*name):
                 continue
             where = next(k.first_read for k in (known, *others) if k.first_read)
             yield SharedChange(
@@ -273,6 +276,16 @@ class SharedValues:
             return f"{article} {kind}"
         what = "entry" if isinstance(owner, _CONTENTS) else "attribute"
         return f"{what} {key!r} of {article} {kind}"
+
+
+def attribute_of(owner: Any, key: Any) -> tuple[str, type | None] | None:
+    """The name by which code reads a value, and the class of what has it: ``None`` for a variable;
+    an entry or an element has no name."""
+    if isinstance(owner, _CONTENTS) or not isinstance(key, str):
+        return None
+    if isinstance(owner, Names | types.CellType):
+        return key, None
+    return key, owner if isinstance(owner, type) else type(owner)
 
 
 def _space_of(owner: Any) -> int:
