@@ -47,7 +47,7 @@ def looked_at_twice(run: Callable[[], Recording]) -> Recording:
         run: records, and puts nothing back.
     """
     first = run()
-    if not first.shared_changes and not first.collects:
+    if not (first.shared_changes or first.collects or first.carried):
         return first
     try:
         second = run()
@@ -58,6 +58,7 @@ def looked_at_twice(run: Callable[[], Recording]) -> Recording:
     made_once = [c for c in first.shared_changes if c.settles and c.what not in recompute]
     first.settles = first.fake and bool(made_once)
     before = [c for c in first.shared_changes if not first.settles or c not in made_once]
+    first.carried = {k: v for k, v in first.carried.items() if k in second.carried}
     known = {change.what for change in first.shared_changes}
     first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
     return first
@@ -129,6 +130,7 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
             *recorder.outside_tensors.shared(),
             *values.found(reads, len(result.hops)),
         ]
+        result.carried = values.carried(reads)
         result.outside = recorder.outside_tensors.found()
         result.collects = recorder.outside.collects
         result.unread = set(_unread(model, reads))

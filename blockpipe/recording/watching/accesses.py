@@ -68,15 +68,22 @@ def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
     """
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
     found = defaultdict(list)
-    for instruction in dis.get_instructions(code) if nodes else ():
+    for instruction in dis.get_instructions(code) if nodes.by_end else ():
         positions, operation = instruction.positions, instruction.opname
         assert positions is not None
-        for node, outer in nodes.get((positions.end_lineno, positions.end_col_offset), ()):
+        for node, outer in nodes.by_end.get((positions.end_lineno, positions.end_col_offset), ()):
             if any(name in operation for name in _INSTRUCTIONS[type(node)]):
                 access = _access(node, outer, operation)
                 if access is not None:
                     found[instruction.offset].append(access)
     return found
+
+
+def tests_of(code: types.CodeType) -> list[ast.expr]:
+    """The questions by which a function's code turns."""
+    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    lines = {line for _, _, line in code.co_lines() if line is not None}
+    return [test for test in nodes.tests if test.lineno in lines]
 
 
 _Node = ast.Attribute | ast.Subscript | ast.Name | ast.Call
@@ -86,13 +93,24 @@ _INSTRUCTIONS: dict[type[ast.AST], tuple[str, ...]] = {
     ast.Name: ("_GLOBAL", "_NAME", "_DEREF", "CLASSDEREF", "_FAST"),
     ast.Call: ("CALL",),
 }
-# By its end: the expression, and what is around it from the inside out.
-_Nodes = dict[tuple[int | None, int | None], list[tuple[_Node, tuple[ast.AST, ...]]]]
+
+
+@dataclass
+class _Nodes:
+    """The expressions of a file.
+
+    Attributes:
+        by_end: of each, and what is around it from the inside out.
+        tests: the conditions of branches and loops.
+    """
+
+    by_end: dict[tuple[int | None, int | None], list[tuple[_Node, tuple[ast.AST, ...]]]]
+    tests: list[ast.expr]
 
 
 @functools.lru_cache(64)
 def _nodes_of(source: str) -> _Nodes:
-    found: _Nodes = defaultdict(list)
+    found = _Nodes(defaultdict(list), [])
     try:
         level: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(ast.parse(source), ())]
     except (SyntaxError, ValueError):
@@ -100,7 +118,9 @@ def _nodes_of(source: str) -> _Nodes:
     while level:
         node, outer = level.pop()
         if isinstance(node, _Node):
-            found[node.end_lineno, node.end_col_offset].append((node, outer))
+            found.by_end[node.end_lineno, node.end_col_offset].append((node, outer))
+        elif isinstance(node, ast.If | ast.While | ast.IfExp):
+            found.tests.append(node.test)
         # A statement is as far as any question goes.
         inner = (node,) if isinstance(node, ast.stmt) else (node, *outer)
         level += ((child, inner) for child in ast.iter_child_nodes(node))

@@ -10,7 +10,9 @@ and of those only plain ones: the rest are tensors, which are looked at when the
 
 from __future__ import annotations
 
+import ast
 import enum
+import inspect
 import sys
 import types
 from array import array
@@ -30,7 +32,7 @@ from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
 from ..reads import Reads
 from ..recording import SharedChange
-from .accesses import Access, Use, accesses_of
+from .accesses import Access, Use, accesses_of, tests_of
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
 
 _CONTENTS = (list, dict, set, deque, bytearray, array, StringIO, ContextVar)
@@ -39,6 +41,13 @@ _REMEDY = "pass it along as an argument"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
 
 _ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
+_STOPS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+# Functions whose answer is another one in each forward, and those that ask a tensor for no value.
+_ASKS_CHANCE = ("random", "randint", "uniform", "choice", "time", "perf_counter", "monotonic")
+_ASKS_SHAPE = (
+    *("size", "dim", "numel", "len", "isinstance", "hasattr", "getattr", "callable", "is_tensor"),
+    *("is_floating_point", "is_grad_enabled", "is_contiguous", "type", "get", "stride"),
+)
 
 Where = tuple[int, Any]  # an object by its id, and a name or key in it
 
@@ -105,6 +114,7 @@ class SharedValues:
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
+        self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
         self._pending: dict[int, _Pending] = {}  # by the id of a frame
 
     @contextmanager
@@ -133,6 +143,7 @@ class SharedValues:
         if self._codes[id(code)][1] is None:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._hops.setdefault(id(frame), {-1: self._hop()})
         return self._ran
 
     def _ran(self, frame: types.FrameType, event: str, argument: object) -> Any:
@@ -140,18 +151,59 @@ class SharedValues:
         if pending is not None:
             self._is_set(pending)
         if event == "opcode":
-            for access in self._codes[id(frame.f_code)][1].get(frame.f_lasti, ()):
-                returned = self._returned.get(id(frame))
-                try:
-                    self._note(access, Frame(frame, self._functions, returned))
-                except Exception:  # of an object that cannot be looked at
-                    continue
+            accesses = self._codes[id(frame.f_code)][1].get(frame.f_lasti)
+            if accesses:
+                self._hops[id(frame)][frame.f_lasti] = hop = self._hop()
+                self._note_all(accesses, frame, hop)
         elif event == "return":
+            if not frame.f_code.co_flags & _STOPS:
+                self._note_missed(frame, self._hops.pop(id(frame)))
             self._returned.pop(id(frame), None)
             self._returned[id(frame.f_back)] = frame.f_code, argument
         return self._ran
 
-    def _note(self, access: Access, frame: Frame) -> None:
+    def _note_all(
+        self, accesses: Iterable[Access], running: types.FrameType, hop: int, *, over: bool = False
+    ) -> None:
+        frame = Frame(running, self._functions, self._returned.get(id(running)))
+        for access in accesses:
+            try:
+                self._note(access, frame, hop)
+            except Exception:  # of an object that cannot be looked at
+                continue
+            if over and (pending := self._pending.pop(id(running), None)):
+                pending.before = UNKNOWN  # it may be set to anything
+                self._is_set(pending)
+
+    def _note_missed(self, running: types.FrameType, hops: dict[int, int]) -> None:
+        """What a function did not do this time it may do the next time, if it turns by the data, or
+        by what the forward changes itself: then nothing would say so before."""
+        accesses = self._codes[id(running.f_code)][1]
+        missed = accesses.keys() - hops.keys()
+        frame = Frame(running, self._functions, None)
+        if missed and any(self._is_open(test, frame) for test in tests_of(running.f_code)):
+            for offset in missed:
+                hop = hops[max(known for known in hops if known < offset)]
+                self._note_all(accesses[offset], running, hop, over=True)
+
+    def _is_open(self, test: ast.expr, frame: Frame) -> bool:
+        """Whether a forward of another micro-batch may answer otherwise."""
+        for node in ast.walk(test):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if name in _ASKS_CHANCE or not (self._fake or name in _ASKS_SHAPE):
+                    return True
+            elif isinstance(node, ast.Name | ast.Attribute):
+                owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
+                known = self._values.get((_space_of(owner), key))
+                if known is not None and (known.set_on or known.counted_on):
+                    return True
+                is_local = owner is None and isinstance(node, ast.Name)
+                if is_local and not self._fake and isinstance(value, bool | int | float):
+                    return True
+        return False
+
+    def _note(self, access: Access, frame: Frame, hop: int) -> None:
         owner, key, value = frame.owner_of(access)
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
@@ -159,24 +211,24 @@ class SharedValues:
         if owner is not None and self._is_lasting(owner):
             if access.reads and not access.is_said:
                 for holder in owners_of(owner, key):
-                    self._reads(holder, key, frame, counts=access.counts)
+                    self._reads(holder, key, frame, hop, counts=access.counts)
             if access.writes:
-                pending = _Pending(owner, key, _frozen(value), self._hop(), frame.line)
+                pending = _Pending(owner, key, _frozen(value), hop, frame.line)
                 self._pending[id(frame.frame)] = pending
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
-            self._uses(access, self._objects.get(id(value), value), frame)
+            self._uses(access, self._objects.get(id(value), value), frame, hop)
 
-    def _uses(self, access: Access, value: Any, frame: Frame) -> None:
+    def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:
         """What can change is read as a whole, or changed."""
         is_given = access.use is Use.READ and access.given_to
         if is_given and _is_looked_into(frame.evaluated(is_given)):
             return
         if access.use is not Use.WRITE and not access.is_said:
-            self._reads(value, ALL, frame, counts=access.counts)
+            self._reads(value, ALL, frame, hop, counts=access.counts)
         if access.use is not Use.READ:
             known = self._known(value, ALL)
             known.first_write = known.first_write or frame.line
-            known.set_on.add(self._hop())
+            known.set_on.add(hop)
             known.is_constant = False
 
     # --- what is written down
@@ -207,14 +259,14 @@ class SharedValues:
             self._values[where] = _Value(owner, key)
         return self._values[where]
 
-    def _reads(self, owner: Any, key: Any, frame: Frame, *, counts: bool) -> None:
+    def _reads(self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool) -> None:
         known = self._known(owner, key)
         known.is_carried = known.is_carried or not known.set_on
         if not counts:
             known.first_read = known.first_read or frame.line
-            known.read_on.add(self._hop())
+            known.read_on.add(hop)
         else:
-            known.counted_on.add(self._hop())
+            known.counted_on.add(hop)
 
     def _is_set(self, pending: _Pending) -> None:
         now = _frozen(member_of(pending.owner, pending.key))
@@ -251,6 +303,20 @@ class SharedValues:
                 _REMEDY,
                 settles=known.is_constant,
             )
+
+    def carried(self, reads: Reads) -> dict[str, str]:
+        """The values that one forward leaves for the next one, and the lines that read them.
+
+        Args:
+            reads: what the user's code reads.
+        """
+        found = {}
+        for known in self._values.values():
+            name = attribute_of(known.owner, known.key)
+            is_read = known.read_on and (name is None or not reads.is_unread(*name))
+            if known.is_carried and known.set_on and is_read:
+                found[self._named(known)] = known.first_read
+        return found
 
     def _of_all(self, known: _Value) -> list[_Value]:
         """Who reads an entry of a container, or all of it, sees what is set by the other way."""
