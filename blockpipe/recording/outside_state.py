@@ -53,7 +53,8 @@ class _Change:
     first: Any  # what was there when the forward began
     last: Any
     attribute: tuple[str, type | None] | None  # its name, and whose, if any code reads it by that
-    container: Any  # whose entry or element it is, if it has no name
+    owner: Any
+    key: Any
     hops: set[int] = field(default_factory=set)
     grown_on: set[int] = field(default_factory=set)  # hops that only added to it
     where: str = ""
@@ -126,13 +127,14 @@ class OutsideState:
             change = self._changes[id(owner), key] = _Change(
                 *(name, path, is_shared, then, then),
                 _attribute(owner, key),
-                owner if isinstance(owner, dict | set | list | deque) else None,
+                owner,
+                key,
             )
+        change.where = change.where or users_line()
         if _is_growth(then, now):
             change.grown_on.add(max(hop, 0))
         elif not isinstance(now, Tensor):
             change.hops.add(max(hop, 0))
-            change.where = change.where or users_line()
         change.last = now
         for member in now.members if isinstance(now, _Content) else (now,):
             self._watch(member)
@@ -173,6 +175,14 @@ class OutsideState:
         """Whether several hops add to something: the next forward may empty it first."""
         return any(len(change.grown_on) > 1 for change in self._changes.values())
 
+    def changed(self) -> Iterator[tuple[Any, Any, set[int], str]]:
+        """What was changed, on which hops and where first: an object, and a name or key in it, or
+        ``None`` for its content."""
+        for change in self._changes.values():
+            is_content = isinstance(change.owner, set)
+            key = None if is_content else change.key
+            yield change.owner, key, change.hops | change.grown_on, change.where
+
     def found(self, result: Recording, reads: Reads) -> Iterator[SharedChange]:
         """What micro-batches under way at once would change for each other.
 
@@ -202,13 +212,13 @@ class OutsideState:
     def _is_unread(self, change: _Change, reads: Reads) -> bool:
         if change.attribute is not None:
             return reads.is_unread(*change.attribute)
-        if change.container is None:
+        if not isinstance(change.owner, dict | set | list | deque):
             return False
         names = {
             key if holder.owner is not holder.namespace() else None
             for holder in self._all
             for key, value in holder.before
-            if value is change.container
+            if value is change.owner
         }
         return bool(names) and all(_is_plain_name(n) and reads.is_only_filled(n) for n in names)
 

@@ -89,11 +89,8 @@ class Reads:
 
     def _libraries_read(self, name: str, kind: type | None) -> bool:
         """Whether the code of a library's module may read it, or that of the object's class."""
-        return any(
-            not is_users(base.__module__) and name in _names_of(base)
-            for one in self._kinds | ({kind} if kind is not None else set())
-            for base in one.__mro__
-        )
+        kinds = self._kinds | ({kind} if kind is not None else set())
+        return any(libraries_code_reads(one, name) for one in kinds)
 
     @functools.cached_property
     def _reads_any(self) -> bool:
@@ -132,6 +129,11 @@ class Reads:
                 if target is None or not self._is_unread(target, assumed):
                     return True
         return False
+
+
+def libraries_code_reads(kind: type, name: object) -> bool:
+    """Whether a class has a name in the code that it inherits from a library."""
+    return any(not is_users(b.__module__) and name in _names_of(b) for b in kind.__mro__)
 
 
 def _only_fills(function: types.FunctionType, name: str) -> bool:

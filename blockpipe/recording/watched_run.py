@@ -124,11 +124,13 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
         recorder.keepers = _keepers(model, recorder)
         recorder.outside.look(recorder.hop)
         reads = Reads((holder.owner for holder in holders), model.modules())
+        for change in recorder.outside.changed():
+            values.changed(*change)
         result.shared_changes = [
             *recorder.changes.found(result, recorder.held, reads),
             *recorder.outside.found(result, reads),
             *recorder.outside_tensors.shared(),
-            *values.found(reads, len(result.hops)),
+            *values.found(reads, result),
         ]
         result.carried = values.carried(reads)
         result.outside = recorder.outside_tensors.found()

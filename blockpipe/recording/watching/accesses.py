@@ -25,6 +25,7 @@ _WRITES = frozenset(
 )
 _DOES_BOTH = frozenset(["pop", "popleft", "popitem", "setdefault", "send", "__next__"])
 _SAYS = frozenset(["print", "debug", "info", "warning", "error", "critical", "exception", "log"])
+_MATCHED = ast.Name("<match>")  # no function: patterns read attributes
 _SETTERS = ("setattr", "delattr", "__setattr__", "__delattr__")
 
 
@@ -151,7 +152,7 @@ def _call(node: ast.Call, is_said: bool) -> Access | None:
     name = node.func.id if isinstance(node.func, ast.Name) else ""
     if isinstance(node.func, ast.Attribute) and node.func.attr in _SETTERS:
         name = node.func.attr
-    if name == "getattr" and len(node.args) > 1:
+    if name in ("getattr", "hasattr") and len(node.args) > 1:
         return Access(node, True, False, is_said=is_said)
     if name in _SETTERS and len(node.args) > 1:
         return Access(node, False, True)
@@ -178,8 +179,10 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
         return (Use.WRITE if around.attr in _WRITES else Use.READ), None
     if isinstance(around, ast.Subscript) and around.value is node:
         return Use.NONE, None  # an entry of it
-    if isinstance(around, ast.keyword):
+    if isinstance(around, ast.keyword) and around.arg is not None:
         around = outer[1]
+    if isinstance(around, ast.Match):
+        return Use.READ, _MATCHED
     if isinstance(around, ast.Call):
         if isinstance(around.func, ast.Name) and around.func.id == "next":
             return Use.NONE, None

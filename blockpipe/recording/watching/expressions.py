@@ -168,18 +168,20 @@ def _may_change(value: Any) -> bool:
 
 
 def _unless_code(owner: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    return (None, None, value) if isinstance(value, _NO_STATE) else (owner, key, value)
+    is_set = not isinstance(owner, Names) and key in _attributes_of(owner)
+    is_code = isinstance(value, _NO_STATE) and not is_set
+    return (None, None, value) if is_code else (owner, key, value)
 
 
 def owners_of(owner: Any, key: Any) -> Iterator[Any]:
     """Who may say what is read there: an object, and the class that it has the attribute from."""
     yield owner
-    if isinstance(owner, type):
-        yield from (base for base in owner.__mro__[1:] if key in vars(base))
-    elif isinstance(key, str) and not isinstance(owner, Names | types.CellType | dict):
-        holder = _class_with(type(owner), key)
-        if holder is not None:
-            yield holder
+    if isinstance(key, str) and not isinstance(owner, Names | types.CellType | dict):
+        bases = owner.__mro__[1:] if isinstance(owner, type) else type(owner).__mro__
+        for base in bases:
+            yield base
+            if key in vars(base):
+                return
 
 
 def member_of(owner: Any, key: Any) -> Any:

@@ -14,6 +14,7 @@ import ast
 import enum
 import inspect
 import sys
+import threading
 import types
 from array import array
 from collections import deque
@@ -30,8 +31,8 @@ from ..._common.nested import tensors
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
-from ..reads import Reads
-from ..recording import SharedChange
+from ..reads import Reads, libraries_code_reads
+from ..recording import Call, Recording, SharedChange
 from .accesses import Access, Use, accesses_of, tests_of
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
 
@@ -234,7 +235,7 @@ class SharedValues:
     # --- what is written down
 
     def _is_lasting(self, owner: Any) -> bool:
-        is_variable = isinstance(owner, Names | types.CellType)
+        is_variable = isinstance(owner, Names | types.CellType | threading.local)
         return is_variable or id(owner) in self._lasting
 
     def _is_content(self, value: Any, access: Access, owner: Any) -> bool:
@@ -276,14 +277,42 @@ class SharedValues:
             known.first_write = known.first_write or pending.line
             known.set_on.add(pending.hop)
 
-    def found(self, reads: Reads, hops: int) -> Iterator[SharedChange]:
+    def changed(self, owner: Any, key: Any, hops: set[int], where: str) -> None:
+        """Something has changed, whoever did it: also code that is not traced.
+
+        Args:
+            owner: the object.
+            key: a name or key in it; ``None``: its content.
+            hops: on which that was seen.
+            where: the line at which it was seen first.
+        """
+        known = self._values.get((id(owner), ALL if key is None else key))
+        if known is not None:
+            known.set_on |= hops
+            known.first_write = known.first_write or where
+
+    def _called_on(self, calls: Iterable[Call]) -> None:
+        """A library's module reads its attributes wherever it is called."""
+        by_path: dict[str, list[_Value]] = {}
+        for known in self._values.values():
+            if known.set_on and libraries_code_reads(type(known.owner), known.key):
+                by_path.setdefault(self._paths.get(id(known.owner), " "), []).append(known)
+        for call in calls:
+            for known in by_path.get(call.path, ()) if call.hop is not None else ():
+                known.read_on.add(call.hop)
+                known.first_read = known.first_read or call.where
+
+    def found(self, reads: Reads, result: Recording) -> Iterator[SharedChange]:
         """The values that one hop sets and another one reads, when the forward is over.
 
         Args:
             reads: what the user's code reads.
-            hops: how many there were.
+            result: with its hops and calls.
         """
-        for known in self._values.values() if hops > 1 else ():
+        if len(result.hops) < 2:
+            return
+        self._called_on(result.calls)
+        for known in self._values.values():
             others = self._of_all(known)
             read_on = known.read_on.union(*(other.read_on for other in others))
             seen = known.set_on | read_on
