@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,19 +38,19 @@ from .watching.mode import RecordedForward, RecordingMode
 from .watching.shared_values import SharedValues
 
 
-def looked_at_twice(run: Callable[[], Recording]) -> Recording:
+def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
     """Record; where the forward changes what several hops see, a second time, from the state that
     the first one left: for what it makes once and keeps does no harm, and what it empties before it
     adds to it does.
 
     Args:
-        run: records, and puts nothing back.
+        run: records, and puts nothing back; it is told whether this is the second time.
     """
-    first = run()
-    if not (first.shared_changes or first.collects or first.carried):
+    first = run(False)
+    if not (first.shared_changes or first.collects or first.carried or first.changes_unseen):
         return first
     try:
-        second = run()
+        second = run(True)
     except Exception:  # of what the first one left: a tensor with a gradient path, say
         return first
     recompute = {change.what for change in second.shared_changes}
@@ -65,11 +65,14 @@ def looked_at_twice(run: Callable[[], Recording]) -> Recording:
 
 
 @as_ours
-def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]) -> Recording:
+def run_watched(
+    request: RecordRequest, is_second: bool, *, fake: bool, holders: Collection[Holder]
+) -> Recording:
     """Run a forward once and write down what it does; nothing is put back but the cursor.
 
     Args:
         request: the forward.
+        is_second: whether it is for what the first run has changed.
         fake: whether its tensors are fake ones.
         holders: the user's objects that the model reaches.
     """
@@ -90,7 +93,7 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
     recorder.changes = SharedChanges(model)
     modules = dict(model.named_modules())
     recorder.outside = OutsideState(holders, modules)
-    values = SharedValues(holders, modules, recorder.hop_here, fake=fake)
+    values = SharedValues(holders, modules, recorder.hop_here, fake=fake, traces=is_second)
     recorder.users = {p for p, module in model.named_modules() if is_users(type(module).__module__)}
     for path, module in model.named_modules():
         names = module.__dict__
@@ -126,6 +129,7 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
         reads = Reads((holder.owner for holder in holders), model.modules())
         for change in recorder.outside.changed():
             values.changed(*change)
+            result.changes_unseen = not values.traces
         result.shared_changes = [
             *recorder.changes.found(result, recorder.held, reads),
             *recorder.outside.found(result, reads),

@@ -26,6 +26,13 @@ _WRITES = frozenset(
 _DOES_BOTH = frozenset(["pop", "popleft", "popitem", "setdefault", "send", "__next__"])
 _SAYS = frozenset(["print", "debug", "info", "warning", "error", "critical", "exception", "log"])
 _MATCHED = ast.Name("<match>")  # no function: patterns read attributes
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
+_STORES = frozenset(
+    [
+        *("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_SLICE"),
+        *("DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR"),
+    ]
+)
 _SETTERS = ("setattr", "delattr", "__setattr__", "__delattr__")
 
 
@@ -80,6 +87,19 @@ def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
     return found
 
 
+@functools.lru_cache(10_000)
+def may_set(code: types.CodeType) -> bool:
+    """Whether a function's code may set what outlives a call of it."""
+    if code.co_name in _CONSTRUCTORS:
+        return False
+    if not _CHANGES.isdisjoint(code.co_names):
+        return True
+    operations = {instruction.opname for instruction in dis.get_instructions(code)}
+    sets_variable = "STORE_DEREF" in operations and code.co_freevars
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return bool(sets_variable) or not _STORES.isdisjoint(operations) or any(map(may_set, inner))
+
+
 def tests_of(code: types.CodeType) -> list[ast.expr]:
     """The questions by which a function's code turns."""
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
@@ -87,6 +107,7 @@ def tests_of(code: types.CodeType) -> list[ast.expr]:
     return [test for test in nodes.tests if test.lineno in lines]
 
 
+_CHANGES = _WRITES | _DOES_BOTH | {*_SETTERS, "next"}
 _Node = ast.Attribute | ast.Subscript | ast.Name | ast.Call
 _INSTRUCTIONS: dict[type[ast.AST], tuple[str, ...]] = {
     ast.Attribute: ("_ATTR", "LOAD_METHOD"),

@@ -33,7 +33,7 @@ from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
 from ..reads import Reads, libraries_code_reads
 from ..recording import Call, Recording, SharedChange
-from .accesses import Access, Use, accesses_of, tests_of
+from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
 
 _CONTENTS = (list, dict, set, deque, bytearray, array, StringIO, ContextVar)
@@ -65,6 +65,7 @@ class _Value:
     read_on: set[int] = field(default_factory=set)
     counted_on: set[int] = field(default_factory=set)
     is_carried: bool = False  # what one forward leaves there the next one reads
+    is_traced: bool = False  # whether the user's own code sets it
     is_constant: bool = True  # whatever it is set to can be the same in each forward
 
 
@@ -87,6 +88,7 @@ class SharedValues:
         modules: the model's, by path.
         hop: says on which hop the forward is.
         fake: whether it runs on fake tensors: then no value is of the data.
+        traces: whether to trace it also if no code in reach of the model seems to set anything.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class SharedValues:
         hop: Callable[[], int],
         *,
         fake: bool,
+        traces: bool,
     ) -> None:
         self._paths = {id(module): path for path, module in modules.items()}
         self._hop, self._fake = hop, fake
@@ -111,6 +114,13 @@ class SharedValues:
             if isinstance(function := holder.owner, types.FunctionType):
                 same = self._functions.setdefault(id(function.__code__), [])
                 same += [] if function in same else [function]
+        # To trace takes about as long as the recording of a small model.
+        self.traces = traces or any(
+            may_set(function.__code__)
+            for functions in self._functions.values()
+            for function in functions
+            if is_users(function.__module__)
+        )
         self._values: dict[Where, _Value] = {}
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
         self._cached: list[Any] = []  # kept alive
@@ -122,6 +132,9 @@ class SharedValues:
     def watching(self) -> Iterator[None]:
         """While entered, this thread's code is traced. A debugger, or whatever else traces it, has
         a pause meanwhile; one that begins meanwhile goes on."""
+        if not self.traces:
+            yield
+            return
         before, ours = sys.gettrace(), self._called
         sys._getframe().f_trace_opcodes = True  # else 3.12.0 to 3.12.4 trace none at all
         sys.settrace(ours)
@@ -271,6 +284,7 @@ class SharedValues:
 
     def _is_set(self, pending: _Pending) -> None:
         now = _frozen(member_of(pending.owner, pending.key))
+        self._known(pending.owner, pending.key).is_traced = True
         # On fake tensors the same is the same for all data.
         if not self._fake or now is UNKNOWN or pending.before != now:
             known = self._known(pending.owner, pending.key)
@@ -287,7 +301,7 @@ class SharedValues:
             where: the line at which it was seen first.
         """
         known = self._values.get((id(owner), ALL if key is None else key))
-        if known is not None:
+        if known is not None and not (known.is_traced and key is not None):
             known.set_on |= hops
             known.first_write = known.first_write or where
 
