@@ -143,7 +143,8 @@ def _only_fills(function: types.FunctionType, name: str) -> bool:
     for node, outer in _walk(tree, ()):
         if isinstance(node, ast.Constant) and node.value == name:
             return False  # getattr(self, "name")
-        if _is_named(node, name) and isinstance(getattr(node, "ctx", None), ast.Load):
+        is_read = isinstance(getattr(node, "ctx", None), ast.Load)
+        if isinstance(node, ast.expr) and is_read and _is_named(node, name):
             around = outer[-1]
             sets_entry = (
                 isinstance(around, ast.Subscript)

@@ -106,8 +106,7 @@ class SharedValues:
         self._objects = {  # by the id of the dictionary that an object's attributes are in
             id(space): holder.owner
             for holder in holders
-            if isinstance(holder, DictHolder)
-            and (space := holder.namespace()) is not holder.owner
+            if isinstance(holder, DictHolder) and (space := holder.namespace()) is not holder.owner
         }
         self._functions: dict[int, list[types.FunctionType]] = {}  # by the id of their code
         for holder in holders:
