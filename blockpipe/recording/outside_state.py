@@ -220,7 +220,9 @@ class OutsideState:
             for key, value in holder.before
             if value is change.owner
         }
-        return bool(names) and all(_is_plain_name(n) and reads.is_only_filled(n) for n in names)
+        return bool(names) and all(
+            _is_plain_name(n) and reads.is_only_filled(str(n)) for n in names
+        )
 
 
 def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:

@@ -13,7 +13,7 @@ from .._common.nested import map_tensors, tensors
 from .._common.progress import Progress
 from .._common.text import dtype_text, short
 from .._common.thread_state import as_ours, theirs
-from .._torch.modules import COMPILED_CALL, is_compiled
+from .._torch.modules import COMPILED_CALL, is_compiled, no_cached_parametrizations
 from .._torch.tensors import version_of
 from ..batches.losses import own_loss_or_none
 from ..costs.meter import Meter
@@ -65,6 +65,7 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
 
 
 @as_ours
+@no_cached_parametrizations()
 def run_watched(
     request: RecordRequest, is_second: bool, *, fake: bool, holders: Collection[Holder]
 ) -> Recording:

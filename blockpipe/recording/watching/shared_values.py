@@ -311,8 +311,8 @@ class SharedValues:
             if known.set_on and libraries_code_reads(type(known.owner), known.key):
                 by_path.setdefault(self._paths.get(id(known.owner), " "), []).append(known)
         for call in calls:
-            for known in by_path.get(call.path, ()) if call.hop is not None else ():
-                known.read_on.add(call.hop)
+            for known in by_path.get(call.path, ()):
+                known.read_on |= set() if call.hop is None else {call.hop}
                 known.first_read = known.first_read or call.where
 
     def found(self, reads: Reads, result: Recording) -> Iterator[SharedChange]:
