@@ -193,10 +193,13 @@ class Recorder:
         """Where the user's own code is about to run something: has it changed its own objects?"""
         innermost = self.calls.innermost
         if innermost is None or innermost.path in self.users:
-            has_moved = (
-                self.hop >= 0 and self.cursor.stage != self.stage
-            )  # the next hop begins here
-            self.outside.look(self.hop + has_moved)
+            self.outside.look(self.hop_here())
+
+    def hop_here(self) -> int:
+        """The hop that the user's code is on: from a mark on it is the next one."""
+        if self.hop < 0:
+            return 0
+        return self.hop + (self.cursor.stage != self.stage)
 
     # --- operations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from .._common.nested import map_tensors, tensors
 from .._common.progress import Progress
 from .._common.text import dtype_text, short
 from .._common.thread_state import as_ours, theirs
-from .._torch.modules import COMPILED_CALL, is_compiled
+from .._torch.modules import COMPILED_CALL, is_compiled, no_cached_parametrizations
 from .._torch.tensors import version_of
 from ..batches.losses import own_loss_or_none
 from ..costs.meter import Meter
@@ -35,21 +35,22 @@ from .shared_changes import SharedChanges
 from .watching.costs import note_split_backwards
 from .watching.held import held_tensors
 from .watching.mode import RecordedForward, RecordingMode
+from .watching.shared_values import SharedValues
 
 
-def looked_at_twice(run: Callable[[], Recording]) -> Recording:
+def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
     """Record; where the forward changes what several hops see, a second time, from the state that
     the first one left: for what it makes once and keeps does no harm, and what it empties before it
     adds to it does.
 
     Args:
-        run: records, and puts nothing back.
+        run: records, and puts nothing back; it is told whether this is the second time.
     """
-    first = run()
-    if not first.shared_changes and not first.collects:
+    first = run(False)
+    if not (first.shared_changes or first.collects or first.carried or first.changes_unseen):
         return first
     try:
-        second = run()
+        second = run(True)
     except Exception:  # of what the first one left: a tensor with a gradient path, say
         return first
     recompute = {change.what for change in second.shared_changes}
@@ -57,17 +58,22 @@ def looked_at_twice(run: Callable[[], Recording]) -> Recording:
     made_once = [c for c in first.shared_changes if c.settles and c.what not in recompute]
     first.settles = first.fake and bool(made_once)
     before = [c for c in first.shared_changes if not first.settles or c not in made_once]
+    first.carried = {k: v for k, v in first.carried.items() if k in second.carried}
     known = {change.what for change in first.shared_changes}
     first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
     return first
 
 
 @as_ours
-def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]) -> Recording:
+@no_cached_parametrizations()
+def run_watched(
+    request: RecordRequest, is_second: bool, *, fake: bool, holders: Collection[Holder]
+) -> Recording:
     """Run a forward once and write down what it does; nothing is put back but the cursor.
 
     Args:
         request: the forward.
+        is_second: whether it is for what the first run has changed.
         fake: whether its tensors are fake ones.
         holders: the user's objects that the model reaches.
     """
@@ -86,7 +92,9 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
     held = (*model.parameters(), *model.buffers())
     versions = {id(t): (t, version_of(t)) for t in held}
     recorder.changes = SharedChanges(model)
-    recorder.outside = OutsideState(holders, dict(model.named_modules()))
+    modules = dict(model.named_modules())
+    recorder.outside = OutsideState(holders, modules)
+    values = SharedValues(holders, modules, recorder.hop_here, fake=fake, traces=is_second)
     recorder.users = {p for p, module in model.named_modules() if is_users(type(module).__module__)}
     for path, module in model.named_modules():
         names = module.__dict__
@@ -105,12 +113,11 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
             recorder.wrote,
             recorder.given,
         )
-        modules = sum(1 for _ in model.modules())
         with Progress(
-            f"recording {result.model}", modules, "module calls"
+            f"recording {result.model}", len(modules), "module calls"
         ) as recorder.calls.progress:
             with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
-                with theirs(), RecordingMode(recorder), meter:
+                with theirs(), RecordingMode(recorder), meter, values.watching():
                     output = model(*args, **kwargs)
                 recorder.run.notice_writes()
                 for tensor in tensors(output):
@@ -121,11 +128,16 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
         recorder.keepers = _keepers(model, recorder)
         recorder.outside.look(recorder.hop)
         reads = Reads((holder.owner for holder in holders), model.modules())
+        for change in recorder.outside.changed():
+            values.changed(*change)
+            result.changes_unseen = not values.traces
         result.shared_changes = [
             *recorder.changes.found(result, recorder.held, reads),
             *recorder.outside.found(result, reads),
             *recorder.outside_tensors.shared(),
+            *values.found(reads, result),
         ]
+        result.carried = values.carried(reads)
         result.outside = recorder.outside_tensors.found()
         result.collects = recorder.outside.collects
         result.unread = set(_unread(model, reads))

@@ -1,7 +1,7 @@
 """verify: what it compares, what it finds, and that it leaves no trace."""
 
-import array
 import random
+import sys
 import threading
 import time
 from typing import Any
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import blockpipe as bp
 from blockpipe.crossing.tensors.tensor_import import TensorImport
-from blockpipe.errors import UsageError, VerificationError
+from blockpipe.errors import StateError, UsageError, VerificationError
 from blockpipe.preparation import prepared
 from blockpipe.reports.verify.divergence import Sketch, sketch
 from blockpipe.reports.verify.result import Outcome, Verification, compared
@@ -204,10 +204,22 @@ def _assert_parts(found: Verification, phase: str, path: str, stage: int) -> Non
 
 
 class _Shared:
-    """State that modules on two stages share, which no step compares: the content of an array."""
+    """State that modules on two stages share."""
 
     def __init__(self) -> None:
-        self.content = array.array("d", [1.0])
+        self.value = 1.0
+
+
+class _Hidden:
+    """State in no object of Python's."""
+
+    @property
+    def value(self) -> float:
+        return sys.getrecursionlimit() / 10_000
+
+    @value.setter
+    def value(self, value: float) -> None:
+        sys.setrecursionlimit(10_000 + int(value * 10_000))
 
 
 class _Writes(nn.Linear):
@@ -217,7 +229,7 @@ class _Writes(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(0.05)
-        self.shared.content[0] = float(x.detach().abs().max())
+        self.shared.value = float(x.detach().abs().max())
         return super().forward(x)
 
 
@@ -225,18 +237,33 @@ class _Reads(nn.Linear):
     shared: _Shared
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.shared.content[0]
+        return super().forward(x) * self.shared.value
 
 
-def test_state_left_between_microbatches_is_found():
-    """A number that a later stage leaves for the next micro-batch's earlier one."""
+def _sharing(shared: Any) -> nn.Sequential:
     net = nn.Sequential(nn.Linear(8, 8), _Reads(8, 8), nn.ReLU(), _Writes(8, 4))
-    net[1].shared = net[3].shared = _Shared()
-    bp.begin_blocks(net, {"2": 1})
+    net[1].shared = net[3].shared = shared
+    return bp.begin_blocks(net, {"2": 1})
+
+
+def test_state_that_a_recording_sees_is_refused_by_it():
+    """There is nothing to verify then."""
+    pipe = bp.Pipeline(_sharing(_Shared()), devices=stages(2), chunks=4, schedule="gpipe")
+    with pytest.raises(StateError, match="attribute 'value' of a _Shared .* reads it on hops"):
+        pipe.verify(torch.randn(8, 8))
+
+
+def test_state_left_between_microbatches_is_found(request: pytest.FixtureRequest):
+    """A number that a later stage leaves for the next micro-batch's earlier one, in the interpreter:
+    no recording sees it there."""
+    shared = _Hidden()
+    net = _sharing(shared)
+    limit = sys.getrecursionlimit()
+    request.addfinalizer(lambda: sys.setrecursionlimit(limit))
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
     for _ in range(3):  # in a first step the CPU's stages take turns
         pipe.forward_backward(torch.randn(8, 8), loss_fn=torch.sum)
-    net[1].shared.content[0] = 1.0
+    shared.value = 1.0
     found = pipe.verify(torch.randn(8, 8))
     _assert_parts(found, "forward", "1", 0)
     assert found.first_difference is not None
