@@ -34,7 +34,7 @@ LAYERS = [
     "partitioning reports",
     "pipeline",
     "replicas",
-    "compat testing",
+    "compat integrations testing",
     "cli",
 ]
 # The methods of a recording that open a view of it import the view when they are called.
@@ -257,9 +257,10 @@ def test_every_public_name_has_a_docstring():
 
 
 def test_importing_changes_nothing():
-    """No hook, mode or thread is left by the import."""
+    """No hook, mode or thread is left by the import, and no library comes with it that only some
+    users have."""
     program = """
-import threading, torch
+import sys, threading, torch
 from torch.nn.modules import module
 from torch.overrides import _get_current_function_mode_stack
 apply, reduce, call = torch.autograd.Function.apply, torch.Tensor.__reduce_ex__, torch.nn.Module.__call__
@@ -270,6 +271,7 @@ assert torch.nn.Module.__call__ is call
 assert not any(vars(module)[name] for name in vars(module) if name.startswith("_global_") and name.endswith("_hooks"))
 assert not _get_current_function_mode_stack()
 assert threading.active_count() == 1
+assert not {"accelerate", "lightning", "peft", "torchmetrics", "transformers"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 
