@@ -31,6 +31,7 @@ MODULES = ["blockpipe"] + [
 # What users may import: the names in these modules' ``__all__``.
 PUBLIC = ("blockpipe", "blockpipe.errors", "blockpipe.reports", "blockpipe.schedules")
 PUBLIC += ("blockpipe.compat.poptorch", "blockpipe.replicas", "blockpipe.testing")
+PUBLIC += ("blockpipe.integrations.accelerate", "blockpipe.integrations.lightning")
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
