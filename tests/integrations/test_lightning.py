@@ -254,6 +254,20 @@ def test_gradients_are_scaled_where_the_precision_scales_a_loss(kind: Any, tmp_p
     assert_close(list(net.parameters()), list(plain.parameters()), rtol=0, atol=1e-6)
 
 
+@pytest.mark.cpu("there are devices to move to")
+@pytest.mark.parametrize("kind", [Automatic, Manual])
+def test_on_the_cpu_the_strategy_is_not_needed(kind: Any, tmp_path: Path) -> None:
+    """Lightning's own moves nothing there."""
+    found = []
+    for pipelined in (False, True):
+        net = make_net()
+        torch.manual_seed(2)
+        module = kind(piped(net) if pipelined else net)
+        trainer(tmp_path, False, epochs=1).fit(module, loader(), loader(20))
+        found.append(list(net.parameters()))
+    assert_close(found[1], found[0], rtol=0, atol=1e-6)
+
+
 def test_a_module_without_a_pipeline_is_refused(tmp_path: Path) -> None:
     """When the run begins."""
     with pytest.raises(bp.errors.UsageError, match=r"Automatic without one.*self\.net ="):
