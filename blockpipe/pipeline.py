@@ -311,6 +311,7 @@ class Pipeline(ReportMethods, ModuleInterface):
             micro-batch and the line. ``.grad`` may then hold part of the step.
         """
         check_loss(loss_fn, target)
+        self._check_forward()
         kwargs = joined_kwargs(kwargs, model_kwargs)
         return self._runner.forward_backward(
             args, kwargs, target, loss_fn, return_outputs=return_outputs

@@ -30,6 +30,7 @@ from ..preparation.preparer import Preparer, dims_for, split_call
 from ..restoring.restored_thread import leaves_intact
 from ..stages.cursor import Cursor, current_cursor, set_cursor
 from .autograd_bridge import attach, input_gradients
+from .scaled_gradients import current_scale
 from .step import Step
 from .step_request import StepRequest
 from .step_result import StepLoss, StepResult
@@ -210,6 +211,7 @@ class StepRunner:
                 caller=caller,
                 want=frozenset(want),
                 loss_fn=loss_fn,
+                scale=current_scale(),
                 isolate_as=self.preparer.own_storages(prepared) if self.options.isolate else None,
                 observer=self.observe(prepared, len(microbatches)) if self.observe else None,
             )

@@ -80,14 +80,19 @@ class StepState:
         return None if observer is None else observer.watch(tensor, -1, hop, m)
 
     def root(self, m: int, loss: Tensor) -> Tensor:
-        """Return the gradient that a micro-batch's loss starts from: its weight."""
+        """Return the gradient that a micro-batch's loss starts from: its weight,
+        scaled as the caller's loop scales a loss."""
         weight = self.request.weights[m]
         if self.request.isolate_as is not None:
-            return torch.full_like(loss, weight)
+            return self._scaled(torch.full_like(loss, weight))
         key = weight, loss.dtype, loss.device
         if key not in self._roots:
-            self._roots[key] = torch.full_like(loss, weight)
+            self._roots[key] = self._scaled(torch.full_like(loss, weight))
         return self._roots[key].view(loss.shape)
+
+    def _scaled(self, root: Tensor) -> Tensor:
+        scale = self.request.scale
+        return root if scale is None else scale(root).to(root.dtype)
 
     def clean_up(self, *, keeps_graphs: bool) -> None:
         """Let go of what the runs hold: they are over, or the step has failed.

@@ -111,6 +111,17 @@ class ModuleInterface(RefusesWrappers):
         """What would treat the stages as one module is told why not, and what to do instead."""
         raise UsageError(_NOT_IN[wrapper].format(where=users_line()))
 
+    def _check_forward(self) -> None:
+        """Raise :class:`UsageError` if the pipeline's own ``forward`` was replaced, by a loop that
+        puts autocast around it: a step that runs the backward does not go through it."""
+        if "forward" in self.__dict__:
+            raise UsageError(
+                "expected the pipeline's own forward, got one that was put in its place, which "
+                f"forward_backward does not go through ({users_line()}); put it around "
+                "pipe.module.forward, which each micro-batch calls; with Accelerate, use "
+                "blockpipe.integrations.accelerate.PipelineAccelerator, which does that"
+            )
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -7,7 +7,7 @@ checkpoint and half of another.
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,15 +205,16 @@ def load_checked(
     own = model.state_dict(keep_vars=True)
     if any(is_lazy(value) for value in own.values()):
         return model.load_state_dict(state, strict=strict)  # shapes come with the dictionary
-    found, state = _compared(own, state, strict, recording)
+    found, complete = _compared(own, state, strict, recording)
     try:
         found.check("the state dict", model, _REMEDY)
     except WeightsError as error:
         # The model may have its own way with old or renamed keys: does it, on a copy without data?
-        refusal = _refusal(model, state, strict)
+        refusal = _refusal(model, complete, strict)
         if refusal is not None or found.uncopyable:
             raise error from refusal
-    return model.load_state_dict(state, strict=strict)
+    keys = model.load_state_dict(complete, strict=strict)
+    return keys if strict else _with_tied(keys, own, state, complete)
 
 
 def to_be_loaded(
@@ -242,9 +243,20 @@ def to_be_loaded(
             except WeightsError as error:
                 raise error from refusal
             raise
+    keys = keys if strict else _with_tied(keys, own, state, complete)
     # What has values and is not in the dictionary keeps them.
     kept = {n: v for n, v in own.items() if isinstance(v, Tensor) and not v.is_meta}
     return {**kept, **taken}, keys
+
+
+def _with_tied(
+    keys: Any, own: Iterable[str], state: Mapping[str, Any], complete: Mapping[str, Any]
+) -> Any:
+    """What ``load_state_dict`` returns, with each name of a tied tensor that came under another
+    one: as torch has it, and as ``safetensors.torch.load_model`` expects it."""
+    missing = {*keys.missing_keys, *(complete.keys() - state.keys())}
+    ordered = [*(name for name in own if name in missing), *keys.missing_keys]
+    return IncompatibleKeys(list(dict.fromkeys(ordered)), keys.unexpected_keys)
 
 
 def _put_into_a_copy(

@@ -257,9 +257,10 @@ def test_every_public_name_has_a_docstring():
 
 
 def test_importing_changes_nothing():
-    """No hook, mode or thread is left by the import."""
+    """No hook, mode or thread is left by the import, and no library comes with it that only some
+    users have."""
     program = """
-import threading, torch
+import sys, threading, torch
 from torch.nn.modules import module
 from torch.overrides import _get_current_function_mode_stack
 apply, reduce, call = torch.autograd.Function.apply, torch.Tensor.__reduce_ex__, torch.nn.Module.__call__

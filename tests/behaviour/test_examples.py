@@ -82,6 +82,24 @@ def test_a_script_of_hugging_faces_trainer(tmp_path: Path) -> None:
     assert "stage 1 on" in out
 
 
+@pytest.mark.parametrize("name", ["accelerate_digits", "lightning_digits"])
+def test_other_libraries_loops_train_and_resume(name: str) -> None:
+    """They reach their accuracy after a resumption."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip(name.partition("_")[0])
+    out = run(f"examples/{name}.py")
+    assert len([line for line in out.splitlines() if line.startswith("epoch")]) == 6
+    assert "test accuracy: 9" in out
+
+
+def test_adapters_learn_to_count() -> None:
+    """And are the same in the plain model."""
+    pytest.importorskip("peft")
+    out = run("examples/peft_gpt.py")
+    assert "step 59: loss 2." in out
+    assert "logits differ by" in out
+
+
 def test_the_gpt_example_learns() -> None:
     """The GPT learns English."""
     out = run("examples/gpt_text.py", "--steps", "60")

@@ -510,6 +510,19 @@ def test_one_name_of_a_tied_tensor_is_enough():
     assert pipe.module[4].weight is pipe.module[0].weight
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_names_of_a_tied_tensor_that_are_missing_are_returned(device):
+    """As a plain model does where it is not strict; ``safetensors.torch.load_model`` counts on it."""
+    state, plain = make().state_dict(), make()
+    del state["4.weight"], state["2.bias"]
+    with torch.device(device):
+        net = make()
+    pipe = pipeline(net, init="reset_parameters" if device == "meta" else None)
+    found = pipe.load_state_dict(state, strict=False)
+    assert found == plain.load_state_dict(state, strict=False)
+    assert found.missing_keys == ["2.bias", "4.weight"]
+
+
 def test_models_with_hooks_of_their_own_load_as_plain():
     """Renamed keys and old versions load as into the plain model; what fails changes nothing."""
 
