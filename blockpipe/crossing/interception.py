@@ -10,7 +10,7 @@ user's: wherever code of the user's comes to ours (an operation, a sealed call, 
 what is saved), all function modes are left first.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -32,7 +32,7 @@ from .._torch.graph import saved_tensor_hooks
 from .._torch.modes import function_mode_at, how_many_function_modes
 from ..errors import CrossingError
 from .microbatch_run import MicrobatchRun, Reader
-from .recompute import RecomputeSpec
+from .step_context import Seal
 from .tensors.place import Reads
 
 # Questions that need no copy, and hooks, which belong on the tensor itself.
@@ -43,6 +43,7 @@ _METHODS = """size dim stride numel nelement ndimension element_size storage_off
     is_same_size has_names"""
 _register_hook = Tensor.register_hook
 _NOTHING = nullcontext()
+_BARE = Seal()
 
 
 def watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -185,7 +186,7 @@ class CrossingMode(TorchFunctionMode):
                 for k, v in kwargs.items()
             }
         constants = claims.constants_read(func, args, kwargs)
-        waiting = run.step.waiting
+        waiting = run.step.known.waiting
         with waiting_for_device() if waiting and func.__name__ in waiting else _NOTHING:
             result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
         if reads:
@@ -267,7 +268,7 @@ class CrossingMode(TorchFunctionMode):
             CrossingError: it is a reentrant checkpoint that the recording has not met.
         """
         run = self.run
-        if name in run.step.custom_functions or not run.step.cut:
+        if name in run.step.known.custom_functions or not run.step.graphs.cut:
             return
         run.gradients.hooked.add(run.arrive())
         if name == "CheckpointFunction":
@@ -288,24 +289,17 @@ class CrossingMode(TorchFunctionMode):
     ) -> Any:
         """Call a function that is a block: like a module, it may be sealed."""
         run = self.run
-        known = run.step.sealed_functions.get(key, (frozenset(), None, False, ()))
-        hops, recompute_spec, waits, constants = known
-        if self.inside or not hops or not run.is_sealed(hops):
+        seal = run.step.known.sealed_functions.get(key)
+        if self.inside or seal is None or not seal.hops or not run.is_sealed(seal.hops):
             return function(*args, **kwargs)
-        return self.call_sealed(
-            function, args, kwargs, recompute_spec, waits=waits, constants=constants, name=key
-        )
+        return self.call_sealed(function, args, kwargs, seal)
 
     def call_sealed(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        recompute_spec: RecomputeSpec | None = None,
-        *,
-        waits: bool = False,
-        constants: Collection[int] = (),
-        name: str = "",
+        seal: Seal = _BARE,
     ) -> Any:
         """Run something untouched: tensors are looked at on the way in and out only.
 
@@ -313,12 +307,9 @@ class CrossingMode(TorchFunctionMode):
             function: the module's forward, or the function.
             args: its positional arguments.
             kwargs: its keyword arguments.
-            recompute_spec: how it is recomputed, if it can be.
-            waits: whether it makes the host wait for the device.
-            constants: the indices of the tensors in its result that are constants.
-            name: its name in the recording.
+            seal: how it is called.
         """
-        run = self.run
+        run, spec = self.run, seal.recompute
         modes: Sequence[TorchFunctionMode] = leave_modes()
         theirs = () if modes == [self] else [mode for mode in modes if mode is not self]
         self.inside = True
@@ -332,15 +323,11 @@ class CrossingMode(TorchFunctionMode):
             args = own.localize(local, args)
             kwargs = own.localize(local, kwargs) if kwargs else kwargs
             recomputed = None
-            if (
-                recompute_spec is not None
-                and run.is_recomputing()
-                and saved_tensor_hooks() == self._hooks
-            ):
-                recomputed = run.recomputed(recompute_spec, function, args, kwargs, theirs)
+            if spec is not None and run.is_recomputing() and saved_tensor_hooks() == self._hooks:
+                recomputed = run.recomputed(spec, function, args, kwargs, theirs)
             run.sealed += 1
             try:
-                with waiting_for_device() if waits else _NOTHING:
+                with waiting_for_device() if seal.waits else _NOTHING:
                     if recomputed is not None:
                         result = recomputed.run(args, kwargs)
                     elif theirs:
@@ -352,8 +339,8 @@ class CrossingMode(TorchFunctionMode):
             finally:
                 run.sealed -= 1
                 own.write_back()
-            if constants:
-                self._claims.claim_constants(result, constants, name, reads.outside)
+            if seal.constants:
+                self._claims.claim_constants(result, seal.constants, seal.name, reads.outside)
             self._claims.claim(result, reads.outside)
             return result
         finally:

@@ -25,12 +25,13 @@ from ..errors import CrossingError, RouteError
 from ..stages.cursor import Cursor
 from .offload import Offload
 from .recompute import RecomputedCall, RecomputeSpec, SealedCall
-from .tags import TAG, UNCUT, Import, MicrobatchKey, StepContext, Tag
-from .tensor_attributes import class_attributes, share_attributes
+from .step_context import StepContext
+from .tags import TAG, UNCUT, Import, MicrobatchKey, Tag
 from .tensors.claims import Claims
 from .tensors.gradients import Gradients
 from .tensors.hop_copies import HopCopies
 from .tensors.place import Listener, Place, Reads
+from .tensors.tensor_attributes import class_attributes, share_attributes
 from .tensors.tensor_import import TensorImport
 from .tensors.writes import Writes
 
@@ -170,18 +171,16 @@ class MicrobatchRun:
         """A mark asks for a stage. Where the recording had a hop begin with this very mark, wait
         for the turn at once: the user's code may read its own state before its first operation."""
         self._marks += 1
-        following = self.hop + 1
-        begins = self.step.begins
-        if stage != self.stage and (
-            self.sealed
-            or (
-                following < len(begins)
-                and begins[following] == self._marks
-                and self.step.route[following] == stage
-            )
-        ):
+        if stage != self.stage and (self.sealed or self._next_begins_here(stage)):
             with ours():
                 self.arrive()
+
+    def _next_begins_here(self, stage: int) -> bool:
+        """Whether the recording had the next hop begin on this stage, with the mark just met."""
+        following, begins = self.hop + 1, self.step.known.begins
+        if following >= len(begins):
+            return False
+        return begins[following] == self._marks and self.step.route[following] == stage
 
     def _cross(self, hop: int) -> None:
         place = self.place
@@ -244,7 +243,7 @@ class MicrobatchRun:
         """Whether calls are recomputed, where the run is now, if they can be."""
         asked = self.cursor.checkpoint
         mode = self.recomputes if asked is None else asked
-        return mode and self.step.differentiable and torch.is_grad_enabled()
+        return mode and self.step.graphs.differentiable and torch.is_grad_enabled()
 
     def recomputed(
         self,
@@ -278,7 +277,7 @@ class MicrobatchRun:
         value = self.receive(hop, step.lend(tensor, stage, watch))
         if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
             value = value.data  # a slice of the batch: a write to it is none to the others
-        if tensor.requires_grad and step.differentiable:
+        if tensor.requires_grad and step.graphs.differentiable:
             value = self.gradients.enter_input(value, hop, index)
         share_attributes(tensor, value, class_attributes(value))
         setattr(value, TAG, Tag(self.key, hop, stage))
@@ -343,7 +342,7 @@ class MicrobatchRun:
         self._imports.forget()
         self.on_border = None
         self.on_arrival.clear()
-        if not self.step.differentiable:
+        if not self.step.graphs.differentiable:
             self._copies.end_without_backward()
 
     def settle(self) -> None:

@@ -25,9 +25,10 @@ from ..devices.observer import Watch
 from ..errors import CrossingError
 from ..stages.cursor import Cursor
 from .microbatch_run import Arguments, Keywords, MicrobatchRun, Reader
-from .tags import TAG, MicrobatchKey, StepContext, Tag
-from .tensor_attributes import class_attributes, share_attributes
+from .step_context import StepContext
+from .tags import TAG, MicrobatchKey, Tag
 from .tensors.place import Listener, Reads
+from .tensors.tensor_attributes import class_attributes, share_attributes
 from .tensors.tensor_import import from_outside
 
 
@@ -148,7 +149,7 @@ class UncutRun(MicrobatchRun):
             watch("sends", current_stream(tensor.device))
         # With grad also under the user's no_grad: a later reader may need the gradient. An ordinary
         # tensor also in inference mode: others do not count what is written to them.
-        with torch.inference_mode(False), torch.set_grad_enabled(self.step.differentiable):
+        with torch.inference_mode(False), torch.set_grad_enabled(self.step.graphs.differentiable):
             copied = tensor.to(device)
         if watch is not None:
             watch("arrives", current_stream(device))

@@ -30,7 +30,8 @@ from ..devices.sanitizer import Sanitizer
 from ..stages.cursor import Cursor, recomputing, set_cursor, set_microbatch
 from .interception import CrossingMode, active_mode
 from .microbatch_run import MicrobatchRun
-from .tags import TAG, GradientSlot, MicrobatchKey, StepContext, Tag, enter_graph
+from .step_context import StepContext
+from .tags import TAG, GradientSlot, MicrobatchKey, Tag, enter_graph
 from .tensors.place import Reads
 from .tensors.tensor_import import TensorImport
 from .torch_patches import Backwards, CustomFunctions, Replacement, ScriptFunctions
@@ -148,7 +149,7 @@ class Checkpoint:
         """Run it again; called by torch in the backward."""
         cursor = self._standing.cursor.copy()
         run: MicrobatchRun
-        if self._step.cut:
+        if self._step.graphs.cut:
             run = RecomputedRun(self._step, self._microbatch, cursor, self._key)
         else:
             run = UncutRecomputedRun(self._step, self._microbatch, cursor)
@@ -170,7 +171,7 @@ class Checkpoint:
             stack.callback(set_microbatch, set_microbatch(self._microbatch))
             stack.callback(recomputing.reset, recomputing.set(True))
             stack.callback(run.abandon)
-            stack.enter_context(self._step.sealed_forwards)
+            stack.enter_context(self._step.known.sealed_forwards)
             stack.enter_context(intercepting())
             arrive()
             run.on_border = arrive

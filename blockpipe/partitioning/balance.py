@@ -20,7 +20,7 @@ from ..batches.step_arguments import StepArguments
 from ..devices.devices import is_asynchronous, is_on_meta
 from ..errors import UsageError
 from ..preparation.hop_costs import rates_of_stages
-from ..preparation.memory_model import copies_of
+from ..preparation.memory.model import copies_of
 from ..preparation.options import check_loss, check_schedule
 from ..preparation.prepared import lanes_of
 from ..recording.record import record
@@ -38,7 +38,7 @@ from .conditions import (
 )
 from .search import CutSearch
 from .search_report import balanced_plan
-from .segment_timing import SegmentTimer, TimingOptions
+from .timing.segment_timing import SegmentTimer, TimingOptions
 
 
 @remembers_caller

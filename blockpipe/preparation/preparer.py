@@ -3,7 +3,6 @@
 Reads as the flow does: record → plan → place.
 """
 
-import inspect
 import itertools
 import logging
 from collections import OrderedDict
@@ -18,8 +17,7 @@ from torch import Tensor, nn
 from .._common.callsite import users_line, warn
 from .._common.nested import leaves
 from .._common.text import bytes_text
-from ..batches.batch_dims import BatchDims, dims_of_call
-from ..batches.microbatch import Microbatch, split
+from ..batches.microbatch import Microbatch
 from ..crossing.tags import ParameterHome
 from ..devices.devices import checked_devices, default_devices
 from ..devices.ownership import Owner, set_owner
@@ -27,7 +25,7 @@ from ..errors import PlanError, StateError, UsageError
 from ..recording.plan_resolution import planned_by
 from ..recording.record import record_planned
 from ..recording.recording import Recording
-from ..schedules.builders import ScheduleOption
+from ..recording.sample import RecordRequest
 from ..stages.plan import StagePlan
 from ..weights.materialize import PendingValues
 from ..weights.placement import Fingerprint, Placement
@@ -35,6 +33,7 @@ from .batch_norm import DeferredBatchNorm
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
+from .shared_state import check_shared_state, runs_by
 from .steering import Steering
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
@@ -157,7 +156,7 @@ class Preparer:
             recording = self._record(batch, options)
             devices = self.placed() or self._choose_devices(recording)
             recording.check(len(devices), in_order=self._placement is None)
-            _check_state(recording, options.schedule)
+            check_shared_state(recording, options.schedule)
             prepared = self._place(recording, devices, options)
             self._compile(prepared)
             self._forget_oldest(batch)
@@ -204,14 +203,12 @@ class Preparer:
     def _record(self, batch: Microbatch, options: PipelineOptions) -> Recording:
         self._steering.look_around()
         with self._steering.asked():
+            planned = planned_by(self.model, self.given_plan)
             recording = record_planned(
-                self.model,
-                batch.args,
-                batch.kwargs,
-                planned_by(self.model, self.given_plan),
-                devices=self.placed(),
+                RecordRequest(
+                    *(self.model, batch.args, batch.kwargs, planned, self.placed(), options.cuts)
+                ),
                 intended=self.given_devices or default_devices(),
-                cut=options.cuts,
                 share=batch.share,
             )
         recording.samples = batch.size
@@ -308,8 +305,8 @@ class Preparer:
         self._fingerprint = None  # the next step records anew; until then, this is what is known
         recording = self._record(batch, options)
         try:
-            _check_state(recording, options.schedule)
-            if _crossings(recording) != _crossings(prepared.recording):
+            check_shared_state(recording, options.schedule)
+            if runs_by(recording) != runs_by(prepared.recording):
                 raise StateError("other tensors cross between the stages by now")
         except StateError as error:
             raise StateError(
@@ -383,37 +380,6 @@ class Preparer:
         self._steering = Steering(self.model)
 
 
-def _check_state(recording: Recording, schedule: ScheduleOption) -> None:
-    """Buffers that the forward writes are read in the plain loop's order, and generators of the
-    user's are drawn from in it, or it is an error."""
-    for drawn in recording.shared_generators:
-        if schedule not in ("uncut", "sequential"):
-            raise StateError(
-                f"a torch.Generator is drawn from on hops {drawn.hops} ({drawn.where}): which "
-                "micro-batch gets which numbers would depend on timing; give each stage a "
-                "generator of its own, draw from torch's global one, or use "
-                "schedule='sequential'"
-            )
-    for held in recording.shared_state:
-        on = [held.stage, *held.also_read_on]
-        if schedule == "uncut" or (schedule == "sequential" and len(on) == 1):
-            continue
-        remedy = "'sequential'" if len(on) == 1 else "'uncut'"
-        what = "buffer" if held.is_buffer else "parameter"
-        raise StateError(
-            f"{what} {held.name!r} is written by the forward and read on hops {held.hops} "
-            f"(stages {on}; {held.where}): micro-batches under way at once would mix in it; "
-            f"read and write it on one hop, or use schedule={remedy}"
-        )
-    for shared in recording.shared_changes:
-        if schedule not in ("uncut", "sequential"):
-            raise StateError(
-                f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops} "
-                f"({shared.where}): micro-batches under way at once would change it for each "
-                f"other; {shared.remedy}, or use schedule='sequential'"
-            )
-
-
 def _offloaded(recording: Recording, offload: frozenset[int] | Literal[True]) -> frozenset[int]:
     stages = frozenset(range(recording.num_stages)) if offload is True else offload
     if not stages:
@@ -434,30 +400,3 @@ def _offloaded(recording: Recording, offload: frozenset[int] | Literal[True]) ->
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | None)
-
-
-def split_call(
-    model: nn.Module,
-    options: PipelineOptions,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Any,
-) -> list[Microbatch]:
-    """A batch in micro-batches, as the model's arguments and a target for the loss."""
-    dims = dims_for(model, options.batch_dims, args, kwargs)
-    return split(args, kwargs, target, options.chunks, dims, cut=options.cuts)
-
-
-def dims_for(
-    model: nn.Module, dims: BatchDims, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> BatchDims:
-    """``batch_dims`` as these arguments are passed."""
-    if not isinstance(dims, Mapping):
-        return dims
-    return dims_of_call(dims, inspect.signature(model.forward).parameters, args, kwargs)
-
-
-def _crossings(recording: Recording) -> tuple[Any, ...]:
-    """What a step goes by: where the forward goes, what is sealed, and what crosses."""
-    crossings = [(c.from_hop, c.to_hop, c.dtype, len(c.shape)) for c in recording.crossings]
-    return recording.route, recording.sealed, recording.sealed_functions, crossings

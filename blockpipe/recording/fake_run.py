@@ -34,7 +34,7 @@ from ..stages.plan import StagePlan
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, signature
-from .watched_run import counting_writes, hooked, looked_at_twice, run_watched
+from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 
 @leaves_intact

@@ -15,7 +15,8 @@ from torch import nn
 from .._common.checks import did_you_mean
 from ..errors import PlanError
 from ..stages.plan import Assignment, StagePlan
-from .recording import Call, Recording
+from .calls import Call
+from .recording import Recording
 
 _KEPT = "_blockpipe_plan"
 Stages = Mapping[str, Mapping[int | None, int]]

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from .._torch.modules import is_compiled
 from .._torch.tensors import version_of
 from ..errors import CrossingError
-from .recorder import Recorder
-from .recording import Call, Recording
+from .calls import Call
+from .recording import Recording
+from .watching.recorder import Recorder
 
 
 def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Tensor, int]]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .recording import Call, Flow, Segment, TensorInfo
+from .calls import Call, Flow, Segment
+from .recording import TensorInfo
 
 
 class Segments:

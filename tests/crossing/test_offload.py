@@ -12,7 +12,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.crossing import host_stores as storing
 from blockpipe.crossing import offload as offloading
-from blockpipe.preparation.measured_memory import LiveBytes
+from blockpipe.preparation.memory.measured import LiveBytes
 
 from ..models import SCHEDULES, square
 from ..parity import difference, plain_step

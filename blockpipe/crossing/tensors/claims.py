@@ -12,7 +12,8 @@ from ..._common.callsite import users_place
 from ..._common.nested import tensors
 from ..._torch.tensors import version_of
 from ..constants import makes_constants, note_write, writes
-from ..tags import TAG, StepContext, Tag
+from ..step_context import StepContext
+from ..tags import TAG, Tag
 from .place import Place
 
 Outside = Sequence[tuple[Tensor, int]]  # tensors of nobody's, and the versions they were read at

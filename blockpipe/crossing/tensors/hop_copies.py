@@ -8,7 +8,7 @@ from torch import Tensor
 from ...devices.copies import PendingCopy
 from ...devices.copy_lifetimes import CopySources, ReadCopies
 from ...devices.devices import mark
-from ..tags import StepContext
+from ..step_context import StepContext
 from .place import Place
 
 

@@ -20,12 +20,13 @@ from ..._torch.modes import is_transformed
 from ..._torch.tensors import version_of
 from ...devices.ownership import Owner, owner_of, set_owner
 from ...errors import CrossingError, RouteError, StateError
-from ..tags import RECORDING, TAG, UNCUT, Import, ParameterHome, StepContext, Tag
-from ..tensor_attributes import class_attributes
+from ..step_context import StepContext
+from ..tags import RECORDING, TAG, UNCUT, Import, ParameterHome, Tag
 from .claims import Claims
 from .gradients import Gradients
 from .hop_copies import HopCopies
 from .place import Place, Reads
+from .tensor_attributes import class_attributes
 from .writes import Writes
 
 
@@ -93,7 +94,7 @@ class TensorImport:
             return self._at_home(tensor, home, reads)
         if is_transformed(tensor):
             return tensor  # inside a torch.func transform, which stays on its stage
-        if tensor.requires_grad and step.differentiable:
+        if tensor.requires_grad and step.graphs.differentiable:
             if tensor.grad_fn is not None:
                 raise CrossingError(
                     f"an operation on stage {place.stage} (micro-batch {place.microbatch}) reads a "
@@ -129,7 +130,7 @@ class TensorImport:
         step, place = self._step, self._place
         if home.hop == place.hop:
             return self._followed(tensor, reads) if home.is_adopted else tensor
-        needs_gradient = tensor.requires_grad and step.differentiable
+        needs_gradient = tensor.requires_grad and step.graphs.differentiable
         if home.stage == place.stage and not needs_gradient:
             return tensor
         if home.hop > place.hop and needs_gradient:
@@ -235,7 +236,7 @@ class TensorImport:
             its_tag.constant, its_tag.site = version_of(found.value), tag.site
         if step.is_mixed and step.stays(tensor):
             getattr(found.value, TAG).is_kept = True
-        if step.tracks_writes:
+        if step.known.tracks_writes:
             self._writes.join_aliases(tensor, found)
         self._note_import(tensor, tag.hop, None)
         return found
@@ -245,7 +246,7 @@ class TensorImport:
     ) -> Import:
         """Make an import: an entry of this hop's graph if there is a gradient to carry back."""
         hop = self._place.hop
-        is_entry = tensor.requires_grad and self._step.differentiable
+        is_entry = tensor.requires_grad and self._step.graphs.differentiable
         if is_entry:
             from_hop, from_tensor = home_hop, tensor
             for earlier_hop, earlier in imports.items():

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..._common.callsite import users_line
 from ..._torch.tensors import version_of
 from ...errors import CrossingError, StateError
-from ..tags import TAG, UNCUT, Aliases, Import, StepContext, Tag, aliases_of, set_aliases
+from ..step_context import StepContext
+from ..tags import TAG, UNCUT, Aliases, Import, Tag, aliases_of, set_aliases
 from .place import Place
 
 

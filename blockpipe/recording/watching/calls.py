@@ -12,9 +12,10 @@ from ..._common.nested import tensors
 from ..._common.progress import Progress
 from ...crossing.microbatch_run import MicrobatchRun
 from ...crossing.tags import TAG, MicrobatchKey, Tag
-from ..recording import Call, Flow, Recording
-from ..saved_tensors import Activations
+from ..calls import Call, Flow
+from ..recording import Recording
 from ..segments import Segments, inbound
+from .saved_tensors import Activations
 
 
 class RecordedTag(Tag):

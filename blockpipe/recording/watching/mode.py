@@ -16,7 +16,7 @@ from ..._torch.modes import how_many_function_modes
 from ...crossing.interception import CrossingMode, is_question, looks_at_graph
 from ...crossing.microbatch_run import Reader
 from ..plan_resolution import planned_stage
-from ..recorder import SCRIPTED, Recorder
+from .recorder import SCRIPTED, Recorder
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 

@@ -15,7 +15,8 @@ from ..._common.text import bytes_text, one_line, short, stages_text
 from ...errors import UsageError
 
 if TYPE_CHECKING:  # a recording can explain itself; that needs only its fields
-    from ...recording.recording import Call, Recording, TensorInfo
+    from ...recording.calls import Call
+    from ...recording.recording import Recording, TensorInfo
 
 _MOST_LISTED = 6  # of a module's parameters and buffers
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from ...costs.rates import Rates
 
 if TYPE_CHECKING:  # a recording can summarize itself; its rows need only its fields
-    from ...recording.recording import Call, Recording, TensorInfo
+    from ...recording.calls import Call
+    from ...recording.recording import Recording, TensorInfo
 
 
 @dataclass

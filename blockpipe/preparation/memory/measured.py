@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._common.nested import tensors
-from .._torch.modes import DispatchMode
-from .._torch.tensors import storage_id
-from ..costs.work import size_of
-from ..devices.devices import is_asynchronous
-from ..stages.cursor import current_stage
+from ..._common.nested import tensors
+from ..._torch.modes import DispatchMode
+from ..._torch.tensors import storage_id
+from ...costs.work import size_of
+from ...devices.devices import is_asynchronous
+from ...stages.cursor import current_stage
 
 
 class LiveBytes(DispatchMode):

@@ -12,55 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common.callsite import users_line
-from .._common.nested import tensors
-from .._common.text import dtype_text
-from .._common.thread_state import ours
-from .._torch.graph import saved_tensor_hooks
-from .._torch.tensors import FakeTensor, version_of
-from ..costs.work import size_of
-from ..crossing.constants import writes
-from ..crossing.microbatch_run import MicrobatchRun
-from ..crossing.tags import RECORDING, TAG, MicrobatchKey, ParameterHome, StepContext, Tag
-from ..crossing.tensors.place import Reads
-from ..crossing.uncut_run import UncutRun
-from ..errors import CrossingError, PlanError
-from ..stages.cursor import Cursor, Mark
-from ..stages.plan import too_few_devices
-from .outside_state import OutsideState
-from .outside_tensors import OutsideTensors
-from .recording import Call, CrossingInfo, Hop, Recording, TensorInfo, Unmarked
+from ..._common.callsite import users_line
+from ..._common.nested import tensors
+from ..._common.text import dtype_text
+from ..._common.thread_state import ours
+from ..._torch.graph import saved_tensor_hooks
+from ..._torch.tensors import FakeTensor, version_of
+from ...costs.work import size_of
+from ...crossing.constants import writes
+from ...crossing.microbatch_run import MicrobatchRun
+from ...crossing.step_context import StepContext
+from ...crossing.tags import RECORDING, TAG, MicrobatchKey, ParameterHome, Tag
+from ...crossing.tensors.place import Reads
+from ...crossing.uncut_run import UncutRun
+from ...errors import CrossingError, PlanError
+from ...stages.cursor import Mark
+from ...stages.plan import too_few_devices
+from ..calls import Call
+from ..outside_state import OutsideState
+from ..outside_tensors import OutsideTensors
+from ..recording import CrossingInfo, Hop, Recording, TensorInfo, Unmarked
+from ..segments import Segments
+from ..shared_changes import SharedChanges
+from .calls import CallsUnderWay, RecordedTag, is_made_by
+from .costs import Costs
+from .custom_functions import CustomFunctions
+from .draws import RandomDraws, line
 from .saved_tensors import Activations
-from .segments import Segments
-from .shared_changes import SharedChanges
-from .watching.calls import CallsUnderWay, RecordedTag, is_made_by
-from .watching.costs import Costs
-from .watching.custom_functions import CustomFunctions
-from .watching.draws import RandomDraws, line
+from .watched_cursor import WatchedCursor
 
 SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimized itself"
-
-
-class WatchedCursor(Cursor):
-    """A cursor that tells the recording when a mark moves it."""
-
-    recorder: Recorder | None = None
-    moves = 0
-
-    def begin(self, mark: Mark) -> None:
-        assert self.recorder is not None
-        self.recorder.result.marks.setdefault(mark.where, self.recorder.calls.innermost)
-        super().begin(mark)
-
-    def move(self, stage: int, mark: Mark | None) -> None:
-        assert self.recorder is not None
-        if stage != self.stage:
-            self.moves += 1
-            with ours():
-                self.recorder.moved(stage)
-        super().move(stage, mark)
-        if mark is not None:
-            self.recorder.marked = True
 
 
 class Recorder:
@@ -85,7 +66,7 @@ class Recorder:
         activations: Activations,
         unhookable: Collection[str] = (),
     ) -> None:
-        kind = MicrobatchRun if step.cut else UncutRun
+        kind = MicrobatchRun if step.graphs.cut else UncutRun
         self.step = step
         self.key = MicrobatchKey(RECORDING, 0)
         self.run = kind(step, 0, cursor, self.key, listener=self)
@@ -96,11 +77,9 @@ class Recorder:
         self.custom = CustomFunctions(self.run, self.calls)
         self.costs = Costs(self.run, result, self.segments, self.calls)
         self.draws = RandomDraws(self.run, result, self.calls)
-        cursor.recorder = self
-        cursor.on_move = None
-        self.cursor: WatchedCursor = cursor
+        cursor.on_mark, cursor.on_leave, cursor.on_move = self.met, self.moved, None
+        self.cursor = cursor
         self.result = result
-        self.marked = False
         self.begun_by: str | None = None  # the call with which a plan moved the cursor last
         self.held: dict[int, TensorInfo] = {}
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
@@ -166,6 +145,10 @@ class Recorder:
                 where += f", set at {self.result.planned_at}"
             raise PlanError(f"{too_few_devices(stage + 1, len(self.step.devices))} ({where})")
 
+    def met(self, mark: Mark) -> None:
+        """Write down a mark, and the innermost call that it was first met in."""
+        self.result.marks.setdefault(mark.where, self.calls.innermost)
+
     def moved(self, stage: int) -> None:
         """A mark moves the cursor: no module whose call is under way stays on one stage."""
         if self.run.sealed:
@@ -187,9 +170,8 @@ class Recorder:
         """Where the user's own code is about to run something: has it changed its own objects?"""
         innermost = self.calls.innermost
         if innermost is None or innermost.path in self.users:
-            has_moved = (
-                self.hop >= 0 and self.cursor.stage != self.stage
-            )  # the next hop begins here
+            # The next hop begins here where the cursor has moved.
+            has_moved = self.hop >= 0 and self.cursor.stage != self.stage
             self.outside.look(self.hop + has_moved)
 
     # --- operations
@@ -203,7 +185,11 @@ class Recorder:
         self._sources = {}
         self.calls.visit(hop, line())
         follows = self.cursor.follow_marks  # a plan says where everything is
-        if follows and not self.cursor.in_scope and (not self.marked or self.cursor.block_ended):
+        if (
+            follows
+            and not self.cursor.in_scope
+            and (not self.cursor.is_marked or self.cursor.block_ended)
+        ):
             self._note_unmarked(hop)
         innermost = self.calls.innermost
         self.activations.at(hop, innermost, self.segments.current.index)
@@ -225,7 +211,7 @@ class Recorder:
         """Note that an operation reads a tensor, and read it."""
         self._note_origin(tensor)
         is_untagged = getattr(tensor, TAG, None) is None
-        if is_untagged and self.step.cut:
+        if is_untagged and self.step.graphs.cut:
             held = self.held.get(id(tensor))
             if held is None and not isinstance(tensor, FakeTensor):
                 self.outside_tensors.read(tensor, self.hop)
@@ -342,8 +328,7 @@ class Recorder:
         """Let go of everything, and end the cycle of the recorder, its run and its cursor."""
         self.run.abandon()
         self.run.place.listener = None
-        self.cursor.recorder = None
-        self.cursor.on_call = None
+        self.cursor.on_mark = self.cursor.on_leave = self.cursor.on_call = None
 
     def imported(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
         """A tensor was copied to this hop."""
@@ -357,7 +342,7 @@ class Recorder:
                 tuple(tensor.shape),
                 dtype_text(tensor.dtype),
                 size_of(tensor),
-                tensor.requires_grad and self.step.differentiable,
+                tensor.requires_grad and self.step.graphs.differentiable,
                 name,
                 users_line(),
                 self.calls.innermost,

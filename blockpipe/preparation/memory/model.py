@@ -15,16 +15,16 @@ from typing import TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._common.checks import expected, is_integer
-from .._common.nested import tensors
-from ..costs.work import size_of
-from ..devices.devices import is_asynchronous
-from ..errors import UsageError
-from ..schedules.builders import ScheduleOption
-from ..schedules.schedule import Schedule
-from .memory_report import MemoryReport, StageMemory
-from .memory_suggestions import suggestions
-from .prepared import Prepared
+from ..._common.checks import expected, is_integer
+from ..._common.nested import tensors
+from ...costs.work import size_of
+from ...devices.devices import is_asynchronous
+from ...errors import UsageError
+from ...schedules.builders import ScheduleOption
+from ...schedules.schedule import Schedule
+from ..prepared import Prepared
+from .report import MemoryReport, StageMemory
+from .suggestions import suggestions
 
 # By the name of an optimizer: how many copies of each parameter it keeps.
 _STATES = {

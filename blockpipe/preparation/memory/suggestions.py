@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .._common.text import bytes_text
-from .memory_report import MemoryReport, StageMemory
-from .prepared import Prepared
+from ..._common.text import bytes_text
+from ..prepared import Prepared
+from .report import MemoryReport, StageMemory
 
 
 def suggestions(

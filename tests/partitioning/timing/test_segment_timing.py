@@ -14,9 +14,9 @@ import blockpipe as bp
 from blockpipe.batches.step_arguments import StepArguments
 from blockpipe.devices.stopwatch import Stopwatch
 from blockpipe.errors import UsageError
-from blockpipe.partitioning import segment_stamps, segment_timing
 from blockpipe.partitioning.cut_points import why_closed
-from blockpipe.partitioning.segment_timing import (
+from blockpipe.partitioning.timing import segment_stamps, segment_timing
+from blockpipe.partitioning.timing.segment_timing import (
     SegmentTimer,
     SegmentTimes,
     TimingOptions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .._common.text import bytes_text, text_table
+from ..._common.text import bytes_text, text_table
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Measure the time of each segment of a forward and backward: run a micro-batch several times.
 
-Runs with stamps (:mod:`blockpipe.partitioning.segment_stamps`) alternate with runs without; the
-difference is the stamps' cost, which is subtracted.
+Runs with stamps (:mod:`blockpipe.partitioning.timing.segment_stamps`) alternate with runs without;
+the difference is the stamps' cost, which is subtracted.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._common.callsite import users_line
-from .._common.modules import call_with_tensors, named_slots
-from .._common.nested import map_tensors, tensors
-from .._common.progress import Progress
-from .._common.thread_state import CallerState, intra_operation_threads
-from .._torch.modules import COMPILED_CALL, buffers_of, parameters_of
-from ..batches.losses import computed_loss, own_loss_or_none
-from ..batches.step_arguments import StepArguments
-from ..devices.rng_streams import every_source, preserve_rng, torchs_of
-from ..devices.stopwatch import Stopwatch
-from ..errors import UsageError
-from ..recording.recording import Recording
-from ..restoring.model_state import ModelState
-from ..restoring.preserved import fresh_copy
+from ..._common.callsite import users_line
+from ..._common.modules import call_with_tensors, named_slots
+from ..._common.nested import map_tensors, tensors
+from ..._common.progress import Progress
+from ..._common.thread_state import CallerState, intra_operation_threads
+from ..._torch.modules import COMPILED_CALL, buffers_of, parameters_of
+from ...batches.losses import computed_loss, own_loss_or_none
+from ...batches.step_arguments import StepArguments
+from ...devices.rng_streams import every_source, preserve_rng, torchs_of
+from ...devices.stopwatch import Stopwatch
+from ...errors import UsageError
+from ...recording.recording import Recording
+from ...restoring.model_state import ModelState
+from ...restoring.preserved import fresh_copy
 from .segment_stamps import SegmentStamps, StampedForward
 
 WARM_UP = 2

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.preparation.measured_memory import LiveBytes
-from blockpipe.preparation.memory_model import copies_of
+from blockpipe.preparation.memory.measured import LiveBytes
+from blockpipe.preparation.memory.model import copies_of
 
-from ..models import FeedForward, square
-from ..stage_devices import examples, is_simulated, stages
+from ...models import FeedForward, square
+from ...stage_devices import examples, is_simulated, stages
 
 
 def layers(count=4, stages=2, width=32):
@@ -277,7 +277,7 @@ def test_measuring_needs_a_placed_model():
     pipe = bp.Pipeline(layers(), devices=stages(2), chunks=4)
     with pytest.raises(
         TypeError,
-        match=r"measured_memory\(\) compares with a prediction.*test_memory_model\.py:\d+",
+        match=r"measured_memory\(\) compares with a prediction.*test_model\.py:\d+",
     ):
         with pipe.measured_memory():
             pass

@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .._torch.graph import nodes_made, sequence_number
-from ..devices.stopwatch import Stopwatch
+from ..._torch.graph import nodes_made, sequence_number
+from ...devices.stopwatch import Stopwatch
 
 
 class SegmentStamps:

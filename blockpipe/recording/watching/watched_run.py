@@ -9,32 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._common.nested import map_tensors, tensors
-from .._common.progress import Progress
-from .._common.text import dtype_text, short
-from .._common.thread_state import as_ours, theirs
-from .._torch.modules import COMPILED_CALL, is_compiled
-from .._torch.tensors import version_of
-from ..batches.losses import own_loss_or_none
-from ..costs.meter import Meter
-from ..crossing.tags import StepContext
-from ..crossing.torch_patches import GeneratorStates
-from ..crossing.user_checkpoints import intercepting
-from ..restoring.holders import Holder
-from ..restoring.model_state import is_users
-from ..stages.cursor import set_cursor
-from ..stages.marks import mark_of
-from .outside_state import TORCHS, OutsideState
-from .reads import Reads
-from .recorder import Recorder, WatchedCursor
-from .recording import Hop, Output, Recording
-from .sample import RecordRequest
+from ..._common.nested import map_tensors, tensors
+from ..._common.progress import Progress
+from ..._common.text import dtype_text, short
+from ..._common.thread_state import as_ours, theirs
+from ..._torch.modules import COMPILED_CALL, is_compiled
+from ..._torch.tensors import version_of
+from ...batches.losses import own_loss_or_none
+from ...costs.meter import Meter
+from ...crossing.step_context import Graphs, KnownForward, StepContext
+from ...crossing.torch_patches import GeneratorStates
+from ...crossing.user_checkpoints import intercepting
+from ...restoring.holders import Holder
+from ...restoring.model_state import is_users
+from ...stages.cursor import set_cursor
+from ...stages.marks import mark_of
+from ..outside_state import TORCHS, OutsideState
+from ..plan_resolution import Stages
+from ..reads import Reads
+from ..recording import Hop, Output, Recording
+from ..sample import RecordRequest
+from ..sealing import conclude
+from ..shared_changes import SharedChanges
+from .costs import note_split_backwards
+from .held import held_tensors
+from .mode import RecordedForward, RecordingMode
+from .recorder import Recorder
 from .saved_tensors import Activations
-from .sealing import conclude
-from .shared_changes import SharedChanges
-from .watching.costs import note_split_backwards
-from .watching.held import held_tensors
-from .watching.mode import RecordedForward, RecordingMode
+from .watched_cursor import WatchedCursor
 
 
 def looked_at_twice(run: Callable[[], Recording]) -> Recording:
@@ -71,64 +73,21 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
         fake: whether its tensors are fake ones.
         holders: the user's objects that the model reaches.
     """
-    model, planned, cut = request.model, request.planned, request.cut
+    model, planned = request.model, request.planned
     result = Recording(type(model).__name__, fake, planned=planned is not None)
     result.planned_at = None if planned is None else planned.where
-    cursor = WatchedCursor(follow_marks=planned is None)
-    stages = {} if planned is None else planned.stages
-    differentiable = torch.is_grad_enabled()
-    step = StepContext([], {}, request.devices, differentiable=differentiable, cut=cut, splits=True)
-    result.unhookable = sorted(request.unhookable)
-    activations = Activations([*model.parameters(), *model.buffers()])
-    recorder = Recorder(step, cursor, result, activations, request.unhookable)
-    recorder.calls.compiled = {path for path, m in model.named_modules() if is_compiled(m)}
-    recorder.held = held_tensors(model, result)
-    held = (*model.parameters(), *model.buffers())
-    versions = {id(t): (t, version_of(t)) for t in held}
-    recorder.changes = SharedChanges(model)
-    recorder.outside = OutsideState(holders, dict(model.named_modules()))
-    recorder.users = {p for p, module in model.named_modules() if is_users(type(module).__module__)}
-    for path, module in model.named_modules():
-        names = module.__dict__
-        forward = module.forward
-        if isinstance(forward, RecordedForward):
-            forward = forward.forward  # this is the second run
-        names["forward"] = RecordedForward(forward, path, module, recorder, stages.get(path))
-        names.pop(COMPILED_CALL, None)
-    before = set_cursor(cursor)
+    recorder = _watching(request, result, holders)
+    versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
+    _watch_calls(model, recorder, {} if planned is None else planned.stages)
+    before = set_cursor(recorder.run.cursor)
     try:
-        args, kwargs = _as_inputs(recorder, (request.args, request.kwargs))
-        meter = Meter(
-            recorder.costs.spent,
-            recorder.costs.waited,
-            recorder.draws.drew,
-            recorder.wrote,
-            recorder.given,
-        )
-        modules = sum(1 for _ in model.modules())
-        with Progress(
-            f"recording {result.model}", modules, "module calls"
-        ) as recorder.calls.progress:
-            with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
-                with theirs(), RecordingMode(recorder), meter:
-                    output = model(*args, **kwargs)
-                recorder.run.notice_writes()
-                for tensor in tensors(output):
-                    recorder.run.newest(tensor)
+        inputs = _as_inputs(recorder, (request.args, request.kwargs))
+        output = _run(model, inputs, recorder)
         note_split_backwards(recorder.run, result, output)
-        given = recorder.held.keys() | {id(tensor) for tensor in tensors((args, kwargs))}
+        given = recorder.held.keys() | {id(tensor) for tensor in tensors(inputs)}
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
-        recorder.outside.look(recorder.hop)
-        reads = Reads((holder.owner for holder in holders), model.modules())
-        result.shared_changes = [
-            *recorder.changes.found(result, recorder.held, reads),
-            *recorder.outside.found(result, reads),
-            *recorder.outside_tensors.shared(),
-        ]
-        result.outside = recorder.outside_tensors.found()
-        result.collects = recorder.outside.collects
-        result.unread = set(_unread(model, reads))
+        _note_state(model, recorder, holders)
     finally:
         set_cursor(before)
         recorder.abandon()
@@ -137,10 +96,70 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
     try:
         conclude(model, recorder, versions)
     finally:
-        activations.forget()
+        recorder.activations.forget()
     if planned is None:
         result.unreached = list(_unreached(model, {call.path for call in result.calls}))
     return result
+
+
+def _watching(request: RecordRequest, result: Recording, holders: Iterable[Holder]) -> Recorder:
+    """Make what watches a forward; it knows the model's parameters, and has put nothing on it."""
+    model = request.model
+    graphs = Graphs(differentiable=torch.is_grad_enabled(), cut=request.cut, split=True)
+    step = StepContext([], {}, request.devices, graphs, KnownForward())
+    cursor = WatchedCursor(follow_marks=request.planned is None)
+    activations = Activations([*model.parameters(), *model.buffers()])
+    recorder = Recorder(step, cursor, result, activations, request.unhookable)
+    modules = dict(model.named_modules())
+    recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
+    recorder.held = held_tensors(model, result)
+    recorder.changes = SharedChanges(model)
+    recorder.outside = OutsideState(holders, modules)
+    recorder.users = {p for p, module in modules.items() if is_users(type(module).__module__)}
+    result.unhookable = sorted(request.unhookable)
+    return recorder
+
+
+def _watch_calls(model: nn.Module, recorder: Recorder, stages: Stages) -> None:
+    """Put stand-ins on the modules, which report their calls; the caller restores the modules."""
+    for path, module in model.named_modules():
+        names = module.__dict__
+        forward = module.forward
+        if isinstance(forward, RecordedForward):
+            forward = forward.forward  # this is the second run
+        names["forward"] = RecordedForward(forward, path, module, recorder, stages.get(path))
+        names.pop(COMPILED_CALL, None)
+
+
+def _run(model: nn.Module, inputs: Any, recorder: Recorder) -> Any:
+    """Call the model while everything watches; returns its output."""
+    args, kwargs = inputs
+    spent, waited = recorder.costs.spent, recorder.costs.waited
+    meter = Meter(spent, waited, recorder.draws.drew, recorder.wrote, recorder.given)
+    about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
+    with Progress(about, modules, "module calls") as recorder.calls.progress:
+        with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
+            with theirs(), RecordingMode(recorder), meter:
+                output = model(*args, **kwargs)
+            recorder.run.notice_writes()
+            for tensor in tensors(output):
+                recorder.run.newest(tensor)
+    return output
+
+
+def _note_state(model: nn.Module, recorder: Recorder, holders: Iterable[Holder]) -> None:
+    """Write down what the forward has changed, and what it has left unread."""
+    result = recorder.result
+    recorder.outside.look(recorder.hop)
+    reads = Reads((holder.owner for holder in holders), model.modules())
+    result.shared_changes = [
+        *recorder.changes.found(result, recorder.held, reads),
+        *recorder.outside.found(result, reads),
+        *recorder.outside_tensors.shared(),
+    ]
+    result.outside = recorder.outside_tensors.found()
+    result.collects = recorder.outside.collects
+    result.unread = set(_unread(model, reads))
 
 
 def _unread(model: nn.Module, reads: Reads) -> Iterator[str]:

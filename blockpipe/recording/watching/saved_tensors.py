@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.graph import pop_saved_tensor_hooks, push_saved_tensor_hooks
-from .._torch.modes import without_torch_functions
-from .._torch.tensors import storage_id, version_of
-from ..costs.work import size_of
-from ..crossing.recompute import Recomputable
-from .recording import ActivationBytes, Call, Hop, Saved
+from ..._torch.graph import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from ..._torch.modes import without_torch_functions
+from ..._torch.tensors import storage_id, version_of
+from ...costs.work import size_of
+from ...crossing.recompute import Recomputable
+from ..calls import Call, Saved
+from ..recording import ActivationBytes, Hop
 
 _Key = int  # which storage
 _FEW = 8  # storages whose sizes are kept
