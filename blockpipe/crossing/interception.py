@@ -47,7 +47,8 @@ _BARE = Seal()
 
 
 def watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """``Tensor.register_hook`` in a sealed module: noted, for there nobody looks."""
+    """Replace ``Tensor.register_hook`` in a sealed module, where no mode sees it, and note the
+    hook."""
     mode = active_mode()
     if mode is not None and mode.inside:
         mode.run.gradients.hooked.add(mode.run.hop)
@@ -100,17 +101,17 @@ _LOOKS_AT_GRAPH = _HOOKS | {getattr(Tensor, name).__get__ for name in ("grad_fn"
 
 
 def is_question(function: Callable[..., Any]) -> bool:
-    """Whether a torch function asks about a tensor, and computes nothing."""
+    """Return whether a torch function asks about a tensor, and computes nothing."""
     return function in _QUESTIONS
 
 
 def looks_at_graph(function: Callable[..., Any]) -> bool:
-    """Whether a torch function hooks into a tensor's graph, or asks for it."""
+    """Return whether a torch function hooks into a tensor's graph, or asks for it."""
     return function in _LOOKS_AT_GRAPH
 
 
 def active_mode() -> "CrossingMode | None":
-    """The glue of this thread."""
+    """Return the mode of this thread; ``None`` outside of a run."""
     return cast("CrossingMode | None", in_thread.mode)
 
 
@@ -146,7 +147,7 @@ class CrossingMode(TorchFunctionMode):
         self._outer = None
 
     def is_on(self) -> bool:
-        """Whether it sees what is called here."""
+        """Whether the mode sees what is called here."""
         return any(function_mode_at(i) is self for i in range(how_many_function_modes()))
 
     def __torch_function__(
@@ -201,7 +202,7 @@ class CrossingMode(TorchFunctionMode):
     def _handed(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Reader:
-        """What reads the arguments of a function that is about tensors themselves."""
+        """Return what reads the arguments of a function that is about tensors themselves."""
         return self.run.handed(func, args, kwargs, self._local)
 
     def apart(
@@ -211,7 +212,7 @@ class CrossingMode(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None,
     ) -> Any:
-        """The same where there are modes of the user's: they are for what ``func`` does."""
+        """Do the same where there are modes of the user's, which are for what ``func`` does."""
         modes = leave_modes()
         theirs = [mode for mode in modes if mode is not self]
         try:
@@ -222,8 +223,8 @@ class CrossingMode(TorchFunctionMode):
     def _asks_for_host(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> bool:
-        """Whether an operation says in so many words that its result be on the host, or reads
-        nothing else. The device that a stage on the CPU was told as its own is no such word."""
+        """Return whether an operation says explicitly that its result be on the host, or reads
+        nothing else. The device that a stage on the CPU was given as its own does not count."""
         device = kwargs.get("device", args[1] if func is Tensor.to and len(args) > 1 else None)
         if isinstance(device, str):
             device = torch.device(device)
@@ -241,7 +242,8 @@ class CrossingMode(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         modes: Sequence[TorchFunctionMode],
     ) -> Any:
-        """What needs no copy. Where a tensor is, is where the stage that asks would read it."""
+        """Return the answer to a question, which needs no copy. A tensor's device is the one on
+        which the stage that asks would read it."""
         run = self.run
         if func in _HOOKS or run.writes.reached_back:
             args = (run.newest(args[0]), *args[1:])
@@ -253,16 +255,17 @@ class CrossingMode(TorchFunctionMode):
         return where(run.device_of(args[0] if args else kwargs["input"]))
 
     def read(self, tensor: Tensor) -> Tensor:
-        """What an operation here is handed in the place of a tensor; function modes are off."""
+        """Return the tensor that an operation here is given in the place of another; function modes
+        are off."""
         if self.inside:
             return tensor
         self.run.arrive()
         return self._local(tensor, Reads())
 
     def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
-        """Called for each custom autograd function, or scripted one, in the glue; the recording
-        writes it down. Of one that it has not met, nobody knows whether its backward can be split,
-        and whether a checkpoint reads what it was not given.
+        """Note a custom autograd function, or a scripted one, in the glue; a recording writes it
+        down. Of a function that the recording has not met, nobody knows whether its backward can be
+        split, and whether a checkpoint reads what it was not given.
 
         Raises:
             CrossingError: it is a reentrant checkpoint that the recording has not met.
@@ -279,15 +282,15 @@ class CrossingMode(TorchFunctionMode):
             )
 
     def saw_checkpoint(self) -> None:
-        """Called for each ``torch.utils.checkpoint`` in the glue; the same."""
+        """Note a ``torch.utils.checkpoint`` in the glue; a recording writes it down."""
 
     def saw_generator_set(self) -> None:
-        """Called where torch's generator is given a state, while that is noticed; the same."""
+        """Note that torch's generator is given a state; a recording writes it down."""
 
     def call_function(
         self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function that is a block: like a module, it may be sealed."""
+        """Call a function that is a block; like a module, it may be sealed."""
         run = self.run
         seal = run.step.known.sealed_functions.get(key)
         if self.inside or seal is None or not seal.hops or not run.is_sealed(seal.hops):
@@ -301,7 +304,8 @@ class CrossingMode(TorchFunctionMode):
         kwargs: dict[str, Any],
         seal: Seal = _BARE,
     ) -> Any:
-        """Run something untouched: tensors are looked at on the way in and out only.
+        """Call something without intercepting its operations; tensors are looked at on the way in
+        and out only.
 
         Args:
             function: the module's forward, or the function.
@@ -353,7 +357,8 @@ def _all_local(local: Reader, value: Any, reads: Reads) -> Any:
 
 
 class _Containers:
-    """Lists and dicts that had to be rebuilt at a door: what the callee adds to them goes back."""
+    """Lists and dicts that had to be rebuilt for a sealed call; what the callee adds to them goes
+    back."""
 
     def __init__(self) -> None:
         self._rebuilt: list[tuple[Any, Any, Any]] = []

@@ -25,7 +25,7 @@ from .tensors.tensor_attributes import class_attributes, share_attributes
 
 @dataclass(frozen=True, kw_only=True)
 class Graphs:
-    """How the autograd graphs of a step are built.
+    """The way in which the autograd graphs of a step are built.
 
     Attributes:
         differentiable: whether there are any.
@@ -40,7 +40,7 @@ class Graphs:
 
 @dataclass(frozen=True)
 class Seal:
-    """How a module or function is called where it is sealed.
+    """The way in which a module or function is called where it is sealed.
 
     Attributes:
         name: its name in the recording.
@@ -59,7 +59,7 @@ class Seal:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownForward:
-    """What a recording has told of the forward, by which a step runs it.
+    """The recording's knowledge of a forward, by which a step runs it.
 
     Attributes:
         begins: for each hop, which of the forward's marks it began with.
@@ -81,7 +81,7 @@ class KnownForward:
 
 
 class StepContext:
-    """What the runs of one step share: the homes, the devices, and values copied once.
+    """The shared part of a step's runs: the homes, the devices, and values copied once.
 
     Args:
         route: the stage of each hop.
@@ -131,7 +131,7 @@ class StepContext:
         self._adopted: dict[int, ParameterHome] = {}
 
     def device_of(self, stage: int) -> torch.device | None:
-        """The device of a stage, or ``None`` where nothing is placed."""
+        """Return the device of a stage, or ``None`` where nothing is placed."""
         return None if self.devices is None else self.devices[stage]
 
     @cached_property
@@ -146,7 +146,7 @@ class StepContext:
         return len({device.type == "cpu" for device in self.devices or ()}) > 1
 
     def stays(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the host because the user's code wants it there.
+        """Return whether a tensor is on the host because the user's code wants it there.
 
         A tensor that a model on one accelerator finds on the host is on the host in a pipeline too:
         results that an accelerator's stage has on the host, and tensors from outside of the
@@ -163,31 +163,33 @@ class StepContext:
         return home is None or home.is_adopted
 
     def watch(self, tensor: Tensor, from_hop: int, to_hop: int, microbatch: int) -> Watch | None:
-        """What an observer has for a copy between hops (-1: the caller)."""
+        """Return what an observer has for a copy between hops; hop -1 is the caller."""
         if self.observer is None:
             return None
         return self.observer.watch(tensor, from_hop, to_hop, microbatch)
 
     def settle(self) -> None:
-        """The step is over: what it was given, and what it made, may be written and let go."""
+        """End the step: what it was given, and what it made, may be written and freed."""
         self.lent.settle_all()
         self.sent_back.settle_all()
         self.returned.settle_all()
 
     def begin(self) -> None:
-        """Note what is queued on the devices by now: what the step is given is there behind it."""
+        """Note what is queued on the devices by now, which is in front of all that the step was
+        given."""
         if self.has_copies:
             assert self.devices is not None
             self._begun = {device: mark(device) for device in set(self.devices)}
 
     def mark(self, stage: int) -> torch.Event | None:
-        """An event behind what is queued on a stage's device, if anybody could wait for it."""
+        """Return an event behind what is queued on a stage's device, if anybody could wait for
+        it."""
         return mark(self.devices[stage]) if self.has_copies and self.devices is not None else None
 
     def copy_of(
         self, tensor: Tensor, stage: int, watch: Watch | None = None, *, on_host: bool = False
     ) -> Tensor:
-        """A parameter's or buffer's value on another stage, copied once in the step."""
+        """Return a parameter's or buffer's value on another stage, copied once in the step."""
         key = id(tensor), stage
         with self._lock:
             sent = self._copies.get(key)
@@ -196,8 +198,9 @@ class StepContext:
         return sent.receive()
 
     def copy_of_constant(self, tensor: Tensor, tag: Tag, stage: int, *, on_host: bool) -> Tensor:
-        """A constant's values on another stage, copied once for as long as it lives. It may have
-        been made in this step: the copy begins when all is done that is queued by now."""
+        """Return a constant's values on another stage, copied once for as long as the constant
+        lives. It may have been made in this step, so the copy begins when all is done that is
+        queued by now."""
         device = tensor.device if on_host else self.device_of(stage)
         key = device, (self.isolate_as, stage) if self.isolate else None
         with self._lock:
@@ -211,7 +214,7 @@ class StepContext:
         return sent.receive()
 
     def carried(self, tensor: Tensor, stage: int, watch: Watch | None = None) -> Tensor:
-        """The values of a tensor that is the caller's, or the model's, on a stage."""
+        """Return on a stage the values of a tensor that is the caller's, or the model's."""
         return self.lend(tensor, stage, watch).receive()
 
     def lend(
@@ -234,8 +237,8 @@ class StepContext:
         watch: Watch | None = None,
         on_host: bool = False,
     ) -> PendingCopy:
-        """Begin to copy a tensor's values to a stage: an alias on the same device, unless isolated.
-        What the user's code keeps on the host stays there. See
+        """Begin to copy a tensor's values to a stage; on the same device this makes an alias,
+        unless stages are isolated. Tensors that the user's code keeps on the host stay there. See
         :func:`blockpipe.devices.copies.send`."""
         device = tensor.device if on_host else self.device_of(stage)
         sent = send(tensor, device, copy=self.isolate, after=after, back=back, watch=watch)
@@ -244,7 +247,8 @@ class StepContext:
         return sent
 
     def adopt(self, tensor: Tensor, hop: int, stage: int) -> ParameterHome:
-        """A leaf that no module registered and that needs a gradient: its home is where it is read.
+        """Return a home, where it is read, for a leaf that no module registered and that needs a
+        gradient.
 
         A parameter of a loss function, say.
         """
@@ -253,5 +257,5 @@ class StepContext:
             return self._adopted.setdefault(id(tensor), home)
 
     def home_of(self, tensor: Tensor) -> ParameterHome | None:
-        """Where a parameter or buffer lives; ``None`` for any other tensor."""
+        """Return where a parameter or buffer lives; ``None`` for any other tensor."""
         return self.homes.get(id(tensor)) or self._adopted.get(id(tensor))

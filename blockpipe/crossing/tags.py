@@ -34,14 +34,15 @@ UNCUT = (
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class MicrobatchKey:
-    """Which run a tensor belongs to; compared by identity, printed in errors."""
+    """The run that a tensor belongs to; compared by identity, printed in errors."""
 
     step: int
     microbatch: int
 
 
 class Tag:
-    """What a tensor is to a run: whose, made on which hop, where it was imported to."""
+    """A tensor's relation to a run: which run's it is, on which hop it was made, and where it was
+    imported to."""
 
     __slots__ = (
         *("constant", "copies", "hop", "imports", "is_kept", "key", "newest", "site", "stage"),
@@ -64,8 +65,8 @@ class Tag:
         return type(None), ()
 
     def is_constant(self, tensor: Tensor) -> bool:
-        """Whether its tensor was computed from nothing of a micro-batch's, and not written to
-        since: see :mod:`blockpipe.crossing.constants`."""
+        """Return whether its tensor was computed from nothing of a micro-batch's, and not written
+        to since; see :mod:`blockpipe.crossing.constants`."""
         if self.constant is None or self.constant != version_of(tensor):
             return False
         return not tensor.is_inference() or not is_written(tensor)
@@ -82,16 +83,17 @@ class Import:
     besides: Collection[str] = ()  # attributes of the value that are its class's
 
     def share_attributes(self, tensor: Tensor) -> None:
-        """What is set on the tensor is on its copy, too."""
+        """Set on the copy what is set on the tensor."""
         share_attributes(tensor, self.value, self.besides)
 
     def return_attributes(self, tensor: Tensor) -> None:
-        """What was set on the copy is on the tensor, too."""
+        """Set on the tensor what was set on the copy."""
         share_attributes(self.value, tensor, self.besides)
 
 
 class Aliases:
-    """What shares a storage, across its copies: how many were imported, where it was written."""
+    """The tensors that share a storage, across their copies: how many were imported, and where they
+    were written."""
 
     __slots__ = ("imported", "written_on")
 
@@ -102,7 +104,8 @@ class Aliases:
 
 @dataclass(slots=True)
 class ParameterHome:
-    """Where a parameter or buffer lives. It holds the tensor, so that its id stays its own."""
+    """The place where a parameter or buffer lives. It holds the tensor, so that its id stays its
+    own."""
 
     tensor: Tensor
     hop: int
@@ -113,7 +116,8 @@ class ParameterHome:
 
 @dataclass(slots=True)
 class GradientSlot:
-    """Where a gradient arrives, while its hop's backward runs; closed at any other time."""
+    """The place where a gradient arrives while its hop's backward runs; closed at any other
+    time."""
 
     gradient: Tensor | None = None
     open: bool = False
@@ -121,7 +125,7 @@ class GradientSlot:
 
 @dataclass(slots=True)
 class Crossing:
-    """One import's way back: the gradient arrives in the box and goes to an edge of a hop."""
+    """The way back of one import: the gradient arrives in the slot and goes to an edge of a hop."""
 
     entry: GradientEdge | None  # where it arrives; kept only where backwards are split
     slot: GradientSlot
@@ -132,7 +136,7 @@ class Crossing:
 
 @dataclass(slots=True)
 class HopGraph:
-    """What a hop's backward starts from, and what it hands on."""
+    """The roots that a hop's backward starts from, and the gradients that it hands on."""
 
     roots: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)
     arriving: list[PendingCopy] = field(default_factory=list)  # of the roots' gradients
@@ -140,7 +144,8 @@ class HopGraph:
 
 
 class GraphEntry(torch.autograd.Function):
-    """Where a crossing enters a hop's graph: keeps the gradient, and nothing of the data.
+    """The place where a crossing enters a hop's graph. It keeps the gradient, and nothing of the
+    data.
 
     Not a leaf: the user's operation may write to it in place. Its output is a ``detach`` made
     without grad, which autograd takes for no view.
@@ -169,7 +174,7 @@ _phony = torch.zeros((), device="cpu", requires_grad=True)
 
 
 def enter_graph(slot: GradientSlot, value: Tensor) -> Tensor:
-    """A value as an entry into this hop's graph; its gradient will be in the box."""
+    """Return a value as an entry into this hop's graph; its gradient will be in the slot."""
     if torch.is_grad_enabled():
         return cast(Tensor, GraphEntry.apply(slot, _phony, value))
     # With grad also where the user's code is under no_grad: the copy is kept, and a later
@@ -179,14 +184,15 @@ def enter_graph(slot: GradientSlot, value: Tensor) -> Tensor:
 
 
 def aliases_of(tensor: Tensor, key: MicrobatchKey) -> Aliases | None:
-    """What a run knows of a tensor's storage."""
+    """Return what a run knows of a tensor's storage."""
     storage = _storage(tensor)
     known = None if storage is None else getattr(storage, _ALIASES, None)
     return None if known is None else known.get(key)
 
 
 def set_aliases(tensor: Tensor, key: MicrobatchKey, aliases: Aliases) -> None:
-    """Note it, by run: slices of one batch share a storage, and are no aliases."""
+    """Note what a run knows of a tensor's storage. Slices of one batch share a storage and are no
+    aliases, so this is kept for each run."""
     storage = _storage(tensor)
     if storage is None:
         return
@@ -202,7 +208,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
-    """A tensor's place in the autograd graph, whatever grad mode is, and however its stage."""
+    """Return a tensor's place in the autograd graph, whatever the grad mode is."""
     node = tensor.grad_fn
     if node is not None and not isinstance(node, PythonNode):
         return GradientEdge(node, tensor.output_nr)

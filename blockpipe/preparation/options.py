@@ -60,8 +60,7 @@ def check_batch_dims(dims: object) -> None:
     values = list(dims.values()) if isinstance(dims, Mapping) else [dims]
     for value in values:
         is_list = value == "list" and isinstance(dims, Mapping)
-        is_dim = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not is_list and not is_dim:
+        if value is not None and not is_list and not is_integer(value):
             raise MicrobatchError(
                 expected(
                     "an integer, None, or a mapping from arguments to integers, 'list' or None",

@@ -44,14 +44,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How modules are compiled."""
+    """The way in which modules are compiled."""
 
     options: dict[str, Any] | None  # for torch.compile; None: they are captured only
     cuda_graphs: bool
 
 
 class Preparer:
-    """What a pipeline knows of its model, and what it has worked out for it.
+    """The part of a pipeline that records, plans and places its model, and remembers the results.
 
     Args:
         model: the user's.
@@ -97,7 +97,8 @@ class Preparer:
 
     @property
     def plan(self) -> StagePlan | None:
-        """Which module call is on which stage; before the recording what was given, or ``None``."""
+        """The stage of each module call; before the recording the plan that was given, or
+        ``None``."""
         recording = self.recording
         if recording is not None or self.given_plan is not None:
             return self.given_plan if recording is None else recording.plan
@@ -121,21 +122,22 @@ class Preparer:
         return list(self.given_devices)
 
     def placed(self) -> list[torch.device] | None:
-        """The device of each stage, where the model is placed and nobody has disturbed that."""
+        """Return the device of each stage, where the model is placed and nobody has disturbed
+        that."""
         placement = self._placement
         if placement is None or self.is_replanned() or placement.is_disturbed():
             return None
         return placement.devices
 
     def is_replanned(self) -> bool:
-        """Whether a plan was set or taken off since the model was placed."""
+        """Return whether a plan was set or taken off since the model was placed."""
         known = self._fingerprint
         return self.given_plan is None and known is not None and known.is_replanned()
 
     # --- record → plan → place
 
     def prepare(self, batch: Microbatch, options: PipelineOptions) -> Prepared:
-        """The recording that fits a micro-batch, and the model placed by it."""
+        """Return the recording that fits a micro-batch, with the model placed by it."""
         if self.is_replanned():
             self.unplace()
             self._fingerprint = None
@@ -169,14 +171,15 @@ class Preparer:
         return prepared
 
     def _caution_once(self, prepared: Prepared, options: PipelineOptions) -> None:
-        """Say what was hardly meant so, at the first step of a pipeline."""
+        """Warn, at the first step of a pipeline, of options and marks that were hardly meant so."""
         if not self._has_cautioned:
             self._has_cautioned = True
             for text in (*prepared.recording.unreached, *prepared.cautions(options.schedule)):
                 warn(f"{text} ({users_line()})")
 
     def _forget_oldest(self, batch: Microbatch) -> None:
-        """Before another one comes: no more than so many are kept, the latest used."""
+        """Forget the recordings that were not used for longest, so that no more than so many are
+        kept."""
         while len(self.known) >= MOST_RECORDINGS:
             self.known.popitem(last=False)
             if self._has_warned_of_recordings:
@@ -275,9 +278,10 @@ class Preparer:
         )
 
     def _key(self, batch: Microbatch, fingerprint: Fingerprint) -> Any:
-        """What a recording depends on: modes, grad mode, structure, and the values of what is no
-        tensor: they may lead to another module on the same route, which nothing would notice.
-        Sizes are not in it: a micro-batch whose size leads elsewhere is noticed by its route."""
+        """Return what a recording depends on: modes, grad mode, structure, and the values of
+        arguments that are no tensors. These may lead to another module on the same route, which
+        nothing would notice. Sizes are not in it: a micro-batch whose size leads elsewhere is
+        noticed by its route."""
         shape = tuple(
             (leaf.dtype, leaf.dim(), leaf.requires_grad)
             if isinstance(leaf, Tensor)
@@ -292,7 +296,8 @@ class Preparer:
     def look_again(
         self, prepared: Prepared, batch: Microbatch, options: PipelineOptions, written: list[str]
     ) -> None:
-        """After a step that wrote what it did not write when it was recorded: is that of one hop?
+        """Record again after a step that wrote what it did not write when it was recorded, and
+        check that only one hop uses that.
 
         Raises:
             StateError: several hops share it, or other things cross than those that the step knew.
@@ -316,21 +321,21 @@ class Preparer:
             ) from None
 
     def own_storages(self, prepared: Prepared) -> int:
-        """Say whose the parameters and buffers are, for the stage sanitizer; returns by which
-        number it knows them."""
+        """Note for the stage sanitizer whose the parameters and buffers are; return the number by
+        which it knows them."""
         for home in prepared.homes.values():
             set_owner(home.tensor, Owner(self._number, home.stage))
         return self._number
 
     def sketch(self, batch: Microbatch, options: PipelineOptions) -> Prepared:
-        """As :meth:`prepare`, but nothing is placed."""
+        """Do what :meth:`prepare` does, but place nothing."""
         recording = self._record(batch, options)
         devices = self.placed() or self._choose_devices(recording)
         recording.check(len(devices))
         return self._make(recording, {}, devices, options)
 
     def unplace(self) -> nn.Module:
-        """Move the model's parameters and buffers back to where they were; returns the model.
+        """Move the model's parameters and buffers back to where they were; return the model.
 
         What was on the meta device stays on its stage's device: it may be larger than any other.
         """
@@ -354,7 +359,7 @@ class Preparer:
     def apart(
         self, known: OrderedDict[Any, Prepared] | None = None, *, compiles: bool = True
     ) -> Iterator[None]:
-        """While entered, steps are prepared anew, for other options or another mode of the model.
+        """Prepare steps anew while entered, for other options or another mode of the model.
 
         Args:
             known: what is prepared there already, and will be.
@@ -369,7 +374,8 @@ class Preparer:
             self.known, self.compiles = before
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles take the model and the options along, and record anew."""
+        """Leave out what is prepared: copies and pickles take the model and the options along, and
+        record anew."""
         state = dict(self.__dict__)
         state.update(known=OrderedDict(), _placement=None, _fingerprint=None)
         del state["_steering"]
@@ -387,13 +393,14 @@ def _offloaded(recording: Recording, offload: frozenset[int] | Literal[True]) ->
     beyond = sorted(stage for stage in stages if stage >= recording.num_stages)
     if beyond:
         raise PlanError(
-            f"offload names stages {beyond}, but the model has stages 0.."
-            f"{recording.num_stages - 1}; name some of these, or pass offload=True"
+            f"expected stages from 0 to {recording.num_stages - 1} for offload, got {beyond} "
+            f"({users_line()}); name some of these, or pass offload=True"
         )
     if recording.unhookable:
         raise PlanError(
-            "offload hooks into what autograd saves, which torch.func does not bear, and "
-            f"{recording.unhookable} use it; pass offload=False, or checkpoint= instead"
+            "offload hooks into what autograd saves, which torch.func does not allow, and "
+            f"{recording.unhookable} use it ({users_line()}); pass offload=False, or checkpoint= "
+            "instead"
         )
     return stages
 

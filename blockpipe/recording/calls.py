@@ -46,26 +46,34 @@ class Call:
         """Whether a plan can assign it: a module inside of the model."""
         return bool(self.path) and not self.is_function
 
+    @property
+    def hops(self) -> range:
+        """The hops from its first operation to its last; none if it did nothing."""
+        if self.hop is None:
+            return range(0)
+        return range(self.hop, (self.hop if self.last_hop is None else self.last_hop) + 1)
+
     def recomputes(self, mode: bool) -> bool:
-        """Whether it is recomputed where the pipeline recomputes, or does not."""
+        """Return whether it is recomputed, where the pipeline recomputes or where it does not."""
         return self.is_recomputed and (mode if self.checkpoint is None else self.checkpoint)
 
     def ancestors(self) -> Iterator[Call]:
-        """The calls around it, from the inside out."""
+        """Yield the calls around it, from the inside out."""
         call = self.parent
         while call is not None:
             yield call
             call = call.parent
 
     def open(self, why: str) -> None:
-        """It is not sealed; the first reason counts."""
+        """Note that it is not sealed; the first reason counts."""
         self.sealed = False
         self.opened = self.opened or why
 
 
 @dataclass
 class Segment:
-    """What runs from the beginning of one call to that of the next: the least that a stage can be.
+    """The operations from the beginning of one call to that of the next: the least that a stage can
+    be.
 
     Calls that begin without an operation between them begin one segment together.
     """
@@ -83,7 +91,7 @@ class Segment:
 
 @dataclass
 class Saved:
-    """What autograd saves in the same segments."""
+    """The bytes that autograd saves in the same segments."""
 
     segments: tuple[int, ...]  # ascending
     bytes: int

@@ -48,7 +48,7 @@ def record_on_fake_devices(
     devices: list[torch.device],
     plan: StagePlan | None = None,
 ) -> Recording:
-    """Record with every tensor on a fake device of its stage; they need not be there.
+    """Record with every tensor on a fake device of its stage; the devices need not be there.
 
     Args:
         model: as for :func:`record`.
@@ -185,7 +185,8 @@ class _Fakes:
         self._made: dict[int, Tensor] = {}  # by the id of the real one
 
     def of(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-        """The fake tensor that stands for a real one, on a device or where the real one is."""
+        """Return the fake tensor that stands for a real one, on a device or where the real one
+        is."""
         if isinstance(tensor, FakeTensor):
             return tensor
         found = self._made.get(id(tensor))
@@ -249,7 +250,7 @@ def _record_fake(
 
 
 class _OtherThreadsOnly(logging.Filter):
-    """Lets through what other threads log."""
+    """A filter that lets through what other threads log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,8 +262,8 @@ class _OtherThreadsOnly(logging.Filter):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """While entered, torch does not log what this thread's fake tensors cannot do: either it is
-    raised, and then said once, or the forward runs for real."""
+    """Keep torch from logging, while entered, what this thread's fake tensors cannot do. Either
+    that is raised, and then said once, or the forward runs for real."""
     logger, filter_ = logging.getLogger(FAKE_TENSOR_LOG), _OtherThreadsOnly()
     logger.addFilter(filter_)
     try:

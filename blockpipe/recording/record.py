@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._common.callsite import users_line
+from .._common.checks import expected
 from .._common.model_turns import alone_with
 from .._common.nested import map_tensors
 from .._common.thread_state import as_ours
@@ -83,9 +83,7 @@ def record(
         [0]
     """
     if not isinstance(model, nn.Module):
-        raise RecordingError(
-            f"record takes an nn.Module, but {type(model).__name__} came ({users_line()})"
-        )
+        raise RecordingError(expected("an nn.Module", model, for_="model"))
     if isinstance(args, Tensor) or not isinstance(args, tuple | list):
         args = (args,)
     planned = planned_by(model, plan)
@@ -204,7 +202,8 @@ def _record_real(request: RecordRequest) -> Recording:
 
 
 def _one_device_of(model: nn.Module) -> torch.device | None:
-    """Where a model is that is not spread out yet: a batch may be elsewhere, and goes there."""
+    """Return the device of a model that is not spread out yet; a batch that is elsewhere goes
+    there."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     return devices.pop() if len(devices) == 1 else None
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ActivationBytes:
-    """What a hop keeps of one micro-batch between its forward and its backward."""
+    """The bytes that a hop keeps of one micro-batch between its forward and its backward."""
 
     bytes: int = 0
     shared: int = 0  # of these, what an earlier hop keeps as well: once, where both are on a device
@@ -86,7 +86,7 @@ class TensorInfo:
 
     @property
     def name(self) -> str:
-        """Its first name."""
+        """The first of its names."""
         return self.names[0]
 
 
@@ -105,7 +105,7 @@ class OutsideTensor:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The tensor in words."""
         return f"a tensor of shape {self.shape} that no module registered"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class GeneratorUse:
 
 @dataclass
 class SharedChange:
-    """Something that the forward changes while it runs and that several hops see."""
+    """A change that the forward makes while it runs and that several hops see."""
 
     what: str
     seen: str  # how the hops see it, in words
@@ -172,7 +172,7 @@ class SharedChange:
 
 @dataclass
 class Recording:
-    """What a forward does, stage by stage. Plain data: it holds no tensor and no module.
+    """The work of a forward, stage by stage. It is plain data, and holds no tensor and no module.
 
     Example:
         >>> import torch, blockpipe as bp
@@ -241,18 +241,18 @@ class Recording:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return max(self.route, default=0) + 1
 
     @property
     def splits_backward(self) -> list[bool]:
-        """For each hop, whether its backward can be split in two parts, as zero-bubble schedules
+        """For each hop, whether its backward can be split in two parts as zero-bubble schedules
         have it: gradients of what came in, and gradients of parameters."""
         return [hop.whole is None for hop in self.hops]
 
     @property
     def plan(self) -> StagePlan:
-        """Which module call is on which stage."""
+        """The stage of each module call."""
         entries: dict[int, Assignment] = {}
         for call in self.calls:
             if not call.is_module:
@@ -300,7 +300,7 @@ class Recording:
             raise PlanError("; ".join(problems))
 
     def begun_too_early(self) -> Iterator[str]:
-        """Stages that begin before the one below: how they are numbered, whatever numbers them."""
+        """Yield the stages that begin before the one below, whoever numbers them."""
         highest = -1
         for hop in self.hops:
             if hop.stage > highest + 1:
@@ -320,7 +320,7 @@ class Recording:
         depth: int | None = None,
         columns: Iterable[str] | None = None,
     ) -> Summary:
-        """What is on which stage, what it costs, what crosses, what to look at.
+        """Return what is on which stage, what it costs, what crosses, and what to look at.
 
         Args:
             devices: of each stage, or their names: a column, and what times are predicted for.
@@ -353,7 +353,7 @@ class Recording:
 
     @remembers_caller
     def explain(self, path: str) -> str:
-        """Why a module, or a parameter, is where it is.
+        """Return the reasons why a module, or a parameter, is where it is.
 
         Args:
             path: of a module, a parameter or a buffer; ``""``: the model.

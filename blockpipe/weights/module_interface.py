@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
+from .._common.checks import expected
 from .._common.hints import ALL_REDUCE, where_model_has
 from .._common.nested import map_tensors
 from .._torch.modules import CHILDREN, RefusesWrappers, Wrapper, versions_in
@@ -53,7 +54,7 @@ class ModuleInterface(RefusesWrappers):
 
     @property
     def recording(self) -> Recording | None:
-        """What is known of the stages."""
+        """The recording of the latest call; ``None`` if nothing is known of the stages."""
         return None
 
     def _refuse_wrapper(self, wrapper: Wrapper) -> NoReturn:
@@ -84,13 +85,13 @@ class ModuleInterface(RefusesWrappers):
 
     def _refuse_device(self, device: torch.device) -> None:
         raise UsageError(
-            f"a pipeline's stages have devices of their own, but .to({str(device)!r}) came; "
-            "pass devices=[…] to Pipeline, or call unplace() and move the model "
-            f"({users_line()})"
+            f"expected a dtype, got .to({str(device)!r}) ({users_line()}): a pipeline's stages "
+            "have devices of their own; pass devices=[…] to Pipeline, or call unplace() and move "
+            "the model"
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Dtypes only: ``pipe.to(torch.bfloat16)``.
+        """Change the dtype, as in ``pipe.to(torch.bfloat16)``; a device is refused.
 
         Raises:
             UsageError: a device: each stage has its own.
@@ -101,17 +102,18 @@ class ModuleInterface(RefusesWrappers):
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> Self:
-        """Refused, as :meth:`to` a device is."""
+        """Refuse to move, as :meth:`to` does with a device."""
         return self.to(torch.device("cuda" if device is None else device))
 
     def cpu(self) -> Self:
-        """Refused, as :meth:`to` a device is."""
+        """Refuse to move, as :meth:`to` does with a device."""
         return self.to(torch.device("cpu"))
 
     # --- values, in and out
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain model's, with its keys; tensors are on their stages' devices."""
+        """Return the plain model's state dict, with its keys; the tensors are on their stages'
+        devices."""
         found = self.module.state_dict(*args, **kwargs)
         prefix, versions = kwargs.get("prefix", ""), versions_in(found)
         if prefix:  # a module around the pipeline asks for them by the names of its own children
@@ -123,7 +125,8 @@ class ModuleInterface(RefusesWrappers):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As the plain model's, but what does not fit is found before anything changes.
+        """Load a state dict as the plain model does, after a check that finds everything that does
+        not fit.
 
         A model that is still on the meta device keeps the dictionary's tensors until it is placed:
         do not write to them before. What the dictionary lacks, ``init=`` must fill then.
@@ -149,8 +152,12 @@ class ModuleInterface(RefusesWrappers):
             )
         if not isinstance(state_dict, Mapping):
             raise UsageError(
-                f"a state dict is a mapping from names to values, but {type(state_dict).__name__} "
-                f"came; for a file call load_weights(path) ({users_line()})"
+                expected(
+                    "a mapping from names to values",
+                    state_dict,
+                    for_="state_dict",
+                    fix="for a file call load_weights(path)",
+                )
             )
         if is_on_meta(self.module):
             given, keys = to_be_loaded(self.module, state_dict, strict=strict)

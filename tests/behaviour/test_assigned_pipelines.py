@@ -61,7 +61,7 @@ def test_stages_are_read_from_a_pipeline_and_a_recording():
     """A pipeline that was called needs no sample."""
     pipe = bp.Pipeline(bp.begin_blocks(net_of(), {"head": 1}), devices=["cpu"] * 2, chunks=2)
     with pytest.raises(
-        UsageError, match=r"needs a sample before the first call.*test_keras_assignment"
+        UsageError, match=r"needs a sample before the first call.*test_assigned_pipelines"
     ):
         bp.get_pipeline_stage_assignment(pipe)
     before = bp.get_pipeline_stage_assignment(pipe, X)
@@ -90,10 +90,10 @@ def test_too_few_devices_name_the_calls_and_the_line_that_set_them():
     net = net_of()
     bp.set_pipeline_stage_assignment(net, {"body.1": 1, "head": 2})
     calls = r"2 devices .*stage 1 at 'body.1' call 0, stage 2 at 'head' call 0"
-    with pytest.raises(PlanError, match=rf"{calls}, set at \S*test_keras_assignment.py:\d+\)$"):
+    with pytest.raises(PlanError, match=rf"{calls}, set at \S*test_assigned_pipelines.py:\d+\)$"):
         bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)(X)
     with pytest.raises(
-        PlanError, match=r"\('head' call 0, set at \S*test_keras_assignment.py:\d+\)$"
+        PlanError, match=r"\('head' call 0, set at \S*test_assigned_pipelines.py:\d+\)$"
     ):
         bp.record(net, X, devices=[torch.device("cpu")] * 2)
     plan = bp.record(net, X).plan
@@ -209,7 +209,7 @@ def test_stages_set_since_the_last_call_are_not_shown_as_the_old_ones():
         lambda: pipe.explain("head"),
         lambda: bp.get_pipeline_stage_assignment(pipe),
     ):
-        with pytest.raises(UsageError, match=r"needs a sample.*test_keras_assignment"):
+        with pytest.raises(UsageError, match=r"needs a sample.*test_assigned_pipelines"):
             ask()
     assert pipe.summary(X).prediction is not None
     assert bp.StagePlan(bp.get_pipeline_stage_assignment(pipe, X)).layout == "body=1, head=2"

@@ -1,6 +1,5 @@
 """Batches and losses that do not fit: who is told what, and that nothing has changed."""
 
-import os
 from typing import Any
 
 import pytest
@@ -16,10 +15,7 @@ from blockpipe.errors import (
 )
 
 from ..models import SCHEDULES
-from .bad_input import marked_net, pipeline, train, unchanged, x
-
-HERE = os.path.basename(__file__).replace(".", r"\.") + r":\d+"
-
+from .bad_input import HERE, marked_net, pipeline, train, unchanged, x
 
 # --- batches
 

@@ -1,6 +1,5 @@
 """Wrong use is a clear error at once, and leaves the model as it was: rule 8."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +17,7 @@ from blockpipe.errors import (
     UsageError,
 )
 
-from .bad_input import CPUS, marked_net, pipeline, plain_net, train, unchanged, x
-
-HERE = os.path.basename(__file__).replace(".", r"\.") + r":\d+"
-
+from .bad_input import CPUS, HERE, marked_net, pipeline, plain_net, train, unchanged, x
 
 # --- marks
 

@@ -1,7 +1,5 @@
 """Routes and state that no pipeline can follow, and what their errors say."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,10 +13,7 @@ from blockpipe.errors import (
 )
 
 from ..models import SCHEDULES
-from .bad_input import pipeline, train, x
-
-HERE = os.path.basename(__file__).replace(".", r"\.") + r":\d+"
-
+from .bad_input import HERE, pipeline, train, x
 
 # --- routes and state
 

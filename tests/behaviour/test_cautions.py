@@ -24,7 +24,7 @@ def test_a_mark_that_is_never_reached_is_told():
     net, x = CallsOne(), torch.ones(4, 4)
     bp.BeginBlock(net.head, stage=1)
     pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
-    said = r"'head' is marked as stage 1 \(test_marks.py:\d+\), but never called"
+    said = r"'head' is marked as stage 1 \(test_cautions.py:\d+\), but never called"
     with pytest.warns(UserWarning, match=said):
         pipe(x)
     pipe.eval()(x)  # is recorded anew, and does not warn again

@@ -153,7 +153,11 @@ def test_what_is_assigned_is_checked():
         ("offload", 3, "expected True, False or a list of stages for offload, got 3"),
         ("batch_dims", "x", "expected an integer, None, or a mapping"),
         ("schedule", "uncut", "isolate=True proves that stages are cut apart"),
-        ("devices", stages(3), r"devices cannot be assigned .* call unplace\(\).*test_pipeline.py"),
+        (
+            "devices",
+            stages(3),
+            r"devices cannot be assigned .* call unplace\(\).*test_changed_pipelines.py",
+        ),
         ("plan", None, "plan cannot be assigned .* set_pipeline_stage_assignment"),
         ("module", nn.Linear(1, 1), "module cannot be assigned .* make another Pipeline"),
     ]:
@@ -192,7 +196,9 @@ def test_a_number_that_changes_at_each_call(monkeypatch):
             assert difference(model, plain, loss, expected).same
 
     train(range(3))
-    with pytest.warns(UserWarning, match=r"here \[3\]\) .* as a tensor .*test_pipeline.py"):
+    with pytest.warns(
+        UserWarning, match=r"here \[3\]\) .* as a tensor .*test_changed_pipelines.py"
+    ):
         train([3])
     train(range(4, 8))  # a warning would be an error
     assert len(pipe._preparer.known) == 3

@@ -69,7 +69,9 @@ def test_a_profile_in_a_profile_is_refused():
     """With the user's line and the remedy; the outer one goes on."""
     pipe = made()
     with pipe.profile() as t:
-        with pytest.raises(UsageError, match=r"profiled already.*test_profiling.*leave the outer"):
+        with pytest.raises(
+            UsageError, match=r"profiled already.*test_ended_profiles.*leave the outer"
+        ):
             with pipe.profile():
                 pass
         step(pipe)

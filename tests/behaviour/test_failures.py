@@ -21,6 +21,7 @@ from blockpipe.execution.lanes.thread_pool import close_idle_threads
 
 from ..models import SCHEDULES
 from ..stage_devices import assert_close, stages
+from . import failing_models
 from .failing_models import (
     CHUNKS,
     STAGES,
@@ -34,7 +35,7 @@ from .failing_models import (
     step,
 )
 
-HERE = os.path.basename(__file__)
+HERE = os.path.basename(failing_models.__file__)
 
 
 ERRORS = [ValueError, SystemExit, KeyboardInterrupt]

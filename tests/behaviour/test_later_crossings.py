@@ -179,5 +179,7 @@ def test_a_reentrant_checkpoint_that_begins_later_is_refused():
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
     pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
     net.is_on[0] = 1
-    with pytest.raises(CrossingError, match=r"test_crossings\.py:\d+\); pass use_reentrant=False"):
+    with pytest.raises(
+        CrossingError, match=r"test_later_crossings\.py:\d+\); pass use_reentrant=False"
+    ):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)

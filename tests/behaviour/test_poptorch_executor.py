@@ -141,7 +141,7 @@ def test_mistakes_are_told(mistake: Any, message: str) -> None:
     """What was expected, what came, and the line."""
     with pytest.raises(poptorch.Error, match=message) as caught:
         mistake()
-    assert re.search(r"test_poptorch\.py:\d+", str(caught.value))
+    assert re.search(r"test_poptorch_executor\.py:\d+", str(caught.value))
 
 
 # --- options, and what has no meaning here

@@ -322,8 +322,8 @@ def test_a_generator_that_a_recording_would_advance_is_an_error(reads: bool) -> 
     net = Ticks(lambda net: next(numbers), reads=reads)
     with pytest.raises(
         RecordingError,
-        match=r"advances the generator .*<genexpr> \(.*test_model_state.py:\d+\), which can be neither "
-        r"copied nor put back, at .*test_model_state.py:\d+; count in an attribute",
+        match=r"advances the generator .*<genexpr> \(.*test_untouched_globals.py:\d+\), which can be neither "
+        r"copied nor put back, at .*test_untouched_globals.py:\d+; count in an attribute",
     ):
         bp.record(net, torch.randn(2, 4))
     assert net.tick(net) == 1

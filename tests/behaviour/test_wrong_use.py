@@ -1,6 +1,5 @@
 """Uses that a pipeline is not made for, and what their errors say."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +17,7 @@ from blockpipe.errors import (
     UsageError,
 )
 
-from .bad_input import marked_net, pipeline, train, unchanged, x
-
-HERE = os.path.basename(__file__).replace(".", r"\.") + r":\d+"
-
+from .bad_input import HERE, marked_net, pipeline, train, unchanged, x
 
 # --- what a pipeline is not
 

@@ -213,5 +213,5 @@ def test_torch_func_is_refused(stores):
 
     net = nn.Sequential(Func(8, 8), bp.BeginBlock(nn.Linear(8, 8), stage=1))
     pipe = bp.Pipeline(net, devices=stages(2), chunks=2, offload=True)
-    with pytest.raises(ValueError, match=r"torch.func does not bear, and \['0'\] use it"):
+    with pytest.raises(ValueError, match=r"torch.func does not allow, and \['0'\] use it"):
         pipe.forward_backward(torch.randn(4, 8), loss_fn=square)

@@ -91,7 +91,7 @@ def test_a_damaged_file_is_an_error_or_reads(data):
         try:
             source = open_weights(path)
         except WeightsError as error:
-            assert "safetensors file was expected" in str(error)
+            assert "expected a safetensors file" in str(error)
         else:
             read(source)
 

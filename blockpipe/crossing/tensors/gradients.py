@@ -82,7 +82,8 @@ class Gradients:
         self._graph(hop).roots.append((edge, gradient))
 
     def add_sent_root(self, hop: int, edge: GradientEdge, gradient: PendingCopy) -> None:
-        """The same with a gradient that is on its way: the backward waits for it as it begins."""
+        """Start the backward of a hop also from here, with a gradient that is on its way; the
+        backward waits for it as it begins."""
         graph = self._graph(hop)
         graph.roots.append((edge, gradient.value))
         graph.arriving.append(gradient)
@@ -184,7 +185,7 @@ class Gradients:
         self.add_sent_root(crossing.to_hop, crossing.to_edge, sent)
 
     def abandon(self) -> None:
-        """Let go of everything: the step has failed, or is over."""
+        """Release everything: the step has failed, or is over."""
         self.recomputed_calls.clear()
         self.offload = None
         self.graphs.clear()

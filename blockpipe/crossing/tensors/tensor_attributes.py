@@ -13,7 +13,8 @@ _NONE: frozenset[str] = frozenset()
 
 
 def class_attributes(tensor: Tensor) -> Collection[str]:
-    """The names that a new tensor of this class has: a subclass keeps its own state there."""
+    """Return the names that a new tensor of this class has; a subclass keeps its own state
+    there."""
     return _NONE if type(tensor) is Tensor else frozenset(tensor.__dict__)
 
 

@@ -31,7 +31,7 @@ from .writes import Writes
 
 
 class TensorImport:
-    """Finds, for one run, what an operation on its hop gets in the place of a tensor.
+    """The rule by which one run finds what an operation on its hop gets in the place of a tensor.
 
     Args:
         step: what the run shares with the other runs of its step.
@@ -60,11 +60,11 @@ class TensorImport:
         self._home_imports: dict[int, dict[int, Import]] = {}  # by id of a parameter, by hop
 
     def forget(self) -> None:
-        """The forward is over: let go of the imports."""
+        """Release the imports: the forward is over."""
         self._home_imports.clear()
 
     def local(self, tensor: Tensor, reads: Reads) -> Tensor:
-        """The tensor that an operation on this hop gets in the place of a tensor.
+        """Return the tensor that an operation on this hop gets in the place of a tensor.
 
         Args:
             tensor: as the user's code has it.
@@ -154,9 +154,9 @@ class TensorImport:
         return found.value
 
     def _followed(self, leaf: Tensor, reads: Reads) -> Tensor:
-        """A leaf from outside that needs a gradient, on the first hop that reads it. From another
-        accelerator it is brought by an operation of this hop's graph, where later hops send their
-        gradients."""
+        """Return a leaf from outside that needs a gradient, on the first hop that reads it. From
+        another accelerator it is brought by an operation of this hop's graph, where later hops send
+        their gradients."""
         device = self._step.device_of(self._place.stage)
         if device is None or leaf.device == device or self._step.stays(leaf):
             return leaf
@@ -193,7 +193,7 @@ class TensorImport:
         )
 
     def _may_share(self, tensor: Tensor, tag: Tag) -> bool:
-        """Whether another micro-batch's tensor is a constant, made once for all of them."""
+        """Return whether another micro-batch's tensor is a constant, made once for all of them."""
         if tensor.requires_grad or not tag.is_constant(tensor):
             return False
         if self._place.key.step == RECORDING:
@@ -204,7 +204,7 @@ class TensorImport:
         return constants is None or constants.read(tensor, tag.site, tag.key)
 
     def _shared(self, tensor: Tensor, tag: Tag, reads: Reads) -> Tensor:
-        """Such a constant, where this hop reads it; no gradient flows to it."""
+        """Return such a constant where this hop reads it; no gradient flows to it."""
         step, stage = self._step, self._place.stage
         device, on_host = step.device_of(stage), step.stays(tensor)
         if not step.isolate and (device in (None, tensor.device) or on_host):
@@ -269,6 +269,6 @@ class TensorImport:
 
 
 def from_outside(tensor: Tensor, reads: Reads) -> Tensor:
-    """Read a tensor that is nobody's as it is: only a write makes it this micro-batch's."""
+    """Return a tensor that is nobody's as it is; only a write makes it this micro-batch's."""
     reads.outside = (*reads.outside, (tensor, version_of(tensor)))
     return tensor

@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..._common.checks import expected, is_integer
+from ..._common.checks import expected, is_integer, is_number
 from ..._common.nested import tensors
 from ...costs.work import size_of
 from ...devices.devices import is_asynchronous
@@ -106,11 +106,7 @@ def copies_of(optimizer: object) -> float:
     """
     if optimizer is None:
         return 0.0
-    if (
-        isinstance(optimizer, int | float)
-        and not isinstance(optimizer, bool)
-        and 0 <= optimizer < float("inf")
-    ):
+    if is_number(optimizer) and 0 <= optimizer < float("inf"):
         return float(optimizer)
     if isinstance(optimizer, str) and optimizer.lower() in _STATES:
         return _STATES[optimizer.lower()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..._common.modules import is_within
 from ..._common.text import bytes_text
 from ..prepared import Prepared
 from .report import MemoryReport, StageMemory
@@ -79,7 +80,7 @@ def _move(
             continue
         call, other = calls[0 if step < 0 else -1], report.stages[beside]
         parameters = sum(
-            h.bytes for h in prepared.recording.parameters if h.name.startswith(f"{call.path}.")
+            h.bytes for h in prepared.recording.parameters if is_within(h.name, call.path)
         )
         fixed = round(parameters * (2 + copies))
         there = other.peak + fixed + call.saved_bytes * max(1, other.in_flight)

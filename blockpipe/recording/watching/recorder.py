@@ -45,7 +45,7 @@ SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimized
 
 
 class Recorder:
-    """Writes down what the run of the recording pass does: its listener.
+    """The listener of the recording's run, which writes down what the run does.
 
     Args:
         step: of the recording; its route grows as the run goes on.
@@ -104,20 +104,20 @@ class Recorder:
         return self.run.stage
 
     def begin(self) -> None:
-        """The forward begins."""
+        """Begin to watch: the forward is about to run."""
         self.activations.put_on()
         self._ambient_hooks = saved_tensor_hooks()
         self.draws.begin()
 
     def end(self) -> None:
-        """The forward is over."""
+        """Look for the last time, and stop watching."""
         self.draws.look()
         self.activations.take_off()
 
     # --- the route
 
     def departs(self, stage: int) -> None:
-        """The run is about to begin a new hop."""
+        """Write down the hop that the run is about to begin."""
         self._check_device(stage)
         hop = self.hop + 1
         self.step.route.append(stage)
@@ -134,7 +134,7 @@ class Recorder:
         )
 
     def arrived(self) -> None:
-        """The run is on the new hop."""
+        """Look at the generators: the run is on the new hop."""
         self.draws.look()  # since the mark: the forward waits for its turn there
 
     def _check_device(self, stage: int) -> None:
@@ -150,7 +150,7 @@ class Recorder:
         self.result.marks.setdefault(mark.where, self.calls.innermost)
 
     def moved(self, stage: int) -> None:
-        """A mark moves the cursor: no module whose call is under way stays on one stage."""
+        """Open the calls under way: a mark moves the cursor, so none of them stays on one stage."""
         if self.run.sealed:
             name = self.custom.last
             checkpoint = "; torch.utils.checkpoint: pass use_reentrant=False"
@@ -167,7 +167,8 @@ class Recorder:
             call.open(f"a mark inside of it moves the forward ({line()})")
 
     def look_outside(self) -> None:
-        """Where the user's own code is about to run something: has it changed its own objects?"""
+        """Look whether the user's own code has changed its own objects, where it is about to run
+        something."""
         innermost = self.calls.innermost
         if innermost is None or innermost.path in self.users:
             # The next hop begins here where the cursor has moved.
@@ -177,7 +178,7 @@ class Recorder:
     # --- operations
 
     def operation(self) -> None:
-        """An operation runs here: which calls is it a part of?"""
+        """Write down an operation, as a part of every call that is under way."""
         hop = self.run.arrive()
         info = self.result.hops[hop]
         info.operations += 1
@@ -248,7 +249,7 @@ class Recorder:
                 call.open(f"it reads {what} of another stage, no argument ({line()})")
 
     def _note_flow(self, tensor: Tensor, tag: RecordedTag) -> None:
-        """A tensor of this forward is read: where from?"""
+        """Note which segment a tensor of this forward comes from, where it is read."""
         if tag.key is self.key:
             self._sources.update((id(call), call) for call in tag.sources)
             size = size_of(tensor)
@@ -260,8 +261,8 @@ class Recorder:
             tag.is_read = True
 
     def _note_if_not_given(self, key: int, tensor: Tensor, tag: Tag | None) -> None:
-        """What a call reads that was made before it, and did not come in by its arguments, may be
-        another micro-batch's when it is run again."""
+        """Note that a call reads a tensor that was made before it and did not come in by its
+        arguments: when the call is run again, it may be another micro-batch's."""
         if tag is None or tag.key is not self.key or tag.is_constant(tensor):
             return
         inside = tag.calls if isinstance(tag, RecordedTag) else ()
@@ -270,7 +271,8 @@ class Recorder:
                 call.refuses = f"it reads a tensor that it was not given ({line()})"
 
     def check_outsiders(self, func: Callable[..., Any], first: object) -> None:
-        """After an operation: did it write to what is neither argument nor buffer?"""
+        """Check after an operation whether it wrote to a tensor that is neither an argument nor a
+        buffer."""
         outsiders, self.outsiders = self.outsiders, []
         self.outside_tensors.look()
         for tensor, version in outsiders:
@@ -282,13 +284,13 @@ class Recorder:
                 )
 
     def take_input(self, tensor: Tensor) -> Tensor:
-        """An input of the forward, as if made on its first hop."""
+        """Return an input of the forward as if it were made on its first hop."""
         value = self.run.take_input(tensor)
         setattr(value, TAG, RecordedTag(self.key, 0, 0, set(), (), 0))
         return value
 
     def made(self, tensor: Tensor) -> Tag | None:
-        """The tag for a tensor that was made here."""
+        """Return the tag for a tensor that was made here."""
         if self.result.fake and not isinstance(tensor, FakeTensor):
             return None  # what a fake run writes to in place, and outlives the recording
         calls = set(self.calls)
@@ -312,26 +314,26 @@ class Recorder:
                 call.buffers.add(held.name)
 
     def has_made(self, tensor: Tensor) -> bool:
-        """Whether this forward made a tensor."""
+        """Return whether this forward made a tensor."""
         return is_made_by(tensor, self.key)
 
     def gave(self, arguments: Any) -> bool:
-        """Whether a call in another thread (autograd's, or of the forward's own making) is a part
-        of this recording: some of its arguments come from it."""
+        """Return whether a call in another thread (autograd's, or of the forward's own making) is a
+        part of this recording: some of its arguments come from it."""
         return any(isinstance(t, FakeTensor) or self.has_made(t) for t in tensors(arguments))
 
     def wrote_across(self) -> None:
-        """An operation wrote in place to a tensor that an earlier hop had made."""
+        """Note that an operation wrote in place to a tensor that an earlier hop had made."""
         self.result.writes_across = True
 
     def abandon(self) -> None:
-        """Let go of everything, and end the cycle of the recorder, its run and its cursor."""
+        """Release everything, and end the cycle of the recorder, its run and its cursor."""
         self.run.abandon()
         self.run.place.listener = None
         self.cursor.on_mark = self.cursor.on_leave = self.cursor.on_call = None
 
     def imported(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
-        """A tensor was copied to this hop."""
+        """Write down that a tensor was copied to this hop."""
         stage = self.step.route[home_hop]
         self.result.crossings.append(
             CrossingInfo(
@@ -383,8 +385,8 @@ class Recorder:
                 self.calls.end(call, result)
 
     def _note_unseen(self, given: Any, result: Any) -> None:
-        """Operations ran in a call that no function mode saw: of a scripted module, or of an
-        extension. Together they count as one."""
+        """Write down operations in a call that no function mode saw, as those of a scripted module
+        or an extension. Together they count as one."""
         self.operation()
         reads = Reads()
         for tensor in tensors(given):
@@ -392,7 +394,7 @@ class Recorder:
         self.run.claims.claim(result, reads.outside)
 
     def _why_closed(self) -> Iterator[str]:
-        """The reasons why no stage can begin with the call that begins here."""
+        """Yield the reasons why no stage can begin with the call that begins here."""
         yield from self.calls.why_closed()
         if self.run.sealed:
             yield f"it is inside of autograd.Function {self.custom.last!r}"
@@ -400,15 +402,15 @@ class Recorder:
             yield "it is inside of what is recomputed, or packs what it saves"
 
     def wrote(self, tensor: Tensor) -> None:
-        """An operation wrote to a tensor without counting up its version."""
+        """Note that an operation wrote to a tensor without counting up its version."""
         held = self.held.get(id(tensor))
         if held is not None:
             held.written = True
         self.outside_tensors.wrote(tensor)
 
     def given(self, operands: Iterable[Tensor]) -> None:
-        """What an operation below autograd is given: inside of a custom function that is all that
-        tells which buffers it reads, and which tensors that are no arguments of it."""
+        """Note what an operation below autograd is given. Inside of a custom function nothing else
+        shows which buffers it reads, and which tensors that are no arguments of it."""
         for tensor in operands if self.run.sealed else ():
             self.custom.read(tensor)
             held = self.held.get(id(tensor))
@@ -421,15 +423,15 @@ class Recorder:
                 self.custom.read_parameter(held)
 
     def looked_at_graph(self) -> None:
-        """The forward hooks into its graph, or asks for it."""
+        """Note that the forward hooks into its graph, or asks for it."""
         if self.hop >= 0:
             self.result.hops[self.hop].whole = f"a hook, or a look at the graph ({line()})"
 
     def note_checkpoint(self) -> None:
-        """The forward uses ``torch.utils.checkpoint``."""
+        """Note that the forward uses ``torch.utils.checkpoint``."""
         self.checkpointed_in.append(self.calls.innermost)
 
     def custom_function(self, name: str) -> None:
-        """A custom autograd function was applied: what its backward does nobody knows."""
+        """Note that a custom autograd function was applied, whose backward nobody knows."""
         self.result.hops[max(self.hop, 0)].reruns_forward = True
         self.custom.apply(name)

@@ -26,7 +26,7 @@ _FEW = 8  # storages whose sizes are kept
 
 
 class Activations:
-    """Collects what is saved while its hooks are on.
+    """The storages that autograd saves, collected while the hooks are on.
 
     Args:
         skipped: parameters and buffers, which are there anyway.
@@ -49,11 +49,11 @@ class Activations:
         push_saved_tensor_hooks(self._pack, _unpack)
 
     def take_off(self) -> None:
-        """The other way; these are the last hooks that were put on."""
+        """Take the hooks off, which are the last that were put on."""
         pop_saved_tensor_hooks()
 
     def inputs(self, tensors: Iterable[Tensor]) -> None:
-        """These are the micro-batch's inputs: slices of the caller's batch."""
+        """Note the micro-batch's inputs, which are slices of the caller's batch."""
         for tensor in tensors:
             key = _key_of(tensor)
             if key is not None and key not in self._skipped:
@@ -62,11 +62,11 @@ class Activations:
                 self._inputs.add(key)
 
     def at(self, hop: int, call: Call | None, segment: int) -> None:
-        """What is saved next is saved here."""
+        """Note where the next tensors are saved."""
         self._hop, self._call, self._segment = max(hop, 0), call, segment
 
     def given(self, call: Call, tensors: Iterable[Tensor]) -> None:
-        """A call begins, with these arguments."""
+        """Note the arguments of a call that begins."""
         keys = self._given.setdefault(id(call), set())
         with without_torch_functions():
             for tensor in {id(t): t for t in tensors}.values():
@@ -97,7 +97,7 @@ class Activations:
     def conclude(
         self, hops: list[Hop], sealed_call_of: Mapping[int, Call]
     ) -> dict[str, Recomputable]:
-        """Fill in what the hops keep; returns what running sealed calls again takes, by path.
+        """Fill in what the hops keep; return by path what running sealed calls again takes.
 
         Args:
             hops: the hops of the route.
@@ -139,7 +139,8 @@ class Activations:
                 call.saved_bytes += self._storages[key][1]
 
     def by_segments(self) -> list[Saved]:
-        """What is saved in which segments; what is saved in the same ones stands together."""
+        """Return what is saved in which segments; tensors saved in the same ones are counted
+        together."""
         segments: dict[_Key, set[int]] = {}
         for _, _, key, segment in self._saved:
             segments.setdefault(key, set()).add(segment)
@@ -150,14 +151,15 @@ class Activations:
         return [Saved(at, size, is_input) for (at, is_input), size in found.items()]
 
     def forget(self) -> None:
-        """Let go of all tensors."""
+        """Release all tensors."""
         self._storages.clear()
         self._versions.clear()
 
     def _gains(
         self, sealed_forwards: list[Call], sealed_call_of: Mapping[int, Call]
     ) -> Iterable[tuple[Call, int, int]]:
-        """For each sealed call the bytes that it saves, and those that only it keeps alive."""
+        """Return for each sealed call the bytes that it saves, and those that only it keeps
+        alive."""
         inside: dict[int, set[_Key]] = {id(sealed_call): set() for sealed_call in sealed_forwards}
         others: set[_Key] = set().union(
             *(self._given.get(id(sealed_call), set()) for sealed_call in sealed_forwards)

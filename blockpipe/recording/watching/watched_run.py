@@ -40,9 +40,9 @@ from .watched_cursor import WatchedCursor
 
 
 def looked_at_twice(run: Callable[[], Recording]) -> Recording:
-    """Record; where the forward changes what several hops see, a second time, from the state that
-    the first one left: for what it makes once and keeps does no harm, and what it empties before it
-    adds to it does.
+    """Record once, or twice where the forward changes what several hops see. The second time begins
+    with the state that the first one left: an object that the forward makes once and keeps does no
+    harm, nor does one that it empties before it adds to it.
 
     Args:
         run: records, and puts nothing back.
@@ -66,7 +66,7 @@ def looked_at_twice(run: Callable[[], Recording]) -> Recording:
 
 @as_ours
 def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]) -> Recording:
-    """Run a forward once and write down what it does; nothing is put back but the cursor.
+    """Run a forward once and write down what it does; only the cursor is put back.
 
     Args:
         request: the forward.
@@ -163,7 +163,8 @@ def _note_state(model: nn.Module, recorder: Recorder, holders: Iterable[Holder])
 
 
 def _unread(model: nn.Module, reads: Reads) -> Iterator[str]:
-    """Switches on modules, strings and truth values, that the user's code sets and never reads."""
+    """Yield the switches on modules, strings and truth values, that the user's code sets and never
+    reads."""
     for path, module in model.named_modules():
         if is_users(type(module).__module__):
             for name, value in vars(module).items():
@@ -173,7 +174,7 @@ def _unread(model: nn.Module, reads: Reads) -> Iterator[str]:
 
 
 def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
-    """The tensors that a forward returns, by the key or position of what they are in."""
+    """Yield the tensors that a forward returns, by the key or position of what they are in."""
     loss = own_loss_or_none(output)
     named: Iterable[tuple[Any, Any]] = [("the output", output)]
     if isinstance(output, Mapping):
@@ -187,7 +188,7 @@ def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
 
 
 def _unreached(model: nn.Module, called: Container[str]) -> Iterator[str]:
-    """The marks on modules that were not called, in words."""
+    """Yield the marks on modules that were not called, in words."""
     for path, module in model.named_modules():
         mark = mark_of(module)
         if mark is not None and path not in called:
@@ -197,8 +198,8 @@ def _unreached(model: nn.Module, called: Container[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def counting_writes() -> Iterator[None]:
-    """Around a recording: no gradients instead of inference mode, whose tensors do not count what
-    is written to them."""
+    """Record under no gradients instead of inference mode, whose tensors do not count what is
+    written to them."""
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         yield
@@ -238,8 +239,8 @@ def _saving_watched(recorder: Recorder) -> Iterator[None]:
 
 
 def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:
-    """Modules on which the forward left a tensor with a gradient path: the next micro-batch will
-    read it there, so their calls are looked into."""
+    """Return the modules on which the forward left a tensor with a gradient path. The next
+    micro-batch will read it there, so their calls are looked into."""
     return [
         path
         for path, module in model.named_modules()
@@ -251,13 +252,13 @@ def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:
 
 @contextlib.contextmanager
 def _eager() -> Iterator[None]:
-    """Compiled modules run as they were written, so that their marks and reads are seen."""
+    """Run compiled modules as they were written, so that their marks and reads are seen."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 def _as_inputs(recorder: Recorder, value: Any) -> Any:
-    """Inputs are made on hop 0, before there is one: tagged so, on stage 0's device."""
+    """Tag the inputs as made on hop 0, before there is one, on stage 0's device."""
     memo: dict[int, Tensor] = {}
 
     def taken(tensor: Tensor) -> Tensor:

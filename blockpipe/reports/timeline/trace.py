@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from ..._common.checks import expected
+from ..._common.checks import expected, is_integer
 from ...errors import UsageError
 from ...schedules.schedule import KINDS, Schedule
 from ...schedules.simulation import Costs
@@ -268,7 +268,7 @@ class Trace:
     def _index(self, step: int) -> int:
         """Return a step's number, counted from 0."""
         count = len(self.steps)
-        if not isinstance(step, int) or not -count <= step < count:
+        if not is_integer(step, -count) or step >= count:
             contract = f"the number of one of {count} steps, from {-count} to {count - 1},"
             raise UsageError(expected(contract, step, for_="step"))
         return step % count

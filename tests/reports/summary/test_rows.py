@@ -116,7 +116,7 @@ def test_a_module_stands_below_the_one_that_calls_it() -> None:
         ),
         (2, "other.0", 72),
     ]
-    assert "on_top (function, test_summary.py:" in str(summary)
+    assert "on_top (function, test_rows.py:" in str(summary)
 
 
 def test_a_function_that_calls_itself_is_counted_once() -> None:
