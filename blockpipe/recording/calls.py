@@ -11,7 +11,17 @@ from ..costs.work import Work
 @dataclass(eq=False)
 class Call:
     """One call of a module, or of a :func:`BlockFunction`: its path, which of its calls, and where
-    it ran."""
+    it ran.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> recording = bp.record(net, torch.zeros(8, 4))
+        >>> call = recording.calls[1]
+        >>> call.path, call.kind, call.stage, call.sealed
+        ('0', 'Linear', 0, True)
+    """
 
     path: str
     kind: str

@@ -39,7 +39,16 @@ class ActivationBytes:
 
 @dataclass
 class Hop:
-    """One unbroken visit of the forward to a stage."""
+    """One unbroken visit of the forward to a stage.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> recording = bp.record(net, torch.zeros(8, 4))
+        >>> [(hop.stage, hop.operations) for hop in recording.hops]
+        [(0, 1), (1, 1)]
+    """
 
     index: int
     stage: int
@@ -68,7 +77,17 @@ class Hop:
 
 @dataclass
 class TensorInfo:
-    """A parameter or buffer: all its names, its size, and who reads it."""
+    """A parameter or buffer: all its names, its size, and who reads it.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> recording = bp.record(net, torch.zeros(8, 4))
+        >>> weight = recording.parameters[0]
+        >>> weight.name, weight.shape, weight.stage
+        ('0.weight', (4, 4), 0)
+    """
 
     names: list[str]
     shape: tuple[int, ...]
@@ -114,7 +133,17 @@ class OutsideTensor:
 
 @dataclass
 class CrossingInfo:
-    """A tensor read on another hop than the one it was made on, or lives on."""
+    """A tensor read on another hop than the one it was made on, or lives on.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> recording = bp.record(net, torch.zeros(8, 4))
+        >>> crossing = recording.crossings[0]
+        >>> crossing.from_stage, crossing.to_stage, crossing.shape
+        (0, 1, (8, 4))
+    """
 
     from_hop: int
     to_hop: int
@@ -142,7 +171,18 @@ class Output:
 
 @dataclass
 class Unmarked:
-    """Operations that belong to no mark: before the first, or after an outermost block's end."""
+    """Operations that belong to no mark: before the first, or after an outermost block's end.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> class Net(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         x = x + 1
+        ...         with bp.Block(stage=1):
+        ...             return x * 2
+        >>> [(found.stage, found.operations) for found in bp.record(Net(), torch.zeros(8)).unmarked]
+        [(0, 1)]
+    """
 
     stage: int
     where: str

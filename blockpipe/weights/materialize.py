@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._common.callsite import users_line
-from .._common.checks import expected
+from .._common.checks import expected, is_integer
 from .._common.modules import named_slots
 from .._torch.modules import buffers_of, parameters_of
 from ..devices.devices import checked_devices, is_on_meta
@@ -91,14 +91,7 @@ def materialize(
     check_init(model, weights, init)
     if weights is None and init is None:
         raise UsageError(f"expected weights= or init=, got neither ({users_line()}); {REMEDY}")
-    last = recording.num_stages - 1
-    if not isinstance(stages, Collection | None) or isinstance(stages, str):
-        raise UsageError(expected(f"a list of some of 0..{last}", stages, for_="stages"))
-    for stage in stages or ():
-        if type(stage) is not int or not 0 <= stage <= last:
-            contract = f"an integer from 0 to {last}, as the recording has stages,"
-            raise UsageError(expected(contract, stage, for_="stages"))
-    wanted = range(recording.num_stages) if stages is None else stages
+    wanted = _checked_stages(stages, recording.num_stages)
     source = None if weights is None else open_weights(weights)
     if source is not None:
         check_weights(model, source, held, init)
@@ -119,6 +112,19 @@ def materialize(
         if source is not None:
             _set_extra_state(model, source)
     follow_with_optimizer_state()  # what an optimizer loaded on meta is lost, and no step says so
+
+
+def _checked_stages(stages: object, count: int) -> Collection[int]:
+    """Return the stages that are asked for; ``None`` is all of them."""
+    if stages is None:
+        return range(count)
+    if not isinstance(stages, Collection) or isinstance(stages, str):
+        raise UsageError(expected(f"a list of some of 0..{count - 1}", stages, for_="stages"))
+    for stage in stages:
+        if not is_integer(stage, 0) or stage >= count:
+            contract = f"an integer from 0 to {count - 1}, as the recording has stages,"
+            raise UsageError(expected(contract, stage, for_="stages"))
+    return stages
 
 
 def load_in_place(model: nn.Module, weights: Weights, recording: Recording | None) -> None:

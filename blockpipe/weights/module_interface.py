@@ -58,7 +58,8 @@ class ModuleInterface(RefusesWrappers):
         return None
 
     def _refuse_wrapper(self, wrapper: Wrapper) -> NoReturn:
-        """What would treat the stages as one module is told why not, and what to do instead."""
+        """Raise an error for a wrapper that would treat the stages as one module; it says why that
+        fails, and what to do instead."""
         raise UsageError(_NOT_IN[wrapper].format(where=users_line()))
 
     def __getattr__(self, name: str) -> Any:

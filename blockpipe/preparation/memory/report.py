@@ -57,6 +57,15 @@ class MemoryReport:
         schedule: the name of the schedule.
         microbatches: the number of micro-batches in a step.
         suggestions: changes that would lower the highest peak, in words.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> [stage.parameters for stage in pipe.memory(x).stages]
+        [80, 40]
     """
 
     stages: list[StageMemory]

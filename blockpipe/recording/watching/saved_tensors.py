@@ -139,8 +139,7 @@ class Activations:
                 call.saved_bytes += self._storages[key][1]
 
     def by_segments(self) -> list[Saved]:
-        """Return what is saved in which segments; tensors saved in the same ones are counted
-        together."""
+        """Return what is saved in which segments; tensors saved in the same ones stand together."""
         segments: dict[_Key, set[int]] = {}
         for _, _, key, segment in self._saved:
             segments.setdefault(key, set()).add(segment)

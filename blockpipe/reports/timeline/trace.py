@@ -128,6 +128,17 @@ class Trace:
         steps: the description of each step.
         unit: ``"s"``, or empty where costs have no unit.
         title: a title for pictures.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> with pipe.profile() as trace:
+        ...     loss = pipe.forward_backward(x, target=y, loss_fn=torch.nn.functional.mse_loss).loss
+        >>> len(trace.steps), len(trace.actions())
+        (1, 16)
     """
 
     events: list[Event] = field(default_factory=list)
