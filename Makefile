@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A torch to install instead of the newest (CI tests the lower bound with it).
 TORCH ?= torch torchvision
 
-.PHONY: demo test test-devices test-all lint types docs sweep benchmarks clean
+.PHONY: demo test test-devices test-slow test-all lint types docs sweep benchmarks clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,10 @@ test-devices: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated
 	$(BIN)/python -m pytest --quick --simulated -m timed
 
+# What --quick leaves out because it takes long.
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -n auto --dist worksteal --parameters 1 -m slow
+
 # Every parameter set and the slow tests: before a release, and where --quick may have missed it.
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto
@@ -69,6 +73,7 @@ benchmarks: $(VENV)/.test .venv-peers/.done
 	.venv-peers/bin/python examples/benchmarks/peers.py
 	$(BIN)/python examples/benchmarks/two_stages.py
 	$(BIN)/python examples/benchmarks/one_stage.py
+	$(BIN)/python examples/benchmarks/doors.py
 	$(BIN)/python examples/benchmarks/profiling.py
 	$(BIN)/python examples/benchmarks/deferred_batch_norm.py
 	$(BIN)/python examples/benchmarks/small_operations.py

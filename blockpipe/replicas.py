@@ -9,7 +9,7 @@ A share is a micro-batch of the whole batch, and a pipeline cuts it further.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
@@ -29,7 +29,7 @@ from .devices.rng_streams import Source, diverted, host_sources, torchs_of
 from .errors import PlanError, UsageError
 from .execution.step_result import StepResult
 from .pipeline import Pipeline
-from .preparation.options import check_loss
+from .preparation.options import check_loss, joined_kwargs
 
 __all__ = ["Replicas"]
 
@@ -93,6 +93,7 @@ class Replicas:
         target: Any = None,
         loss_fn: Callable[..., Any] | None = None,
         return_outputs: bool = False,
+        model_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """As :meth:`Pipeline.forward_backward`; gradients add up in the model's ``.grad``.
@@ -105,6 +106,7 @@ class Replicas:
             step.
         """
         check_loss(loss_fn, target)
+        kwargs = joined_kwargs(kwargs, model_kwargs)
         shares = self._shares(args, kwargs, target)
         weights = weights_of(shares, self.pipes[0].loss_reduction)
 
@@ -122,7 +124,7 @@ class Replicas:
                 target=share.target,
                 loss_fn=weighted,
                 return_outputs=return_outputs,
-                **share.kwargs,
+                model_kwargs=share.kwargs,
             )
 
         results = self._run(step, shares, weights)

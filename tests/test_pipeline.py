@@ -214,6 +214,7 @@ def test_a_usual_training_loop_gives_plain_parameters():
     assert all(equal(p, q) for p, q in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 def test_stages_run_under_the_callers_autocast():
     """The stages run under the caller's autocast; a scaled loss is scaled back."""
     model = linears(3)

@@ -7,6 +7,7 @@ from typing import TypeGuard
 from .callsite import users_line
 
 _MOST_SHOWN = 8
+_SLIP = 0.85  # how alike two words are of which one is a slip: a guess
 _LONGEST = 200  # characters of a value
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None))
 
@@ -68,6 +69,17 @@ def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a value is an ``int`` or a ``float``, and not a ``bool``."""
     return isinstance(value, float) or is_integer(value)
+
+
+def near_miss(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that a word is a slip of; ``None``: of none, it means something else.
+
+    Args:
+        word: as the user wrote it.
+        known: the words that there are.
+    """
+    words = [name for name in known if not name.startswith("_")]
+    return next(iter(get_close_matches(word, words, n=1, cutoff=_SLIP)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) -> str:

@@ -42,7 +42,7 @@ from .._torch.tensors import version_of
 from ..devices.digests import Comparisons
 from ..devices.rng_streams import Source, current, moved, replayed
 from ..errors import StateError
-from ..stages.cursor import Cursor, recomputing, set_cursor
+from ..stages.cursor import Cursor, checkpointing, recomputing, set_cursor
 from .offload import Offload, OffloadedTensor
 from .tags import GradientSlot, enter_graph
 
@@ -217,10 +217,12 @@ class RecomputedCall:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Run the call, and drop what it saves."""
+        outer = checkpointing.set(True)
         try:
             with saved_tensors_hooks(self._pack, _unpack):
                 result = call_under(self._modes, self.function, args, kwargs)
         finally:
+            checkpointing.reset(outer)
             self._forget()  # of a gradient that the call itself has asked for
         if not self.recompute_spec.about.keeps_inputs:
             self._check_arguments("is written in place by")
@@ -291,6 +293,7 @@ class RecomputedCall:
         with ExitStack() as stack:
             stack.callback(set_cursor, set_cursor(self._cursor()))
             stack.callback(recomputing.reset, recomputing.set(True))
+            stack.callback(checkpointing.reset, checkpointing.set(False))
             for (names, key, written), kept in zip(
                 self.recompute_spec.buffers, self._buffers, strict=True
             ):

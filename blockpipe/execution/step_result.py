@@ -9,16 +9,26 @@ from .._common.callsite import users_line
 from .._torch.modes import as_plain_tensor
 from ..errors import UsageError
 
+_SCALING = {"mul", "__mul__", "__rmul__", "div", "__truediv__", "multiply", "divide"}
 _DONE = "forward_backward has run the backward already: remove this call"
 
 
 class StepLoss(Tensor):
     """The loss of a step: a plain tensor, but its ``backward`` raises an error with a remedy.
 
-    Results computed from it, copies and saved files are plain tensors.
+    So does the loss times or divided by a number, as gradient scalers and accumulation have it.
+    Other results computed from it, copies and saved files are plain tensors.
     """
 
-    __torch_function__ = as_plain_tensor  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = as_plain_tensor(func, types, args, kwargs or {})
+        is_scaled = getattr(func, "__name__", "") in _SCALING and isinstance(found, Tensor)
+        if is_scaled and not found.requires_grad and not found.dim():
+            return found.as_subclass(cls)
+        return found
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Raise an error, unless a tensor with a graph was added to it in place."""

@@ -16,8 +16,9 @@ from torch import nn
 
 from .._common.callsite import remembers_caller
 from .._common.checks import expected
+from .._common.hints import knows_other_names
 from ..batches.step_arguments import StepArguments
-from ..devices.devices import is_asynchronous, is_on_meta
+from ..devices.devices import Devices, is_asynchronous, is_on_meta, named_devices
 from ..errors import UsageError
 from ..preparation.hop_costs import rates_of_stages
 from ..preparation.memory.model import copies_of
@@ -34,6 +35,7 @@ from .conditions import (
     checked_limits,
     checked_speeds,
     link_between,
+    modules_named,
     stage_devices,
 )
 from .search import CutSearch
@@ -42,6 +44,12 @@ from .timing.segment_timing import SegmentTimer, TimingOptions
 
 
 @remembers_caller
+@knows_other_names(
+    microbatches="pass chunks=",
+    n_stages="pass stages=",
+    num_stages="pass stages=",
+    sample="pass args=, the forward's arguments",
+)
 def balance(
     model: nn.Module,
     args: Any = (),
@@ -53,13 +61,14 @@ def balance(
     loss_fn: Callable[..., Any] | None = None,
     chunks: int = 8,
     schedule: ScheduleOption = "1f1b",
-    devices: Sequence[Any] | None = None,
+    devices: Devices = None,
     speeds: Sequence[float] | None = None,
     limits: Sequence[int] | int | None = None,
     optimizer: object = None,
     first: float = 0.0,
     last: float = 0.0,
     slack: float = 0.05,
+    at: str | Sequence[str] | None = None,
     bandwidth: float | None = None,
     measure: bool = True,
     repeats: int = 5,
@@ -100,6 +109,8 @@ def balance(
         slack: the share by which the costliest stage may cost more than it must, where fewer bytes
             cross then, or a stage begins with a larger module. With 0 the optimum is returned, even
             if it is in the middle of a layer.
+        at: path patterns such as ``"blocks.*"``, as for :func:`begin_blocks`, of the modules that
+            stages may begin with. ``None`` allows any.
         bandwidth: bytes per second between devices. ``None`` times copies between the first two
             devices that differ; on one device, and on the CPU, a crossing costs nothing.
         measure: for ``by="time"``, whether the micro-batch is run and timed. Otherwise, and on the
@@ -120,6 +131,7 @@ def balance(
         PlanError: the model cannot be cut into so many stages; no choice keeps to the limits (the
             error says which stage exceeds its limit, and by how much); a number is out of range.
         UsageError: ``by`` or the optimizer is unknown; there is no gradient to begin a backward at.
+        MarkError: a pattern in ``at`` names no module.
         RecordingError: the forward does not run on the arguments.
 
     Example:
@@ -135,10 +147,10 @@ def balance(
     if not isinstance(kwargs, Mapping | None):
         raise UsageError(expected("a mapping from names to values", kwargs, for_="kwargs"))
     args = tuple(args) if isinstance(args, tuple | list) else (args,)
-    _check(model, by)
-    check_loss(loss_fn, target)
     sample = StepArguments(args, dict(kwargs or {}), target, loss_fn)
+    _check(model, by, sample)
     check_schedule(schedule, check_count("chunks", chunks))
+    devices = named_devices(devices)
     places = stage_devices(model, devices, check_count("stages", stages))
     conditions = Conditions(
         stages=stages,
@@ -154,9 +166,9 @@ def balance(
         slack=checked_number("slack", slack),
         link=link_between(places, bandwidth),
         training=training,
+        at=modules_named(model, at),
     )
-    is_measured = by == "time" and measure and not is_on_meta(model)
-    return _balanced(model, sample, conditions, check_count("repeats", repeats), is_measured)
+    return _balanced(model, sample, conditions, check_count("repeats", repeats), measure)
 
 
 def _balanced(
@@ -169,7 +181,7 @@ def _balanced(
         search = CutSearch(model, sample, recording, conditions)
         is_serial = is_asynchronous(places[0]) or search.costs.one_thread
         lanes = 1 if is_serial else len(set(conditions.lanes))
-        if measure:
+        if measure and conditions.by == "time" and not is_on_meta(model):
             options = TimingOptions(
                 device=places[0],
                 threads=max(1, torch.get_num_threads() // lanes),
@@ -184,8 +196,9 @@ def _balanced(
         return balanced_plan(search, *search.run())
 
 
-def _check(model: object, by: object) -> None:
+def _check(model: object, by: object, sample: StepArguments) -> None:
     if isinstance(model, ModuleInterface):
         raise UsageError(expected("the model itself", model, for_="model", fix="pass its .module"))
     if by not in tuple(UNITS):
         raise UsageError(expected(f"one of {', '.join(map(repr, UNITS))}", by, for_="by"))
+    check_loss(sample.loss_fn, sample.target)

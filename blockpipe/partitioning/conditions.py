@@ -19,6 +19,7 @@ from ..preparation.schedule_choice import ScheduleRequest
 from ..schedules.builders import ScheduleOption
 from ..schedules.schedule import Schedule
 from ..schedules.simulation import Costs
+from ..stages.path_patterns import matching_paths
 from .checked_numbers import checked_number, checked_numbers
 
 
@@ -41,6 +42,7 @@ class Conditions:
         slack: the share by which the costliest stage may cost more than it must.
         link: the time that a crossing takes, as a line over its bytes.
         training: whether there is a backward.
+        at: the paths of the modules that stages may begin with; ``None``: any.
     """
 
     stages: int
@@ -56,6 +58,7 @@ class Conditions:
     slack: float
     link: Line
     training: bool
+    at: frozenset[str] | None = None
 
     @property
     def is_asynchronous(self) -> bool:
@@ -109,6 +112,19 @@ def stage_devices(
     if not is_asynchronous(where):
         return [where] * stages
     return [torch.device(where.type, (where.index or 0) + stage) for stage in range(stages)]
+
+
+def modules_named(model: nn.Module, patterns: str | Sequence[str] | None) -> frozenset[str] | None:
+    """Return the paths of the modules that patterns name; ``None`` where there are no patterns.
+
+    Raises:
+        MarkError: a pattern names no module.
+    """
+    if patterns is None:
+        return None
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    each = [patterns] if isinstance(patterns, str) else patterns
+    return frozenset(path for pattern in each for path in matching_paths(pattern, paths))
 
 
 def checked_limits(limits: Sequence[int] | int | None, stages: int) -> list[float]:

@@ -8,7 +8,7 @@ where it ends) is one subtraction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +20,14 @@ from ..recording.calls import Call
 from ..recording.recording import Recording, TensorInfo
 
 
-def why_closed(recording: Recording) -> list[str | None]:
+def why_closed(recording: Recording, at: Container[str] | None = None) -> list[str | None]:
     """Return for each segment the reason why no stage can begin with it; ``None`` if one can.
 
     Args:
         recording: a recording of the model without its marks, so that it is one stage.
+        at: the paths of the modules that stages may begin with; ``None``: any.
     """
-    found = [_why(recording, index) for index in range(len(recording.segments))]
+    found = [_why(recording, index, at) for index in range(len(recording.segments))]
     written = [held for held in recording.buffers if held.written]
     for name, segments in _readers(recording, written).items():
         for index in range(segments[0] + 1, segments[-1] + 1):
@@ -35,7 +36,7 @@ def why_closed(recording: Recording) -> list[str | None]:
     return found
 
 
-def _why(recording: Recording, index: int) -> str | None:
+def _why(recording: Recording, index: int, at: Container[str] | None) -> str | None:
     segment = recording.segments[index]
     if index == 0:
         return "the forward begins there"
@@ -43,8 +44,11 @@ def _why(recording: Recording, index: int) -> str | None:
         return segment.why_not
     if segment.operations == 0:
         return "nothing runs there"
-    if not beginners(recording, index):
+    calls = beginners(recording, index)
+    if not calls:
         return "no module's call begins there, and a plan names modules"
+    if at is not None and not any(call.path in at for call in calls):
+        return "at= names none of the modules that begin there"
     return None
 
 

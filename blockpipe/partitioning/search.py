@@ -46,7 +46,7 @@ class CutSearch:
     ) -> None:
         self.model, self.sample = model, sample
         self.recording, self.conditions = recording, conditions
-        self.closed = why_closed(recording)
+        self.closed = why_closed(recording, conditions.at)
         no_times_yet = [0.0] * len(recording.segments)
         self._take_times(no_times_yet, no_times_yet)
         self.source = ""

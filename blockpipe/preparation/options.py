@@ -15,6 +15,7 @@ from ..errors import MicrobatchError, PlanError, ScheduleError, UsageError
 from ..schedules.builders import SCHEDULES, ScheduleOption, check_in_flight, cuts_graphs
 from ..schedules.schedule import Schedule
 from ..stages.plan import StagePlan
+from ..weights.accelerate_hooks import offloaded_modules
 
 T = TypeVar("T")
 
@@ -51,6 +52,10 @@ def check_plan(plan: object) -> None:
         return
     if not isinstance(plan, StagePlan):
         fix = "take record(model, args).plan, or StagePlan.from_json(text)"
+        if isinstance(plan, str):
+            fix = "write StagePlan.from_layout('layer3=1'), or StagePlan.load(path) for a file"
+        elif isinstance(plan, Mapping):
+            fix = "mark the model by it: begin_blocks(model, {'layer3': 1})"
         raise PlanError(expected("a StagePlan", plan, for_="plan", fix=fix))
     plan.check()
 
@@ -90,7 +95,8 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 
 def check_model(model: object) -> None:
-    """Raise :class:`UsageError` for a model that is no module, or is on several devices already."""
+    """Raise :class:`UsageError` for a model that is no module, is on several devices already, or
+    has weights that are on none."""
     if not isinstance(model, nn.Module):
         raise UsageError(expected("an nn.Module", model, for_="model of Pipeline"))
     for path, module in model.named_modules():
@@ -108,6 +114,14 @@ def check_model(model: object) -> None:
                 f"parallelize_module), and a stage is on one device ({users_line()}); pass "
                 f"Pipeline the plain model, and {ALL_REDUCE}"
             )
+    offloaded = offloaded_modules(model)
+    if offloaded:
+        raise UsageError(
+            f"expected a model with its weights on devices, got one of which Accelerate keeps "
+            f"{offloaded[:3]} in host memory or on disk ('cpu' or 'disk' in its device map; "
+            f"{users_line()}): a stage's weights stay on its device; load it with a device_map of "
+            "devices alone, or on the meta device and pass weights=… to Pipeline"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,9 +263,32 @@ def check_loss(loss_fn: object, target: object) -> None:
     if target is not None and loss_fn is None:
         raise UsageError(
             f"a target was given, but no loss_fn to compare it by ({users_line()}); pass "
-            "loss_fn=…, or pass the model its labels as an argument, by position if its name is "
-            "target"
+            "loss_fn=…, or, to a model that computes its own loss from an argument of that name, "
+            "model_kwargs={'target': …}"
         )
+
+
+def joined_kwargs(kwargs: dict[str, Any], model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the model's keyword arguments: those of a call, and those that a method of a pipeline
+    would take for its own.
+
+    Raises:
+        UsageError: they are no mapping, or one is given twice.
+    """
+    if model_kwargs is None:
+        return kwargs
+    if not isinstance(model_kwargs, Mapping):
+        fix = "write model_kwargs={'target': …}"
+        raise UsageError(
+            expected("a mapping from names to values", model_kwargs, for_="model_kwargs", fix=fix)
+        )
+    twice = sorted(kwargs.keys() & model_kwargs.keys())
+    if twice:
+        raise UsageError(
+            f"expected each argument of the model once, got {twice} both by name and in "
+            f"model_kwargs ({users_line()}); leave it out of one"
+        )
+    return {**kwargs, **model_kwargs}
 
 
 def check_schedule(schedule: object, chunks: int) -> None:

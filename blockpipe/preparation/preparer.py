@@ -6,7 +6,7 @@ Reads as the flow does: record → plan → place.
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from .._common.nested import leaves
 from .._common.text import bytes_text
 from ..batches.microbatch import Microbatch
 from ..crossing.tags import ParameterHome
-from ..devices.devices import checked_devices, default_devices
+from ..devices.devices import Devices, checked_devices, default_devices, named_devices
 from ..devices.ownership import Owner, set_owner
 from ..errors import PlanError, StateError, UsageError
 from ..recording.plan_resolution import planned_by
@@ -27,6 +27,7 @@ from ..recording.record import record_planned
 from ..recording.recording import Recording
 from ..recording.sample import RecordRequest
 from ..stages.plan import StagePlan
+from ..weights.accelerate_hooks import AccelerateHooks
 from ..weights.materialize import PendingValues
 from ..weights.placement import Fingerprint, Placement
 from .batch_norm import DeferredBatchNorm
@@ -64,21 +65,23 @@ class Preparer:
         self,
         model: nn.Module,
         *,
-        devices: Sequence[Any] | None,
+        devices: Devices,
         plan: StagePlan | None,
         values: PendingValues,
     ) -> None:
         check_plan(plan)
         self.model = model
         self.given_plan = plan
-        self.given_devices = given = checked_devices(devices)
-        self._given_lanes = None if given is None else lanes_of(given, devices or ())
+        named = named_devices(devices)
+        self.given_devices = given = checked_devices(named)
+        self._given_lanes = None if given is None else lanes_of(given, named or ())
         self._values = values
         self._number = next(_numbers)
         self.known: OrderedDict[Any, Prepared] = OrderedDict()  # the latest used is the last
         self.compiles: CompileOptions | None = None
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
+        self._hooks = AccelerateHooks(model)
         self._steering = Steering(model)
         self._unread = frozenset[str]()  # attributes that look like switches, and are none
         self._written = frozenset[str]()  # by steps that had not written it when recorded
@@ -120,6 +123,13 @@ class Preparer:
                 "call the pipeline first"
             )
         return list(self.given_devices)
+
+    @property
+    def expected_devices(self) -> list[torch.device]:
+        """The devices that stages are on, or will be; all of the machine's if none were given."""
+        if self._placement is not None:
+            return self._placement.devices
+        return self.given_devices or default_devices() or [torch.device("cpu")]
 
     def placed(self) -> list[torch.device] | None:
         """Return the device of each stage, where the model is placed and nobody has disturbed
@@ -205,7 +215,7 @@ class Preparer:
 
     def _record(self, batch: Microbatch, options: PipelineOptions) -> Recording:
         self._steering.look_around()
-        with self._steering.asked():
+        with self._hooks.absent(), self._steering.asked():
             planned = planned_by(self.model, self.given_plan)
             recording = record_planned(
                 RecordRequest(
@@ -227,6 +237,7 @@ class Preparer:
         if self._placement is None:
             self._values.fill(recording, devices)
             self._placement = Placement(self.model, devices)
+        self._hooks.take_off()
         homes = self._placement.place(recording)
         for key, earlier in list(self.known.items()):
             if any(h.tensor.device != earlier.devices[h.stage] for h in earlier.homes.values()):
@@ -342,6 +353,7 @@ class Preparer:
         if self._placement is not None:
             self._placement.unplace()
             self._placement = None
+        self._hooks.put_back()
         self.known.clear()
         return self.model
 
@@ -378,11 +390,12 @@ class Preparer:
         record anew."""
         state = dict(self.__dict__)
         state.update(known=OrderedDict(), _placement=None, _fingerprint=None)
-        del state["_steering"]
+        del state["_steering"], state["_hooks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._hooks = AccelerateHooks(self.model)
         self._steering = Steering(self.model)
 
 

@@ -33,8 +33,8 @@ def check_shared_state(recording: Recording, schedule: ScheduleOption) -> None:
         if schedule not in ("uncut", "sequential"):
             raise StateError(
                 f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops} "
-                f"({shared.where}): micro-batches under way at once would change it for each "
-                f"other; {shared.remedy}, or use schedule='sequential'"
+                f"({shared.where}): micro-batches 0 and 1, under way at once, would change it for "
+                f"each other; {shared.remedy}, or use schedule='sequential'"
             )
 
 

@@ -29,6 +29,7 @@ from ..restoring.holders import (
     container_of,
 )
 from ..restoring.model_state import is_users, names_in
+from ..stages.cursor import current_cursor
 from .reads import Reads
 from .recording import Recording, SharedChange
 
@@ -38,7 +39,10 @@ _OURS = "_blockpipe_"  # attributes of tensors
 _MOST_BYTES = 10_000  # of an array, or a file in memory, whose values are looked at
 _MOST_DOTS = 3  # of a name such as torch.nn.functional.relu
 _UNSET = object()
-_REMEDY = "pass it along as an argument, or keep it in a local variable"
+_REMEDY = (
+    "pass it along as an argument, keep it in a local variable, or in a dictionary with "
+    "current_microbatch() as its key"
+)
 _NAMED = (ClassHolder, FunctionHolder, NamesHolder)  # any code may read what they hold
 
 
@@ -110,9 +114,9 @@ class OutsideState:
             self._members[index] = now
 
     def _compare(self, holder: Holder, key: Any, then: Any, now: Any, hop: int) -> None:
-        if _is_same(then, now):
-            return
         owner = holder.owner
+        if _is_same(then, now) or (isinstance(owner, dict) and _is_of_microbatch(key)):
+            return
         if isinstance(holder, CacheHolder):
             self._watch(now)  # its own business, but for what is in it
             return
@@ -193,6 +197,12 @@ class OutsideState:
                 continue
             if change.attribute is None or not reads.is_unread(*change.attribute):
                 yield SharedChange(change.name, "sets it", hops, change.where, _REMEDY)
+
+
+def _is_of_microbatch(key: Any) -> bool:
+    """Whether a dictionary's key is one that tells this micro-batch from the others."""
+    cursor = current_cursor()
+    return cursor is not None and id(key) in cursor.keys
 
 
 def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.checks import expected
+from .._common.hints import knows_other_names
 from .._common.model_turns import alone_with
 from .._common.nested import map_tensors
 from .._common.thread_state import as_ours
@@ -37,6 +38,7 @@ from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_
 _log = logging.getLogger(__name__)
 
 
+@knows_other_names(sample="pass args=, the forward's arguments")
 def record(
     model: nn.Module,
     args: Any = (),

@@ -18,7 +18,14 @@ from .._common.thread_state import enter_modes, give_forward_lock, in_thread, le
 from .._torch.graph import pop_saved_tensor_hooks, saved_tensor_hooks
 from .._torch.modes import function_modes, how_many_dispatch_modes, pop_dispatch_mode
 from ..devices.rng_streams import end_turn, is_own_turn
-from ..stages.cursor import current_microbatch, recomputing, set_cursor, set_microbatch
+from ..stages.cursor import (
+    checkpointing,
+    current_cursor,
+    current_microbatch,
+    recomputing,
+    set_cursor,
+    set_microbatch,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,9 +35,9 @@ class _Before:
     """What a thread has; put back at the end of a block that fails."""
 
     def __init__(self) -> None:
-        self._cursor = set_cursor(None)
-        set_cursor(self._cursor)
+        self._cursor = current_cursor()
         self._microbatch, self._recomputing = current_microbatch(), recomputing.get()
+        self._checkpointing = checkpointing.get()
         self._mode, self._modes, self._forward_lock = (
             in_thread.mode,
             in_thread.modes,
@@ -58,6 +65,7 @@ class _Before:
         set_cursor(self._cursor)
         set_microbatch(self._microbatch)
         recomputing.set(self._recomputing)
+        checkpointing.set(self._checkpointing)
         in_thread.mode, in_thread.modes = self._mode, self._modes
         if self._forward_lock is None:
             give_forward_lock()

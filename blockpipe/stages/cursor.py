@@ -24,12 +24,14 @@ class Mark:
         where: its file and line.
         checkpoint: whether the modules called under it are recomputed; ``None``: as the pipeline
             says.
+        yields: whether it counts only outside of every ``with Block``.
     """
 
     stage: int | None
     name: str | None
     where: str
     checkpoint: bool | None = None
+    yields: bool = False
 
 
 # Calls a function that is a block, given a text that identifies it and its arguments.
@@ -54,6 +56,9 @@ class Cursor:
         on_move: called with the new stage when the stage changes.
         on_call: called in the place of a function that is a block.
         noted: what a numbering (:func:`numbered_by`) remembers of this forward.
+        kept: what other libraries' functions keep for this forward; copies share it.
+        keys: the objects by which the user's code tells this forward from others, by their ids;
+            copies share them.
     """
 
     def __init__(self, *, follow_marks: bool = True) -> None:
@@ -68,17 +73,26 @@ class Cursor:
         self.on_call: FunctionCall | None = None
         self.block_ended = False
         self.noted: dict[Any, Any] = {}
+        self.kept: dict[str, Any] = {}
+        self.keys: dict[int, object] = {}
 
     def copy(self) -> "Cursor":
         """Return a cursor at the same position, without callbacks."""
         new = Cursor(follow_marks=self.follow_marks)
         new.stage, new.mark, new.highest = self.stage, self.mark, self.highest
         new.noted = {**self.noted}
+        new.kept, new.keys = self.kept, self.keys
         new.checkpoint, new._scopes, new.in_scope = self.checkpoint, [*self._scopes], self.in_scope
         return new
 
+    def tell_apart(self, key: object) -> None:
+        """Note that the user's code is given a key, for state that it keeps for this forward."""
+        self.keys[id(key)] = key
+
     def begin(self, mark: Mark) -> None:
         """Move to a mark's stage."""
+        if mark.yields and self.in_scope:
+            return
         numbering = _numbering.get()
         if numbering is not None:
             stage = numbering(self, mark)
@@ -172,7 +186,8 @@ _microbatch: ContextVar[int | None] = ContextVar("blockpipe_microbatch", default
 def current_microbatch() -> int | None:
     """Return the index of the micro-batch whose forward is under way; ``None`` outside of one.
 
-    A forward that keeps state on ``self`` can keep one for each micro-batch by it.
+    A forward that keeps state on ``self`` can keep one for each micro-batch, in a dictionary with
+    this as its key. It is ``None`` in a recording, too.
 
     Source: ``torchgpipe``'s function of this name, which returns a tensor to compare.
 
@@ -181,7 +196,10 @@ def current_microbatch() -> int | None:
         >>> print(bp.current_microbatch())
         None
     """
-    return _microbatch.get()
+    index = _microbatch.get()
+    if index is None and (cursor := _cursor.get()) is not None:
+        cursor.keys[id(None)] = None  # in a recording, which is of one micro-batch
+    return index
 
 
 def set_microbatch(index: int | None) -> int | None:
@@ -210,3 +228,22 @@ def is_recomputing() -> bool:
         False
     """
     return recomputing.get()
+
+
+checkpointing: ContextVar[bool] = ContextVar("blockpipe_checkpointing", default=False)
+
+
+def is_checkpointing() -> bool:
+    """Return whether the module call under way drops its activations, and will be recomputed.
+
+    It is false in a call that is not recomputed because that would save nothing. It is also false
+    while a call runs again; :func:`is_recomputing` is true then.
+
+    Source: ``torchgpipe.is_checkpointing``.
+
+    Example:
+        >>> from blockpipe.stages.cursor import is_checkpointing
+        >>> is_checkpointing()
+        False
+    """
+    return checkpointing.get()

@@ -5,26 +5,31 @@ treat the stages as one module on one device (``.to(device)``, ``torch.compile``
 ``DistributedDataParallel``) is refused at once.
 """
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.hints import ALL_REDUCE, where_model_has
+from .._common.hints import ALL_REDUCE, what_is_meant, where_model_has
 from .._common.nested import map_tensors
 from .._torch.modules import CHILDREN, RefusesWrappers, Wrapper, versions_in
-from .._torch.tensors import device_in
-from ..devices.devices import is_on_meta
+from .._torch.tensors import arguments_of_to
+from ..devices.devices import is_on_meta, is_same_device
 from ..errors import UsageError
 from ..recording.recording import Recording
 from .materialize import PendingValues, load_in_place
 from .save import save_weights
 from .sources import Weights
 from .validation import load_checked, stages_of, to_be_loaded
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NOT_IN: dict[Wrapper, str] = {
     "torch.compile": (
@@ -37,13 +42,54 @@ _NOT_IN: dict[Wrapper, str] = {
     ),
     "DataParallel": (
         "DataParallel around a pipeline would copy it to each device at each call, but its "
-        "stages have devices of their own ({where}); take it off"
+        "stages have devices of their own ({where}); take it off, and for copies on other devices "
+        "use blockpipe.replicas.Replicas(model, [['cuda:0', 'cuda:1'], ['cuda:2', 'cuda:3']])"
+    ),
+    "FullyShardedDataParallel": (
+        "FullyShardedDataParallel around a pipeline would gather all stages on one device "
+        f"({{where}}); leave it out, and {ALL_REDUCE}"
+    ),
+    "fully_shard": (
+        "fully_shard, or replicate, of a pipeline would treat its stages as one module on one "
+        f"device ({{where}}); leave it out, and {ALL_REDUCE}"
     ),
     "torch.jit.script": (
         "torch.jit.script cannot see the stages of a pipeline ({where}); call unplace(), and give "
         "it pipe.module"
     ),
 }
+
+
+class _BoundForward(functools.partial[Any]):
+    """A pipeline's forward, with the signature of its model's for those who look at it (Trainer
+    drops the columns of a data set that are not in it)."""
+
+    __name__ = "forward"
+
+    @property
+    def __self__(self) -> nn.Module:
+        return cast(nn.Module, self.args[0])
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return self.func
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(cast(Any, self.__self__.module).forward)
+
+
+class _Forward:
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, pipe: nn.Module | None, owner: type) -> Callable[..., Any]:
+        return self._method if pipe is None else _BoundForward(self._method, pipe)
+
+
+def with_models_signature(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a pipeline's forward: an instance's has the signature of the model's."""
+    return cast("Callable[P, R]", _Forward(method))
 
 
 class ModuleInterface(RefusesWrappers):
@@ -57,6 +103,11 @@ class ModuleInterface(RefusesWrappers):
         """The recording of the latest call; ``None`` if nothing is known of the stages."""
         return None
 
+    @property
+    def _stage_devices(self) -> list[torch.device]:
+        """The devices that stages are on, or will be."""
+        raise NotImplementedError
+
     def _refuse_wrapper(self, wrapper: Wrapper) -> NoReturn:
         """Raise an error for a wrapper that would treat the stages as one module; it says why that
         fails, and what to do instead."""
@@ -67,6 +118,7 @@ class ModuleInterface(RefusesWrappers):
             return super().__getattr__(name)
         except AttributeError as error:
             hint = where_model_has(self.__dict__.get(CHILDREN, {}).get("module"), name)
+            hint = hint or what_is_meant(name, dir(type(self)))
             if hint is None:
                 raise
             raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
@@ -81,33 +133,40 @@ class ModuleInterface(RefusesWrappers):
         # What `to`, `to_empty`, `cuda` and a module around the pipeline end in.
         probe = fn(torch.empty(0))
         if probe.device.type != "cpu":
-            self._refuse_device(probe.device)
+            self._check_device(probe.device)
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _refuse_device(self, device: torch.device) -> None:
+    def _check_device(self, device: torch.device) -> None:
+        """Raise :class:`UsageError` for a device that is not the one of all stages."""
+        devices = sorted(set(map(str, self._stage_devices)))
+        if all(is_same_device(device, own) for own in self._stage_devices):
+            return
         raise UsageError(
-            f"expected a dtype, got .to({str(device)!r}) ({users_line()}): a pipeline's stages "
-            "have devices of their own; pass devices=[…] to Pipeline, or call unplace() and move "
-            "the model"
+            f"expected no device to move a pipeline to, got {str(device)!r} ({users_line()}): its "
+            f"stages are on {', '.join(devices)}, and inputs are moved there; leave the call out, "
+            "pass devices=[…] to Pipeline, or call unplace() and move the model (see 'Devices' in "
+            "docs/how-to/training-loops.md)"
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Change the dtype, as in ``pipe.to(torch.bfloat16)``; a device is refused.
+        """Change the dtype (``pipe.to(torch.bfloat16)``); devices stay as they are.
 
         Raises:
-            UsageError: a device: each stage has its own.
+            UsageError: a device other than the one that all stages are on.
         """
-        device = device_in(*args, **kwargs)
+        device, dtype, memory_format = arguments_of_to(*args, **kwargs)
         if device is not None:
-            self._refuse_device(device)
-        return super().to(*args, **kwargs)
+            self._check_device(device)
+        changes: dict[str, Any] = {"dtype": dtype, "memory_format": memory_format}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        return super().to(**changes) if changes else self
 
     def cuda(self, device: Any = None) -> Self:
-        """Refuse to move, as :meth:`to` does with a device."""
+        """Change the device as :meth:`to` does."""
         return self.to(torch.device("cuda" if device is None else device))
 
     def cpu(self) -> Self:
-        """Refuse to move, as :meth:`to` does with a device."""
+        """Change the device as :meth:`to` does."""
         return self.to(torch.device("cpu"))
 
     # --- values, in and out

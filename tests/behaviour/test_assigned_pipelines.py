@@ -9,7 +9,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.errors import BlockpipeError, PlanError, UsageError
 
-from ..compat.assigned_models import chain, net_of
+from ..compat.keras.assigned_models import chain, net_of
 from ..parity import any_loss, plain_step
 
 X = torch.ones(6, 4)

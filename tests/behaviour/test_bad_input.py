@@ -152,9 +152,9 @@ def test_meta_as_a_device_is_refused() -> None:
             train(pipeline(net, devices=["meta"] * 3))
 
 
-@pytest.mark.parametrize("devices", ["cpu", 3, [], torch.device("cpu")])
+@pytest.mark.parametrize("devices", ["cpu", 0, [], torch.device("cpu")])
 def test_devices_that_are_no_list_are_refused(devices: Any) -> None:
-    """Devices come as a list with one for each stage; anything else is a PlanError."""
+    """Devices come as a list with one for each stage, or as their number; else a PlanError."""
     with pytest.raises(
         PlanError,
         match=r"expected (a list with one device for each stage|at least one device) for devices, got",

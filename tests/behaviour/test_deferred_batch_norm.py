@@ -121,6 +121,7 @@ def test_a_later_backward_leaves_the_statistics():
     assert all(equal(state[key], value) for key, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "aot_eager"}])
 @pytest.mark.cpu("no compiler makes code for it")
 def test_compiled_modules_defer_their_statistics(options):
@@ -259,6 +260,7 @@ def test_a_batch_norm_in_glue_is_deferred(isolate):
     assert difference(model, plain, loss, expected).same
 
 
+@pytest.mark.slow
 def test_every_layer_of_a_resnet_has_what_it_got():
     """torchvision's ResNet-18: every layer's statistics are those of all that it got."""
     torchvision = pytest.importorskip("torchvision")

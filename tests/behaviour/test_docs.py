@@ -30,7 +30,14 @@ MODULES = ["blockpipe"] + [
 ]
 # What users may import: the names in these modules' ``__all__``.
 PUBLIC = ("blockpipe", "blockpipe.errors", "blockpipe.reports", "blockpipe.schedules")
-PUBLIC += ("blockpipe.compat.poptorch", "blockpipe.replicas", "blockpipe.testing")
+PUBLIC += ("blockpipe.replicas", "blockpipe.testing")
+# Other libraries' names, under their paths.
+PUBLIC += ("blockpipe.compat.keras", "blockpipe.compat.poptorch")
+PUBLIC += ("blockpipe.compat.torchdistpackage", "blockpipe.compat.torchdistpackage.dist")
+PUBLIC += tuple(f"blockpipe.compat.torchgpipe{one}" for one in ("", ".skip", ".balance"))
+PUBLIC += ("blockpipe.compat.torchgpipe.balancing", "blockpipe.compat.fairscale")
+PUBLIC += tuple(f"blockpipe.compat.fairscale.nn{one}" for one in ("", ".pipe", ".pipe.skip"))
+PUBLIC += ("blockpipe.compat.fairscale.nn.pipe.balance",)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -39,10 +46,15 @@ def _examples(page: str) -> list:
     return list(sybil.parse(ROOT / page).examples())
 
 
+WITH_OUTPUTS = [page for page in PAGES if "```output" in (ROOT / page).read_text()]
+
+
 @pytest.mark.every
-@pytest.mark.parametrize("page", [page for page in PAGES if _examples(page)])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in WITH_OUTPUTS and _examples(page)]
+)
 def test_every_python_block_of_a_page_runs(page: str) -> None:
-    """Every Python block of a page runs, in order, in one namespace."""
+    """Every Python block of a page without output blocks runs, in order, in one namespace."""
     for example in _examples(page):
         example.evaluate()
 
@@ -54,11 +66,10 @@ def _squeezed(text: str) -> str:
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if "```output" in (ROOT / page).read_text()]
-)
+@pytest.mark.parametrize("page", WITH_OUTPUTS)
 def test_output_blocks_are_what_is_printed(page: str, pytestconfig: pytest.Config) -> None:
-    """An ``output`` block is what the Python block before it prints; ``--update-golden`` writes it.
+    """Every Python block of the other pages runs, and an ``output`` block is what the one before it
+    prints; ``--update-golden`` writes it.
 
     Doctest was no alternative: it wants a marker for each empty line, and tables have many.
     """

@@ -1,5 +1,6 @@
 """The examples run."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,43 @@ def test_a_script_of_poptorchs() -> None:
     assert "test accuracy: 9" in out
 
 
+@pytest.mark.timeout(600)
+def test_a_training_script_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """Its losses after the checkpoint are those of a run in one go, to every digit of its log."""
+    pytest.importorskip("sklearn")
+
+    def epochs(number: int, folder: str) -> list[str]:
+        run(
+            "examples/training_script.py", "--into", str(tmp_path / folder), "--epochs", str(number)
+        )
+        log = (tmp_path / folder / "log.txt").read_text()
+        return re.findall(r"epoch \d+: loss .*", log)
+
+    assert len(epochs(1, "stopped")) == 1
+    in_one_go = epochs(3, "in_one_go")
+    assert epochs(3, "stopped") == in_one_go
+    assert len(in_one_go) == 3
+    assert float(in_one_go[-1].split()[-1]) > 0.9
+    assert (tmp_path / "stopped" / "best.pt").exists()
+
+
+def test_a_script_of_torchdistpackages() -> None:
+    """It trains in bfloat16 on two stages, with clipping over both, and tests."""
+    pytest.importorskip("sklearn")
+    out = run("examples/from_torchdistpackage.py")
+    assert "trained on 2 stages of one process" in out
+    assert "test accuracy: 9" in out
+
+
+def test_a_model_with_a_device_map_trains_and_generates() -> None:
+    """Its pipeline is exact, and the model is whole without it."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    out = run("examples/from_device_map.py", "--steps", "20")
+    assert "ok: " in out
+    assert float(out.split("loss without the pipeline: ")[1]) < 4
+
+
 def test_the_gpt_example_learns() -> None:
     """The GPT learns English."""
     out = run("examples/gpt_text.py", "--steps", "60")
@@ -49,6 +87,14 @@ def test_the_large_model_is_trained_saved_and_loaded_elsewhere() -> None:
     assert "none of them in memory" in out
     assert "Measured" in out
     assert "loaded into two stages: loss 2." in out
+
+
+def test_a_torchgpipe_script() -> None:
+    """It is balanced, learns, and is the plain loop."""
+    out = run("examples/from_torchgpipe.py")
+    assert "partitions.0.0.module.block.0.weight" in out
+    assert float(out.split("step 29: loss ")[1].split()[0]) < 0.3, out
+    assert "ok: exact" in out
 
 
 def test_found_stages_are_balanced_exact_and_drawn(tmp_path: Path) -> None:
@@ -88,6 +134,7 @@ def test_a_llama_is_recorded_and_summarized() -> None:
     [
         "peers.py --workload tiny --chunks 2 --repeats 1 --only by-hand blockpipe torch-pipelining",
         "one_gpu.py --device cpu --tiny --workload small --mode eager compiled --repeats 1",
+        "doors.py --widths 8 --repeats 2",
         "deferred_batch_norm.py --rows 2 --size 32 --repeats 1",
         "scaling.py --tiny --model resnet101 --devices 2 --rows 1 --repeats 1",
     ],

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import resource
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -121,6 +122,15 @@ def alive(net: Net) -> list[Any]:
     return [found for ref in net.seen if (found := ref()) is not None]
 
 
+def alive_after_failure(net: Net) -> list[Any]:
+    """What is alive once autograd's threads have let go: on an accelerator a thread of autograd's own
+    reports a failure before it drops the node that failed, and nothing says when it has."""
+    until = time.monotonic() + 10
+    while is_simulated() and alive(net) and time.monotonic() < until:
+        time.sleep(0.01)
+    return alive(net)
+
+
 def tensors_alive() -> int:
     return sum(issubclass(type(o), Tensor | torch.UntypedStorage) for o in gc.get_objects())
 
@@ -184,7 +194,7 @@ def test_no_activation_is_alive_after_a_failed_backward(
     net, pipe = make(schedule, FailsInBackward())
     without_failing(lambda: way(pipe))
     assert net.seen
-    assert alive(net) == []
+    assert alive_after_failure(net) == []
 
 
 def test_a_kept_output_without_graph_keeps_no_activation() -> None:
@@ -249,6 +259,7 @@ def test_a_hundred_steps_keep_no_more_than_one(schedule: str, way: Callable[...,
     assert is_simulated() or len(gc.get_objects()) - objects < 200  # meta kernels make cycles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", WITH_UNCUT)
 @pytest.mark.parametrize("way", [forward_backward, call])
 def test_a_hundred_failed_steps_keep_no_more_than_one(

@@ -140,6 +140,7 @@ def test_copies_keep_the_mark(copied: Any) -> None:
     assert model.pipeline.recording.route == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.cpu("another process has no simulated accelerator")
 def test_a_saved_model_keeps_the_mark_in_another_process(tmp_path: Path) -> None:
     """A model that has been trained, too."""

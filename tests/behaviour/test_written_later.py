@@ -210,3 +210,29 @@ def test_an_unregistered_tensor_that_one_stage_begins_to_write_is_recorded_anew_
         pipe.forward_backward(x, loss_fn=torch.sum)
         recordings[id(pipe.recording)] = pipe.recording
     assert len(recordings) == 2
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_dictionary_by_microbatch_is_not_shared(checkpoint: str) -> None:
+    """What one stage puts in under ``current_microbatch()``, another may take out."""
+    kept: dict[int | None, Tensor] = {}
+
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not bp.is_recomputing():
+                kept[bp.current_microbatch()] = x
+            return super().forward(x).tanh().sigmoid()
+
+    class Takes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + kept.pop(bp.current_microbatch())
+
+    net = nn.Sequential(Keeps(8, 8), nn.Linear(8, 8), Takes(8, 8))
+    plain, x = copy.deepcopy(net), torch.rand(8, 8)
+    pipe = _pipe(bp.begin_blocks(net, {"1": 1}), checkpoint=checkpoint)
+    result = pipe.forward_backward(x, loss_fn=torch.mean, return_outputs=True)
+    assert_close(result.outputs, plain(x))
+    plain(x).mean().backward()
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad)
+    assert not kept

@@ -10,7 +10,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.errors import PlanError, UsageError
 
-from ..compat.assigned_models import Part, net_of
+from ..compat.keras.assigned_models import Part, net_of
 
 X = torch.ones(6, 4)
 

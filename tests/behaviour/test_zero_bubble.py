@@ -317,6 +317,7 @@ def test_hooks_on_parameters_fire_once(schedule):
     assert len(seen["piped"]) == len(seen["plain"]) == 3 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SPLITTING)
 def test_a_compiled_module_is_whole(schedule):
     """Its backward is one function: it would run twice."""
@@ -343,6 +344,7 @@ def test_the_weight_part_comes_when_the_schedule_says(parts):
     assert parts["split"] == 2 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_real_models_in_every_schedule(schedule):
     """A ResNet in four stages, sanitizer on: to the bit."""

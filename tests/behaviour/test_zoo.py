@@ -73,6 +73,7 @@ def test_a_real_model_trains_as_plain(family: str, name: str) -> None:
     assert all(value == "exact" for value in found.values()), found
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize(("family", "name"), _pairs(ALSO_CHOSEN))
 @pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.costs.rates import STATED_CPU
-from blockpipe.errors import PlanError, ScheduleError, UsageError
+from blockpipe.errors import MarkError, PlanError, ScheduleError, UsageError
 from blockpipe.preparation import prepared
 
 from ..parity import any_loss, difference, plain_step
@@ -50,6 +50,7 @@ def _of_recording(recording: bp.Recording, by: str, speeds: list[float]) -> tupl
     return max(costs), float(crossing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("by", ["flops", "parameters", "time"])
 @pytest.mark.parametrize("speeds", [None, [1.0, 2.0, 0.7]])
@@ -386,3 +387,24 @@ def test_a_forward_that_fails_is_told_and_leaves_nothing_behind() -> None:
     with pytest.raises(bp.BlockpipeError, match="forward fails on the sample"):
         bp.balance(net, torch.zeros(2, 5), 2)
     assert "forward" not in net[0].__dict__
+
+
+def test_stages_begin_only_where_at_names_a_module() -> None:
+    """By path patterns; what is named too rarely, or not at all, is an error."""
+    blocks = (nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)) for _ in range(3))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*blocks), nn.Linear(4, 4))
+    x = torch.zeros(2, 4)
+
+    def begins(**options: Any) -> list[str]:
+        plan = bp.balance(net, x, 2, by="parameters", slack=0, **options)
+        return [share.begins for share in plan.shares]
+
+    assert begins() == ["the start", "1.1.1"]
+    assert begins(at="1.*") == ["the start", "1.1"]
+    assert begins(at=["0", "2"]) == ["the start", "2"]
+    with pytest.raises(
+        PlanError, match="cut at 1 places.*at= names none of the modules that begin there"
+    ):
+        bp.balance(net, x, 3, by="parameters", at="2")
+    with pytest.raises(MarkError, match="the path of a module, or a pattern of paths, got 'blocks"):
+        begins(at="blocks.*")

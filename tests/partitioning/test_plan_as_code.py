@@ -20,6 +20,7 @@ def _marked(net: nn.Module, text: str) -> nn.Module:
     return copied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["flops", "parameters"])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_marks_give_the_stages_of_the_plan(by: str, stages: int) -> None:

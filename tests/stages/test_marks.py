@@ -250,6 +250,7 @@ def test_copies_and_pickles_keep_the_marks(copied):
     assert bp.record(twin, torch.zeros(1, 4)).route == [0, 1]
 
 
+@pytest.mark.slow
 def test_marks_survive_torch_save_read_in_another_process(tmp_path):
     """Another process that loads the model sees its stages."""
     net = two_layers()

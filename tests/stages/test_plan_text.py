@@ -7,7 +7,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.errors import PlanError
 
-from ..compat.assigned_models import net_of
+from ..compat.keras.assigned_models import net_of
 
 X = torch.ones(6, 4)
 

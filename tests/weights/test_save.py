@@ -349,6 +349,7 @@ def test_what_cannot_be_saved(tmp_path):
         bp.Pipeline(wrapped).save_weights(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_hugging_face_checkpoints_go_both_ways(tmp_path, kind):
     """A model built on meta loads what ``save_pretrained`` wrote, by its own ``_init_weights`` for

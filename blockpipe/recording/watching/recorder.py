@@ -78,6 +78,7 @@ class Recorder:
         self.costs = Costs(self.run, result, self.segments, self.calls)
         self.draws = RandomDraws(self.run, result, self.calls)
         cursor.on_mark, cursor.on_leave, cursor.on_move = self.met, self.moved, None
+        cursor.on_tell_apart = self.told_apart
         self.cursor = cursor
         self.result = result
         self.begun_by: str | None = None  # the call with which a plan moved the cursor last
@@ -148,6 +149,11 @@ class Recorder:
     def met(self, mark: Mark) -> None:
         """Write down a mark, and the innermost call that it was first met in."""
         self.result.marks.setdefault(mark.where, self.calls.innermost)
+
+    def told_apart(self) -> None:
+        """Open the calls under way: run again, each would keep its micro-batch's state again."""
+        for call in self.calls:
+            call.open(f"it keeps state of its own for each micro-batch ({line()})")
 
     def moved(self, stage: int) -> None:
         """Open the calls under way: a mark moves the cursor, so none of them stays on one stage."""
@@ -330,7 +336,8 @@ class Recorder:
         """Release everything, and end the cycle of the recorder, its run and its cursor."""
         self.run.abandon()
         self.run.place.listener = None
-        self.cursor.on_mark = self.cursor.on_leave = self.cursor.on_call = None
+        self.cursor.on_mark = self.cursor.on_leave = self.cursor.on_tell_apart = None
+        self.cursor.on_call = None
 
     def imported(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
         """Write down that a tensor was copied to this hop."""

@@ -11,12 +11,14 @@ class WatchedCursor(Cursor):
 
     Attributes:
         on_mark: is called with a mark that begins.
+        on_tell_apart: is called where the forward keeps state of its own for each micro-batch.
         on_leave: is called with the stage that the cursor is about to move to.
         moves: the number of moves so far.
         is_marked: whether a mark has placed the forward; a plan does so without one.
     """
 
     on_mark: Callable[[Mark], None] | None = None
+    on_tell_apart: Callable[[], None] | None = None
     on_leave: Callable[[int], None] | None = None
     moves = 0
     is_marked = False
@@ -25,6 +27,11 @@ class WatchedCursor(Cursor):
         assert self.on_mark is not None
         self.on_mark(mark)
         super().begin(mark)
+
+    def tell_apart(self, key: object) -> None:
+        super().tell_apart(key)
+        assert self.on_tell_apart is not None
+        self.on_tell_apart()
 
     def move(self, stage: int, mark: Mark | None) -> None:
         assert self.on_leave is not None

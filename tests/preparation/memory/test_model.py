@@ -81,6 +81,7 @@ def test_the_parts_of_a_report():
     assert net[0].a.weight.device.type == "cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 @pytest.mark.parametrize("chunks", [2, 5])

@@ -311,6 +311,7 @@ def test_a_model_from_the_meta_device():
     assert pipe.verify(_batch()[0]).verdict == "exact"
 
 
+@pytest.mark.slow
 def test_compiled_modules_are_ok_and_not_exact():
     """Where the stages are compiled, bits are not promised; inner modules are not looked into."""
     pipe = bp.Pipeline(_net(), devices=stages(3), chunks=2)

@@ -14,8 +14,8 @@ import blockpipe as bp
 from blockpipe.errors import PlanError
 from blockpipe.testing import dry_run
 
-from ..parity import any_loss, plain_step
-from ..stage_devices import examples
+from ...parity import any_loss, plain_step
+from ...stage_devices import examples
 from .assigned_models import Part, chain, net_of
 
 
@@ -309,7 +309,7 @@ def test_stages_inside_are_refused_where_they_are_ambiguous():
     a, b, x = chain(), chain(), torch.zeros(2, 4)
     for net in (a, b):
         bp.set_pipeline_stage_assignment(net, {"1": 1}, x)
-    line = r"\(\S*test_keras_assignment.py:\d+\)"
+    line = r"\(\S*test_assignment.py:\d+\)"
     remedy = r"reset_pipeline_stage_assignment\(model.get_submodule\('{}'\)\)"
     both = nn.Sequential(a, b)
     with pytest.raises(PlanError, match=f"on '0' {line} and on '1' {line}.*{remedy.format(1)}"):

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
-from .._common.callsite import remembers_caller, users_line
-from .._common.checks import expected, is_integer
-from ..errors import PlanError, UsageError
-from ..pipeline import Pipeline
-from ..recording.plan_resolution import AttachedPlan, Planned, attach_plan, resolve
-from ..recording.record import record, record_planned
-from ..recording.recording import Recording
-from ..recording.sample import RecordRequest
-from ..stages.plan import Assignment, StagePlan
-from ..stages.plan_text import read_layout
+from ..._common.callsite import remembers_caller, users_line
+from ..._common.checks import expected, is_integer, mismatch
+from ..._torch.modules import children_of
+from ...errors import PlanError, UsageError
+from ...pipeline import Pipeline
+from ...recording.plan_resolution import AttachedPlan, Planned, attach_plan, resolve
+from ...recording.record import record, record_planned
+from ...recording.recording import Recording
+from ...recording.sample import RecordRequest
+from ...stages.marks import has_forward
+from ...stages.plan import Assignment, StagePlan
+from ...stages.plan_text import read_layout
 
 
 @remembers_caller
@@ -64,7 +67,12 @@ def get_pipeline_stage_assignment(
 @remembers_caller
 def set_pipeline_stage_assignment(
     model: nn.Module,
-    assignment: Sequence[Assignment] | StagePlan | Mapping[str, int] | str | os.PathLike[str],
+    assignment: Sequence[Assignment]
+    | Sequence[int]
+    | StagePlan
+    | Mapping[str, int]
+    | str
+    | os.PathLike[str],
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> StagePlan:
@@ -80,8 +88,9 @@ def set_pipeline_stage_assignment(
         model: the model; for a :class:`Pipeline`, its model.
         assignment: the entries from :func:`get_pipeline_stage_assignment`, nested or in one list; a
             :class:`StagePlan`; the places where stages begin, as in :func:`begin_blocks`: a mapping
-            from path patterns (``{"layer3": 1}``) or a layout (``"layer3=1, layer4=2"``); or the
-            name of a JSON file, which ends in ``.json``, or its path.
+            from path patterns (``{"layer3": 1}``) or a layout (``"layer3=1, layer4=2"``); the name
+            of a JSON file, which ends in ``.json``, or its path; or, for an ``nn.Sequential``, a
+            list with the stage of each child (one that is appended later stays on the last stage).
         args: a sample, with which everything is checked at once. Without it, the checks that depend
             on the forward are made when it is recorded first.
         kwargs: the sample's keyword arguments.
@@ -111,7 +120,10 @@ def set_pipeline_stage_assignment(
     where = users_line()
     module = _model_of(model)
     has_sample = bool(kwargs) or not isinstance(args, tuple | list) or len(args) > 0
-    plan, problems = _as_plan(assignment, where)
+    if _are_numbers(assignment):
+        plan, problems = _of_children(module, assignment)
+    else:
+        plan, problems = _as_plan(assignment, where)
     if not problems:
         given = model._preparer.given_devices if isinstance(model, Pipeline) else None
         devices = None if given is None else len(given)
@@ -199,6 +211,31 @@ def _as_plan(given: object, where: str) -> tuple[StagePlan, list[str]]:
     raise PlanError(expected(contract, given, for_="assignment"))
 
 
+def _are_numbers(given: object) -> TypeGuard[Sequence[int]]:
+    if not isinstance(given, list | tuple):
+        return False
+    return len(given) > 0 and all(is_integer(stage, 0) for stage in given)
+
+
+def _of_children(model: nn.Module, stages: Sequence[int]) -> tuple[StagePlan, list[str]]:
+    """Return the plan of a sequence's children, and the problem of a list that does not fit."""
+    if not isinstance(model, nn.Sequential):
+        return StagePlan(), ["a list of numbers is for the children of an nn.Sequential"]
+    children = children_of(model)
+    if len(stages) != len(children):
+        return StagePlan(), [
+            mismatch(f"a stage for each of its {len(children)} children", f"{len(stages)} stages")
+        ]
+    paths: dict[int, str] = {}
+    calls = Counter[str]()
+    entries = []
+    for (name, child), stage in zip(children.items(), stages, strict=True):
+        path = paths.setdefault(id(child), name)
+        entries.append(Assignment(path, calls[path], stage, type(child).__name__))
+        calls[path] += 1
+    return StagePlan(entries, partial=True), [*_too_early(StagePlan(entries))]
+
+
 def _wrong_entries(entries: Sequence[Any]) -> list[str]:
     return [
         f"entry {i} is {entry!r}, but should be an Assignment with a path and the number of a call"
@@ -225,17 +262,13 @@ def _misfits(model: nn.Module, plan: StagePlan) -> Iterator[str]:
     named = dict(resolve(model, plan))
     for entry in plan.assignments:
         found = [modules[path] for path in named[id(entry)]]
-        if all(_is_never_called(module) for module in found):
+        if not any(has_forward(module) for module in found):
             yield (
                 f"{entry.name} is a {type(found[0]).__name__}, which is never called, so no stage "
                 "can begin with it; name the modules inside"
             )
         elif entry.kind and entry.kind != type(found[0]).__name__:
             yield f"{entry.name} is a {type(found[0]).__name__}, but in the plan a {entry.kind}"
-
-
-def _is_never_called(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
 
 
 def _too_early(plan: StagePlan) -> Iterator[str]:

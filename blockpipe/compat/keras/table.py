@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from .._common.callsite import remembers_caller
-from .._common.checks import expected, is_integer
-from .._common.text import one_line
-from ..errors import UsageError
-from ..recording.recording import Recording
-from ..stages.plan import Assignment
-from .keras_assignment import recording_of
+from ..._common.callsite import remembers_caller
+from ..._common.checks import expected, is_integer
+from ..._common.text import one_line
+from ...errors import UsageError
+from ...recording.recording import Recording
+from ...stages.plan import Assignment
+from .assignment import recording_of
 
 _HEAD = ("Layer (type) (node index)", "Input Layers", "Pipeline Stage")
 _ENDS = (0.4, 0.8, 1.0)  # where columns end, as shares of the line
