@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from types import FrameType
 from typing import Any, Literal
@@ -48,6 +49,17 @@ def caches_parametrizations() -> bool:
     """Return whether ``torch.nn.utils.parametrize.cached()`` is entered: it counts its entries in a
     private global."""
     return parametrize._cache_enabled > 0
+
+
+@contextmanager
+def no_cached_parametrizations() -> Iterator[None]:
+    """While entered, nothing is put into the cache of ``torch.nn.utils.parametrize.cached()``, nor
+    taken from it, but by who enters that meanwhile."""
+    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
 
 
 COMPILED_CALL = "_compiled_call_impl"

@@ -21,7 +21,7 @@ from .._common.callsite import failing_line
 from .._common.model_turns import alone_with
 from .._common.modules import call_with_tensors, named_slots
 from .._common.nested import map_tensors
-from .._common.thread_state import as_ours
+from .._common.thread_state import CallerState, as_ours
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FAKE_TENSOR_LOG, FakeTensor
 from ..devices.devices import is_on_meta
@@ -166,7 +166,9 @@ def _hooked_fake(
     def attempt(unhookable: frozenset[str]) -> Recording:
         mode = TrackedFakes()
         hooked_request = replace(request, unhookable=unhookable)
-        recording = _record_fake(mode, hooked_request, homes, sample_device)
+        # Autocast would keep its casts of fake weights. Steps run without that cache too.
+        with CallerState().uncached_autocast():
+            recording = _record_fake(mode, hooked_request, homes, sample_device)
         mode.check_nothing_is_left()
         return recording
 

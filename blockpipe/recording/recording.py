@@ -244,6 +244,9 @@ class Recording:
     recomputes: bool = False
     shared_generators: list[GeneratorUse] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)
+    carried: dict[str, str] = field(default_factory=dict)
+    """Plain values that each forward leaves for the next one, and the lines that read them."""
+    changes_unseen: bool = False  # the forward changes something, and nobody saw who reads it
     outside: list[OutsideTensor] = field(default_factory=list, repr=False)
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name
     collects: bool = False  # several hops add to something of the user's

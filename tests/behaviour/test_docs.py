@@ -38,6 +38,7 @@ PUBLIC += tuple(f"blockpipe.compat.torchgpipe{one}" for one in ("", ".skip", ".b
 PUBLIC += ("blockpipe.compat.torchgpipe.balancing", "blockpipe.compat.fairscale")
 PUBLIC += tuple(f"blockpipe.compat.fairscale.nn{one}" for one in ("", ".pipe", ".pipe.skip"))
 PUBLIC += ("blockpipe.compat.fairscale.nn.pipe.balance",)
+PUBLIC += ("blockpipe.integrations.transformers",)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

@@ -74,6 +74,14 @@ def test_a_model_with_a_device_map_trains_and_generates() -> None:
     assert float(out.split("loss without the pipeline: ")[1]) < 4
 
 
+def test_a_script_of_hugging_faces_trainer(tmp_path: Path) -> None:
+    """It trains, evaluates, and saves a model that the library loads."""
+    pytest.importorskip("accelerate")
+    out = run("examples/trainer_text.py", "--steps", "20", "--directory", str(tmp_path))
+    assert "loss on other text: 3." in out
+    assert "stage 1 on" in out
+
+
 def test_the_gpt_example_learns() -> None:
     """The GPT learns English."""
     out = run("examples/gpt_text.py", "--steps", "60")

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import blockpipe as bp
+from blockpipe.restoring import leaked_tensors
 
 from ..stage_devices import stages
 
@@ -118,3 +119,13 @@ def test_balance_records_on_the_devices_that_it_balances_for(measure):
     net = nn.Sequential(nn.Linear(4, 4), Sees())
     bp.balance(net, torch.ones(2, 4), 2, measure=measure, devices=stages(2), repeats=1)
     assert {where for call in seen for where in call} == {FAR.type}
+
+
+def test_autocast_keeps_no_cast_of_a_fake_weight(monkeypatch):
+    """Its cache kept one of each weight, and each of them was then searched for in all objects."""
+    searched = []
+    monkeypatch.setattr(leaked_tensors.gc, "collect", lambda: searched.append(1))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        bp.record(net, torch.ones(2, 4))
+    assert not searched

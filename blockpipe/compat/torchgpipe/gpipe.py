@@ -9,7 +9,7 @@ with another balance.
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -161,6 +161,13 @@ class GPipe(Pipeline):
         if next(tensors(input), None) is None:
             raise UsageError(expected("a tensor or a tuple of tensors", input, for_="input"))
         return super().forward(input)
+
+    def _check_device(self, device: torch.device) -> NoReturn:
+        """Refuse every move, as torchgpipe does: to the device that all partitions are on, too."""
+        raise UsageError(
+            f"expected no device to move a {type(self).__name__} to, got {str(device)!r} "
+            f"({users_line()}): its partitions have devices of their own; leave the call out"
+        )
 
     @property
     def partitions(self) -> nn.ModuleList:

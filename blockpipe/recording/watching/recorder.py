@@ -177,9 +177,13 @@ class Recorder:
         something."""
         innermost = self.calls.innermost
         if innermost is None or innermost.path in self.users:
-            # The next hop begins here where the cursor has moved.
-            has_moved = self.hop >= 0 and self.cursor.stage != self.stage
-            self.outside.look(self.hop + has_moved)
+            self.outside.look(self.hop_here())
+
+    def hop_here(self) -> int:
+        """Return the hop that the user's code is on; from a mark on it is the next one."""
+        if self.hop < 0:
+            return 0
+        return self.hop + (self.cursor.stage != self.stage)
 
     # --- operations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ..._common.nested import map_tensors, tensors
 from ..._common.progress import Progress
 from ..._common.text import dtype_text, short
 from ..._common.thread_state import as_ours, theirs
-from ..._torch.modules import COMPILED_CALL, is_compiled
+from ..._torch.modules import COMPILED_CALL, is_compiled, no_cached_parametrizations
 from ..._torch.tensors import version_of
 from ...batches.losses import own_loss_or_none
 from ...costs.meter import Meter
@@ -36,22 +36,23 @@ from .held import held_tensors
 from .mode import RecordedForward, RecordingMode
 from .recorder import Recorder
 from .saved_tensors import Activations
+from .shared_values import SharedValues
 from .watched_cursor import WatchedCursor
 
 
-def looked_at_twice(run: Callable[[], Recording]) -> Recording:
+def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
     """Record once, or twice where the forward changes what several hops see. The second time begins
     with the state that the first one left: an object that the forward makes once and keeps does no
     harm, nor does one that it empties before it adds to it.
 
     Args:
-        run: records, and puts nothing back.
+        run: records, and puts nothing back; it is told whether this is the second time.
     """
-    first = run()
-    if not first.shared_changes and not first.collects:
+    first = run(False)
+    if not (first.shared_changes or first.collects or first.carried or first.changes_unseen):
         return first
     try:
-        second = run()
+        second = run(True)
     except Exception:  # of what the first one left: a tensor with a gradient path, say
         return first
     recompute = {change.what for change in second.shared_changes}
@@ -59,17 +60,22 @@ def looked_at_twice(run: Callable[[], Recording]) -> Recording:
     made_once = [c for c in first.shared_changes if c.settles and c.what not in recompute]
     first.settles = first.fake and bool(made_once)
     before = [c for c in first.shared_changes if not first.settles or c not in made_once]
+    first.carried = {k: v for k, v in first.carried.items() if k in second.carried}
     known = {change.what for change in first.shared_changes}
     first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
     return first
 
 
 @as_ours
-def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]) -> Recording:
+@no_cached_parametrizations()
+def run_watched(
+    request: RecordRequest, is_second: bool, *, fake: bool, holders: Collection[Holder]
+) -> Recording:
     """Run a forward once and write down what it does; only the cursor is put back.
 
     Args:
         request: the forward.
+        is_second: whether it is for what the first run has changed.
         fake: whether its tensors are fake ones.
         holders: the user's objects that the model reaches.
     """
@@ -77,17 +83,19 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
     result = Recording(type(model).__name__, fake, planned=planned is not None)
     result.planned_at = None if planned is None else planned.where
     recorder = _watching(request, result, holders)
+    modules = dict(model.named_modules())
+    values = SharedValues(holders, modules, recorder.hop_here, fake=fake, traces=is_second)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)
     before = set_cursor(recorder.run.cursor)
     try:
         inputs = _as_inputs(recorder, (request.args, request.kwargs))
-        output = _run(model, inputs, recorder)
+        output = _run(model, inputs, recorder, values)
         note_split_backwards(recorder.run, result, output)
         given = recorder.held.keys() | {id(tensor) for tensor in tensors(inputs)}
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
-        _note_state(model, recorder, holders)
+        _note_state(model, recorder, values, holders)
     finally:
         set_cursor(before)
         recorder.abandon()
@@ -102,7 +110,7 @@ def run_watched(request: RecordRequest, *, fake: bool, holders: Iterable[Holder]
     return result
 
 
-def _watching(request: RecordRequest, result: Recording, holders: Iterable[Holder]) -> Recorder:
+def _watching(request: RecordRequest, result: Recording, holders: Collection[Holder]) -> Recorder:
     """Make what watches a forward; it knows the model's parameters, and has put nothing on it."""
     model = request.model
     graphs = Graphs(differentiable=torch.is_grad_enabled(), cut=request.cut, split=True)
@@ -131,7 +139,7 @@ def _watch_calls(model: nn.Module, recorder: Recorder, stages: Stages) -> None:
         names.pop(COMPILED_CALL, None)
 
 
-def _run(model: nn.Module, inputs: Any, recorder: Recorder) -> Any:
+def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues) -> Any:
     """Call the model while everything watches; returns its output."""
     args, kwargs = inputs
     spent, waited = recorder.costs.spent, recorder.costs.waited
@@ -139,7 +147,7 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder) -> Any:
     about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
     with Progress(about, modules, "module calls") as recorder.calls.progress:
         with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
-            with theirs(), RecordingMode(recorder), meter:
+            with theirs(), RecordingMode(recorder), meter, values.watching():
                 output = model(*args, **kwargs)
             recorder.run.notice_writes()
             for tensor in tensors(output):
@@ -147,16 +155,23 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder) -> Any:
     return output
 
 
-def _note_state(model: nn.Module, recorder: Recorder, holders: Iterable[Holder]) -> None:
+def _note_state(
+    model: nn.Module, recorder: Recorder, values: SharedValues, holders: Collection[Holder]
+) -> None:
     """Write down what the forward has changed, and what it has left unread."""
     result = recorder.result
     recorder.outside.look(recorder.hop)
     reads = Reads((holder.owner for holder in holders), model.modules())
+    for change in recorder.outside.changed():
+        values.changed(*change)
+        result.changes_unseen = not values.traces
     result.shared_changes = [
         *recorder.changes.found(result, recorder.held, reads),
         *recorder.outside.found(result, reads),
         *recorder.outside_tensors.shared(),
+        *values.found(reads, result),
     ]
+    result.carried = values.carried(reads)
     result.outside = recorder.outside_tensors.found()
     result.collects = recorder.outside.collects
     result.unread = set(_unread(model, reads))

@@ -124,7 +124,7 @@ def test_moves_are_denied_and_casts_allowed() -> None:
         lambda: model.to(torch.rand(1)),
         lambda: model.to(tensor=torch.rand(1)),
     ):
-        with pytest.raises(TypeError, match="stages have devices of their own"):
+        with pytest.raises(TypeError, match="partitions have devices of their own"):
             move()
     model.double()
     model.to(torch.float)

@@ -1,8 +1,7 @@
 """Steps that differ from the plain loop, and the modules that are named for it."""
 
-import array
+import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from blockpipe.errors import VerificationError
 from blockpipe.reports.verify.result import Verification
 
 from ...stage_devices import stages
-from .verified import Wrong, WrongBehind
+from .verified import Wrong, WrongBehind, sharing
 
 # --- what is wrong
 
@@ -33,40 +32,29 @@ def _assert_parts(found: Verification, phase: str, path: str, stage: int) -> Non
         found.raise_if_different()
 
 
-class _Shared:
-    """State that modules on two stages share, which no step compares: the content of an array."""
+class _Hidden:
+    """State in no object of Python's."""
 
-    def __init__(self) -> None:
-        self.content = array.array("d", [1.0])
+    @property
+    def value(self) -> float:
+        return sys.getrecursionlimit() / 10_000
 
-
-class _Writes(nn.Linear):
-    """Long after the stage before has read for the next micro-batch: a race that is always lost."""
-
-    shared: _Shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.05)
-        self.shared.content[0] = float(x.detach().abs().max())
-        return super().forward(x)
+    @value.setter
+    def value(self, value: float) -> None:
+        sys.setrecursionlimit(10_000 + int(value * 10_000))
 
 
-class _Reads(nn.Linear):
-    shared: _Shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.shared.content[0]
-
-
-def test_state_left_between_microbatches_is_found():
-    """A number that a later stage leaves for the next micro-batch's earlier one."""
-    net = nn.Sequential(nn.Linear(8, 8), _Reads(8, 8), nn.ReLU(), _Writes(8, 4))
-    net[1].shared = net[3].shared = _Shared()
-    bp.begin_blocks(net, {"2": 1})
+def test_state_left_between_microbatches_is_found(request: pytest.FixtureRequest):
+    """A number that a later stage leaves for the next micro-batch's earlier one, in the interpreter:
+    no recording sees it there."""
+    shared = _Hidden()
+    net = sharing(shared)
+    limit = sys.getrecursionlimit()
+    request.addfinalizer(lambda: sys.setrecursionlimit(limit))
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
     for _ in range(3):  # in a first step the CPU's stages take turns
         pipe.forward_backward(torch.randn(8, 8), loss_fn=torch.sum)
-    net[1].shared.content[0] = 1.0
+    shared.value = 1.0
     found = pipe.verify(torch.randn(8, 8))
     _assert_parts(found, "forward", "1", 0)
     assert found.first_difference is not None

@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe.errors import UsageError
+from blockpipe.errors import StateError, UsageError
 from blockpipe.preparation import prepared
 from blockpipe.reports.verify.result import Verification
 
 from ...models import EVERY_SCHEDULE
 from ...stage_devices import equal, is_simulated, stages
-from .verified import Wrong
+from .verified import Shared, Wrong, sharing
 
 
 def _net(dropout: float = 0.0) -> nn.Sequential:
@@ -183,6 +183,13 @@ def test_lanes_run_for_small_models(monkeypatch: pytest.MonkeyPatch):
     names.clear()
     pipe.forward_backward(x, loss_fn=torch.sum)
     assert set(names) == {threading.main_thread()}
+
+
+def test_state_that_a_recording_sees_is_refused_by_it():
+    """There is nothing to verify then."""
+    pipe = bp.Pipeline(sharing(Shared()), devices=stages(2), chunks=4, schedule="gpipe")
+    with pytest.raises(StateError, match="attribute 'value' of a Shared .* reads it on hops"):
+        pipe.verify(torch.randn(8, 8))
 
 
 told_by_threads = pytest.mark.cpu("autograd gives a device a thread, in the plain run too")
