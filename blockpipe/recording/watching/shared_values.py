@@ -31,8 +31,9 @@ from ..._common.nested import tensors
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
+from ..calls import Call
 from ..reads import Reads, libraries_code_reads
-from ..recording import Call, Recording, SharedChange
+from ..recording import Recording, SharedChange
 from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
 
