@@ -193,6 +193,7 @@ class UncutRun(MicrobatchRun):
                 yield source, mirror
 
     def _cross(self, hop: int) -> None:
+        self.notice_writes()  # by way of a view that was made there
         super()._cross(hop)
         device = self.step.device_of(self.stage)
         for source, mirror in self._all_mirrors():

@@ -180,12 +180,14 @@ WRITES = [
 ]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("forward", WRITES)
 def test_every_later_reader_sees_a_write(forward):
     """On its home's device and on others, through views too, as in the plain loop."""
     check_alike(Scripted(forward), X.clone(), schedule="uncut")
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("forward", [*WRITES, a_view_crossed_too])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_every_later_reader_sees_a_write_without_gradients(forward, mode):
