@@ -288,6 +288,8 @@ def _elsewhere(
         _refuse(f"{group}.{name}", refused[name])
     near = get_close_matches(name, [*dir(type(options)), *accepted, *refused], n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]!r}?" if near else ""
+    if group == "Options" and hasattr(TrainingOptions, name):
+        hint = f"; it is one of Training: Options().Training.{name}(…)"
     raise AttributeError(f"{type(options).__name__!r} object has no attribute {name!r}{hint}")
 
 
