@@ -82,6 +82,11 @@ if not TYPE_CHECKING:  # type checkers report a missing name as it is
     def __getattr__(name: str) -> NoReturn:
         """Raise an error that names the module of a public name that is elsewhere."""
         elsewhere = {"dry_run": "testing", "make_schedule": "schedules", "testing": ""}
+        elsewhere |= {"GPipe": "compat.torchgpipe", "Replicas": "replicas"}
+        elsewhere |= {"Pipe": "compat.fairscale.nn", "PipelineStage": "compat.keras"}
+        elsewhere |= {"PipelineTrainer": "integrations.transformers"}
+        elsewhere |= {"PipelineAccelerator": "integrations.accelerate"}
+        elsewhere |= {"PipelineStrategy": "integrations.lightning"}
         elsewhere |= dict.fromkeys(errors.__all__, "errors")
         module = elsewhere.get(name)
         if module is not None:

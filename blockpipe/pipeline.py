@@ -34,6 +34,7 @@ from .preparation.options import (
     check_graphs,
     check_loss,
     check_model,
+    check_reduction,
     checked_offload,
     joined_kwargs,
 )
@@ -133,6 +134,13 @@ class Pipeline(ReportMethods, ModuleInterface):
         device="pass devices=, one for each stage",
         device_map="call blockpipe.from_device_map(model, device_map)",
         micro_batches="pass chunks=",
+        micro_batch_size="a call's arguments are the batch; pass chunks= for the number of parts",
+        recompute="pass checkpoint=",
+        activation_checkpointing="pass checkpoint=",
+        example_inputs="pass sample=",
+        dtype="a pipeline has its model's: model.to(dtype), or torch.autocast around a call",
+        precision="a pipeline has its model's: model.to(dtype), or torch.autocast around a call",
+        amp="write torch.autocast around a call",
         gradient_accumulation_steps="pass chunks=, or call forward_backward several times",
         optimizer="call its step() after forward_backward; a pipeline has none",
         num_stages="the marks say it; for a plan pass plan=balance(model, args, stages)",
@@ -310,9 +318,10 @@ class Pipeline(ReportMethods, ModuleInterface):
             The first exception of any micro-batch, with a note that names the stage, the
             micro-batch and the line. ``.grad`` may then hold part of the step.
         """
-        check_loss(loss_fn, target)
+        check_loss(loss_fn, target, kwargs)
         self._check_forward()
         kwargs = joined_kwargs(kwargs, model_kwargs)
+        check_reduction(loss_fn, kwargs, self.loss_reduction, self.chunks)
         return self._runner.forward_backward(
             args, kwargs, target, loss_fn, return_outputs=return_outputs
         )
@@ -327,6 +336,7 @@ class Pipeline(ReportMethods, ModuleInterface):
         always GPipe; :meth:`forward_backward` can hold less. Under ``no_grad`` micro-batches stream
         through the stages.
         """
+        check_reduction(None, kwargs, self.loss_reduction, self.chunks)
         return self._runner.forward(args, kwargs)
 
     @remembers_caller

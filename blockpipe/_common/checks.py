@@ -46,7 +46,8 @@ def mismatch(what: str, got: object, *, for_: str = "") -> str:
         'expected a positive integer for chunks, got 0'
     """
     argument = f" for {for_}" if for_ else ""
-    return f"expected {what}{argument}, got {_shown(got)}"
+    contract = f"{what}{argument}".removesuffix(",")  # that of a clause at the end
+    return f"expected {contract}, got {_shown(got)}"
 
 
 def _shown(value: object) -> str:
@@ -91,7 +92,8 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) 
         otherwise: the answer where none is near; ``None`` lists the first known words.
     """
     known = list(known)
-    near = get_close_matches(word, known, n=3, cutoff=0.4)
+    inside = [name for name in known if name.endswith(f".{word}")]  # a path from further inside
+    near = inside[:3] or get_close_matches(word, known, n=3, cutoff=0.4)
     if near:
         return f"did you mean {', '.join(map(repr, near))}?"
     if otherwise is not None:

@@ -6,7 +6,7 @@ Accepting them would be a second way to say everything: they are only understood
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ParamSpec, TypeVar
 
 from torch import nn
@@ -53,7 +53,9 @@ def knows_other_names(**meant: str) -> Callable[[Callable[P, R]], Callable[P, R]
             if not kwargs.keys() <= known:
                 for name in kwargs:
                     if name in meant or (name not in known and not takes_any):
-                        hint = meant.get(name) or did_you_mean(name, sorted(known - {"self"}))
+                        near = near_miss(name, meant) or ""
+                        hint = meant.get(name) or meant.get(near)
+                        hint = hint or did_you_mean(name, sorted(known - {"self"}))
                         raise UsageError(
                             f"{what}() got an unexpected keyword argument {name!r} "
                             f"({users_line()}); {hint}"
@@ -77,10 +79,20 @@ _ELSEWHERE = {
     "step": "call forward_backward(…), and then step() of the optimizer",
     "train_batch": "call forward_backward(…), and then step() of the optimizer",
     "train_step": "call forward_backward(…), and then step() of the optimizer",
+    "fit": "write the loop: forward_backward(…), and then step() of the optimizer",
     "eval_step": "call the pipeline under torch.no_grad()",
+    "eval_batch": "call the pipeline under torch.no_grad()",
+    "evaluate": "call the pipeline under torch.no_grad()",
+    "predict": "call the pipeline under torch.no_grad()",
+    "save": "torch.save(pipe.state_dict(), path), or pipe.save_weights(directory)",
+    "save_checkpoint": "torch.save(pipe.state_dict(), path), or pipe.save_weights(directory)",
+    "load_checkpoint": "pipe.load_state_dict(torch.load(path)), or pipe.load_weights(path)",
+    "loss_fn": "it is an argument of forward_backward(…, target=…, loss_fn=…)",
+    "optimizer": "a pipeline has none; make one over pipe.parameters()",
     "loss": "it is in the result of forward_backward(…): result.loss",
     "partitions": "the stages are in pipe.summary(…), and their devices in pipe.devices",
     "stages": "they are in pipe.summary(…), and their devices in pipe.devices",
+    "num_stages": "their number is pipe.plan.num_stages, after the first call",
     "microbatches": "their number is pipe.chunks",
     "n_microbatches": "their number is pipe.chunks",
     "device": "there is one for each stage: pipe.devices, pipe.input_device, pipe.output_device",
@@ -101,6 +113,20 @@ def what_is_meant(name: str, known: Iterable[str]) -> str | None:
         return _ELSEWHERE[name]
     near = near_miss(name, known)
     return None if near is None else f"did you mean {near!r}?"
+
+
+def lacking(module: str, name: str, instead: Mapping[str, str], known: Iterable[str]) -> str:
+    """Return the text of the error for a name that a module with another library's names lacks.
+
+    Args:
+        module: its own name.
+        name: as the user wrote it.
+        instead: what to use in the place of the names that it lacks.
+        known: the names that it has.
+    """
+    near = near_miss(name, known)
+    hint = instead.get(name) or (f"did you mean {near!r}?" if near is not None else "")
+    return f"module {module!r} has no attribute {name!r}" + (hint and f"; {hint}")
 
 
 def where_model_has(model: nn.Module | None, name: str) -> str | None:

@@ -102,8 +102,9 @@ def _own_map(model: nn.Module) -> tuple[str, Any]:
             return path, found
     raise UsageError(
         f"expected a model with a device map, got {type(model).__name__} without hf_device_map "
-        f"({users_line()}); load it with from_pretrained(…, device_map='auto'), pass "
-        "device_map={'layers.0': 'cuda:0', …}, or make a Pipeline with plan=balance(…)"
+        f"({users_line()}); load it with from_pretrained(…, device_map='auto') on a "
+        "machine with accelerators, pass device_map={'layers.0': 'cuda:0', …}, or make a Pipeline "
+        "with plan=balance(…)"
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from .._common.callsite import users_line
+from .._common.checks import near_miss
 from .._torch.modes import as_plain_tensor
 from ..errors import UsageError
 
@@ -76,7 +77,12 @@ class StepResult(NamedTuple):
     loss: Tensor
     outputs: Any
 
-    @property
-    def backward(self) -> NoReturn:
-        """There is none: the backward has run."""
-        raise AttributeError(f"'StepResult' object has no attribute 'backward'; {_DONE}")
+    def __getattr__(self, name: str) -> NoReturn:
+        near, hint = near_miss(name, self._fields), ""
+        if name == "backward":
+            hint = f"; {_DONE}"
+        elif near is not None:
+            hint = f"; did you mean {near!r}?"
+        elif not name.startswith("_") and hasattr(Tensor, name):
+            hint = f"; the loss has it: result.loss.{name}"
+        raise AttributeError(f"'StepResult' object has no attribute {name!r}{hint}")

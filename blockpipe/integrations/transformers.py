@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import find_batch_size
 
 from .._common.callsite import users_line
+from .._common.checks import expected
 from ..batches.losses import own_loss
 from ..batches.microbatch import LossReduction
 from ..errors import UsageError
@@ -66,6 +67,11 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # which has no types
             raise UsageError(
                 "expected a Pipeline or pipeline={…}, got both "
                 f"({users_line()}); pass the options to Pipeline"
+            )
+        if not isinstance(pipeline, Mapping | None):
+            fix = "write pipeline={'devices': […], 'chunks': 8, 'stages': {…}}"
+            raise UsageError(
+                expected("a mapping of a Pipeline's options", pipeline, for_="pipeline", fix=fix)
             )
         self._pipeline_options = dict(pipeline or {})
         self._pipelined: PipelinedModel | None = None
@@ -265,6 +271,8 @@ class PipelinedModel(nn.DataParallel[nn.Module]):
         inputs = dict(inputs)
         items = inputs.get("num_items_in_batch")
         counts = _labels_that_count(inputs, self._shifts)
+        if self._weights == "mean":  # over samples: a model for CTC, which asks for no number
+            inputs.pop("num_items_in_batch", None)
         if counts is None or not isinstance(self._weights, _Weights):
             return inputs
         counts = counts.to("cpu", torch.float32)  # looked at there, for each micro-batch

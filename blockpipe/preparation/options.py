@@ -1,12 +1,13 @@
 """The options of a pipeline, checked before anything moves."""
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
 
 from torch import nn
 
-from .._common.callsite import users_line
+from .._common.callsite import users_line, warn
 from .._common.checks import expected, is_integer
 from .._common.hints import ALL_REDUCE
 from ..batches.batch_dims import BatchDims, dims_of_call
@@ -252,19 +253,76 @@ def check_graphs(*, cuda_graphs: bool, deferred_batch_norm: bool) -> None:
         )
 
 
-def check_loss(loss_fn: object, target: object) -> None:
-    """Raise :class:`UsageError` for a loss that cannot be called, or a target without one."""
+def check_loss(loss_fn: object, target: object, others: Iterable[str] = ()) -> None:
+    """Raise :class:`UsageError` for a loss that cannot be called, or a target without one.
+
+    Args:
+        loss_fn: as the user gave it.
+        target: as the user gave it.
+        others: the names of the call's further arguments.
+    """
     contract = "a callable (output, target) -> loss"
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(expected(contract, loss_fn, for_="loss_fn"))
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         fix = f"pass an instance of the class: loss_fn={loss_fn.__name__}()"
         raise UsageError(expected(contract, loss_fn, for_="loss_fn", fix=fix))
+    if target is None and loss_fn is not None and _needs_target(loss_fn):
+        raise UsageError(
+            f"expected a target for a loss_fn that takes two arguments, got none ({users_line()}); "
+            "pass what it compares the output with by name: target=…, or leave loss_fn out if the "
+            "model computes its own loss"
+        )
+    meant = next((name for name in others if name in ("criterion", "loss", "loss_func")), None)
+    if target is not None and loss_fn is None and meant is not None:
+        raise UsageError(
+            f"a target was given, but no loss_fn to compare it by ({users_line()}); pass loss_fn= "
+            f"in the place of {meant}=, which goes to the model"
+        )
     if target is not None and loss_fn is None:
         raise UsageError(
             f"a target was given, but no loss_fn to compare it by ({users_line()}); pass "
             "loss_fn=…, or, to a model that computes its own loss from an argument of that name, "
             "model_kwargs={'target': …}"
+        )
+
+
+def _needs_target(loss_fn: Any) -> bool:
+    """Return whether a loss can be called with two arguments and not with one."""
+    try:
+        takes = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+        takes.bind(None, None)
+    except (TypeError, ValueError):  # another number of them, or a builtin without a signature
+        return False
+    try:
+        takes.bind(None)
+    except TypeError:
+        return True
+    return False
+
+
+def check_reduction(
+    loss_fn: object, kwargs: Mapping[str, Any], loss_reduction: LossReduction, chunks: int
+) -> None:
+    """Look for a loss that is no mean over the samples, although ``loss_reduction`` says so.
+
+    Raises:
+        UsageError: the model is to divide each micro-batch's loss by a number of the whole batch.
+    """
+    if loss_reduction == "sum" or chunks == 1:
+        return
+    items = kwargs.get("num_items_in_batch")
+    if kwargs.get("labels") is not None and items is not None and not getattr(items, "ndim", 0):
+        raise UsageError(
+            "expected losses of micro-batches that are means, got num_items_in_batch, by which "
+            "the model divides each of them, as in a call by Hugging Face's Trainer "
+            f"({users_line()}); use blockpipe.integrations.transformers.PipelineTrainer in its "
+            "place, or pass loss_reduction='sum' to Pipeline"
+        )
+    if loss_reduction == "mean" and getattr(loss_fn, "reduction", None) == "sum":
+        warn(
+            f"loss_fn has reduction='sum', but losses of micro-batches are averaged "
+            f"({users_line()}); pass loss_reduction='sum' to Pipeline"
         )
 
 

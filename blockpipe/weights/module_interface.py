@@ -137,7 +137,7 @@ class ModuleInterface(RefusesWrappers):
     def __getitem__(self, key: Any) -> NoReturn:
         raise UsageError(
             f"a pipeline has no items, as its model may ({users_line()}); write "
-            f"pipe.module[{key!r}]"
+            f"pipe.module[{key!r}], or pipe.parameters() for an optimizer"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -240,11 +240,12 @@ class WithLoss(nn.Module):
 def test_the_one_number_of_a_tuple_is_the_loss(give: Callable[..., Any]) -> None:
     """Wherever it stands, if there is one alone; else the first element."""
     model, y = WithLoss(give), torch.zeros(4, 4)
-    found = pipeline(model).forward_backward(X, y).loss
+    found = pipeline(model, devices=["cpu"]).forward_backward(X, y).loss
     torch.testing.assert_close(found, F.mse_loss(model.fc(X), y).detach())
 
 
 def test_two_numbers_of_a_tuple_are_not_a_loss() -> None:
     """Neither of them comes first, so that neither can be meant."""
+    model = WithLoss(lambda out, loss: (out, loss, loss))
     with pytest.raises(UsageError, match="returned tuple without a loss"):
-        pipeline(WithLoss(lambda out, loss: (out, loss, loss))).forward_backward(X, X)
+        pipeline(model, devices=["cpu"]).forward_backward(X, X)

@@ -46,6 +46,13 @@ def test_a_device_without_a_stage_is_told(marks):
     assert any("cpu:1 has no stage" in note for note in pipe.summary(x).notes)
 
 
+def test_an_unmarked_model_on_several_devices_is_told():
+    """On the CPU too, where a device without a number is a lane of its own for each stage."""
+    pipe = bp.Pipeline(nn.Sequential(nn.Linear(4, 4)), devices=["cpu"] * 2, chunks=2)
+    with pytest.warns(UserWarning, match="nothing is marked, for 2 devices; mark the model"):
+        pipe(torch.ones(4, 4))
+
+
 @pytest.mark.parametrize(
     ("schedule", "twice"), [("interleaved", [0, 1, 0, 1]), ("zb-v", [0, 1, 1, 0])]
 )

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.errors import DeviceError, PlanError, UsageError
+from blockpipe.compat import keras, poptorch
+from blockpipe.compat.torchgpipe import GPipe
+from blockpipe.errors import DeviceError, MarkError, PlanError, UsageError
 from blockpipe.replicas import Replicas
 
 from ..models import linears, square
@@ -84,6 +86,8 @@ TRIES: dict[str, tuple[Callable[[], Any], str]] = {
         "has run the backward already: remove this call",
     ),
     "result.backward()": (lambda: step(loss_fn=square).backward, "has run the backward already"),
+    "result.item()": (lambda: step(loss_fn=square).item, "the loss has it: result.loss.item"),
+    "result.output": (lambda: step(loss_fn=square).output, "did you mean 'outputs'?"),
     # What the model has
     "pipe.config": (lambda: pipeline(Generator()).config, "the model has it: pipe.module.config"),
     "pipe.fc": (lambda: pipeline(Generator()).fc, "the model has it: pipe.module.fc"),
@@ -92,11 +96,16 @@ TRIES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: pipeline(Generator()).save_pretrained,
         "pipe.module.save_pretrained(…) where it does not",
     ),
+    "SGD(pipe)": (lambda: torch.optim.SGD(pipeline()), "or pipe.parameters() for an optimizer"),
     "pipe[0]": (lambda: pipeline()[0], "write pipe.module[0]"),
     # What a pipeline has under another name
     "pipe.backward()": (lambda: pipeline().backward, "forward_backward(…) runs it"),
     "pipe.step()": (lambda: pipeline().step, "and then step() of the optimizer"),
     "pipe.train_batch()": (lambda: pipeline().train_batch, "call forward_backward(…), and then"),
+    "pipe.fit()": (lambda: pipeline().fit, "write the loop: forward_backward(…), and then"),
+    "pipe.predict()": (lambda: pipeline().predict, "call the pipeline under torch.no_grad()"),
+    "pipe.save_checkpoint()": (lambda: pipeline().save_checkpoint, "torch.save(pipe.state_dict()"),
+    "pipe.num_stages": (lambda: pipeline().num_stages, "pipe.plan.num_stages"),
     "pipe.loss": (lambda: pipeline().loss, "result.loss"),
     "pipe.device": (lambda: pipeline().device, "pipe.devices, pipe.input_device"),
     "pipe.forward_backwards()": (
@@ -122,6 +131,14 @@ TRIES: dict[str, tuple[Callable[[], Any], str]] = {
     "Pipeline(m, device=)": (lambda: pipeline(device="cpu"), "pass devices=, one for each stage"),
     "Pipeline(m, device_map=)": (lambda: pipeline(device_map="auto"), "call blockpipe.from_device"),
     "Pipeline(m, microbatches=)": (lambda: pipeline(microbatches=4), "pass chunks="),
+    "Pipeline(m, num_microbatch=)": (lambda: pipeline(num_microbatch=4), "pass chunks="),
+    "Pipeline(m, micro_batch_size=)": (lambda: pipeline(micro_batch_size=4), "pass chunks= for the"),
+    "Pipeline(m, dtype=)": (lambda: pipeline(dtype=torch.bfloat16), "model.to(dtype), or torch.aut"),
+    "Pipeline(m, recompute=)": (lambda: pipeline(recompute=True), "pass checkpoint="),
+    "GPipe(m, micro_batches=)": (
+        lambda: GPipe(linears(2), [1, 1], micro_batches=4),  # type: ignore[call-arg]
+        "GPipe() got an unexpected keyword argument 'micro_batches'",
+    ),
     "Pipeline(m, num_stages=)": (lambda: pipeline(num_stages=4), "plan=balance(model, args, stag"),
     "Pipeline(m, optimizer=)": (lambda: pipeline(optimizer=None), "step() after forward_backward"),
     "Pipeline(m, loss_fn=)": (lambda: pipeline(loss_fn=square), "pass it to forward_backward(…"),
@@ -139,8 +156,16 @@ TRIES: dict[str, tuple[Callable[[], Any], str]] = {
     "record(m, sample=x)": (lambda: bp.record(linears(2), sample=X), "pass args=, the forward's"),  # type: ignore[call-arg]
     # A step's arguments
     "forward_backward(x, y, loss_fn=)": (lambda: step(X, X, loss_fn=F.mse_loss), "by name: target=…"),
-    "forward_backward(x, labels=y)": (lambda: step(X, labels=X, loss_fn=F.mse_loss), "as target=…"),
+    "forward_backward(x, labels=y)": (lambda: step(X, labels=X, loss_fn=F.mse_loss), "name: target=…"),
     "forward_backward(x, criterion=)": (lambda: step(X, criterion=square), "as loss_fn=…"),
+    "forward_backward(x, target=y, criterion=)": (
+        lambda: step(X, target=X, criterion=F.mse_loss),
+        "pass loss_fn= in the place of criterion=",
+    ),
+    "forward_backward(x, loss_fn=)": (
+        lambda: step(X, loss_fn=nn.MSELoss()),
+        "expected a target for a loss_fn that takes two arguments",
+    ),
     "forward_backward(x, target=y)": (lambda: step(X, target=X), "model_kwargs={'target': …}"),
     "forward_backward(…, return_output=)": (
         lambda: step(X, loss_fn=square, return_output=True),
@@ -178,6 +203,18 @@ TRIES: dict[str, tuple[Callable[[], Any], str]] = {
     "bp.make_schedule": (lambda: bp.make_schedule, "from blockpipe.schedules import make_schedule"),
     "bp.testing.dry_run": (lambda: bp.dry_run, "from blockpipe.testing import dry_run"),
     "bp.MarkError": (lambda: bp.MarkError, "from blockpipe.errors import MarkError"),
+    "bp.Replicas": (lambda: bp.Replicas, "from blockpipe.replicas import Replicas"),
+    "bp.GPipe": (lambda: bp.GPipe, "from blockpipe.compat.torchgpipe import GPipe"),
+    "keras.Sequential": (lambda: keras.Sequential, "PyTorch's: torch.nn.Sequential"),
+    "poptorch.TrainingModel": (lambda: poptorch.TrainingModel, "did you mean 'trainingModel'?"),
+    "opts.gradientAccumulation()": (
+        lambda: poptorch.Options().gradientAccumulation(4),
+        "it is one of Training: Options().Training.gradientAccumulation(…)",
+    ),
+    "training_model.getLatency()": (
+        lambda: poptorch.inferenceModel(linears(2)).getLatency(),
+        "measure a step by model.pipeline.profile()",
+    ),
     "bp.verify": (lambda: bp.verify, "Pipeline(…).verify(…)"),
     "bp.begin_block": (lambda: bp.begin_block, "did you mean 'begin_blocks'?"),
 }  # fmt: skip
@@ -189,6 +226,50 @@ def test_a_first_try_names_what_was_meant(typed: str) -> None:
     call, words = TRIES[typed]
     with pytest.raises(Exception, match=re.escape(words)):
         call()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_that_is_a_sum_is_noticed(reduction: str) -> None:
+    """Its micro-batches' losses are added up, and not averaged, by loss_reduction="sum"."""
+    pipe, loss_fn = pipeline(loss_reduction=reduction), nn.MSELoss(reduction="sum")
+    if reduction == "sum":
+        found = pipe.forward_backward(X, target=-X, loss_fn=loss_fn).loss
+        assert_close(found.cpu(), loss_fn(pipe.unplace()(X.clone()), -X).detach())
+        return
+    with pytest.warns(UserWarning, match=r"reduction='sum', .*test_first_tries.*; pass loss_redu"):
+        pipe.forward_backward(X, target=-X, loss_fn=loss_fn)
+
+
+def test_a_number_of_the_whole_batch_is_refused_in_a_mean() -> None:
+    """Hugging Face's plain trainer passes it: each micro-batch's loss would be divided by it."""
+
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Any:
+            return (super().forward(x) - labels).square().sum() / num_items_in_batch
+
+    model, call = Counted(4, 4), {"labels": -X, "num_items_in_batch": 4}
+    whole = model(X, **call)
+    for count in (4, torch.tensor(4)):
+        with pytest.raises(UsageError, match="got num_items_in_batch.* use .*PipelineTrainer"):
+            bp.Pipeline(model, chunks=2)(X, labels=-X, num_items_in_batch=count)
+    with pytest.raises(UsageError, match="or pass loss_reduction='sum' to Pipeline"):
+        bp.Pipeline(model, chunks=2).forward_backward(X, **call)
+    found = bp.Pipeline(model, chunks=2, loss_reduction="sum")(X, **call)
+    assert_close(found.cpu(), whole)
+
+
+def test_a_path_from_further_inside_is_found() -> None:
+    """As the user's code of an inner module has it."""
+    net = nn.ModuleDict({"transformer": nn.ModuleDict({"h": linears(3)})})
+    with pytest.raises(MarkError, match=r"got 'h\.1' .*; did you mean 'transformer\.h\.1'\?"):
+        bp.begin_blocks(net, {"h.1": 1})
+
+
+def test_a_poptorch_model_prints_what_runs_it() -> None:
+    model = poptorch.inferenceModel(linears(2), devices=stages(2))
+    assert str(model) == "PoplarExecutor(Sequential): Options(), not called yet"
+    model(X)
+    assert "PoplarExecutor(Sequential): Pipeline(Sequential" in str(model)
 
 
 # --- what means something, and does it

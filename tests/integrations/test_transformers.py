@@ -191,6 +191,20 @@ def test_a_pipeline_and_options_are_refused(tmp_path):
         made(PipelineTrainer, tmp_path, pipe, pipeline={"chunks": 2})
 
 
+def test_options_that_are_no_mapping_are_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"expected a mapping of .*; write pipeline=\{'devices'"):
+        made(PipelineTrainer, tmp_path, pipeline=["cpu", "cpu"])
+
+
+def test_a_pipeline_in_the_plain_trainer_is_refused(tmp_path):
+    """It would divide the loss of each micro-batch by the labels of the whole batch."""
+    pipe = bp.Pipeline(
+        bp.begin_blocks(gpt(), {"transformer.h.1": 1}), devices=["cpu"] * 2, chunks=2
+    )
+    with pytest.raises(UsageError, match="use blockpipe.integrations.transformers.PipelineTrainer"):
+        made(Trainer, tmp_path, pipe, train_dataset=texts()).train()
+
+
 def test_a_trainer_that_replaces_the_pipelines_model_is_refused(tmp_path):
     """As TRL's do for ``peft_config``."""
 

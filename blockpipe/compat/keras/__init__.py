@@ -7,6 +7,7 @@ that the model keeps; a ``Pipeline`` of the model follows both. Read first: ``sc
 
 from typing import NoReturn
 
+from ..._common.hints import lacking
 from .assignment import (
     get_pipeline_stage_assignment,
     reset_pipeline_stage_assignment,
@@ -31,6 +32,9 @@ MISSING = {
     "ModelLayerPipelineStageAssignment": _ENTRY,
     "NestedModelPipelineStageAssignment": _ENTRY,
     "SequentialLayerPipelineStageAssignment": _ENTRY,
+    "Model": "the model is PyTorch's: derive it from torch.nn.Module",
+    "Sequential": "the model is PyTorch's: torch.nn.Sequential",
+    "layers": "layers are PyTorch's: torch.nn",
     "set_gradient_accumulation_options": "pass Pipeline(…, chunks=n)",
     "set_infeed_queue_options": "use torch's DataLoader with num_workers= and pin_memory=True",
     "set_outfeed_queue_options": "results stay on the device of the last stage until they are read",
@@ -40,5 +44,4 @@ MISSING = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    hint = f"; {MISSING[name]}" if name in MISSING else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+    raise AttributeError(lacking(__name__, name, MISSING, __all__))

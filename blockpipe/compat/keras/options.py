@@ -14,6 +14,8 @@ _REFUSED = {
     "batch_serialization_iterations": "a stage runs once for each micro-batch; pass a larger "
     "gradient_accumulation_steps_per_replica",
     "gradient_accumulation_count": "pass gradient_accumulation_steps_per_replica",
+    "gradient_accumulation_steps": "pass gradient_accumulation_steps_per_replica",
+    "recomputation_mode": "pass checkpoint='except_last' to Pipeline for recomputation",
     "repeat_count": "the training loop is yours: write it around forward_backward",
 }
 
@@ -57,7 +59,7 @@ def pipelining_options(
         (8, '1f1b', 'mean')
     """
     for name in pipelining:
-        fix = _REFUSED.get(name, "see the page on coming from Keras, or pass it to Pipeline")
+        fix = _REFUSED.get(name, "see the page on coming from Keras")
         raise UsageError(
             f"pipelining_options() got an argument {name!r} that has no meaning here "
             f"({users_line()}); {fix}"

@@ -287,6 +287,8 @@ def _elsewhere(
         _refuse(f"{group}.{name}", refused[name])
     own = [known for known in dir(type(options)) if not known.startswith("_")]
     hint = did_you_mean(name, [*own, *accepted, *refused], otherwise="")
+    if group == "Options" and hasattr(TrainingOptions, name):
+        hint = f"it is one of Training: Options().Training.{name}(…)"
     text = f"{type(options).__name__!r} object has no attribute {name!r}"
     raise AttributeError(f"{text}; {hint}" if hint else text)
 

@@ -7,6 +7,7 @@ how one process is each rank of a pipeline. ``docs/how-to/from-torchdistpackage.
 
 from typing import NoReturn
 
+from ..._common.hints import lacking
 from . import dist as dist
 from .clipping import clip_grad_norm_
 from .layers import NaiveDDP, flatten_model, partition_uniform
@@ -46,5 +47,4 @@ MISSING = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    hint = f"; {MISSING[name]}" if name in MISSING else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+    raise AttributeError(lacking(__name__, name, MISSING, __all__))

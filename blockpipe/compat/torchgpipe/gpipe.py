@@ -16,6 +16,7 @@ from torch import nn
 
 from ..._common.callsite import remembers_caller, users_line
 from ..._common.checks import expected, is_integer
+from ..._common.hints import knows_other_names
 from ..._common.nested import map_tensors, tensors
 from ..._torch.modules import children_of, forward_hooks_of, forward_pre_hooks_of
 from ...devices.devices import default_devices
@@ -122,6 +123,12 @@ class GPipe(Pipeline):
     """
 
     @remembers_caller
+    @knows_other_names(
+        micro_batches="pass chunks=",
+        num_microbatches="pass chunks=",
+        device="pass devices=, one for each partition",
+        schedule="a GPipe has one; pass it to blockpipe.Pipeline",
+    )
     def __init__(
         self,
         module: nn.Sequential,

@@ -68,6 +68,8 @@ def test_wrong_values_are_refused(options, message):
     ("name", "instead"),
     [
         ("gradient_accumulation_count", "gradient_accumulation_steps_per_replica"),
+        ("gradient_accumulation_steps", "pass gradient_accumulation_steps_per_replica"),
+        ("recomputation_mode", "checkpoint='except_last' to Pipeline"),
         ("repeat_count", "the training loop is yours"),
         ("batch_serialization_iterations", "runs once for each micro-batch"),
         ("accumulate_outfeed", "see the page"),
