@@ -32,10 +32,12 @@ _OURS = str(Path(__file__).parents[1]) + "/"  # the package's
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 _PACKAGES = sysconfig.get_paths()["purelib"] + "/"
 # They hold no models: what they call was asked for by the line that called them.
-_LOOPS = ("accelerate/", "lightning/", "lightning_fabric/", "pytorch_lightning/")
-_LOOPS += ("transformers/trainer", "trl/trainer/")
-_SKIPPED = (_OURS, _package_directory("torch"), "<frozen", "<string>")
-_SKIPPED += tuple(_PACKAGES + name for name in _LOOPS)
+_LOOPS = (
+    *("accelerate/", "lightning/", "lightning_fabric/", "pytorch_lightning/"),
+    *("transformers/trainer", "trl/trainer/"),
+)
+_OTHERS = tuple(_PACKAGES + name for name in _LOOPS)
+_SKIPPED = (_OURS, _package_directory("torch"), "<frozen", "<string>", *_OTHERS)
 
 # The line at which the user called the pipeline. Threads of ours need it: their own frames do not
 # lead back there.
