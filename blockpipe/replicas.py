@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ._common.callsite import remembers_caller, users_line
 from ._common.thread_state import CallerState, intra_operation_threads
+from .batches.batch_dims import dims_of_call
 from .batches.joining import join, output_dim
 from .batches.losses import computed_loss
 from .batches.microbatch import Microbatch, split, weights_of
@@ -29,7 +30,6 @@ from .errors import PlanError, UsageError
 from .execution.step_result import StepResult
 from .pipeline import Pipeline
 from .preparation.options import check_loss, joined_kwargs
-from .preparation.preparer import dims_for
 
 __all__ = ["Replicas"]
 
@@ -174,7 +174,7 @@ class Replicas:
 
     def _shares(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
         """The batch, cut for the copies; a batch of fewer samples leaves some idle."""
-        dims = dims_for(self.module, self.pipes[0].batch_dims, args, kwargs)
+        dims = dims_of_call(self.module, self.pipes[0].batch_dims, args, kwargs)
         return split(args, kwargs, target, len(self.pipes), dims, cut=False)
 
     def _run(

@@ -28,6 +28,21 @@ def rows_of(text: str, tokens: dict[str, int]) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+def small_gpt2(words: int) -> GPT2LMHeadModel:
+    """Return a language model of two layers."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=words,
+        n_positions=LENGTH,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
 def main() -> None:
     """Train, evaluate, save, and write a line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -38,17 +53,7 @@ def main() -> None:
     text = "".join(topics.values())[:200_000]
     characters = sorted(set(text))
     rows = rows_of(text, {character: n for n, character in enumerate(characters)})
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(characters),
-        n_positions=LENGTH,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = GPT2LMHeadModel(config)
+    model = small_gpt2(len(characters))
     args = TrainingArguments(
         options.directory,
         max_steps=options.steps,

@@ -100,8 +100,8 @@ def save(path: Path, **state: Any) -> None:
     os.replace(path.with_suffix(".new"), path)
 
 
-def main() -> None:
-    """Train, with a checkpoint after each epoch; go on from the one that is there."""
+def command_line() -> argparse.Namespace:
+    """Return the options that were given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--into", type=Path, default=Path("runs/digits"))
     parser.add_argument("--epochs", type=int, default=6)
@@ -109,7 +109,12 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches in a batch")
     parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, with a checkpoint after each epoch; go on from the one that is there."""
+    options = command_line()
     options.into.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(
         level=logging.INFO,

@@ -59,9 +59,16 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-def is_integer(value: object, least: int) -> TypeGuard[int]:
-    """Return whether a value is an ``int``, not a ``bool``, and at least ``least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
+    """Return whether a value is an ``int``, not a ``bool``, and at least ``least`` if given."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return least is None or value >= least
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is an ``int`` or a ``float``, and not a ``bool``."""
+    return isinstance(value, float) or is_integer(value)
 
 
 def near_miss(word: str, known: Iterable[str]) -> str | None:

@@ -95,7 +95,7 @@ def is_in_forward_mode() -> bool:
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """Whether a tensor has a tangent of forward-mode AD."""
+    """Return whether a tensor has a tangent of forward-mode AD."""
     return is_in_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None
 
 

@@ -12,7 +12,7 @@ from ..batches.losses import kind_of
 from ..batches.microbatch import Microbatch
 from ..devices.observer import Observer
 from ..preparation.prepared import Prepared
-from ..schedules.builders import ScheduleOption
+from ..schedules.builders import ScheduleOption, cuts_graphs
 from .scaled_gradients import Scale
 
 
@@ -52,7 +52,7 @@ class StepRequest:
     @property
     def is_cut(self) -> bool:
         """Whether the graph is cut between the stages."""
-        return self.schedule != "uncut"
+        return cuts_graphs(self.schedule)
 
     @cached_property
     def loss_kind(self) -> Any:

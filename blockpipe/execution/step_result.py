@@ -59,6 +59,18 @@ class StepResult(NamedTuple):
     """The result of :meth:`Pipeline.forward_backward`: values without graphs.
 
     ``loss`` is 0-d, on the device of the last stage; ``outputs`` is ``None`` unless asked for.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> result = pipe.forward_backward(
+        ...     x, target=y, loss_fn=torch.nn.functional.mse_loss, return_outputs=True
+        ... )
+        >>> result.loss.shape, result.outputs.shape
+        (torch.Size([]), torch.Size([8, 2]))
     """
 
     loss: Tensor

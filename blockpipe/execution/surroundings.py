@@ -20,10 +20,10 @@ def around_cut_step(state: StepState) -> Iterator[None]:
         stack.enter_context(prepared.sealed_forwards)
         if prepared.batch_norm is not None:
             stack.enter_context(prepared.batch_norm.step())
-        if state.context.splits:
+        if state.context.graphs.split:
             stack.enter_context(TensorHooks())
         if prepared.compiled is not None:
-            keeps_graphs = state.context.differentiable and "loss" not in request.want
+            keeps_graphs = state.context.graphs.differentiable and "loss" not in request.want
             stack.enter_context(
                 prepared.compiled.step(_in_flight(state), keeps_graphs=keeps_graphs)
             )

@@ -9,10 +9,10 @@ from torch import nn
 from .._common.callsite import users_line
 from .._common.checks import expected, is_integer
 from .._common.hints import ALL_REDUCE
-from ..batches.batch_dims import BatchDims
-from ..batches.microbatch import LossReduction
+from ..batches.batch_dims import BatchDims, dims_of_call
+from ..batches.microbatch import LossReduction, Microbatch, split
 from ..errors import MicrobatchError, PlanError, ScheduleError, UsageError
-from ..schedules.builders import SCHEDULES, ScheduleOption, check_in_flight
+from ..schedules.builders import SCHEDULES, ScheduleOption, check_in_flight, cuts_graphs
 from ..schedules.schedule import Schedule
 from ..stages.plan import StagePlan
 from ..weights.accelerate_hooks import offloaded_modules
@@ -65,8 +65,7 @@ def check_batch_dims(dims: object) -> None:
     values = list(dims.values()) if isinstance(dims, Mapping) else [dims]
     for value in values:
         is_list = value == "list" and isinstance(dims, Mapping)
-        is_dim = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not is_list and not is_dim:
+        if value is not None and not is_list and not is_integer(value):
             raise MicrobatchError(
                 expected(
                     "an integer, None, or a mapping from arguments to integers, 'list' or None",
@@ -202,7 +201,14 @@ class PipelineOptions:
     @property
     def cuts(self) -> bool:
         """Whether the graph is cut between the stages."""
-        return self.schedule != "uncut"
+        return cuts_graphs(self.schedule)
+
+    def split(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
+    ) -> list[Microbatch]:
+        """Split the arguments of a model, and a target for the loss, into micro-batches."""
+        dims = dims_of_call(model, self.batch_dims, args, kwargs)
+        return split(args, kwargs, target, self.chunks, dims, cut=self.cuts)
 
     def prepared_for(self) -> tuple[Any, ...]:
         """Return the options that a recording, and all that follows from it, depends on."""

@@ -30,6 +30,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._torch.modules import COMPILED_CALL
 from ..restoring.holders import (
     ClassHolder,
     ContentHolder,
@@ -53,7 +54,7 @@ _MOST_NEW = 4  # names that came or went in one object
 _ASKS = ("lt", "le", "eq", "ne", "gt", "ge")
 _COMPUTES = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow")
 _TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
-_CODE = ("forward", "_compiled_call_impl")  # of a module: Fingerprint compares it
+_CODE = ("forward", COMPILED_CALL)  # of a module: Fingerprint compares it
 _MOST_NESTED = 3  # functions in the closure of a function
 _UNSET = object()
 _SWITCHES = {bool, type(None)}
@@ -300,7 +301,7 @@ def _plain_members(holder: Holder) -> dict[Hashable, Any]:
 
 
 class _Code(tuple[Any, ...]):
-    """What runs where a function, or an object of the user's, is called; it holds no object."""
+    """The code behind a function, or behind an object of the user's; it keeps no object alive."""
 
     __slots__ = ()
 
@@ -310,8 +311,8 @@ def _has_code(members: dict[Hashable, Any]) -> bool:
 
 
 def _seen(value: Any, depth: int = 0) -> Any:
-    """What is compared of a value: a plain one itself, the code of a function, with that of the
-    functions in its closure, and the class of an object of the user's; else ``_UNSET``."""
+    """Return what is compared of a value: a plain one itself, the code of a function and of
+    those in its closure, and the class of an object of the user's; else ``_UNSET``."""
     if _is_plain(value):
         return value
     kind = type(value)
@@ -330,12 +331,11 @@ def _seen(value: Any, depth: int = 0) -> Any:
         return _Code((value.__code__, *(code for code in inner if type(code) is _Code)))
     if kind is types.BuiltinFunctionType or isinstance(value, type):
         return _Code((value,))
-    return _Code((kind,)) if _is_users_class(kind) else _UNSET
+    is_object = not issubclass(kind, nn.Module | Tensor) and _is_users_module(kind.__module__)
+    return _Code((kind,)) if is_object else _UNSET
 
 
-@functools.lru_cache(1_000)
-def _is_users_class(kind: type) -> bool:
-    return not issubclass(kind, nn.Module | Tensor) and is_users(kind.__module__)
+_is_users_module = functools.lru_cache(1_000)(is_users)
 
 
 def _frozen(holder: Holder) -> frozenset[Any] | None:

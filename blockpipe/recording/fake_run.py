@@ -34,7 +34,7 @@ from ..stages.plan import StagePlan
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, signature
-from .watched_run import counting_writes, hooked, looked_at_twice, run_watched
+from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 
 @leaves_intact
@@ -48,7 +48,7 @@ def record_on_fake_devices(
     devices: list[torch.device],
     plan: StagePlan | None = None,
 ) -> Recording:
-    """Record with every tensor on a fake device of its stage; they need not be there.
+    """Record with every tensor on a fake device of its stage; the devices need not be there.
 
     Args:
         model: as for :func:`record`.
@@ -187,7 +187,8 @@ class _Fakes:
         self._made: dict[int, Tensor] = {}  # by the id of the real one
 
     def of(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-        """The fake tensor that stands for a real one, on a device or where the real one is."""
+        """Return the fake tensor that stands for a real one, on a device or where the real one
+        is."""
         if isinstance(tensor, FakeTensor):
             return tensor
         found = self._made.get(id(tensor))
@@ -251,7 +252,7 @@ def _record_fake(
 
 
 class _OtherThreadsOnly(logging.Filter):
-    """Lets through what other threads log."""
+    """A filter that lets through what other threads log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,8 +264,8 @@ class _OtherThreadsOnly(logging.Filter):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """While entered, torch does not log what this thread's fake tensors cannot do: either it is
-    raised, and then said once, or the forward runs for real."""
+    """Keep torch from logging, while entered, what this thread's fake tensors cannot do. Either
+    that is raised, and then said once, or the forward runs for real."""
     logger, filter_ = logging.getLogger(FAKE_TENSOR_LOG), _OtherThreadsOnly()
     logger.addFilter(filter_)
     try:

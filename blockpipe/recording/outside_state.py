@@ -30,7 +30,7 @@ from ..restoring.holders import (
     container_of,
 )
 from ..restoring.model_state import is_users, names_in
-from ..stages.cursor import current_cursor
+from ..stages.cursor import is_of_microbatch
 from .reads import Reads
 from .recording import Recording, SharedChange
 
@@ -119,7 +119,7 @@ class OutsideState:
 
     def _compare(self, holder: Holder, key: Any, then: Any, now: Any, hop: int) -> None:
         owner = holder.owner
-        if _is_same(then, now) or (isinstance(owner, dict) and _is_of_microbatch(key)):
+        if _is_same(then, now) or (isinstance(owner, dict) and is_of_microbatch(key)):
             return
         if isinstance(holder, CacheHolder):
             self._watch(now)  # its own business, but for what is in it
@@ -227,12 +227,6 @@ class OutsideState:
         return bool(names) and all(
             _is_plain_name(n) and reads.is_only_filled(str(n)) for n in names
         )
-
-
-def _is_of_microbatch(key: Any) -> bool:
-    """Whether a dictionary's key is one that tells this micro-batch from the others."""
-    cursor = current_cursor()
-    return cursor is not None and id(key) in cursor.keys
 
 
 def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:

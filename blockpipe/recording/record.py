@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._common.callsite import users_line
+from .._common.checks import expected
 from .._common.hints import knows_other_names
 from .._common.model_turns import alone_with
 from .._common.nested import map_tensors
@@ -30,10 +30,10 @@ from ..restoring.model_state import ModelState, WritesUndone
 from ..restoring.restored_thread import leaves_intact
 from ..stages.plan import StagePlan
 from .fake_run import record_there
-from .plan_resolution import Planned, planned_by
+from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, check_initialized, remedy, signature, what_failed
-from .watched_run import counting_writes, hooked, looked_at_twice, run_watched
+from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 _log = logging.getLogger(__name__)
 
@@ -85,45 +85,34 @@ def record(
         [0]
     """
     if not isinstance(model, nn.Module):
-        raise RecordingError(
-            f"record takes an nn.Module, but {type(model).__name__} came ({users_line()})"
-        )
+        raise RecordingError(expected("an nn.Module", model, for_="model"))
+    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
+        args = (args,)
     planned = planned_by(model, plan)
-    return record_planned(
-        *(model, args, kwargs, planned),
-        fake=fake,
-        devices=devices,
-        intended=intended,
-        cut=cut,
-    )
+    request = RecordRequest(model, tuple(args), dict(kwargs or {}), planned, devices, cut)
+    return record_planned(request, fake=fake, intended=intended)
 
 
 def record_planned(
-    model: nn.Module,
-    args: Any,
-    kwargs: Mapping[str, Any] | None,
-    planned: Planned | None,
+    request: RecordRequest,
     *,
     fake: bool = True,
-    devices: list[torch.device] | None = None,
     intended: Sequence[torch.device] | None = None,
-    cut: bool = True,
     share: BatchPart | None = None,
 ) -> Recording:
-    """As :func:`record`, by a plan that is resolved, and checked against what it gives.
+    """Record as :func:`record` does, and check the plan against the recording.
 
     Args:
+        request: the forward, with a plan that is resolved.
+        fake: whether to use fake tensors.
+        intended: where the stages will be, as in :func:`record`.
         share: which part of a batch the arguments are, where a batch was split.
     """
-    check_initialized(model)
-    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
-        args = (args,)
-    kwargs = dict(kwargs or {})
-    with alone_with(model):
-        request = RecordRequest(model, tuple(args), kwargs, planned, devices, cut)
+    check_initialized(request.model)
+    with alone_with(request.model):
         recording = _record(request, share, intended, fake=fake)
-    if planned is not None:
-        planned.check(recording)
+    if request.planned is not None:
+        request.planned.check(recording)
     return recording
 
 
@@ -215,7 +204,8 @@ def _record_real(request: RecordRequest) -> Recording:
 
 
 def _one_device_of(model: nn.Module) -> torch.device | None:
-    """Where a model is that is not spread out yet: a batch may be elsewhere, and goes there."""
+    """Return the device of a model that is not spread out yet; a batch that is elsewhere goes
+    there."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     return devices.pop() if len(devices) == 1 else None
 

@@ -52,7 +52,7 @@ _SHOWN = 8  # of a container's members, or a forward's parameters
 
 
 def signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The arguments of a call, tensors by dtype and shape.
+    """Return the arguments of a call as text, tensors by dtype and shape.
 
     Example:
         >>> import torch
@@ -102,7 +102,7 @@ def check_initialized(model: nn.Module) -> None:
 def what_failed(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], share: BatchPart | None
 ) -> str:
-    """``Net's forward fails on the sample (…)``, and which part of the batch that is.
+    """Return ``Net's forward fails on the sample (…)``, and which part of the batch that is.
 
     Args:
         model: the model whose forward failed.
@@ -133,7 +133,7 @@ def _argument(model: nn.Module, name: int | str) -> str:
 
 
 def _parameters(model: nn.Module) -> list[str]:
-    """The names of what a forward takes; none where Python cannot tell."""
+    """Return the names of a forward's parameters; none where Python cannot tell."""
     try:
         found = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
@@ -148,7 +148,8 @@ def remedy(
     kwargs: Mapping[str, Any],
     share: BatchPart | None,
 ) -> str:
-    """What to do about a forward that failed; arguments as for :func:`what_failed`."""
+    """Return what to do about a forward that failed; the arguments are those of
+    :func:`what_failed`."""
     if "on the same device" in str(error):
         return (
             "a device that the forward names itself (x.to('cuda:0')) is none of Blockpipe's "

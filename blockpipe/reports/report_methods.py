@@ -13,7 +13,7 @@ from ..batches.step_arguments import StepArguments
 from ..devices.observer import Observer
 from ..errors import UsageError
 from ..execution.step_runner import StepRunner, runs_model
-from ..preparation.memory_report import MemoryReport
+from ..preparation.memory.report import MemoryReport
 from ..preparation.options import PipelineOptions, check_loss, joined_kwargs
 from ..preparation.prepared import Prepared
 from ..preparation.preparer import Preparer

@@ -162,6 +162,12 @@ def current_cursor() -> Cursor | None:
     return _cursor.get()
 
 
+def is_of_microbatch(key: object) -> bool:
+    """Return whether a key is one that tells this micro-batch from the others."""
+    cursor = current_cursor()
+    return cursor is not None and id(key) in cursor.keys
+
+
 def active_cursor() -> Cursor | None:
     """Return the cursor that marks move now; ``None`` also while torch.compile traces."""
     # Not is_compiling(): it is true while any thread of the process compiles.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
+from .._common.checks import expected
 from .._common.hints import ALL_REDUCE, what_is_meant, where_model_has
 from .._common.nested import map_tensors
 from .._torch.modules import CHILDREN, RefusesWrappers, Wrapper, versions_in
@@ -99,7 +100,7 @@ class ModuleInterface(RefusesWrappers):
 
     @property
     def recording(self) -> Recording | None:
-        """What is known of the stages."""
+        """The recording of the latest call; ``None`` if nothing is known of the stages."""
         return None
 
     @property
@@ -108,7 +109,8 @@ class ModuleInterface(RefusesWrappers):
         raise NotImplementedError
 
     def _refuse_wrapper(self, wrapper: Wrapper) -> NoReturn:
-        """What would treat the stages as one module is told why not, and what to do instead."""
+        """Raise an error for a wrapper that would treat the stages as one module; it says why that
+        fails, and what to do instead."""
         raise UsageError(_NOT_IN[wrapper].format(where=users_line()))
 
     def _check_forward(self) -> None:
@@ -171,17 +173,18 @@ class ModuleInterface(RefusesWrappers):
         return super().to(**changes) if changes else self
 
     def cuda(self, device: Any = None) -> Self:
-        """As :meth:`to` a device."""
+        """Change the device as :meth:`to` does."""
         return self.to(torch.device("cuda" if device is None else device))
 
     def cpu(self) -> Self:
-        """As :meth:`to` a device."""
+        """Change the device as :meth:`to` does."""
         return self.to(torch.device("cpu"))
 
     # --- values, in and out
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain model's, with its keys; tensors are on their stages' devices."""
+        """Return the plain model's state dict, with its keys; the tensors are on their stages'
+        devices."""
         found = self.module.state_dict(*args, **kwargs)
         prefix, versions = kwargs.get("prefix", ""), versions_in(found)
         if prefix:  # a module around the pipeline asks for them by the names of its own children
@@ -193,7 +196,8 @@ class ModuleInterface(RefusesWrappers):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As the plain model's, but what does not fit is found before anything changes.
+        """Load a state dict as the plain model does, after a check that finds everything that does
+        not fit.
 
         A model that is still on the meta device keeps the dictionary's tensors until it is placed:
         do not write to them before. What the dictionary lacks, ``init=`` must fill then.
@@ -219,8 +223,12 @@ class ModuleInterface(RefusesWrappers):
             )
         if not isinstance(state_dict, Mapping):
             raise UsageError(
-                f"a state dict is a mapping from names to values, but {type(state_dict).__name__} "
-                f"came; for a file call load_weights(path) ({users_line()})"
+                expected(
+                    "a mapping from names to values",
+                    state_dict,
+                    for_="state_dict",
+                    fix="for a file call load_weights(path)",
+                )
             )
         if is_on_meta(self.module):
             given, keys = to_be_loaded(self.module, state_dict, strict=strict)

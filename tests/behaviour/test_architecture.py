@@ -110,10 +110,9 @@ def test_modules_import_in_no_circle():
             del graph[name]
 
 
-def test_no_folder_is_crowded():
-    """And each says what it is, what comes in, what goes out, and what to read first."""
+def test_each_folder_says_what_it_is():
+    """And what comes in, what goes out, and what to read first."""
     for folder in {path.parent for path in MODULES.values()} - {PACKAGE}:
-        assert len(list(folder.glob("*.py"))) <= 15, folder
         about = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
         assert 3 <= len(about.splitlines()) <= 8, folder
 

@@ -37,7 +37,7 @@ def test_the_forward_sees_the_devices_that_it_is_meant_for(where):
     seen.clear()
     net = Sees().to(where)
     recording = bp.record(net, torch.ones(2, 4, device=where), intended=[FAR, FAR])
-    assert seen == [(FAR.type,) * 3]
+    assert set(seen) == {(FAR.type,) * 3}
     assert recording.why_elsewhere is None
     assert recording.why_real is None
     assert {t.device.type for t in (*net.parameters(), *net.buffers())} == {where}
@@ -46,7 +46,7 @@ def test_the_forward_sees_the_devices_that_it_is_meant_for(where):
 def test_where_all_are_on_the_cpu_nothing_is_other_than_before():
     seen.clear()
     bp.record(Sees(), torch.ones(2, 4), intended=[torch.device("cpu")] * 2)
-    assert seen == [("cpu",) * 3]
+    assert set(seen) == {("cpu",) * 3}
 
 
 def test_stages_on_two_kinds_of_devices():
@@ -62,8 +62,7 @@ def test_stages_on_two_kinds_of_devices():
     net = bp.begin_blocks(nn.Sequential(Layer(4, 4), Layer(4, 4)), {"1": 1})
     recording = bp.record(net, torch.ones(2, 4), intended=[torch.device("cpu"), FAR])
     assert found[:2] == [("cpu", "cpu")] * 2  # to know which stage each is on
-    assert found[2][1] == "cpu"
-    assert found[3][1] == FAR.type
+    assert [weight for _, weight in found[-2:]] == ["cpu", FAR.type]
     assert recording.route == [0, 1]
     assert recording.why_elsewhere is None
 

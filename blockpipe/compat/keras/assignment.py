@@ -23,6 +23,7 @@ from ...pipeline import Pipeline
 from ...recording.plan_resolution import AttachedPlan, Planned, attach_plan, resolve
 from ...recording.record import record, record_planned
 from ...recording.recording import Recording
+from ...recording.sample import RecordRequest
 from ...stages.marks import has_forward
 from ...stages.plan import Assignment, StagePlan
 from ...stages.plan_text import read_layout
@@ -137,7 +138,8 @@ def set_pipeline_stage_assignment(
         )
     planned = Planned(module, plan, where, every_module=True)
     if has_sample:
-        record_planned(module, args, kwargs, planned)
+        args = args if isinstance(args, tuple | list) else (args,)
+        record_planned(RecordRequest(module, tuple(args), dict(kwargs or {}), planned))
     attach_plan(module, AttachedPlan(copy.deepcopy(plan), where))
     return copy.deepcopy(plan)
 

@@ -31,8 +31,10 @@ from ..._common.nested import tensors
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
+from ...stages.cursor import is_of_microbatch
+from ..calls import Call
 from ..reads import Reads, libraries_code_reads
-from ..recording import Call, Recording, SharedChange
+from ..recording import Recording, SharedChange
 from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
 
@@ -221,6 +223,8 @@ class SharedValues:
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
         owner = self._objects.get(id(owner), owner)  # whose attributes these are
+        if _is_by_microbatch(owner) or _is_by_microbatch(value):
+            return
         if owner is not None and self._is_lasting(owner):
             if access.reads and not access.is_said:
                 for holder in owners_of(owner, key):
@@ -282,6 +286,8 @@ class SharedValues:
             known.counted_on.add(hop)
 
     def _is_set(self, pending: _Pending) -> None:
+        if _is_by_microbatch(pending.owner):
+            return
         now = _frozen(member_of(pending.owner, pending.key))
         self._known(pending.owner, pending.key).is_traced = True
         # On fake tensors the same is the same for all data.
@@ -384,6 +390,11 @@ class SharedValues:
             return f"{article} {kind}"
         what = "entry" if isinstance(owner, _CONTENTS) else "attribute"
         return f"{what} {key!r} of {article} {kind}"
+
+
+def _is_by_microbatch(container: Any) -> bool:
+    """Whether a dictionary has an entry for each micro-batch: they share none of it."""
+    return isinstance(container, dict) and bool(container) and all(map(is_of_microbatch, container))
 
 
 def attribute_of(owner: Any, key: Any) -> tuple[str, type | None] | None:
