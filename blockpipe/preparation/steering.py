@@ -382,6 +382,8 @@ def _reader(holder: Holder, members: dict[Hashable, Any]) -> Callable[[Any], tup
     if not keys:
         return lambda _: ()
     if holder.namespace() is None:
+        if not _has_code(members):
+            return lambda _: tuple(map(dict(holder.now()).__getitem__, keys))
         return lambda _: tuple(map(_seen, map(dict(holder.now()).__getitem__, keys)))
     read = operator.itemgetter(*keys, keys[0])  # one key twice: it gives a tuple also of one
     return (lambda space: (*map(_seen, read(space)),)) if _has_code(members) else read
