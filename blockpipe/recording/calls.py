@@ -50,6 +50,7 @@ class Call:
     opened: str | None = None  # why it is not sealed
     waits: bool = False  # for a device: a tensor's value is asked for in it
     constants: set[int] = field(default_factory=set, repr=False)  # those of the tensors it returns
+    transforms: bool = field(default=False, repr=False)  # an operation is in a torch.func transform
 
     @property
     def is_module(self) -> bool:

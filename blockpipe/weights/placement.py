@@ -207,15 +207,17 @@ class Fingerprint:
         return self._modes
 
     def asked(self) -> tuple[Any, ...]:
-        """Return what else may decide a forward's way: how many hooks each module has, and which
+        """Return what else may decide a forward's way: which hooks each module has, and which
         parameters need a gradient."""
-        hooks = (_count(hooks) if hooks else 0 for hooks in self._hooks)
+        hooks = (_codes_of(hooks) if hooks else () for hooks in self._hooks)
         return (*hooks, *(tensor.requires_grad for _, _, tensor, _ in self._held))
 
 
-def _count(hooks: dict[int, Any]) -> int:
-    """Return the number of the user's hooks."""
-    return sum(not isinstance(hook, OwnHook) for hook in hooks.values())
+def _codes_of(hooks: dict[int, Any]) -> tuple[Any, ...]:
+    """Return what runs in the user's hooks; one that is registered anew for each step is the
+    same."""
+    users = (hook for hook in hooks.values() if not isinstance(hook, OwnHook))
+    return tuple(getattr(hook, "__code__", type(hook)) for hook in users)
 
 
 def _code_of(module: nn.Module) -> tuple[nn.Module, dict[str, Any], type, Any, Any, Any]:

@@ -176,9 +176,7 @@ def test_the_first_of_two_failures_wins(monkeypatch: pytest.MonkeyPatch) -> None
         first_has_failed.set()
 
     monkeypatch.setattr(LaneThreads, "fail", fail)
-    step(pipe, bomb, "forward_backward")  # in the first step stages take turns: they may draw
-    net.zero_grad()
-    armed = True
+    armed = False
 
     def visit(place: str, stage: int, microbatch: int | None) -> None:
         if armed and (place, stage, microbatch) == ("module", 1, 0):
@@ -190,6 +188,9 @@ def test_the_first_of_two_failures_wins(monkeypatch: pytest.MonkeyPatch) -> None
             raise ValueError("boom second")
 
     monkeypatch.setattr(bomb, "visit", visit)
+    step(pipe, bomb, "forward_backward")  # in the first step stages take turns: they may draw
+    net.zero_grad()
+    armed = True
     found = catch(ValueError, lambda: step(pipe, bomb, "forward_backward"))
     assert str(found) == "boom first"
     armed = False

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..._common.callsite import users_line
-from ..._torch.modes import is_transformed
+from ..._torch.modes import has_tangent, is_transformed, outside_of_transforms
 from ..._torch.tensors import version_of
 from ...devices.ownership import Owner, owner_of, set_owner
 from ...errors import CrossingError, RouteError, StateError
@@ -100,8 +100,8 @@ class TensorImport:
                     f"an operation on stage {place.stage} (micro-batch {place.microbatch}) reads a "
                     f"tensor of shape {tuple(tensor.shape)} that has a gradient path, but was made "
                     f"outside of this forward or by code that Blockpipe cannot intercept "
-                    f"({users_line()}); compute it inside the forward with torch operations, "
-                    f"detach it, or {UNCUT}"
+                    f"({users_line()}); compute it inside the forward with torch operations (by "
+                    f"torch.func: in a module of its own), detach it, or {UNCUT}"
                 )
             return self._at_home(tensor, step.adopt(tensor, place.hop, place.stage), reads)
         return self._constant(tensor, reads)
@@ -147,7 +147,7 @@ class TensorImport:
             else:
                 watch = step.watch(tensor, home.hop, place.hop, place.microbatch)
                 value = step.copy_of(tensor, place.stage, watch, on_host=step.stays(tensor))
-            found = self._enter(tensor, value, imports, home.hop)
+            found = outside_of_transforms(self._enter, tensor, value, imports, home.hop)
             self._note_import(tensor, home.hop, home.name)
         found.share_attributes(tensor)
         reads.append((tensor, found))
@@ -220,13 +220,19 @@ class TensorImport:
             tag.imports = {}
         found = tag.imports.get(self._place.hop)
         if found is None:
-            found = self._import(tensor, tag, tag.imports)
+            found = outside_of_transforms(self._import, tensor, tag, tag.imports)
         found.share_attributes(tensor)
         reads.append((tensor, found))
         return found.value
 
     def _import(self, tensor: Tensor, tag: Tag, imports: dict[int, Import]) -> Import:
         step = self._step
+        if has_tangent(tensor):
+            raise CrossingError(
+                f"an operation on stage {self._place.stage} reads a tensor of shape "
+                f"{tuple(tensor.shape)} of another stage that has a tangent of forward-mode AD "
+                f"({users_line()}): it would be lost on the way; {UNCUT}"
+            )
         self._writes.before_import(tensor, tag)
         copied = self._copies.bring(tensor, tag.hop, on_host=step.stays(tensor))
         found = self._enter(tensor, copied, imports, tag.hop)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ..._common.progress import Progress
+from ..._torch.modes import is_in_transform
 from ...crossing.microbatch_run import MicrobatchRun
 from ...crossing.tags import TAG, MicrobatchKey, Tag
 from ..calls import Call, Flow
@@ -170,7 +171,9 @@ class CallsUnderWay:
 
     def visit(self, hop: int, where: str) -> None:
         """Note that an operation runs on a hop, as a part of each of them."""
+        is_transformed = is_in_transform()
         for call in self:
+            call.transforms = call.transforms or is_transformed
             if call.hop is None:
                 call.hop = hop
             elif call.last_hop != hop and call.last_hop is not None:

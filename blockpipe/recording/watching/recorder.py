@@ -387,6 +387,9 @@ class Recorder:
             if call.hop is None and self.costs.kernels > kernels:
                 with ours():
                     self._note_unseen((args, kwargs), result)
+            elif call.transforms and call.sealed:
+                with ours():  # no function mode sees how torch.func unwraps its results
+                    self.run.claims.claim(result, ())
             return result
         except BaseException:
             self.calls.failed_in = self.calls.failed_in or call

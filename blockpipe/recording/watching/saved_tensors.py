@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._torch.graph import pop_saved_tensor_hooks, push_saved_tensor_hooks
-from ..._torch.modes import without_torch_functions
+from ..._torch.modes import is_transformed, without_torch_functions
 from ..._torch.tensors import storage_id, version_of
 from ...costs.work import size_of
 from ...crossing.recompute import Recomputable
@@ -216,7 +216,9 @@ class Activations:
 
 
 def _key_of(tensor: Tensor) -> _Key | None:
-    return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+    if tensor.layout is not torch.strided or is_transformed(tensor):  # it has none to look at
+        return None
+    return storage_id(tensor.untyped_storage())
 
 
 def _unpack(tensor: Tensor) -> Tensor:
