@@ -176,13 +176,13 @@ def test_the_first_of_two_failures_wins(monkeypatch: pytest.MonkeyPatch) -> None
         first_has_failed.set()
 
     monkeypatch.setattr(LaneThreads, "fail", fail)
-    armed = False
+    armed = threading.Event()  # no plain value, which would be a reason to record anew
 
     def visit(place: str, stage: int, microbatch: int | None) -> None:
-        if armed and (place, stage, microbatch) == ("module", 1, 0):
+        if armed.is_set() and (place, stage, microbatch) == ("module", 1, 0):
             assert second_is_under_way.wait(20)
             raise ValueError("boom first")
-        if armed and (place, stage, microbatch) == ("module", 0, 1):
+        if armed.is_set() and (place, stage, microbatch) == ("module", 0, 1):
             second_is_under_way.set()
             assert first_has_failed.wait(20)
             raise ValueError("boom second")
@@ -190,10 +190,10 @@ def test_the_first_of_two_failures_wins(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(bomb, "visit", visit)
     step(pipe, bomb, "forward_backward")  # in the first step stages take turns: they may draw
     net.zero_grad()
-    armed = True
+    armed.set()
     found = catch(ValueError, lambda: step(pipe, bomb, "forward_backward"))
     assert str(found) == "boom first"
-    armed = False
+    armed.clear()
     assert_recovers(net, plain, pipe, bomb)
 
 
