@@ -17,7 +17,6 @@ A function counts as a value too, and so does the class of an object of the user
 import dis
 import enum
 import functools
-import itertools
 import operator
 import os
 import sys
@@ -44,6 +43,7 @@ from ..restoring.holders import (
     content_of_cell,
 )
 from ..restoring.model_state import ModelState, is_users
+from .watched_numbers import Question, Steps, Where, done, watched
 
 MOST_VALUES = 2_000  # the nearest: they are compared before and after each step
 _MOST_MEMBERS = 256  # of a dictionary: a larger one is a vocabulary
@@ -51,21 +51,12 @@ _MOST_IN_ORDER = 32  # of a list, a tuple or a set
 _MOST_RETURNS = 8  # values of one place that is no number: then it counts, or says the time
 _STEPS = 2  # that show what the forward sets itself
 _MOST_NEW = 4  # names that came or went in one object
-_ASKS = ("lt", "le", "eq", "ne", "gt", "ge")
-_COMPUTES = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow")
 _TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 _CODE = ("forward", COMPILED_CALL)  # of a module: Fingerprint compares it
 _MOST_NESTED = 3  # functions in the closure of a function
 _UNSET = object()
 _SWITCHES = {bool, type(None)}
 _PLAIN = frozenset([bool, int, float, str, bytes, type(None), type(_UNSET)])
-
-# What was done to a number, one after the other: an operator's name, the other operand, and whether
-# that one came first.
-Steps = tuple[tuple[str, Any, bool], ...]
-Where = tuple[int, Hashable]  # an object by its id, and a name in it
-# A place, and what was done to the number there; the last of that answers yes or no.
-Question = tuple[Where, Steps]
 
 
 @dataclass
@@ -232,7 +223,7 @@ class Steering:
         value = self._places[where].value()
         try:
             for step in steps:
-                value = _done(value, step)
+                value = done(value, step)
             return bool(value)
         except Exception:  # it is no such number any more
             return False
@@ -244,10 +235,10 @@ class Steering:
         try:
             for where, place in self._places.items():
                 value = place.value()
-                watched = _watched(value, (), self._ask, where)
-                if watched is not value:
+                given = watched(value, (), self._ask, where)
+                if given is not value:
                     before.append((place, value))
-                    place.holder.put(place.key, watched)
+                    place.holder.put(place.key, given)
             yield
         finally:
             for place, value in before:
@@ -405,93 +396,3 @@ def _label(value: Any) -> Hashable:
         return tuple(map(_label, value))
     is_known = kind in (frozenset, _Code) or (kind not in (int, float) and _is_plain(value))
     return (kind, value) if is_known else (kind,)
-
-
-def _done(value: Any, step: tuple[str, Any, bool]) -> Any:
-    name, other, is_first = step
-    if name == "bool":
-        return bool(value)
-    function = getattr(operator, name)
-    return function(other, value) if is_first else function(value, other)
-
-
-Ask = Callable[[Where, Steps], None]
-
-
-class _Watched:
-    """A number that remembers what it was asked, and of which number it was computed."""
-
-    _steps: Steps
-    _told: tuple[Ask, Where]
-
-    def __bool__(self) -> bool:
-        self._tell(("bool", None, False))
-        return bool(_plain(self))
-
-    def __reduce__(self) -> Any:  # copies are plain numbers
-        return type(_plain(self)), (_plain(self),)
-
-    def __copy__(self) -> Any:
-        return _plain(self)
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return _plain(self)
-
-    def _tell(self, step: tuple[str, Any, bool]) -> None:
-        ask, where = self._told
-        ask(where, (*self._steps, step))
-
-
-class _WatchedInt(_Watched, int):
-    __hash__ = int.__hash__
-
-
-class _WatchedFloat(_Watched, float):
-    __hash__ = float.__hash__
-
-
-def _watched(value: Any, steps: Steps, *told: Any) -> Any:
-    if type(value) is tuple:
-        at = ((*steps, ("getitem", index, False)) for index in itertools.count())
-        members = tuple(_watched(member, of, *told) for member, of in zip(value, at, strict=False))
-        return value if all(map(operator.is_, members, value)) else members
-    kind = {int: _WatchedInt, float: _WatchedFloat}.get(type(value))
-    if kind is None:
-        return value
-    found: Any = kind(value)
-    found._steps, found._told = steps, told
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, _WatchedInt):
-        return int.__int__(value)
-    return float.__float__(value) if isinstance(value, _WatchedFloat) else value
-
-
-def _asks(name: str) -> Any:
-    def method(self: Any, other: Any) -> Any:
-        if not isinstance(other, int | float):
-            return NotImplemented
-        other = _plain(other)
-        self._tell((name, other, False))
-        return getattr(operator, name)(_plain(self), other)
-
-    return method
-
-
-def _computes(name: str, *, is_first: bool) -> Any:
-    def method(self: Any, other: Any) -> Any:
-        if not isinstance(other, int | float):
-            return NotImplemented
-        step = name, _plain(other), is_first
-        return _watched(_done(_plain(self), step), (*self._steps, step), *self._told)
-
-    return method
-
-
-for _name in _ASKS:
-    setattr(_Watched, f"__{_name}__", _asks(_name))
-for _name in _COMPUTES:
-    setattr(_Watched, f"__{_name}__", _computes(_name, is_first=False))
-    setattr(_Watched, f"__r{_name}__", _computes(_name, is_first=True))

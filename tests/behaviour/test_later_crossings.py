@@ -91,9 +91,17 @@ class Writes(nn.Module):
             return x * total if self.reads else x
 
 
+RACES = pytest.mark.cpu(
+    "the write races with a copy, as it would on any accelerator, before it is found"
+)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "sequential"])
 @pytest.mark.parametrize("isolate", [False, True])
-@pytest.mark.parametrize(("stage", "reads"), [(0, False), (0, True), (1, False), (1, True)])
+@pytest.mark.parametrize(
+    ("stage", "reads"),
+    [(0, False), pytest.param(0, True, marks=RACES), (1, False), (1, True)],
+)
 def test_an_argument_that_goes_whole_is_written_in_place(
     stage, reads, isolate, schedule, monkeypatch
 ):
