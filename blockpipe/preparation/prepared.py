@@ -334,19 +334,16 @@ class Prepared:
                 f"{', '.join(idle)} {verb} no stage: the forward has {count} "
                 f"stage{'s' if count > 1 else ''}; mark more, or pass fewer devices"
             )
-        elif len(self.lane_of_stage) > 1 and not (
-            self.recording.planned or self.recording.marks or self.recording.unreached
-        ):  # lanes of the CPU have no names, and a spare one is harmless: ["cpu"] * 4 is a habit
+        elif len(self.lane_of_stage) > 1 and self.recording.is_unmarked:
+            # Lanes of the CPU have no names, and a spare one is harmless: ["cpu"] * 4 is a habit.
             yield (
                 f"nothing is marked, for {len(self.lane_of_stage)} devices; mark the model "
                 "(begin_blocks), pass plan=balance(model, args, stages), or pass one device"
             )
         if option in ("interleaved", "zb-v") and self.is_chain_of_lanes and len(self.route) > 1:
-            beside, twice = (
-                ("1f1b", "devices=[…] * 2")
-                if option == "interleaved"
-                else ("zb-h1", "devices=[a, b, b, a]")
-            )
+            beside, twice = "zb-h1", "devices=[a, b, b, a]"
+            if option == "interleaved":
+                beside, twice = "1f1b", "devices=[…] * 2"
             yield (
                 f"schedule={option!r} gains nothing over {beside!r} where each device has one "
                 f"stage, and keeps more; mark twice as many stages and pass {twice}"

@@ -283,6 +283,11 @@ class Recording:
         return [hop.stage for hop in self.hops]
 
     @property
+    def is_unmarked(self) -> bool:
+        """Whether nothing says where a stage begins: no plan, and no mark, reached or not."""
+        return not (self.planned or self.marks or self.unreached)
+
+    @property
     def num_stages(self) -> int:
         """The number of stages."""
         return max(self.route, default=0) + 1

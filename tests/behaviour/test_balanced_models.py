@@ -72,6 +72,7 @@ class Residual(nn.Module):
         return x + self.down(self.up(x))
 
 
+@pytest.mark.slow
 def test_whole_layers_are_preferred_unless_the_optimum_is_asked_for() -> None:
     """Of 21 blocks the middle is in the eleventh; a cut beside it costs 1/21 more."""
     net, x = nn.Sequential(*(Residual() for _ in range(21))), torch.zeros(4, 8)

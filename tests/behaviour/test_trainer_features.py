@@ -90,6 +90,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
     assert_same(ours, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu("the trainer's autocast is for its own kind of device")
 def test_mixed_precision_is_the_plain_runs_over_the_same_micro_batches(tmp_path):
     """In bf16, where other micro-batches round otherwise: two of 2 samples a batch of 4. All labels
@@ -115,6 +116,7 @@ def test_mixed_precision_is_the_plain_runs_over_the_same_micro_batches(tmp_path)
     assert ours.predict(texts()[:2]).predictions.dtype == "float32"
 
 
+@pytest.mark.slow
 def test_a_gradient_scaler_scales_each_micro_batch_and_not_the_loss_that_is_logged(tmp_path):
     """As ``fp16`` has one on a GPU."""
     plain, ours = (
@@ -129,6 +131,7 @@ def test_a_gradient_scaler_scales_each_micro_batch_and_not_the_loss_that_is_logg
     assert_same(ours, plain)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_recomputes_and_changes_nothing(tmp_path):
     ours, plain = train_both(
         tmp_path,
@@ -150,6 +153,7 @@ class Watching(TrainerCallback):
         control.should_training_stop = state.global_step == 1
 
 
+@pytest.mark.slow
 def test_callbacks_get_the_plain_model_and_the_bar_is_drawn(tmp_path, capsys):
     watching = Watching()
     ours = made(
@@ -174,6 +178,7 @@ def test_a_model_of_model_init_gets_a_pipeline_of_its_own(tmp_path):
     assert_same(ours, plain)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_taken_as_the_model(tmp_path):
     """Its options stay, and so does a sum that the user has asked for."""
     model = bp.begin_blocks(gpt(), {"transformer.h.1": 1})

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.errors import RecordingError
+from blockpipe.errors import RecordingError, UsageError
 from blockpipe.recording.sample import signature
 
 LOGGER = "torch._subclasses.fake_tensor"
@@ -78,7 +78,7 @@ def test_batch_norm_of_single_samples_asks_for_fewer_chunks() -> None:
 def test_a_target_given_by_position_is_asked_for_by_name() -> None:
     """``forward_backward(x, y, loss_fn=…)`` is what plain loops are used to."""
     net, y = nn.Sequential(nn.Linear(4, 4)), torch.zeros(8, dtype=torch.long)
-    with pytest.raises(RecordingError, match=r"takes \(input\); pass what .* by name: target=…"):
+    with pytest.raises(UsageError, match=r"expected a target .* by name: target=…"):
         pipeline(net).forward_backward(torch.ones(8, 4), y, loss_fn=F.cross_entropy)
 
 

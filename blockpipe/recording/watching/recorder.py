@@ -375,10 +375,8 @@ class Recorder:
     ) -> Any:
         """Run a call, and write it down."""
         with ours():
-            call = self.calls.begin(
-                *(path, kind, what, (args, kwargs), self._why_closed()),
-                is_function=function is what,
-            )
+            given, closed, is_one = (args, kwargs), self._why_closed(), function is what
+            call = self.calls.begin(path, kind, what, given, closed, is_function=is_one)
             if isinstance(what, torch.jit.ScriptModule):
                 self.calls.refuse(SCRIPTED)
         result, kernels = None, self.costs.kernels

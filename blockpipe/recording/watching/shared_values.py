@@ -11,8 +11,8 @@ and of those only plain ones: the rest are tensors, which are looked at when the
 from __future__ import annotations
 
 import ast
-import enum
 import inspect
+import os
 import sys
 import threading
 import types
@@ -37,11 +37,10 @@ from ..reads import Reads, libraries_code_reads
 from ..recording import Recording, SharedChange
 from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
+from .frozen import frozen
 
 _CONTENTS = (list, dict, set, deque, bytearray, array, StringIO, ContextVar)
-_MOST_MEMBERS = 256  # of a container that is compared
 _REMEDY = "pass it along as an argument"
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
 
 _ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
 _STOPS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -110,6 +109,8 @@ class SharedValues:
             for holder in holders
             if isinstance(holder, DictHolder) and (space := holder.namespace()) is not holder.owner
         }
+        self._objects[id(os.environ)] = variables = os.environ._data  # type: ignore[attr-defined]
+        self._lasting.add(id(variables))
         self._functions: dict[int, list[types.FunctionType]] = {}  # by the id of their code
         for holder in holders:
             if isinstance(function := holder.owner, types.FunctionType):
@@ -230,7 +231,7 @@ class SharedValues:
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, counts=access.counts)
             if access.writes:
-                pending = _Pending(owner, key, _frozen(value), hop, frame.line)
+                pending = _Pending(owner, key, frozen(value), hop, frame.line)
                 self._pending[id(frame.frame)] = pending
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
             self._uses(access, self._objects.get(id(value), value), frame, hop)
@@ -288,7 +289,7 @@ class SharedValues:
     def _is_set(self, pending: _Pending) -> None:
         if _is_by_microbatch(pending.owner):
             return
-        now = _frozen(member_of(pending.owner, pending.key))
+        now = frozen(member_of(pending.owner, pending.key))
         self._known(pending.owner, pending.key).is_traced = True
         # On fake tensors the same is the same for all data.
         if not self._fake or now is UNKNOWN or pending.before != now:
@@ -426,29 +427,6 @@ def _is_looked_into(function: Any) -> bool:
     if isinstance(function, types.FunctionType | types.MethodType | type):
         return is_users(function.__module__)
     return False
-
-
-class _Identity:
-    """An object that is the same only as itself."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other._value is self._value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _frozen(value: Any) -> Any:
-    """A value as it is now, to be compared later."""
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if type(value) in (list, tuple) and len(value) <= _MOST_MEMBERS:
-        return type(value), [*map(_frozen, value)]
-    if type(value) is dict and len(value) <= _MOST_MEMBERS:
-        return dict, [(_frozen(key), _frozen(member)) for key, member in value.items()]
-    return value if value is UNKNOWN else _Identity(value)
 
 
 def _has_tensors(value: Any) -> bool:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import os
 import random
 import sys
 import time
@@ -155,6 +156,11 @@ def _sets_global(state: State, h: Tensor) -> Tensor:
     return h
 
 
+def _sets_environment(state: State, h: Tensor) -> Tensor:
+    os.environ["BLOCKPIPE_TEST"] = str(largest(h))
+    return h
+
+
 def _sets_global_entry(state: State, h: Tensor) -> Tensor:
     LIMITS.update(k=largest(h))
     return h
@@ -236,6 +242,7 @@ PAIRS = [
     (_copies_to_array, lambda state, h: h * float(state.array.sum()), "a ndarray"),
     (_sets_global, lambda state, h: h * FACTOR, "test_shared_values.FACTOR"),
     (_sets_global_entry, lambda state, h: h * LIMITS["k"], "a dict"),
+    (_sets_environment, lambda state, h: h * float(os.environ.get("BLOCKPIPE_TEST", 1)), "a dict"),
     (_sets_variable, lambda state, h: h * VARIABLE.get(), "a ContextVar"),
     (_sets_kept, lambda state, h: h * kept()[0], "a list"),
     (_advances, _advances, "a count"),
