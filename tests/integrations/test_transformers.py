@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+pytest.importorskip("accelerate")
+
+import transformers
+from accelerate import Accelerator
 from transformers import (
     GPT2ForSequenceClassification,
     Trainer,
@@ -19,8 +22,6 @@ from blockpipe.integrations.transformers import PipelineTrainer, PipelineTrainer
 
 from ..stage_devices import stages
 from .trainers import PIPELINE, assert_same, gpt, made, texts, train_both
-
-pytest.importorskip("accelerate")
 
 
 def classes() -> list[dict[str, Tensor]]:
