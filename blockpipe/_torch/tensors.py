@@ -75,3 +75,7 @@ def device_in(*args: Any, **kwargs: Any) -> torch.device | None:
     CPU that was asked for from none."""
     device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
     return device
+
+
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+"""Whether autograd has a tensor as a view of another one, which cannot be detached in place."""

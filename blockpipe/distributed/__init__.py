@@ -1,0 +1,11 @@
+"""A model's stages in processes of their own, on ``torch.distributed.pipelining``.
+
+In: a marked model and a sample. Out: stages for torch's engine, and ``DistributedPipeline``, which
+has the calls of ``Pipeline``. Read ``build.py`` first: it records (``recording``), tapes what the
+code between modules does (``taping.py`` makes, ``tape.py`` is the data), cuts the tape
+(``cutting.py``) and makes modules of the pieces (``replay.py``).
+"""
+
+from .build import build_stage
+
+__all__ = ["build_stage"]
