@@ -7,5 +7,7 @@ code between modules does (``taping.py`` makes, ``tape.py`` is the data), cuts t
 """
 
 from .build import build_stage
+from .distributed_pipeline import DistributedPipeline
+from .engine import build_schedule, make_stage
 
-__all__ = ["build_stage"]
+__all__ = ["DistributedPipeline", "build_schedule", "build_stage", "make_stage"]

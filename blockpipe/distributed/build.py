@@ -14,7 +14,6 @@ from .._common.model_turns import alone_with
 from .._common.modules import named_slots
 from .._common.thread_state import as_ours
 from .._torch.modules import buffers_of, parameters_of
-from ..devices.devices import is_on_meta
 from ..errors import PlanError, RecordingError, StateError
 from ..recording.fake_run import run_on_fakes
 from ..recording.plan_resolution import planned_by
@@ -80,6 +79,18 @@ class CutForward:
         stage = self.stages[index]
         unread = self._unread(stage)
         return StageModule(self.model, self.tape, stage, self._names, unread, self.device)
+
+    def place(self, index: int) -> None:
+        """Move the tensors of one stage to its device, in the model: all that is built of it later
+        shares them. Those without values stay as they are."""
+        found = self.module(index)
+        for _, weight in found.named_parameters():
+            if weight.device != self.device and not weight.is_meta:
+                weight.data = weight.data.to(self.device)
+        for name, buffer in found.named_buffers(remove_duplicate=False):
+            if buffer.device != self.device and not buffer.is_meta:
+                path, _, key = name.rpartition(".")
+                buffers_of(self.model.get_submodule(path))[key] = buffer.to(self.device)
 
     def parameters_of(self, index: int) -> set[str]:
         """The first names of the parameters that a stage has."""
@@ -170,10 +181,8 @@ def build_stage(
             f"of {type(model).__name__} has {count} stages"
         )
     fill_own(model, found.recording, [found.stages[stage].stage], place, weights, init)
-    module = found.module(stage)
-    if not is_on_meta(module):
-        module.to(place)
-    return module
+    found.place(stage % count)
+    return found.module(stage)
 
 
 def fill_own(

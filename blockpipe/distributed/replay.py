@@ -40,6 +40,12 @@ class StageModule(nn.Module):
         names: for each of the model's parameters and buffers, by first name, all its names.
         unread: names of tensors that no call reads, and that are this stage's to keep.
         device: the stage's.
+
+    Attributes:
+        leads_to_inputs: whether each result is made to depend on an input. torch's zero-bubble
+            schedules find the parameters by the paths from results to inputs, and drop the
+            gradients of those that lie on none.
+        microbatch: the number of the next micro-batch, for errors.
     """
 
     def __init__(
@@ -65,6 +71,8 @@ class StageModule(nn.Module):
         if stage.result is not None:
             self.output_metas = [self._meta_of(r, tape) for r in _tensor_references(stage.result)]
         self.training = model.training
+        self.leads_to_inputs = False
+        self.microbatch = 0
         self._grad = tape.grad
         self._steps = [self._step(entry) for entry in stage.entries]
         self._drops = _drops(stage)
@@ -137,6 +145,14 @@ class StageModule(nn.Module):
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """Run the stage."""
+        microbatch, self.microbatch = self.microbatch, self.microbatch + 1
+        try:
+            return self._run(given)
+        except Exception as error:
+            error.add_note(f"blockpipe: in stage {self.stage}, micro-batch {microbatch}")
+            raise
+
+    def _run(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         environment: Environment = [None] * self._size
         for value, tensor in zip(self._stage.inputs, given, strict=True):
             # A leaf that needs a gradient must not be written to, nor what its sender may keep.
@@ -148,9 +164,14 @@ class StageModule(nn.Module):
         if self._stage.result is not None:
             results = list(tensors(self._result(environment)))
             seen: set[int] = set()
-            return tuple([_own(t, id(t) in seen or _adds(seen, t, given)) for t in results])
-        shared = self._stage.shared
-        return tuple([_own(environment[v], v in shared) for v in self._stage.outputs])
+            found = [_own(t, id(t) in seen or _adds(seen, t, given)) for t in results]
+        else:
+            shared = self._stage.shared
+            found = [_own(environment[v], v in shared) for v in self._stage.outputs]
+        lead = next((t for t in given if t.requires_grad), None) if self.leads_to_inputs else None
+        if lead is not None:
+            found = [_Led.apply(t, lead) if t.requires_grad else t for t in found]
+        return tuple(found)
 
     def output(self, results: tuple[Tensor, ...]) -> Any:
         """Put the model's output together from what the last stage returns."""
@@ -230,6 +251,20 @@ def _check_shapes(expected: list[tuple[int, ...]], found: list[Tensor], whose: s
             f"expected results of shapes {expected} from {whose}, as when it was recorded, got "
             f"{got}; sizes that depend on data must not leave the module"
         )
+
+
+class _Led(torch.autograd.Function):
+    """A tensor as it is, which depends on another one that gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, lead: Tensor) -> Tensor:
+        """Return the tensor; no view, for the engine detaches it in place."""
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient as it is."""
+        return gradients[0], None
 
 
 def _gather(kind: Callable[[list[Any]], Any], readers: list[_Reader]) -> _Reader:

@@ -5,60 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import blockpipe as bp
 from blockpipe.distributed import build_stage
 
 from .chains import assert_like_plain
-
-transformers = pytest.importorskip("transformers")
-SMALL: dict[str, Any] = {"vocab_size": 50, "use_cache": False}
-
-
-class UNet(nn.Module):
-    """Skips of two lengths, and an input in the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down1 = nn.Conv2d(3, 4, 3, padding=1)
-        self.down2 = nn.Conv2d(4, 8, 3, stride=2, padding=1)
-        self.middle = nn.Conv2d(8, 8, 3, padding=1)
-        self.up1, self.up2 = nn.Conv2d(16, 4, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        with bp.Block(0):
-            a = F.relu(self.down1(x))
-        with bp.Block(1):
-            b = F.relu(self.down2(a))
-        with bp.Block(2):
-            m = self.middle(b)
-        with bp.Block(3):
-            y = F.interpolate(self.up1(torch.cat([m, b], 1)), scale_factor=2)
-            return {"out": self.up2(torch.cat([y, a], 1)), "given": x}
-
-
-class Integers(nn.Module):
-    """An integer input of the last stage, writes in place, a buffer, ``no_grad``, a slice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 8)
-        self.embedding = nn.Embedding(10, 8)
-        self.register_buffer("offset", torch.ones(8))
-
-    def forward(self, x: Tensor, *, index: Tensor, scale: float = 2.0) -> Tensor:
-        with bp.Block(0):
-            h = self.first(x)
-        with bp.Block(1):
-            h = self.second(h) * scale
-        with bp.Block(2):
-            h[:, torch.arange(2, device=x.device)] += 1.0
-            h[..., 1:] *= 0.5
-            h += self.offset
-            with torch.no_grad():
-                most = h.abs().max()
-            return h / most + self.embedding(index)
+from .models import Integers, UNet, gpt, ids, llama, resnet, t5
 
 
 def test_a_unet_with_long_skips_is_the_plain_one():
@@ -74,48 +26,26 @@ def test_integers_go_past_stages_that_do_not_use_them():
 
 def test_a_residual_network_is_cut_inside_of_a_block():
     """Batch norm's running statistics are the plain model's as well."""
-    torchvision = pytest.importorskip("torchvision")
-    net = torchvision.models.resnet18()
-    bp.begin_blocks(net, {"layer2": 1, "layer4.0.bn1": 2, "fc": 3})
-    stages = assert_like_plain(net, torch.randn(2, 3, 64, 64))
+    stages = assert_like_plain(resnet(), torch.randn(2, 3, 64, 64))
     assert dict(stages[3].named_parameters()).keys() == {"fc.weight", "fc.bias"}
-
-
-def _ids() -> Tensor:
-    return torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
 def test_a_gpt_with_tied_weights_has_them_on_both_stages():
     """Under both names."""
-    config = transformers.GPT2Config(
-        n_positions=16, n_embd=16, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0, **SMALL
-    )
-    model = transformers.GPT2LMHeadModel(config).train()
-    bp.begin_blocks(model, {"transformer.h.1": 1, "transformer.h.3": 2, "lm_head": 3})
-    stages = assert_like_plain(model, input_ids=_ids(), labels=_ids())
+    stages = assert_like_plain(gpt(), input_ids=ids(2), labels=ids(2))
     first, last = (dict(s.named_parameters(remove_duplicate=False)) for s in (stages[0], stages[3]))
     assert first["transformer.wte.weight"] is last["lm_head.weight"]
 
 
 def test_llama_with_rotary_embeddings_is_the_plain_one():
     """Their tables, and the mask, go to every stage."""
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, **SMALL
-    )
-    model = transformers.LlamaForCausalLM(config).train()
-    bp.begin_blocks(model, {"model.layers.1": 1, "model.layers.3": 2, "lm_head": 3})
     mask = torch.ones(2, 8, dtype=torch.long)
-    assert_like_plain(model, input_ids=_ids(), labels=_ids(), attention_mask=mask)
+    assert_like_plain(llama(), input_ids=ids(2), labels=ids(2), attention_mask=mask)
 
 
 def test_t5_hands_the_encoders_result_to_every_decoder_stage():
     """With dropout, whose numbers are drawn in the same order here."""
-    config = transformers.T5Config(
-        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0, **SMALL
-    )
-    model = transformers.T5ForConditionalGeneration(config).train()
-    bp.begin_blocks(model, {"encoder.block.1": 1, "decoder": 2, "decoder.block.1": 3})
-    assert_like_plain(model, input_ids=_ids(), labels=_ids())
+    assert_like_plain(t5(dropout_rate=0.1), input_ids=ids(2), labels=ids(2))
 
 
 class Experts(nn.Module):
