@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.callsite import remembers_caller, users_line
 from .._common.checks import expected
@@ -31,6 +32,7 @@ from .agreement import Agreement
 from .build import CutForward, fill_own
 from .engine import FOR_ANY_NUMBER, Engine, places, schedule_name, takes
 from .failures import Failures
+from .replicas import StageReplicas
 from .tied import TiedParameters
 
 _OUTPUTS = 1  # a process asks for them
@@ -51,6 +53,9 @@ class DistributedPipeline:
         device: where this process's stages are; ``None``: the current accelerator of torch's
             process group, or the CPU.
         group: the processes of the pipeline; ``None``: all.
+        mesh: instead of a group, a mesh of two dims: replicas, and the processes of each one's
+            pipeline. Each replica is passed a share of the batch; the loss and the gradients are
+            those of all shares together.
         chunks: as for :class:`Pipeline`.
         schedule: one of torch's: ``"gpipe"``, ``"1f1b"``, ``"looped-bfs"``, ``"interleaved"``
             (several stages a process), ``"zb-h1"``, ``"zb-v"`` or ``"dualpipe-v"`` (the backward
@@ -77,6 +82,7 @@ class DistributedPipeline:
         sample: Any,
         device: Any = None,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         chunks: int = 1,
         schedule: str = "1f1b",
         plan: StagePlan | None = None,
@@ -96,6 +102,14 @@ class DistributedPipeline:
         self.schedule = schedule_name(schedule)
         self.batch_dims = batch_dims
         self.loss_reduction = loss_reduction
+        self._replicas = None
+        if mesh is not None:
+            if mesh.ndim != 2 or group is not None:
+                what = "a mesh of two dims and no group"
+                fix = "make it by init_device_mesh(kind, (replicas, processes of a pipeline))"
+                raise UsageError(expected(what, f"{mesh.ndim} dims", for_="mesh", fix=fix))
+            group = mesh.get_group(1)
+            self._replicas = StageReplicas(mesh.get_group(0))
         self._group = group
         self._device = _device_of(device)
         self._plan = plan
@@ -122,6 +136,9 @@ class DistributedPipeline:
         by_name = {name: parameters[name] for name in cut.tied() if name in parameters}
         self._tied = TiedParameters(cut.tied(), self._places, by_name, group)
         self._tied.broadcast()
+        if self._replicas is not None:
+            held = [*self.parameters(), *(b for stage in self._stages for b in stage.buffers())]
+            self._replicas.broadcast(held)
 
     # --- what it has
 
@@ -194,7 +211,7 @@ class DistributedPipeline:
             RankError: another process failed before the step, or passed other shapes.
         """
         check_loss(loss_fn, target)
-        with self._failures.told(), self._tied.summing():
+        with self._failures.told(), self._summing():
             return self._run(args, kwargs, target, loss_fn, return_outputs, backward=True)
 
     @remembers_caller
@@ -232,9 +249,12 @@ class DistributedPipeline:
                 )
             microbatches = self._split(args, kwargs, target)
             runs = [(self._engine(part), part) for part in _runs(microbatches)]
+            is_last = backward and runs[0][0].has_last
             weights = [1.0] * len(microbatches)
-            if backward and runs[0][0].has_last:
-                weights = weights_of(microbatches, self.loss_reduction)
+            if is_last:
+                weights_of(microbatches, self.loss_reduction)  # for its errors
+        if backward:
+            weights = self._weights(microbatches, is_last=is_last)
         step = self._step = _Step(loss_fn if backward else _no_loss, bool(asked[0] & _OUTPUTS))
         at = 0
         for engine, part in runs:
@@ -264,7 +284,8 @@ class DistributedPipeline:
         output = step.engine.last.output(results)
         step.microbatch += 1
         if not weight:  # it counts for nothing, also where its loss is no number
-            return _Nothing.apply(*[r for r in results if r.requires_grad])
+            nothing: Tensor = _Nothing.apply(*[r for r in results if r.requires_grad])
+            return nothing
         try:
             loss = checked_loss(computed_loss(output, target, step.loss_fn)) * weight
         except Exception as error:
@@ -280,6 +301,8 @@ class DistributedPipeline:
         for part in step.losses:
             total += part.reshape(())
         self._broadcast(total, len(self._places) - 1)
+        if self._replicas is not None and step.loss_fn is not _no_loss:
+            total.fill_(self._replicas.total(total.item(), self._device))
         loss: Tensor = total.to(torch.get_default_dtype()).as_subclass(StepLoss)
         return loss
 
@@ -301,6 +324,34 @@ class DistributedPipeline:
         sizes = [m.size for _, part in runs for m in part]
         dim = output_dim(self.batch_dims, results, sizes)
         return join(results, sizes, weights, self._device, dim)[0]
+
+    @contextlib.contextmanager
+    def _summing(self) -> Iterator[None]:
+        """Around a step: its gradients are summed over those processes that have the same
+        parameters, and then added to those of before."""
+        shared = self._tied.parameters if self._replicas is None else [*self.parameters()]
+        before = [parameter.grad for parameter in shared]
+        for parameter in shared:
+            parameter.grad = None
+        yield
+        self._tied.sum_gradients()
+        if self._replicas is not None:
+            self._replicas.sum_gradients(shared, self._device)
+        for parameter, earlier in zip(shared, before, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+
+    def _weights(self, microbatches: list[Microbatch], *, is_last: bool) -> list[float]:
+        """The weights of the micro-batches' losses in the batch of all replicas."""
+        reduction = self.loss_reduction
+        weights = weights_of(microbatches, reduction) if is_last else [1.0] * len(microbatches)
+        if self._replicas is None or reduction == "sum":
+            return weights
+        own = float(sum(m.size for m in microbatches))
+        if is_last and callable(reduction):
+            own = float(sum(reduction(m.args, m.kwargs, m.target) for m in microbatches))
+        share = own / self._replicas.total(own, self._device)
+        return [weight * share for weight in weights]
 
     # --- between steps
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -50,23 +49,22 @@ class TiedParameters:
         for parameter, group, home in self._entries:
             dist.broadcast(parameter.data, home, group=group)
 
-    @contextmanager
-    def summing(self) -> Iterator[None]:
-        """Around a step: sum its gradients over the processes, and add them to those of before."""
-        before = [parameter.grad for parameter, _, _ in self._entries]
-        for parameter, _, _ in self._entries:
-            parameter.grad = None
-        yield
-        for (parameter, group, _), earlier in zip(self._entries, before, strict=True):
-            own = parameter.grad
-            has_any = torch.tensor([own is not None], dtype=torch.int32, device=parameter.device)
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those of this process."""
+        return [parameter for parameter, _, _ in self._entries]
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients over the processes."""
+        for parameter, group, _ in self._entries:
+            has_any = torch.tensor(
+                [parameter.grad is not None], dtype=torch.int32, device=parameter.device
+            )
             dist.all_reduce(has_any, group=group)
             if has_any.item():
-                total = torch.zeros_like(parameter) if own is None else own
-                dist.all_reduce(total, group=group)
-                parameter.grad = total if earlier is None else earlier.add_(total)
-            else:
-                parameter.grad = earlier
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=group)
 
 
 def _global(group: dist.ProcessGroup | None, rank: int) -> int:

@@ -30,7 +30,12 @@ MODULES = ["blockpipe"] + [
 ]
 # What users may import: the names in these modules' ``__all__``.
 PUBLIC = ("blockpipe", "blockpipe.errors", "blockpipe.reports", "blockpipe.schedules")
-PUBLIC += ("blockpipe.compat.poptorch", "blockpipe.replicas", "blockpipe.testing")
+PUBLIC += (
+    "blockpipe.distributed",
+    "blockpipe.compat.poptorch",
+    "blockpipe.replicas",
+    "blockpipe.testing",
+)
 # Other libraries' names, under their paths.
 PUBLIC += tuple(f"blockpipe.compat.torchgpipe{one}" for one in ("", ".skip", ".balance"))
 PUBLIC += ("blockpipe.compat.torchgpipe.balancing", "blockpipe.compat.fairscale")

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import blockpipe as bp
@@ -310,6 +311,32 @@ def stages_that_do_not_fit_are_refused_everywhere(rank: int, ranks: int) -> None
             *args, loss_fn=torch.sum
         ),
     )
+
+
+def replicas_of_a_pipeline(rank: int, ranks: int) -> None:
+    """Two replicas with uneven shares are one process with the whole batch; also a second step."""
+    mesh = init_device_mesh("cpu", (2, ranks // 2))
+    model = deep(ranks // 2)
+    if ranks == 2:
+        model.embedding.requires_grad_(False)  # the second stage's
+    plain = copy.deepcopy(model)
+    args, target = _batch(10)
+    replica = rank // (ranks // 2)
+    if replica:
+        with torch.no_grad():
+            model.layers[0].weight.add_(1)  # it gets the first replica's value
+    share = slice(0, 6) if replica == 0 else slice(6, 10)
+    own = tuple(a[share] for a in args)
+    pipe = DistributedPipeline(model, sample=own, mesh=mesh, chunks=2)
+    for _ in range(2):
+        found = pipe.forward_backward(*own, target=target[share], loss_fn=mean_square).loss
+        loss = mean_square(plain(*args), target)
+        loss.backward()
+        torch.testing.assert_close(found.item(), loss.item())
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        if gradients[name] is not None:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
 
 
 class Fails(nn.Module):

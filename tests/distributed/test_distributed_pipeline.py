@@ -18,7 +18,7 @@ NAMES = [
 # What depends on how many processes there are, and not on what else is asked of them.
 WITH_FOUR = [name for name in NAMES if name.endswith("frozen_1")]
 WITH_FOUR += ["unet", "integers", "tied_gpt", "rotary_llama", "encoder_decoder"]
-WITH_FOUR += ["clipped", "values_of_one_process_count"]
+WITH_FOUR += ["clipped", "replicas_of_a_pipeline", "values_of_one_process_count"]
 
 
 @pytest.fixture(scope="module")
