@@ -64,8 +64,9 @@ def mean_square(output: Any, target: Tensor) -> Tensor:
     return F.mse_loss(out, target)
 
 
-def deep(stages: int, frozen: int = 0) -> nn.Module:
-    """As many layers as stages; the first ones are frozen, the second stage embeds."""
+def deep(stages: int, frozen: int = 0, *, apart: bool = False) -> nn.Module:
+    """As many layers as stages; the first ones are frozen, the second stage embeds: apart from what
+    it is given, if that is asked for."""
     torch.manual_seed(0)
 
     class Deep(nn.Module):
@@ -82,8 +83,9 @@ def deep(stages: int, frozen: int = 0) -> nn.Module:
                 with bp.Block(number):
                     x = torch.tanh(layer(x))
                     if number == 1:
-                        x = x + self.embedding(index)
-            return x + first
+                        embedded = self.embedding(index)
+                        x = x if apart else x + embedded
+            return x + first + embedded if apart else x + first
 
     return Deep()
 
@@ -95,13 +97,11 @@ def _batch(size: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (x, index), torch.randn(size, 6, generator=generator)
 
 
-def _schedule(name: str, per_rank: int, frozen: int = 0) -> Any:
+def _schedule(name: str, per_rank: int, frozen: int = 0, *, apart: bool = False) -> Any:
     def case(rank: int, ranks: int) -> None:
         args, target = _batch(16)
-        stages = ranks * per_rank
-        compare(
-            deep(stages, frozen), args, target=target, loss_fn=mean_square, chunks=8, schedule=name
-        )
+        model = deep(ranks * per_rank, frozen, apart=apart)
+        compare(model, args, target=target, loss_fn=mean_square, chunks=8, schedule=name)
 
     return case
 
@@ -119,6 +119,11 @@ for _name, _per_rank in SCHEDULES.items():
     for _frozen in (0, 1):
         _title = f"schedule_{_name.replace('-', '_')}_frozen_{_frozen}"
         globals()[_title] = _schedule(_name, _per_rank, _frozen)
+
+
+for _name in ("zb-h1", "zb-v", "dualpipe-v"):
+    _title = f"schedule_{_name.replace('-', '_')}_embeds_apart"
+    globals()[_title] = _schedule(_name, 2, apart=True)
 
 
 def uneven(rank: int, ranks: int) -> None:
