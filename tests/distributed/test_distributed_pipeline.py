@@ -1,5 +1,6 @@
 """Pipelines over processes, against the plain model; cases.py has what each process runs."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,11 +10,8 @@ from . import cases, ranks
 NAMES = [
     name
     for name, case in vars(cases).items()
-    if callable(case)
-    and getattr(case, "__module__", "") == cases.__name__
-    and getattr(getattr(case, "__code__", None), "co_varnames", ())[:2] == ("rank", "ranks")
+    if inspect.isfunction(case) and [*inspect.signature(case).parameters] == ["rank", "ranks"]
 ]
-
 
 # What depends on how many processes there are, and not on what else is asked of them.
 WITH_FOUR = [name for name in NAMES if name.endswith("frozen_1")]
