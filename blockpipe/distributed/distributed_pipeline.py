@@ -253,6 +253,7 @@ class DistributedPipeline:
             weights = [1.0] * len(microbatches)
             if is_last:
                 weights_of(microbatches, self.loss_reduction)  # for its errors
+        self._failures.began = True
         if backward:
             weights = self._weights(microbatches, is_last=is_last)
         step = self._step = _Step(loss_fn if backward else _no_loss, bool(asked[0] & _OUTPUTS))

@@ -31,7 +31,12 @@ class Failures:
     Args:
         group: the processes; ``None``: all.
         device: where tensors for them are.
+
+    Attributes:
+        began: whether the step under way has sent anything.
     """
+
+    began = False
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._rank = dist.get_rank(group)
@@ -49,9 +54,12 @@ class Failures:
             BaseException: this process's own failure, with a note.
             RankError: another process failed, ended or hangs.
         """
+        self.began = False
         try:
             yield
         except Exception as error:
+            if not self.began:
+                raise  # all processes have agreed on it, and can go on
             if not _is_lost(error):
                 error.add_note(f"blockpipe: on rank {self._rank}; the other ranks end as well")
                 self._report("".join(traceback.format_exception(_root(error))))

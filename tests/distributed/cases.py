@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import blockpipe as bp
+from blockpipe._torch.processes import shared_store
 from blockpipe.distributed import DistributedPipeline
 from blockpipe.testing import split
 
@@ -301,6 +302,7 @@ def a_process_that_fails_before_a_step_ends_it_for_all(rank: int, ranks: int) ->
     bad = target[:5] if rank == ranks - 1 else target
     what = "target" if rank == ranks - 1 else f"rank {ranks - 1} failed before the step began"
     _raises(what, lambda: pipe.forward_backward(*args, target=bad, loss_fn=mean_square))
+    assert not shared_store().check([f"{pipe._failures._prefix}/{rank}"])  # for a later one to find
     pipe.forward_backward(*args, target=target, loss_fn=mean_square)
 
 
