@@ -3,13 +3,15 @@
 from typing import TYPE_CHECKING, NoReturn
 
 from . import errors
+from ._common.checks import near_miss
 from ._common.log import set_log_level
-from .compat.keras_assignment import (
+from .compat.device_map import from_device_map
+from .compat.keras.assignment import (
     get_pipeline_stage_assignment,
     reset_pipeline_stage_assignment,
     set_pipeline_stage_assignment,
 )
-from .compat.keras_table import print_pipeline_stage_assignment_summary
+from .compat.keras.table import print_pipeline_stage_assignment_summary
 from .costs.meter import host_syncs
 from .errors import BlockpipeError
 from .execution.step_result import StepResult
@@ -68,6 +70,7 @@ __all__ = [
     "Pipeline",
     "StepResult",
     "Timeline",
+    "from_device_map",
     "host_syncs",
     "set_log_level",
     # Errors
@@ -79,8 +82,21 @@ if not TYPE_CHECKING:  # type checkers report a missing name as it is
     def __getattr__(name: str) -> NoReturn:
         """Raise an error that names the module of a public name that is elsewhere."""
         elsewhere = {"dry_run": "testing", "make_schedule": "schedules", "testing": ""}
+        elsewhere |= {"GPipe": "compat.torchgpipe", "Replicas": "replicas"}
+        elsewhere |= {"Pipe": "compat.fairscale.nn", "PipelineStage": "compat.keras"}
+        elsewhere |= {"PipelineTrainer": "integrations.transformers"}
+        elsewhere |= {"PipelineAccelerator": "integrations.accelerate"}
+        elsewhere |= {"PipelineStrategy": "integrations.lightning"}
         elsewhere |= dict.fromkeys(errors.__all__, "errors")
         module = elsewhere.get(name)
-        hint = f"; from blockpipe.{module} import {name}" if module else ""
-        hint = f"; import blockpipe.{name}" if module == "" else hint
+        if module is not None:
+            hint = (
+                f"from blockpipe.{module} import {name}" if module else f"import blockpipe.{name}"
+            )
+        elif not name.startswith("_") and callable(getattr(Pipeline, name, None)):
+            hint = f"it is a method of a pipeline: Pipeline(…).{name}(…)"
+        else:
+            near = near_miss(name, __all__)
+            hint = f"did you mean {near!r}?" if near is not None else ""
+        hint = hint and f"; {hint}"
         raise AttributeError(f"module 'blockpipe' has no attribute {name!r}{hint}")

@@ -6,7 +6,7 @@ places, and a :class:`~blockpipe.execution.step_runner.StepRunner` runs steps, b
 are in :class:`~blockpipe.reports.report_methods.ReportMethods`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from ._common.callsite import remembers_caller, users_line, warn
+from ._common.checks import near_miss
 from ._common.hints import knows_other_names
 from ._common.model_turns import alone_with
 from .batches.batch_dims import BatchDims
 from .batches.microbatch import LossReduction
+from .devices.devices import Devices
 from .errors import UsageError
 from .execution.lanes.thread_pool import close_idle_threads
 from .execution.step_result import StepResult
@@ -32,7 +34,9 @@ from .preparation.options import (
     check_graphs,
     check_loss,
     check_model,
+    check_reduction,
     checked_offload,
+    joined_kwargs,
 )
 from .preparation.preparer import CompileOptions, Preparer
 from .recording.recording import Recording
@@ -41,7 +45,7 @@ from .reports.report_methods import ReportMethods
 from .schedules.builders import ScheduleOption
 from .stages.plan import StagePlan
 from .weights.materialize import Init, PendingValues
-from .weights.module_interface import ModuleInterface
+from .weights.module_interface import ModuleInterface, with_models_signature
 from .weights.sources import Weights
 
 
@@ -54,8 +58,9 @@ class Pipeline(ReportMethods, ModuleInterface):
             objects.
         devices: a device for each stage. A device may be named several times; its stages then take
             turns. On the CPU each stage has a thread of its own; stages that are to share one
-            have a number in common (``["cpu:0", "cpu:1", "cpu:1", "cpu:0"]``). ``None`` takes
-            all accelerator devices of the machine, or the CPU.
+            have a number in common (``["cpu:0", "cpu:1", "cpu:1", "cpu:0"]``). A number takes
+            that many accelerator devices of the machine, or on a machine without any the CPU for
+            that many stages; ``None`` and ``"auto"`` take all.
         chunks: the number of micro-batches that a batch is split into; a batch of fewer samples
             makes fewer.
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` (several stages a device),
@@ -125,12 +130,29 @@ class Pipeline(ReportMethods, ModuleInterface):
         num_microbatches="pass chunks=",
         n_microbatches="pass chunks=",
         loss_fn="pass it to forward_backward(…, target=…, loss_fn=…)",
+        batch_size="a call's arguments are the batch; pass chunks= for the number of its parts",
+        device="pass devices=, one for each stage",
+        device_map="call blockpipe.from_device_map(model, device_map)",
+        micro_batches="pass chunks=",
+        micro_batch_size="a call's arguments are the batch; pass chunks= for the number of parts",
+        recompute="pass checkpoint=",
+        activation_checkpointing="pass checkpoint=",
+        example_inputs="pass sample=",
+        dtype="a pipeline has its model's: model.to(dtype), or torch.autocast around a call",
+        precision="a pipeline has its model's: model.to(dtype), or torch.autocast around a call",
+        amp="write torch.autocast around a call",
+        gradient_accumulation_steps="pass chunks=, or call forward_backward several times",
+        optimizer="call its step() after forward_backward; a pipeline has none",
+        num_stages="the marks say it; for a plan pass plan=balance(model, args, stages)",
+        stages="the marks say it; for a plan pass plan=balance(model, args, stages)",
+        n_stages="the marks say it; for a plan pass plan=balance(model, args, stages)",
+        partitions="mark the model, with mark_sequential(net, sizes) for example",
     )
     def __init__(
         self,
         model: nn.Module,
         *,
-        devices: Sequence[Any] | None = None,
+        devices: Devices = None,
         chunks: int = 1,
         schedule: ScheduleOption = "1f1b",
         in_flight: int | None = None,
@@ -198,8 +220,15 @@ class Pipeline(ReportMethods, ModuleInterface):
         if name in OPTIONS:  # before nn.Module takes a loss_reduction that is a module for its own
             value = checked_offload(value) if name == "offload" else value
             self._set_options(replace(self._options, **{name: value}))
-        else:
-            super().__setattr__(name, value)
+            return
+        is_new = not name.startswith("_") and name not in self.__dict__
+        if is_new and not hasattr(type(self), name):  # a slip would change nothing, and say nothing
+            meant = near_miss(name, OPTIONS)
+            if meant is not None:
+                raise UsageError(
+                    f"a pipeline has no option {name!r} ({users_line()}); did you mean {meant!r}?"
+                )
+        super().__setattr__(name, value)
 
     def _set_options(self, options: PipelineOptions) -> None:
         compiles = self._preparer.compiles
@@ -233,6 +262,10 @@ class Pipeline(ReportMethods, ModuleInterface):
         return self._preparer.devices
 
     @property
+    def _stage_devices(self) -> list[torch.device]:
+        return self._preparer.expected_devices
+
+    @property
     def input_device(self) -> torch.device:
         """The first stage's device. Inputs may be on any device: they are moved."""
         return self.devices[0]
@@ -261,6 +294,7 @@ class Pipeline(ReportMethods, ModuleInterface):
         target: Any = None,
         loss_fn: Callable[..., Any] | None = None,
         return_outputs: bool = False,
+        model_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """Run a step's forwards and backwards, pipelined; gradients add up in ``.grad``.
@@ -273,6 +307,8 @@ class Pipeline(ReportMethods, ModuleInterface):
                 returns one element. It runs for each micro-batch, on the last stage that the
                 forward visits. ``None`` takes the model's own loss.
             return_outputs: whether to return the joined outputs too.
+            model_kwargs: keyword arguments of the model that have the name of one of these:
+                ``model_kwargs={"target": y}``.
             **kwargs: the model's keyword arguments.
 
         Returns:
@@ -282,11 +318,15 @@ class Pipeline(ReportMethods, ModuleInterface):
             The first exception of any micro-batch, with a note that names the stage, the
             micro-batch and the line. ``.grad`` may then hold part of the step.
         """
-        check_loss(loss_fn, target)
+        check_loss(loss_fn, target, kwargs)
+        self._check_forward()
+        kwargs = joined_kwargs(kwargs, model_kwargs)
+        check_reduction(loss_fn, kwargs, self.loss_reduction, self.chunks)
         return self._runner.forward_backward(
             args, kwargs, target, loss_fn, return_outputs=return_outputs
         )
 
+    @with_models_signature
     @remembers_caller
     @runs_model
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -296,6 +336,7 @@ class Pipeline(ReportMethods, ModuleInterface):
         always GPipe; :meth:`forward_backward` can hold less. Under ``no_grad`` micro-batches stream
         through the stages.
         """
+        check_reduction(None, kwargs, self.loss_reduction, self.chunks)
         return self._runner.forward(args, kwargs)
 
     @remembers_caller

@@ -9,7 +9,7 @@ A share is a micro-batch of the whole batch, and a pipeline cuts it further.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ._common.callsite import remembers_caller, users_line
 from ._common.thread_state import CallerState, intra_operation_threads
+from .batches.batch_dims import dims_of_call
 from .batches.joining import join, output_dim
 from .batches.losses import computed_loss
 from .batches.microbatch import Microbatch, split, weights_of
@@ -28,8 +29,7 @@ from .devices.rng_streams import Source, diverted, host_sources, torchs_of
 from .errors import PlanError, UsageError
 from .execution.step_result import StepResult
 from .pipeline import Pipeline
-from .preparation.options import check_loss
-from .preparation.preparer import dims_for
+from .preparation.options import check_loss, joined_kwargs
 
 __all__ = ["Replicas"]
 
@@ -93,6 +93,7 @@ class Replicas:
         target: Any = None,
         loss_fn: Callable[..., Any] | None = None,
         return_outputs: bool = False,
+        model_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """As :meth:`Pipeline.forward_backward`; gradients add up in the model's ``.grad``.
@@ -105,6 +106,7 @@ class Replicas:
             step.
         """
         check_loss(loss_fn, target)
+        kwargs = joined_kwargs(kwargs, model_kwargs)
         shares = self._shares(args, kwargs, target)
         weights = weights_of(shares, self.pipes[0].loss_reduction)
 
@@ -122,7 +124,7 @@ class Replicas:
                 target=share.target,
                 loss_fn=weighted,
                 return_outputs=return_outputs,
-                **share.kwargs,
+                model_kwargs=share.kwargs,
             )
 
         results = self._run(step, shares, weights)
@@ -172,7 +174,7 @@ class Replicas:
 
     def _shares(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
         """The batch, cut for the copies; a batch of fewer samples leaves some idle."""
-        dims = dims_for(self.module, self.pipes[0].batch_dims, args, kwargs)
+        dims = dims_of_call(self.module, self.pipes[0].batch_dims, args, kwargs)
         return split(args, kwargs, target, len(self.pipes), dims, cut=False)
 
     def _run(

@@ -11,7 +11,7 @@ project = "Blockpipe"
 author = "The Blockpipe authors"
 version = release = blockpipe.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design"]
 exclude_patterns = ["_build", "explanation/sweep/*"]  # tables that explanation/sweep.md includes
 source_suffix = {".md": "markdown"}
 
@@ -23,7 +23,10 @@ autodoc_typehints = "signature"
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Source", "notes")]
 
-html_theme = "pydata_sphinx_theme"
+# A sidebar with the groups of index.md on every page: with pydata_sphinx_theme, pages right below
+# the root have none.
+html_theme = "furo"
 html_title = "Blockpipe"
-html_theme_options = {"show_nav_level": 2, "navigation_with_keys": False}
 html_show_sourcelink = False
+# Those of furo leave what a diff adds uncoloured.
+pygments_style, pygments_dark_style = "friendly", "monokai"

@@ -7,10 +7,13 @@ After each test every stream is waited for, and a race or a failed operation fai
 """
 
 import gc
+import re
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -134,10 +137,20 @@ def _is_own(item: pytest.Item) -> bool:
 
 
 def _asks_for_devices(item: pytest.Item) -> bool:
+    """Whether its module does, or one in a folder of tests that it shares with others."""
     module = item.getparent(pytest.Module)
     assert module is not None
-    names = [value for value in vars(module.obj).values() if value is not stage_devices.examples]
-    return any(getattr(value, "__module__", None) == stage_devices.__name__ for value in names)
+    homes = _homes(module.obj)
+    shared = {h for h in homes if re.match(r"tests\.(\w+\.)+(?!test_)\w+$", h)}
+    return any(
+        stage_devices.__name__ in _homes(sys.modules[h]) for h in {module.obj.__name__} | shared
+    )
+
+
+def _homes(module: ModuleType) -> set[str]:
+    """The modules that define what a module has."""
+    values = [value for value in vars(module).values() if value is not stage_devices.examples]
+    return {str(getattr(value, "__module__", "")) for value in values}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -194,24 +194,14 @@ def compare(
     if chunks is None:
         chunks = 3 if next(tensors((args, kwargs))).shape[0] >= 6 else 2
     plain, marked = copy.deepcopy(model), copy.deepcopy(model)
-    bp.begin_blocks(marked, marks)
-    devices = stages(max(marks.values(), default=0) + 1)
-    pipe = bp.Pipeline(
-        marked,
-        devices=devices,
-        chunks=chunks,
-        schedule=schedule,
-        isolate=isolate,
-        checkpoint=checkpoint,
-        batch_dims=batch_dims,
+    shared = {"chunks": chunks, "batch_dims": batch_dims}
+    pipe = _pipelined(
+        marked, marks, schedule=schedule, isolate=isolate, checkpoint=checkpoint, **shared
     )
     own = loss_fn is any_loss and "labels" in kwargs
     given = {"target": target, "loss_fn": None if own else loss_fn, **kwargs}
     if random:
-        bp.begin_blocks(plain, marks)
-        reference = bp.Pipeline(
-            plain, devices=devices, chunks=chunks, schedule="sequential", batch_dims=batch_dims
-        )
+        reference = _pipelined(plain, marks, schedule="sequential", **shared)
         torch.manual_seed(0)
     for _ in range(steps):
         if random:
@@ -225,3 +215,8 @@ def compare(
     for _ in range(steps):
         result = pipe.forward_backward(*args, **given)
     return difference(marked, plain, result.loss, expected), pipe
+
+
+def _pipelined(model: nn.Module, marks: dict[str, int], **options: Any) -> bp.Pipeline:
+    bp.begin_blocks(model, marks)
+    return bp.Pipeline(model, devices=stages(max(marks.values(), default=0) + 1), **options)

@@ -127,8 +127,7 @@ class Program(nn.Module):
             case "expand":
                 return a + b.mean(0, keepdim=True).expand_as(a)
             case "split_cat":
-                left, right = a.split(2, 1)
-                return torch.cat([right, left], 1)
+                return torch.cat(a.split(2, 1)[::-1], 1)
             case "buffer":
                 seen = getattr(self, f"seen{stage}")
                 seen.add_(a.detach().sum())

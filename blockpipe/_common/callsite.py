@@ -1,4 +1,5 @@
-"""The user's file and line: the innermost frame that belongs neither to torch nor to Blockpipe.
+"""The user's file and line: the innermost frame that belongs neither to torch nor to Blockpipe, nor
+to a library's training loop.
 
 ``traceback.extract_stack`` would read source files for every frame; errors and recordings need
 only a name and a number, so the frames are walked by hand. torch is located and not imported: the
@@ -30,7 +31,13 @@ def _package_directory(name: str) -> str:
 _OURS = str(Path(__file__).parents[1]) + "/"  # the package's
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 _PACKAGES = sysconfig.get_paths()["purelib"] + "/"
-_SKIPPED = (_OURS, _package_directory("torch"), "<frozen", "<string>")
+# They hold no models: what they call was asked for by the line that called them.
+_LOOPS = (
+    *("accelerate/", "lightning/", "lightning_fabric/", "pytorch_lightning/"),
+    *("transformers/trainer", "trl/trainer/"),
+)
+_OTHERS = tuple(_PACKAGES + name for name in _LOOPS)
+_SKIPPED = (_OURS, _package_directory("torch"), "<frozen", "<string>", *_OTHERS)
 
 # The line at which the user called the pipeline. Threads of ours need it: their own frames do not
 # lead back there.

@@ -7,6 +7,7 @@ from typing import TypeGuard
 from .callsite import users_line
 
 _MOST_SHOWN = 8
+_SLIP = 0.85  # how alike two words are of which one is a slip: a guess
 _LONGEST = 200  # characters of a value
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None))
 
@@ -45,7 +46,8 @@ def mismatch(what: str, got: object, *, for_: str = "") -> str:
         'expected a positive integer for chunks, got 0'
     """
     argument = f" for {for_}" if for_ else ""
-    return f"expected {what}{argument}, got {_shown(got)}"
+    contract = f"{what}{argument}".removesuffix(",")  # that of a clause at the end
+    return f"expected {contract}, got {_shown(got)}"
 
 
 def _shown(value: object) -> str:
@@ -58,9 +60,27 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-def is_integer(value: object, least: int) -> TypeGuard[int]:
-    """Return whether a value is an ``int``, not a ``bool``, and at least ``least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
+    """Return whether a value is an ``int``, not a ``bool``, and at least ``least`` if given."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return least is None or value >= least
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is an ``int`` or a ``float``, and not a ``bool``."""
+    return isinstance(value, float) or is_integer(value)
+
+
+def near_miss(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that a word is a slip of; ``None``: of none, it means something else.
+
+    Args:
+        word: as the user wrote it.
+        known: the words that there are.
+    """
+    words = [name for name in known if not name.startswith("_")]
+    return next(iter(get_close_matches(word, words, n=1, cutoff=_SLIP)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) -> str:
@@ -72,7 +92,8 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) 
         otherwise: the answer where none is near; ``None`` lists the first known words.
     """
     known = list(known)
-    near = get_close_matches(word, known, n=3, cutoff=0.4)
+    inside = [name for name in known if name.endswith(f".{word}")]  # a path from further inside
+    near = inside[:3] or get_close_matches(word, known, n=3, cutoff=0.4)
     if near:
         return f"did you mean {', '.join(map(repr, near))}?"
     if otherwise is not None:

@@ -1,4 +1,4 @@
-"""The tensors and wrappers of a module of any class."""
+"""The tensors, paths and wrappers of a module of any class."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 R = TypeVar("R")
+Slots = Mapping[str, Tensor | None]
 
 
-def named_slots(
-    model: nn.Module, slots_of: Callable[[nn.Module], Mapping[str, Tensor | None]]
-) -> Iterator[tuple[str, Tensor]]:
+def all_slots(
+    model: nn.Module, slots_of: Callable[[nn.Module], Slots]
+) -> Iterator[tuple[str, Slots, str, Tensor]]:
     """Yield every slot of a model that holds a tensor, tied tensors under each of their names.
 
     ``named_parameters(remove_duplicate=False)`` would list the slots of a module that is
@@ -21,11 +22,45 @@ def named_slots(
     Args:
         model: the model.
         slots_of: the slots of one module: ``parameters_of`` or ``buffers_of``.
+
+    Yields:
+        The name in the model, the slots of the module, the key there, and the tensor.
     """
     for path, module in model.named_modules():
-        for key, tensor in slots_of(module).items():
+        slots = slots_of(module)
+        for key, tensor in slots.items():
             if tensor is not None:
-                yield (f"{path}.{key}" if path else key), tensor
+                yield (f"{path}.{key}" if path else key), slots, key, tensor
+
+
+def named_slots(
+    model: nn.Module, slots_of: Callable[[nn.Module], Slots]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the tensor of each of :func:`all_slots`."""
+    for name, _, _, tensor in all_slots(model, slots_of):
+        yield name, tensor
+
+
+def paths_around(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around a module or tensor, from the inside out, ``""`` last.
+
+    Example:
+        >>> list(paths_around("encoder.0.weight"))
+        ['encoder.0', 'encoder', '']
+    """
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Return whether a path is another one, or lies inside of it.
+
+    Example:
+        >>> is_within("encoder.10", "encoder"), is_within("encoder.10", "encoder.1")
+        (True, False)
+    """
+    return outer in ("", path) or path.startswith(f"{outer}.")
 
 
 def call_with_tensors(

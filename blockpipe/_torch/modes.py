@@ -9,12 +9,17 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _python_dispatch
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # --- function modes, which see the functions that Python code calls
 
@@ -74,10 +79,24 @@ def is_in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def outside_of_transforms(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function for which no torch.func transform of this thread's is entered: an operation
+    of ours on a tensor that a transform only closes over is no part of it."""
+    if not is_in_transform():
+        return function(*args, **kwargs)
+    with pyfunctorch.temporarily_clear_interpreter_stack():
+        return function(*args, **kwargs)
+
+
 def is_in_forward_mode() -> bool:
     """Whether a level of forward-mode AD is entered. The public module can enter one, and not
     say."""
     return bool(forward_ad._current_level >= 0)
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Return whether a tensor has a tangent of forward-mode AD."""
+    return is_in_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 # --- what autograd's device threads inherit

@@ -1,7 +1,10 @@
 """One module: the dictionaries behind its attributes, how it was compiled, and its state dict."""
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
+from types import FrameType
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -48,6 +51,17 @@ def caches_parametrizations() -> bool:
     return parametrize._cache_enabled > 0
 
 
+@contextmanager
+def no_cached_parametrizations() -> Iterator[None]:
+    """While entered, nothing is put into the cache of ``torch.nn.utils.parametrize.cached()``, nor
+    taken from it, but by who enters that meanwhile."""
+    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
+
+
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute with what ``Module.compile()`` made, which a call of the module runs in place of
 its ``forward``. To see or stand in for that, there is no public way."""
@@ -81,15 +95,30 @@ def versions_in(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-Wrapper = Literal["torch.compile", "DistributedDataParallel", "DataParallel", "torch.jit.script"]
+Wrapper = Literal[
+    "torch.compile",
+    "DistributedDataParallel",
+    "DataParallel",
+    "FullyShardedDataParallel",
+    "fully_shard",
+    "torch.jit.script",
+]
+
+# By the function that asks a module for its tensors or modules before it has changed anything.
+_ASKING: dict[tuple[str, str], Wrapper] = {
+    ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",
+    ("torch.distributed.fsdp._init_utils", "_get_ignored_modules"): "FullyShardedDataParallel",
+    ("torch.distributed._composable.contract", "wrapper"): "fully_shard",
+}
 
 
 class RefusesWrappers(nn.Module):
     """A module that hears of it when something is put around it, before that has done anything.
 
-    A wrapper tells the module nothing in public. But each asks for an attribute that nothing else
-    asks for, and has to get an exception there. Who goes through all attributes
-    (``inspect.getmembers``) is no wrapper: these are not in ``dir()``.
+    A wrapper tells the module nothing in public. But most ask for an attribute that nothing else
+    asks for, and have to get an exception there. Who goes through all attributes
+    (``inspect.getmembers``) is no wrapper: these are not in ``dir()``. The others ask for what
+    everybody asks for, and are known by who they are.
     """
 
     def _refuse_wrapper(self, wrapper: Wrapper) -> None:
@@ -108,6 +137,28 @@ class RefusesWrappers(nn.Module):
     def _replicate_for_data_parallel(self) -> None:
         # What DataParallel makes its copies with, on every call.
         self._refuse_wrapper("DataParallel")
+
+    def _refuse_caller(self, frame: FrameType) -> None:
+        wrapper = _ASKING.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+        if wrapper is not None:
+            self._refuse_wrapper(wrapper)
+
+    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+        """As a module's."""
+        self._refuse_caller(sys._getframe(1))
+        return super().modules(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As a module's."""
+        self._refuse_caller(sys._getframe(1))
+        return super().parameters(recurse)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As a module's."""
+        self._refuse_caller(sys._getframe(1))
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def __prepare_scriptable__(self) -> None:
         self._refuse_wrapper("torch.jit.script")

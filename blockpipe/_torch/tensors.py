@@ -69,12 +69,14 @@ swap_contents: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
 by them what was true of the old contents. An LSTM has some to its own parameters."""
 
 
-def device_in(*args: Any, **kwargs: Any) -> torch.device | None:
-    """The device among the arguments of ``Module.to``, which ``Module.to`` itself finds this way;
-    ``None``: there is none. To try them on a tensor would need the device, and would not tell a
-    CPU that was asked for from none."""
-    device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
-    return device
+def arguments_of_to(
+    *args: Any, **kwargs: Any
+) -> tuple[torch.device | None, torch.dtype | None, torch.memory_format | None]:
+    """The device, the dtype and the memory format among the arguments of ``Module.to``, which
+    ``Module.to`` itself finds this way; ``None``: it is not there. To try them on a tensor would
+    need the device, and would not tell a CPU that was asked for from none."""
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype, memory_format
 
 
 is_view: Callable[[Tensor], bool] = Tensor._is_view

@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
+from torch import nn
+
 from .._common.checks import expected
 from ..errors import MicrobatchError
 
@@ -53,7 +55,7 @@ class ArgumentDims:
 
 
 def dims_of_call(
-    dims: BatchDims, parameters: Mapping[str, inspect.Parameter], args: Sequence[Any], given: Any
+    model: nn.Module, dims: BatchDims, args: Sequence[Any], given: Collection[str]
 ) -> BatchDims:
     """Return ``batch_dims`` for one call, with the positions and names of its arguments.
 
@@ -61,13 +63,14 @@ def dims_of_call(
     that this call leaves out.
 
     Args:
+        model: the model that is called.
         dims: the user's ``batch_dims``.
-        parameters: the parameters of the model's forward, in order.
         args: the positional arguments of the call.
         given: the names of its keyword arguments.
     """
     if not isinstance(dims, Mapping):
         return dims
+    parameters = inspect.signature(model.forward).parameters
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [name for name, p in parameters.items() if p.kind in by_position]
     found: dict[int | str, BatchDim] = {}

@@ -43,7 +43,14 @@ class BatchPart:
 
 @dataclass
 class Microbatch:
-    """One micro-batch's arguments, its target, and its number of samples."""
+    """One micro-batch's arguments, its target, and its number of samples.
+
+    Example:
+        >>> import torch
+        >>> from blockpipe.testing import split
+        >>> [microbatch.size for microbatch in split((torch.zeros(7, 4),), {}, None, 3)]
+        [3, 2, 2]
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

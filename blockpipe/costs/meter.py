@@ -46,7 +46,7 @@ class HostSync:
 
 
 class Meter(DispatchMode):
-    """Tells of each operation what it does, and where one makes the host wait.
+    """A mode that reports what each operation does, and where one makes the host wait.
 
     Args:
         spent: called with an operation's work and the bytes that it makes; for a view these are
@@ -107,7 +107,7 @@ class Meter(DispatchMode):
 
 
 def _with_workspace(result: tuple[Any, ...], x: Tensor, *given: Any) -> tuple[Any, ...]:
-    """What a layer of an LSTM on the CPU returned, with a workspace also if it is fake.
+    """Return the result of an LSTM's layer on the CPU, with a workspace also if it is fake.
 
     The backward reads it, and it is most of what an LSTM keeps, but a fake tensor's is empty.
     oneDNN tells nobody its size: this is fitted to real runs, in which it has the gates of each
@@ -171,7 +171,8 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: Any) -> str | None:
 
 @contextmanager
 def host_syncs() -> Iterator[list[HostSync]]:
-    """Collect what makes the host wait for a device, in all that runs while this is entered.
+    """Collect the places that make the host wait for a device, in all that runs while this is
+    entered.
 
     A forward that asks for a tensor's value stops the thread that issues work for all stages, until
     the device has come that far. On the CPU nothing waits, but the places are the same: so a

@@ -62,7 +62,7 @@ Shapes = list[tuple[int, ...]]
 
 
 class _Probe(NamedTuple):
-    """What is timed for a kind.
+    """The operation that is timed for a kind.
 
     Attributes:
         run: what is done to the operands.
@@ -98,7 +98,7 @@ def _batch_norm(x: Tensor) -> Tensor:
 
 
 def _drawn(x: Tensor) -> Tensor:
-    """Of a generator that is nobody else's."""
+    """Return numbers of a generator that is nobody else's."""
     return torch.empty_like(x).bernoulli_(0.5, generator=torch.Generator(x.device))
 
 
@@ -120,7 +120,7 @@ _PROBES = {
 
 
 def rates_of(device: torch.device | str, threads: int | None = None) -> Rates:
-    """What a device does in which time: measured when it is asked for first, and then known.
+    """Return how fast a device works; measured the first time, and then remembered.
 
     Devices of one name (eight alike GPUs) are one: the first of them that is asked for is measured.
 
@@ -146,7 +146,8 @@ def rates_of(device: torch.device | str, threads: int | None = None) -> Rates:
 
 
 def copy_line(source: torch.device, target: torch.device) -> Line:
-    """The time of a copy from one device to another, over its bytes; nothing where they are one."""
+    """Return the time of a copy from one device to another, over its bytes; nothing where they are
+    one."""
     if source == target:
         return Line(((0.0, 0.0),))
     try:
@@ -165,7 +166,7 @@ def copy_line(source: torch.device, target: torch.device) -> Line:
 
 
 def name_of(device: torch.device) -> str:
-    """What kind of device it is, as exactly as torch tells."""
+    """Return the kind of a device, as exactly as torch names it."""
     module = getattr(torch, device.type, None)
     name = getattr(module, "get_device_name", None)
     return device.type if name is None else f"{device.type} {name(device)}"
@@ -185,7 +186,8 @@ def _measured(device: torch.device, threads: int) -> Rates:
 
 
 def _find(device: torch.device, threads: int, kind: str, dtype: str) -> Pair:
-    """A kind's lines; where its probe does not run, those of the most similar one that does."""
+    """Return a kind's lines; where its probe does not run, those of the most similar one that
+    does."""
     known = getattr(torch, dtype, torch.float32)
     computed = known if known in _DTYPES else torch.float32
     others = [(kind, computed), (kind, torch.float32), (PASS, torch.float32)]
@@ -205,7 +207,7 @@ def _find(device: torch.device, threads: int, kind: str, dtype: str) -> Pair:
 
 
 def _in_a_thread(run: Callable[[], _T]) -> _T:
-    """What a function returns in a thread that has no modes."""
+    """Return the result of a function in a thread that has no modes."""
     found: list[_T] = []
     failed: list[BaseException] = []
 
@@ -254,7 +256,8 @@ def _probed(device: torch.device, threads: int, kind: str, dtype: torch.dtype) -
 
 
 def _line(timed: Sequence[tuple[float, _Sample]], wide: tuple[float, _Sample] | None) -> Line:
-    """A line through samples; what a wide one takes beyond it is the time of its bytes."""
+    """Return a line through samples; the time that a wide one takes beyond it is that of its
+    bytes."""
     line = Line(_ascending([(one.amount, seconds) for seconds, one in timed]))
     if wide is None:
         return line
@@ -268,7 +271,7 @@ def _line(timed: Sequence[tuple[float, _Sample]], wide: tuple[float, _Sample] | 
 
 
 def _ascending(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """More work takes no less time, whatever was measured."""
+    """Return times that do not fall as the work grows, whatever was measured."""
     seconds = accumulate((seconds for _, seconds in points), max)
     return tuple(zip((amount for amount, _ in points), seconds, strict=True))
 
@@ -300,14 +303,16 @@ class _Sample:
         self.forward, self.backward = self._seconds()
 
     def operands(self) -> list[Tensor]:
-        """New ones. Not random: numbers would be drawn from the user's generator."""
+        """Return new operands. They are not random, as numbers would be drawn from the user's
+        generator."""
         made = (
             torch.full(shape, 0.5, dtype=self.dtype, device=self.device) for shape in self.shapes
         )
         return [tensor.requires_grad_() for tensor in made]
 
     def _seconds(self) -> tuple[float, float]:
-        """Of one forward, and of its backward for one operand; the least of several runs."""
+        """Return the seconds of one forward, and of its backward for one operand; the least of
+        several runs."""
         operands = [self.operands()]
         self._timed(operands, 0.0)  # what is only done once
         first, host = self._timed(operands, 0.0)
@@ -324,7 +329,7 @@ class _Sample:
         return forward, backward / len(operands[0])
 
     def _timed(self, operands: list[list[Tensor]], held: float) -> tuple[list[float], float]:
-        """Forward and backward; and what issuing them takes the host.
+        """Return the times of forward and backward, and of the host while it issues them.
 
         Args:
             operands: of each.
@@ -353,7 +358,7 @@ class _Sample:
 
 
 class _Hold:
-    """Keeps a device busy for a while."""
+    """A load that keeps a device busy for a while."""
 
     def __init__(self, device: torch.device) -> None:
         watch = Stopwatch(device)
@@ -370,13 +375,13 @@ class _Hold:
                 self._took = watch.seconds(begin, end)
 
     def seconds(self, seconds: float) -> None:
-        """Issue work that takes so long."""
+        """Issue work that takes this long."""
         for _ in range(ceil(seconds / max(self._took, 1e-6))):
             torch.mm(self._matrix, self._matrix)
 
 
 def _amount(run: Callable[..., Tensor], operands: list[Tensor]) -> tuple[float, float]:
-    """How much a probe does, and with how many bytes, counted as a recording counts it."""
+    """Return how much a probe does, and with how many bytes, counted as a recording counts it."""
     done: list[Operation] = []
 
     def spent(work: Work, _: int) -> None:

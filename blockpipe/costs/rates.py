@@ -39,7 +39,7 @@ class Line:
     per_byte: float = 0.0
 
     def seconds(self, amount: float) -> float:
-        """The time of so much."""
+        """Return the time of an amount of work."""
         points = self.points
         at = bisect_right(points, (amount, float("inf")))
         if at == 0:
@@ -51,19 +51,20 @@ class Line:
 
     @property
     def per_unit(self) -> float:
-        """Seconds for one more, where there is much."""
+        """Return the seconds for one more unit where there is much work."""
         (a, before), (b, after) = ((0.0, 0.0), *self.points)[-2:]
         return (after - before) / (b - a) if b > a else 0.0
 
 
 def straight(fixed: float, per_second: float, per_byte: float = 0.0) -> Line:
-    """A fixed time, and a rate."""
+    """Return a line of a fixed time and a rate."""
     return Line(((0.0, fixed), (per_second, fixed + 1.0)), per_byte)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Operations of one kind: their forward, and the backward for one operand's gradient."""
+    """The lines of one kind of operation: its forward, and the backward for one operand's
+    gradient."""
 
     forward: Line
     backward: Line
@@ -71,7 +72,7 @@ class Pair:
 
 @dataclass
 class Rates:
-    """What a device does in which time.
+    """The speed of a device: how long each kind of operation takes on it.
 
     Args:
         source: where that is from, in words: ``"measured on cuda:0 (NVIDIA H100)"``.
@@ -83,21 +84,21 @@ class Rates:
     _known: dict[tuple[str, str], Pair] = field(default_factory=dict, repr=False)
 
     def pair(self, kind: str, dtype: str = "") -> Pair:
-        """The lines of a kind of operations."""
+        """Return the lines of a kind of operation."""
         known = self._known.get((kind, dtype))
         if known is None:
             known = self._known[kind, dtype] = self.find(kind, dtype)
         return known
 
     def forward(self, work: Work) -> float:
-        """Seconds of a forward."""
+        """Return the seconds of a forward."""
         return sum(
             count * _seconds(self.pair(operation.kind, operation.dtype).forward, operation)
             for operation, count in work.forward.items()
         )
 
     def backward(self, work: Work) -> float:
-        """Seconds of its backward."""
+        """Return the seconds of its backward."""
         return sum(
             count * _seconds(self.pair(operation.kind, operation.dtype).backward, operation)
             for operation, count in work.backward.items()
@@ -111,7 +112,7 @@ def _seconds(line: Line, operation: Operation) -> float:
 
 
 def stated(source: str, flops: float, bytes_: float, operation: float) -> Rates:
-    """Rates that nobody measured.
+    """Return rates that nobody measured.
 
     Args:
         source: in words.
@@ -135,5 +136,5 @@ STATED_COPY = straight(1e-5, 2e10)  # PCIe, and a launch
 
 
 def together(sources: Iterable[str]) -> str:
-    """Where several devices' rates are from, each once, in words."""
+    """Return where several devices' rates are from, each once, in words."""
     return ", ".join(dict.fromkeys(sources))

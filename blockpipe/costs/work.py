@@ -97,7 +97,7 @@ _FLOPS: dict[Any, Callable[..., float]] = {
 
 
 class Operation(NamedTuple):
-    """What one operation does.
+    """The amounts that one operation computes, reads and writes.
 
     Attributes:
         kind: one of ``KINDS``.
@@ -126,7 +126,7 @@ class Work:
     backward: Counter[Operation] = field(default_factory=Counter)
 
     def add(self, other: Work) -> None:
-        """Take other work in."""
+        """Add other work to this one."""
         for mine, others in ((self.forward, other.forward), (self.backward, other.backward)):
             for operation, count in others.items():
                 mine[operation] += count
@@ -137,7 +137,7 @@ class Work:
 
 
 def seen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Work:
-    """The work of one operation, seen below autograd; that of a view is in its backward.
+    """Return the work of one operation, seen below autograd; that of a view is in its backward.
 
     Args:
         func: the operator.
@@ -168,7 +168,7 @@ def seen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: An
 
 
 def addition(tensor: Tensor) -> Operation:
-    """A gradient of the tensor's size is added to another one."""
+    """Return the work of adding a gradient of the tensor's size to another one."""
     return Operation(ADDITION, "", 0.0, 3 * size_of(tensor))
 
 
@@ -208,7 +208,7 @@ def _dtype(given: list[Tensor]) -> str:
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
-    """An operation's floating-point operations; 0 for those that only move or map."""
+    """Return an operation's floating-point operations; 0 for those that only move or map."""
     packet = getattr(func, "overloadpacket", func)
     if packet in _FLOPS:
         return _FLOPS[packet](*args)
@@ -217,16 +217,16 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
 
 
 def _each_row(x: Tensor, *weights: Tensor) -> float:
-    """A multiplication and an addition with every number of the weights, for each row."""
+    """Return the multiplications and additions with every number of the weights, for each row."""
     return 2.0 * x.numel() / max(1, x.shape[-1]) * sum(w.numel() for w in weights)
 
 
 def is_view(func: Any) -> bool:
-    """Whether an operator makes a view, and does no work."""
+    """Return whether an operator makes a view, and does no work."""
     return isinstance(func, OpOverload) and func.is_view
 
 
 def size_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements; a sparse one counts as dense: not every layout has a
-    size."""
+    """Return the bytes of a tensor's elements. A sparse one counts as dense, as not every layout
+    has a size."""
     return tensor.numel() * tensor.element_size()

@@ -32,24 +32,25 @@ _BORROWED = frozenset(
 
 
 def makes_constants(function: Callable[..., Any]) -> bool:
-    """Whether a torch function that is given nothing of a micro-batch's makes a constant."""
+    """Return whether a torch function makes a constant where nothing of a micro-batch's is given to
+    it."""
     return function not in _BORROWED
 
 
 def writes(function: Callable[..., Any]) -> bool:
-    """Whether a torch function's name says that it writes to its first argument."""
+    """Return whether a torch function's name says that it writes to its first argument."""
     name = function.__name__
     return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
 
 
 def note_write(tensor: Tensor) -> None:
-    """A tensor of inference mode is written to: it counts no writes, and its memory does."""
+    """Note a write to a tensor of inference mode, which counts none itself, on its memory."""
     if tensor.is_inference() and tensor.layout is torch.strided:
         setattr(tensor.untyped_storage(), _WRITTEN, True)
 
 
 def is_written(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor of inference mode was written to, through whatever view."""
+    """Return whether the memory of a tensor of inference mode was written to, through any view."""
     return tensor.layout is torch.strided and hasattr(tensor.untyped_storage(), _WRITTEN)
 
 
@@ -65,7 +66,7 @@ class Constants:
         self._shared: dict[Hashable, list[tuple[Tensor, object, int]]] = {}
 
     def made(self, tensor: Tensor, site: Hashable, maker: object) -> None:
-        """A micro-batch has made one.
+        """Note that a micro-batch has made a constant.
 
         Raises:
             StateError: another one's was read in its place, and is not the same.
@@ -78,8 +79,8 @@ class Constants:
                 raise _error(tensor)
 
     def read(self, tensor: Tensor, site: Hashable, maker: object) -> bool:
-        """Whether a micro-batch that did not make a constant may read it: nobody else has made
-        another one at the same place."""
+        """Return whether a micro-batch that did not make a constant may read it, because nobody
+        else has made another one at the same place."""
         with self._lock:
             made = list(self._made.get(site, ()))
             shared = self._shared.setdefault(site, [])
@@ -92,7 +93,7 @@ class Constants:
         return True
 
     def check(self) -> None:
-        """Raise :class:`StateError` where one was written in place after others had read it."""
+        """Raise :class:`StateError` if a constant was written in place after others had read it."""
         for shared in self._shared.values():
             for tensor, _, writes in shared:
                 if version_of(tensor) != writes:

@@ -27,13 +27,14 @@ Root = tuple[GradientEdge, Tensor | None]
 
 
 def run_engine(*arguments: Any) -> Any:
-    """torch's engine, whose hooks and functions are the user's."""
+    """Run torch's engine as the user's code, as its hooks and functions are the user's."""
     with theirs():
         return engine(*arguments)
 
 
 def run_whole(graph: HopGraph) -> None:
-    """All gradients of a hop: the parameters' in ``.grad``, the crossings' in their boxes."""
+    """Compute all gradients of a hop: the parameters' in ``.grad``, the crossings' in their
+    slots."""
     if not graph.roots:
         return
     edges, gradients = zip(*graph.roots, strict=True)
@@ -46,7 +47,7 @@ def run_whole(graph: HopGraph) -> None:
 
 @dataclass(slots=True)
 class _Step:
-    """From a frontier node to where its edges leave the way to the inputs."""
+    """A step from a frontier node to where its edges leave the way to the inputs."""
 
     node: Node
     edges: list[GradientEdge]
@@ -55,13 +56,13 @@ class _Step:
 
 @dataclass(slots=True)
 class WeightPart:
-    """What is left of a hop's backward: from the frontier to the parameters."""
+    """The rest of a hop's backward, from the frontier to the parameters."""
 
     roots: list[Root]
     steps: list[_Step]
 
     def run(self) -> None:
-        """The gradients of the parameters, added to ``.grad``."""
+        """Add the gradients of the parameters to ``.grad``."""
         roots, steps = self.roots, self.steps
         self.roots, self.steps = [], []
         for step in steps:
@@ -83,7 +84,7 @@ class WeightPart:
 
 
 def run_input_part(graph: HopGraph) -> WeightPart | None:
-    """The gradients of a hop's crossings, in their boxes.
+    """Compute the gradients of a hop's crossings, in their slots.
 
     Returns:
         What remains; ``None`` if the graph cannot be split: then nothing was done.
@@ -111,12 +112,12 @@ def _keep(step: _Step, gradients: tuple[Tensor | None, ...]) -> None:
 
 
 def entries_of(graph: HopGraph) -> list[GradientEdge]:
-    """Where gradients arrive; known where the step splits backwards."""
+    """Return the places where gradients arrive; they are known where the step splits backwards."""
     return [crossing.entry for crossing in graph.crossings if crossing.entry is not None]
 
 
 def why_whole(roots: list[Root], entries: list[Node]) -> str | None:
-    """Why a backward from these roots cannot be split; ``None``: it can.
+    """Return why a backward from these roots cannot be split; ``None`` if it can.
 
     Where it is split, two parts are the same as the whole. They would not be, if
 
@@ -132,7 +133,7 @@ def why_whole(roots: list[Root], entries: list[Node]) -> str | None:
 
 
 def kept_for_weights(roots: list[Root], entries: list[Node]) -> int:
-    """The bytes of the gradients that are kept between the two parts of a split backward."""
+    """Return the bytes of the gradients that are kept between the two parts of a split backward."""
     split = _split(roots, entries)
     if isinstance(split, str):
         return 0
@@ -144,7 +145,8 @@ def kept_for_weights(roots: list[Root], entries: list[Node]) -> int:
 
 
 def _split(roots: list[Root], entries: list[Node]) -> tuple[list[Root], WeightPart] | str:
-    """The roots that lead to entries, and what the second part begins with; or why not."""
+    """Return the roots that lead to entries and the beginning of the second part, or why there is
+    none."""
     if not entries or not roots:
         return "no other hop waits for its gradients"
     leads = dict.fromkeys(entries, True)
@@ -173,7 +175,8 @@ def _split(roots: list[Root], entries: list[Node]) -> tuple[list[Root], WeightPa
 
 
 def _following(roots: list[Root], leads: dict[Node, bool]) -> dict[Node, Any]:
-    """The edges of every node that roots lead to; fills in which nodes lead to an entry."""
+    """Return the edges of every node that roots lead to, and fill in which nodes lead to an
+    entry."""
     following: dict[Node, Any] = {}
     stack = [edge.node for edge, _ in roots]
     while stack:
@@ -196,7 +199,8 @@ def _following(roots: list[Root], leads: dict[Node, bool]) -> dict[Node, Any]:
 def _claim(
     begin: Node, owner: Node | None, owners: dict[Node, Node | None], following: dict[Node, Any]
 ) -> bool:
-    """Whether what this leads to is led to by one frontier node alone, and has no hook."""
+    """Return whether one frontier node alone leads to all that this leads to, and nothing there has
+    a hook."""
     stack = [begin]
     while stack:
         node = stack.pop()

@@ -31,7 +31,7 @@ AHEAD = 2
 
 
 class HostLink:
-    """One step's traffic between a device and host memory.
+    """The traffic of one step between a device and host memory.
 
     Args:
         device: an accelerator's.
@@ -43,7 +43,7 @@ class HostLink:
         self._free: dict[int, list[tuple[Tensor, torch.Event | None]]] = {}
 
     def send(self, tensor: Tensor) -> tuple[Tensor, _Departure]:
-        """Begin to copy a tensor's storage; returns the copy, and what is on its way."""
+        """Begin to copy a tensor's storage; return the copy and what is on its way."""
         source = bytes_of(tensor.untyped_storage())
         computing = torch.accelerator.current_stream(source.device)
         host = self._pinned(source.numel())
@@ -61,18 +61,19 @@ class HostLink:
         return host, departure
 
     def make_room(self) -> None:
-        """Let go of what has been on its way out for longest: something else sets out."""
+        """Release the memory that has been on its way out for longest, before another storage sets
+        out."""
         if self._departures:
             self._departures.popleft().let_go()
 
     def close(self) -> None:
-        """Let go of what is still under way; the pinned memory goes back to torch's cache."""
+        """Release all that is still under way; the pinned memory goes back to torch's cache."""
         while self._departures:
             self.make_room()
         self._free.clear()
 
     def _pinned(self, size: int) -> Tensor:
-        """Pinned memory; what was used before in this step, if there is any. torch's cache hands
+        """Return pinned memory, used before in this step if there is any. torch's cache hands
         memory out again only when the device is done with it, and the host is far ahead."""
         free = self._free.get(size)
         if not free:
@@ -83,31 +84,31 @@ class HostLink:
         return host
 
     def use_again(self, host: Tensor, read: torch.Event | None) -> None:
-        """Pinned memory that nobody needs any more, once this event is over."""
+        """Offer pinned memory that nobody needs any more, once this event is over."""
         with ours():  # it may come from the middle of a backward
             self._free.setdefault(host.numel(), []).append((host, read))
 
 
 @functools.cache
 def _streams_of(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
-    """A stream out and one back, as a link carries both ways at once. They are the process's: a
-    device has few, and hands the same one out again."""
+    """Return a stream out and one back, as a link carries both ways at once. They belong to the
+    process: a device has few, and hands the same one out again."""
     return torch.Stream(device), torch.Stream(device)
 
 
 class HostLinks:
-    """A step's links, by device."""
+    """The links of a step, by device."""
 
     def __init__(self) -> None:
         self._links: dict[torch.device, HostLink] = {}
 
     def of(self, device: torch.device) -> HostLink:
-        """A device's."""
+        """Return the link of a device."""
         link = self._links.get(device)
         return self._links.setdefault(device, HostLink(device)) if link is None else link
 
     def close(self) -> None:
-        """The step is over: nothing is under way any more."""
+        """Close all links at the end of the step."""
         for link in self._links.values():
             link.close()
 
@@ -125,13 +126,13 @@ class _Departure:
         self._computing = computing
 
     def let_go(self) -> None:
-        """From here on its memory may be used again, and itself be written to."""
+        """Allow that the memory is used again, and that the storage is written to."""
         self.check()
         self._computing.wait_event(self.left)
         self.tensor = None
 
     def check(self) -> None:
-        """Note whether it was written to while it was copied."""
+        """Note whether the storage was written to while it was copied."""
         if self.tensor is not None and version_of(self.tensor) != self._version:
             self.was_written = True
 
@@ -166,11 +167,11 @@ class Store:
             self._host = bytes_of(storage).clone()
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is this very storage's: keys are used again when a storage is gone."""
+        """Return whether it holds this very storage; keys are used again when a storage is gone."""
         return self._original() is storage
 
     def read(self) -> Tensor:
-        """Its bytes on the device, for the current stream to read; the next ones set out."""
+        """Return the bytes on the device, for the current stream to read; the next ones set out."""
         if self._link is None:
             return self._host
         self.fetch()
@@ -203,15 +204,15 @@ class Store:
 
     @property
     def was_written(self) -> bool:
-        """Whether its storage was written in place before the copy of it was over: what was
-        copied may be neither. A later write does no harm."""
+        """Return whether the storage was written in place before the copy of it was over, so that
+        the copy may be neither. A later write does no harm."""
         if self._departure is None:
             return False
         self._departure.check()
         return self._departure.was_written
 
     def fetch(self) -> None:
-        """Begin to bring it back to where the compute stream is now; does not wait."""
+        """Begin to bring the bytes back to where the compute stream is now, without waiting."""
         link = self._link
         if self._back is not None or link is None:
             return
@@ -235,7 +236,7 @@ class Store:
         self._back, self._on, self._is_awaited = back, computing, False
 
     def _let_go(self) -> None:
-        """Of what came back; nobody may have read it, and so waited for it."""
+        """Release what came back; nobody may have read it, and so waited for it."""
         if self._back is not None and self._arrived is not None and not self._is_awaited:
             assert self._on is not None
             self._on.wait_event(self._arrived)
@@ -249,6 +250,6 @@ class Store:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """A storage as a tensor."""
+    """Return a storage as a tensor of bytes."""
     with copying():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

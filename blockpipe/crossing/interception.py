@@ -10,7 +10,7 @@ user's: wherever code of the user's comes to ours (an operation, a sealed call, 
 what is saved), all function modes are left first.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -32,7 +32,7 @@ from .._torch.graph import saved_tensor_hooks
 from .._torch.modes import function_mode_at, how_many_function_modes
 from ..errors import CrossingError
 from .microbatch_run import MicrobatchRun, Reader
-from .recompute import RecomputeSpec
+from .step_context import Seal
 from .tensors.place import Reads
 
 # Questions that need no copy, and hooks, which belong on the tensor itself.
@@ -43,10 +43,12 @@ _METHODS = """size dim stride numel nelement ndimension element_size storage_off
     is_same_size has_names"""
 _register_hook = Tensor.register_hook
 _NOTHING = nullcontext()
+_BARE = Seal()
 
 
 def watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """``Tensor.register_hook`` in a sealed module: noted, for there nobody looks."""
+    """Replace ``Tensor.register_hook`` in a sealed module, where no mode sees it, and note the
+    hook."""
     mode = active_mode()
     if mode is not None and mode.inside:
         mode.run.gradients.hooked.add(mode.run.hop)
@@ -99,17 +101,17 @@ _LOOKS_AT_GRAPH = _HOOKS | {getattr(Tensor, name).__get__ for name in ("grad_fn"
 
 
 def is_question(function: Callable[..., Any]) -> bool:
-    """Whether a torch function asks about a tensor, and computes nothing."""
+    """Return whether a torch function asks about a tensor, and computes nothing."""
     return function in _QUESTIONS
 
 
 def looks_at_graph(function: Callable[..., Any]) -> bool:
-    """Whether a torch function hooks into a tensor's graph, or asks for it."""
+    """Return whether a torch function hooks into a tensor's graph, or asks for it."""
     return function in _LOOKS_AT_GRAPH
 
 
 def active_mode() -> "CrossingMode | None":
-    """The glue of this thread."""
+    """Return the mode of this thread; ``None`` outside of a run."""
     return cast("CrossingMode | None", in_thread.mode)
 
 
@@ -145,7 +147,7 @@ class CrossingMode(TorchFunctionMode):
         self._outer = None
 
     def is_on(self) -> bool:
-        """Whether it sees what is called here."""
+        """Whether the mode sees what is called here."""
         return any(function_mode_at(i) is self for i in range(how_many_function_modes()))
 
     def __torch_function__(
@@ -185,7 +187,7 @@ class CrossingMode(TorchFunctionMode):
                 for k, v in kwargs.items()
             }
         constants = claims.constants_read(func, args, kwargs)
-        waiting = run.step.waiting
+        waiting = run.step.known.waiting
         with waiting_for_device() if waiting and func.__name__ in waiting else _NOTHING:
             result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
         if reads:
@@ -200,7 +202,7 @@ class CrossingMode(TorchFunctionMode):
     def _handed(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Reader:
-        """What reads the arguments of a function that is about tensors themselves."""
+        """Return what reads the arguments of a function that is about tensors themselves."""
         return self.run.handed(func, args, kwargs, self._local)
 
     def apart(
@@ -210,7 +212,7 @@ class CrossingMode(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None,
     ) -> Any:
-        """The same where there are modes of the user's: they are for what ``func`` does."""
+        """Do the same where there are modes of the user's, which are for what ``func`` does."""
         modes = leave_modes()
         theirs = [mode for mode in modes if mode is not self]
         try:
@@ -221,8 +223,8 @@ class CrossingMode(TorchFunctionMode):
     def _asks_for_host(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> bool:
-        """Whether an operation says in so many words that its result be on the host, or reads
-        nothing else. The device that a stage on the CPU was told as its own is no such word."""
+        """Return whether an operation says explicitly that its result be on the host, or reads
+        nothing else. The device that a stage on the CPU was given as its own does not count."""
         device = kwargs.get("device", args[1] if func is Tensor.to and len(args) > 1 else None)
         if isinstance(device, str):
             device = torch.device(device)
@@ -240,7 +242,8 @@ class CrossingMode(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         modes: Sequence[TorchFunctionMode],
     ) -> Any:
-        """What needs no copy. Where a tensor is, is where the stage that asks would read it."""
+        """Return the answer to a question, which needs no copy. A tensor's device is the one on
+        which the stage that asks would read it."""
         run = self.run
         if func in _HOOKS or run.writes.reached_back:
             args = (run.newest(args[0]), *args[1:])
@@ -252,22 +255,23 @@ class CrossingMode(TorchFunctionMode):
         return where(run.device_of(args[0] if args else kwargs["input"]))
 
     def read(self, tensor: Tensor) -> Tensor:
-        """What an operation here is handed in the place of a tensor; function modes are off."""
+        """Return the tensor that an operation here is given in the place of another; function modes
+        are off."""
         if self.inside:
             return tensor
         self.run.arrive()
         return self._local(tensor, Reads())
 
     def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
-        """Called for each custom autograd function, or scripted one, in the glue; the recording
-        writes it down. Of one that it has not met, nobody knows whether its backward can be split,
-        and whether a checkpoint reads what it was not given.
+        """Note a custom autograd function, or a scripted one, in the glue; a recording writes it
+        down. Of a function that the recording has not met, nobody knows whether its backward can be
+        split, and whether a checkpoint reads what it was not given.
 
         Raises:
             CrossingError: it is a reentrant checkpoint that the recording has not met.
         """
         run = self.run
-        if name in run.step.custom_functions or not run.step.cut:
+        if name in run.step.known.custom_functions or not run.step.graphs.cut:
             return
         run.gradients.hooked.add(run.arrive())
         if name == "CheckpointFunction":
@@ -278,47 +282,38 @@ class CrossingMode(TorchFunctionMode):
             )
 
     def saw_checkpoint(self) -> None:
-        """Called for each ``torch.utils.checkpoint`` in the glue; the same."""
+        """Note a ``torch.utils.checkpoint`` in the glue; a recording writes it down."""
 
     def saw_generator_set(self) -> None:
-        """Called where torch's generator is given a state, while that is noticed; the same."""
+        """Note that torch's generator is given a state; a recording writes it down."""
 
     def call_function(
         self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function that is a block: like a module, it may be sealed."""
+        """Call a function that is a block; like a module, it may be sealed."""
         run = self.run
-        known = run.step.sealed_functions.get(key, (frozenset(), None, False, ()))
-        hops, recompute_spec, waits, constants = known
-        if self.inside or not hops or not run.is_sealed(hops):
+        seal = run.step.known.sealed_functions.get(key)
+        if self.inside or seal is None or not seal.hops or not run.is_sealed(seal.hops):
             return function(*args, **kwargs)
-        return self.call_sealed(
-            function, args, kwargs, recompute_spec, waits=waits, constants=constants, name=key
-        )
+        return self.call_sealed(function, args, kwargs, seal)
 
     def call_sealed(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        recompute_spec: RecomputeSpec | None = None,
-        *,
-        waits: bool = False,
-        constants: Collection[int] = (),
-        name: str = "",
+        seal: Seal = _BARE,
     ) -> Any:
-        """Run something untouched: tensors are looked at on the way in and out only.
+        """Call something without intercepting its operations; tensors are looked at on the way in
+        and out only.
 
         Args:
             function: the module's forward, or the function.
             args: its positional arguments.
             kwargs: its keyword arguments.
-            recompute_spec: how it is recomputed, if it can be.
-            waits: whether it makes the host wait for the device.
-            constants: the indices of the tensors in its result that are constants.
-            name: its name in the recording.
+            seal: how it is called.
         """
-        run = self.run
+        run, spec = self.run, seal.recompute
         modes: Sequence[TorchFunctionMode] = leave_modes()
         theirs = () if modes == [self] else [mode for mode in modes if mode is not self]
         self.inside = True
@@ -332,15 +327,11 @@ class CrossingMode(TorchFunctionMode):
             args = own.localize(local, args)
             kwargs = own.localize(local, kwargs) if kwargs else kwargs
             recomputed = None
-            if (
-                recompute_spec is not None
-                and run.is_recomputing()
-                and saved_tensor_hooks() == self._hooks
-            ):
-                recomputed = run.recomputed(recompute_spec, function, args, kwargs, theirs)
+            if spec is not None and run.is_recomputing() and saved_tensor_hooks() == self._hooks:
+                recomputed = run.recomputed(spec, function, args, kwargs, theirs)
             run.sealed += 1
             try:
-                with waiting_for_device() if waits else _NOTHING:
+                with waiting_for_device() if seal.waits else _NOTHING:
                     if recomputed is not None:
                         result = recomputed.run(args, kwargs)
                     elif theirs:
@@ -352,8 +343,8 @@ class CrossingMode(TorchFunctionMode):
             finally:
                 run.sealed -= 1
                 own.write_back()
-            if constants:
-                self._claims.claim_constants(result, constants, name, reads.outside)
+            if seal.constants:
+                self._claims.claim_constants(result, seal.constants, seal.name, reads.outside)
             self._claims.claim(result, reads.outside)
             return result
         finally:
@@ -366,7 +357,8 @@ def _all_local(local: Reader, value: Any, reads: Reads) -> Any:
 
 
 class _Containers:
-    """Lists and dicts that had to be rebuilt at a door: what the callee adds to them goes back."""
+    """Lists and dicts that had to be rebuilt for a sealed call; what the callee adds to them goes
+    back."""
 
     def __init__(self) -> None:
         self._rebuilt: list[tuple[Any, Any, Any]] = []

@@ -25,12 +25,13 @@ from ..errors import CrossingError, RouteError
 from ..stages.cursor import Cursor
 from .offload import Offload
 from .recompute import RecomputedCall, RecomputeSpec, SealedCall
-from .tags import TAG, UNCUT, Import, MicrobatchKey, StepContext, Tag
-from .tensor_attributes import class_attributes, share_attributes
+from .step_context import StepContext
+from .tags import TAG, UNCUT, Import, MicrobatchKey, Tag
 from .tensors.claims import Claims
 from .tensors.gradients import Gradients
 from .tensors.hop_copies import HopCopies
 from .tensors.place import Listener, Place, Reads
+from .tensors.tensor_attributes import class_attributes, share_attributes
 from .tensors.tensor_import import TensorImport
 from .tensors.writes import Writes
 
@@ -41,7 +42,7 @@ Reader = Callable[[Tensor, Reads], Tensor]
 
 @dataclass(frozen=True)
 class ForwardPosition:
-    """Where a run is in its forward: its hop, and what was called how many times."""
+    """The position of a run in its forward: its hop, and how many times everything was called."""
 
     hop: int
     stage: int
@@ -112,7 +113,8 @@ class MicrobatchRun:
         return self.place.stage
 
     def arrive(self) -> int:
-        """Be on the hop that the cursor asks for; crosses the border if it moved."""
+        """Go to the hop that the cursor asks for; return its index. This crosses the border if the
+        cursor has moved."""
         place = self.place
         if self.cursor.stage != place.stage:
             if self.sealed:
@@ -127,7 +129,7 @@ class MicrobatchRun:
         return place.hop
 
     def next_hop(self, stage: int) -> int:
-        """The index of the next hop of the route on a stage."""
+        """Return the index of the next hop of the route on a stage."""
         route = self.step.route
         for hop in range(self.hop + 1, len(route)):
             if route[hop] == stage:
@@ -140,24 +142,26 @@ class MicrobatchRun:
         )
 
     def is_sealed(self, hops: frozenset[int]) -> bool:
-        """Whether a module that is sealed on these hops runs untouched where it is called now."""
+        """Return whether a module that is sealed on these hops runs untouched where it is called
+        now."""
         hop = self.hop
         if self.cursor.stage != self.stage:
             hop = self.next_hop(self.cursor.stage)
         return hop in hops
 
     def count_call(self, what: object) -> int:
-        """How many times this was called before in this run."""
+        """Return how many times this was called before in this run, and count one more."""
         count = self._calls.get(id(what), 0)
         self._calls[id(what)] = count + 1
         return count
 
     def position(self) -> ForwardPosition:
-        """Where it is, for another run to go on from."""
+        """Return the position of the run, for another run to go on from."""
         return ForwardPosition(self.hop, self.stage, self.cursor.copy(), dict(self._calls))
 
     def resume_at(self, position: ForwardPosition) -> None:
-        """Be where another run was; the cursor is there already, and moves nobody at once."""
+        """Go to the position of another run; the cursor is there already, and moves nobody at
+        once."""
         self.place.hop, self.place.stage = position.hop, position.stage
         self._calls = dict(position.calls)
         self.cursor.on_move = None
@@ -167,21 +171,21 @@ class MicrobatchRun:
         self._calls.clear()
 
     def _marked(self, stage: int) -> None:
-        """A mark asks for a stage. Where the recording had a hop begin with this very mark, wait
-        for the turn at once: the user's code may read its own state before its first operation."""
+        """Follow a mark that asks for a stage. Where the recording had a hop begin with this very
+        mark, wait for the turn at once: the user's code may read its own state before its first
+        operation."""
         self._marks += 1
-        following = self.hop + 1
-        begins = self.step.begins
-        if stage != self.stage and (
-            self.sealed
-            or (
-                following < len(begins)
-                and begins[following] == self._marks
-                and self.step.route[following] == stage
-            )
-        ):
+        if stage != self.stage and (self.sealed or self._next_begins_here(stage)):
             with ours():
                 self.arrive()
+
+    def _next_begins_here(self, stage: int) -> bool:
+        """Return whether the recording had the next hop begin on this stage, with the mark just
+        met."""
+        following, begins = self.hop + 1, self.step.known.begins
+        if following >= len(begins):
+            return False
+        return begins[following] == self._marks and self.step.route[following] == stage
 
     def _cross(self, hop: int) -> None:
         place = self.place
@@ -200,23 +204,23 @@ class MicrobatchRun:
     # --- what is read and written here
 
     def reader(self) -> Reader:
-        """The function that says what an operation here gets in the place of a tensor."""
+        """Return the function that says what an operation here gets in the place of a tensor."""
         return self._imports.local
 
     def receive(self, hop: int, sent: PendingCopy) -> Tensor:
-        """Values that were sent to a hop, there to be read until the hop is over."""
+        """Return values that were sent to a hop, there to be read until the hop is over."""
         return self._copies.receive(hop, sent)
 
     def check_written(self, reads: Iterable[tuple[Tensor, Import]]) -> None:
-        """After an operation or a sealed call: did it write to one of its imports?"""
+        """Check after an operation or a sealed call whether it wrote to one of its imports."""
         self.writes.check(reads)
 
     def notice_writes(self) -> None:
-        """Look which of this hop's imports were written to, by whatever way."""
+        """Look which of this hop's imports were written to, in whatever way."""
         self.writes.notice()
 
     def newest(self, tensor: Tensor) -> Tensor:
-        """A tensor as later hops left it."""
+        """Return a tensor as later hops left it."""
         tag: Tag | None = getattr(tensor, TAG, None)
         if tag is None:
             return tensor
@@ -228,23 +232,23 @@ class MicrobatchRun:
         return tensor
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """The device on which the stage that asks finds a tensor."""
+        """Return the device on which the stage that asks finds a tensor."""
         own, device = tensor.device, self.step.device_of(max(self.cursor.stage, 0))
         if device is None or own.type == "meta" or self.step.stays(tensor):
             return own
         return device
 
     def stays(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the host because the user's code wants it there."""
+        """Return whether a tensor is on the host because the user's code wants it there."""
         return self.step.stays(tensor)
 
     # --- recomputation
 
     def is_recomputing(self) -> bool:
-        """Whether calls are recomputed, where the run is now, if they can be."""
+        """Return whether calls that can be recomputed are recomputed where the run is now."""
         asked = self.cursor.checkpoint
         mode = self.recomputes if asked is None else asked
-        return mode and self.step.differentiable and torch.is_grad_enabled()
+        return mode and self.step.graphs.differentiable and torch.is_grad_enabled()
 
     def recomputed(
         self,
@@ -254,7 +258,7 @@ class MicrobatchRun:
         kwargs: Any,
         modes: Sequence[TorchFunctionMode],
     ) -> RecomputedCall:
-        """A sealed call on this hop that will be recomputed."""
+        """Return a sealed call on this hop that will be recomputed."""
         known = self.step.sources[self.hop] if self.step.sources else []
         device = self.step.device_of(self.stage) or torch.device("cpu")
         recomputed = RecomputedCall(
@@ -270,28 +274,28 @@ class MicrobatchRun:
     # --- inputs, results, and the way back
 
     def take_input(self, tensor: Tensor, index: int = 0) -> Tensor:
-        """A micro-batch's slice of an input, as if made on the hop where the run is: on the
-        first one before it has begun, on the last one for the target."""
+        """Return a micro-batch's slice of an input as if it were made on the hop where the run is:
+        on the first one before the run has begun, on the last one for the target."""
         step = self.step
         hop, stage = self._where_inputs_are()
         watch = step.watch(tensor, -1, hop, self.microbatch)
         value = self.receive(hop, step.lend(tensor, stage, watch))
         if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
             value = value.data  # a slice of the batch: a write to it is none to the others
-        if tensor.requires_grad and step.differentiable:
+        if tensor.requires_grad and step.graphs.differentiable:
             value = self.gradients.enter_input(value, hop, index)
         share_attributes(tensor, value, class_attributes(value))
         setattr(value, TAG, Tag(self.key, hop, stage))
         return value
 
     def _where_inputs_are(self) -> tuple[int, int]:
-        """A hop and its stage."""
+        """Return the hop of the inputs and its stage."""
         if self.hop >= 0:
             return self.hop, self.stage
         return 0, self.step.route[0] if self.step.route else 0
 
     def hop_of(self, tensor: Tensor) -> int:
-        """The hop that a result of this run was made on."""
+        """Return the hop that a result of this run was made on."""
         tag: Tag | None = getattr(tensor, TAG, None)
         if tag is not None and tag.key is self.key:
             return tag.hop
@@ -300,7 +304,7 @@ class MicrobatchRun:
 
     @property
     def offload(self) -> Offload | None:
-        """Keeps saved tensors in host memory, where stages are offloaded."""
+        """The part that keeps saved tensors in host memory, where stages are offloaded."""
         return self.gradients.offload
 
     @offload.setter
@@ -309,7 +313,7 @@ class MicrobatchRun:
 
     @property
     def input_gradients(self) -> dict[int, Tensor]:
-        """By the index of an input, its gradient."""
+        """The gradient of each input, by the input's index."""
         return self.gradients.input_gradients
 
     def add_root(self, hop: int, edge: GradientEdge, gradient: Tensor | None) -> None:
@@ -317,7 +321,7 @@ class MicrobatchRun:
         self.gradients.add_root(hop, edge, gradient)
 
     def add_sent_root(self, hop: int, edge: GradientEdge, gradient: PendingCopy) -> None:
-        """The same with a gradient that is on its way."""
+        """Start the backward of a hop also from here, with a gradient that is on its way."""
         self.gradients.add_sent_root(hop, edge, gradient)
 
     def restore(self, hop: int) -> None:
@@ -337,21 +341,21 @@ class MicrobatchRun:
     # --- the end
 
     def finish_forward(self) -> None:
-        """Let go of everything that only the forward needed."""
+        """Release everything that only the forward needed."""
         self.cursor.on_move = None
         self.writes.forget()
         self._imports.forget()
         self.on_border = None
         self.on_arrival.clear()
-        if not self.step.differentiable:
+        if not self.step.graphs.differentiable:
             self._copies.end_without_backward()
 
     def settle(self) -> None:
-        """No hop's tensors are written or freed from here on before the copies of them are over."""
+        """Wait for the copies between hops, before any hop's tensors are written or freed."""
         self._copies.settle_all()
 
     def abandon(self) -> None:
-        """Let go of everything: the step has failed, or is over."""
+        """Release everything: the step has failed, or is over."""
         self.finish_forward()
         self.settle()
         self.gradients.abandon()
@@ -359,7 +363,7 @@ class MicrobatchRun:
     # --- what is done to tensors themselves
 
     def is_foreign(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made, or lives, on another hop than this one."""
+        """Return whether a tensor was made, or lives, on another hop than this one."""
         tag: Tag | None = getattr(tensor, TAG, None)
         if tag is not None:
             return tag.key is not self.key or tag.hop != self.hop or tag.newest is not None
@@ -411,5 +415,5 @@ class MicrobatchRun:
 
 
 def detached(value: Any) -> Any:
-    """A nested value with every tensor cut off from autograd, and from our tags."""
+    """Return a nested value with every tensor cut off from autograd, and from our tags."""
     return map_tensors(Tensor.detach, value)

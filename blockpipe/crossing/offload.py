@@ -46,12 +46,12 @@ class OffloadedTensor:
         self._stride, self._offset = tensor.stride(), int(tensor.storage_offset())
 
     def fetch(self) -> None:
-        """Begin to bring it back; does not wait."""
+        """Begin to bring the storage back, without waiting."""
         with _unseen():
             self._store.fetch()
 
     def tensor(self) -> Tensor:
-        """As it was.
+        """Return the tensor as it was.
 
         Raises:
             StateError: it was written in place while it was copied.
@@ -66,14 +66,14 @@ class OffloadedTensor:
 
 @dataclass(slots=True)
 class _ResidentTensor:
-    """A saved tensor that stays where it is; autograd's own check of its version is ours now."""
+    """A saved tensor that stays where it is. Autograd leaves the check of its version to us."""
 
     tensor: Tensor
     version: int
 
 
 class Offload:
-    """What one micro-batch has saved on offloaded hops.
+    """The tensors that one micro-batch has saved on offloaded hops.
 
     Args:
         hop: says where the forward is.
@@ -97,11 +97,12 @@ class Offload:
         self._last: dict[int, dict[torch.device, Store]] = {}
 
     def taking(self) -> saved_tensors_hooks:
-        """While entered, what autograd saves in this thread is taken."""
+        """Take what autograd saves in this thread, while entered."""
         return saved_tensors_hooks(self._pack, _unpack)
 
     def away(self, tensor: Tensor) -> OffloadedTensor | None:
-        """A tensor's stand-in, its storage on the way to the host; ``None``: it stays."""
+        """Return a tensor's stand-in, whose storage is on its way to the host; ``None`` if the
+        tensor stays."""
         with _unseen():
             hop = self._hop()
             kind = type(tensor)
@@ -131,12 +132,12 @@ class Offload:
                 store.fetch_last()
 
     def keep(self, hop: int) -> None:
-        """What a hop's backward reads is read twice: in each of its parts."""
+        """Keep what a hop's backward reads for a second time, as each of its parts reads it."""
         for store in self._stores.get(hop, {}).values():
             store.keeps = True
 
     def forget(self, hop: int) -> None:
-        """A hop's backward is over."""
+        """Release what a hop has saved: its backward is over."""
         self._last.pop(hop, None)
         self._stores.pop(hop, None)
 
@@ -178,6 +179,6 @@ def _written(shape: torch.Size) -> StateError:
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """While entered, operations are not the user's: unseen by modes, autograd and sanitizer."""
+    """Hide operations, while entered, from the user's modes, autograd and the sanitizer."""
     with without_torch_functions(), copying(), torch.no_grad():
         yield

@@ -51,7 +51,7 @@ Buffers = dict[str, Tensor | None]
 
 @dataclasses.dataclass
 class Recomputable:
-    """What it takes to run a sealed call again."""
+    """The requirements for running a sealed call again."""
 
     pays: bool = False  # it saves more than what it is given
     keeps_inputs: bool = False  # they are written in place: kept from before
@@ -61,13 +61,13 @@ class Recomputable:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether it is recomputed where that is asked for."""
+        """Whether the call is recomputed where that is asked for."""
         return self.pays and self.refuses is None
 
 
 @dataclasses.dataclass
 class RecomputeSpec:
-    """How to run a sealed call again.
+    """The way in which a sealed call is run again.
 
     Attributes:
         what: for messages.
@@ -101,22 +101,23 @@ class _SavedArgument:
         self.note_version()
 
     def fetch(self) -> None:
-        """Begin to bring it back, if it is in host memory; does not wait."""
+        """Begin to bring it back if it is in host memory, without waiting."""
         if isinstance(self._value, OffloadedTensor):
             self._value.fetch()
 
     def note_version(self) -> None:
-        """What it is from here on is what it has to be when the call is run again."""
+        """Note its version: it has to be the same when the call is run again."""
         self._version = version_of(self._value) if isinstance(self._value, Tensor) else -1
 
     def was_written(self) -> tuple[int, ...] | None:
-        """Its shape, if it was written in place since."""
+        """Return its shape if it was written in place since, or else ``None``."""
         if isinstance(self._value, Tensor) and version_of(self._value) != self._version:
             return tuple(self._value.shape)
         return None
 
     def entered(self, *, copies: bool) -> Tensor:
-        """As the call had it: no leaf where it was none, for the call may write to it in place."""
+        """Return it as the call had it. It is no leaf where it was none, as the call may write to
+        it in place."""
         assert self._value is not None
         value = self._value.tensor() if isinstance(self._value, OffloadedTensor) else self._value
         if value.is_leaf and value.requires_grad:
@@ -126,7 +127,7 @@ class _SavedArgument:
 
 
 class _Placeholder:
-    """What stands for a saved tensor until it is made again."""
+    """A placeholder for a saved tensor until the tensor is made again."""
 
     __slots__ = ("index", "recomputed", "what")
 
@@ -137,8 +138,8 @@ class _Placeholder:
 
 
 class _AllRecomputed(BaseException):
-    """Ends a recomputation: all that was saved is there. No ``Exception``: it is no failure that a
-    user's ``except Exception`` may handle."""
+    """The end of a recomputation, when all that was saved is there. It is no ``Exception``, as it
+    is no failure that a user's ``except Exception`` may handle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +216,7 @@ class RecomputedCall:
         self._lock = threading.RLock()
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """The call itself; what it saves is dropped."""
+        """Run the call, and drop what it saves."""
         outer = checkpointing.set(True)
         try:
             with saved_tensors_hooks(self._pack, _unpack):
@@ -259,12 +260,13 @@ class RecomputedCall:
                 self._is_there = True
 
     def fetch(self) -> None:
-        """Begin to bring back what running it again takes; does not wait."""
+        """Begin to bring back the arguments of the call, without waiting."""
         for kept in self._arguments.values():
             kept.fetch()
 
     def value(self, slot: _Placeholder) -> Tensor:
-        """What a slot stands for; made now if nobody has seen to it before."""
+        """Return the tensor that a placeholder stands for; it is made now if nobody has done so
+        before."""
         with self._lock:
             if slot.index not in self._values:
                 # Read for a second time, by a function that asks twice: it may ask again.
@@ -325,7 +327,7 @@ class RecomputedCall:
         return cursor
 
     def collect(self, index: int, tensor: Tensor) -> None:
-        """A tensor that was saved when the call ran again."""
+        """Take a tensor that was saved when the call ran again."""
         if index < self.count:
             self._values[index] = tensor
             if self.comparisons is not None:
@@ -345,7 +347,7 @@ class RecomputedCall:
         comparisons.compare(seen, now, error)
 
     def _difference(self, index: int, then: str, now: str) -> Callable[[], StateError]:
-        """An error, for later: it does not hold the frame, which holds tensors."""
+        """Return an error to raise later. It does not hold the frame, which holds tensors."""
         return partial(
             _differs,
             self.recompute_spec.what,
@@ -375,7 +377,7 @@ def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
 
 @dataclasses.dataclass
 class _Running:
-    """The call that runs again, and how much it has saved."""
+    """A call that runs again, and the number of tensors that it has saved."""
 
     recomputed: RecomputedCall
     made: int = 0
@@ -385,8 +387,8 @@ _RUNNING = "blockpipe_running"
 
 
 def _running() -> _Running | None:
-    """What runs again in this thread, or in the one that an autograd device thread works for: a
-    call may ask for a gradient, which saves tensors there."""
+    """Return the call that runs again in this thread, or in the one that an autograd device thread
+    works for: a call may ask for a gradient, which saves tensors there."""
     return cast(_Running | None, stashed(_RUNNING))
 
 
@@ -416,7 +418,7 @@ def _copy_of(tensor: Tensor | None) -> Tensor | None:
 
 
 def _opened(value: Any) -> Any:
-    """Containers copied, all the way down: the call may change them."""
+    """Return a value with its containers copied at all depths, as the call may change them."""
     new: Any
     if type(value) is tuple:
         return tuple([_opened(item) for item in value])

@@ -16,7 +16,8 @@ from .tags import GraphEntry
 
 
 class Replacement(ProcessChange):
-    """Something of torch's is replaced while this is entered, by any number of threads."""
+    """A replacement of something of torch's, in place while any number of threads have it
+    entered."""
 
     owner: Any
     name: str
@@ -30,21 +31,21 @@ class Replacement(ProcessChange):
         return cast(Self, cls._only)
 
     def replacement(self) -> Any:
-        """What stands there meanwhile."""
+        """Return what stands there meanwhile."""
         raise NotImplementedError
 
     def put_on(self) -> None:
-        """The replacement in the place of the original."""
+        """Put the replacement in the place of the original."""
         self._original = self.owner.__dict__[self.name]
         setattr(self.owner, self.name, self.replacement())
 
     def take_off(self) -> None:
-        """The original."""
+        """Put the original back."""
         setattr(self.owner, self.name, self._original)
 
 
 class TensorHooks(Replacement):
-    """``Tensor.register_hook`` in sealed modules noticed while this is entered.
+    """A replacement by which ``Tensor.register_hook`` in sealed modules is noticed.
 
     The two parts of a split backward both begin where a gradient arrives, and would both call the
     hook that is there: the backward of such a hop is run whole. There is no asking a node of the
@@ -58,8 +59,9 @@ class TensorHooks(Replacement):
 
 
 class Backwards(Replacement):
-    """``torch.autograd.backward`` in the glue, an operation like ``Tensor.backward`` while this is
-    entered: function modes see the one, and of the other only what it makes itself."""
+    """A replacement by which ``torch.autograd.backward`` in the glue is an operation, as
+    ``Tensor.backward`` is: function modes see the one, and of the other only what it makes
+    itself."""
 
     owner, name = torch.autograd, "backward"
 
@@ -79,7 +81,7 @@ def _backward(*args: Any, **kwargs: Any) -> Any:
 
 
 class CustomFunctions(Replacement):
-    """``autograd.Function.apply`` in the glue, treated as a sealed call while this is entered.
+    """A replacement by which ``autograd.Function.apply`` in the glue is a sealed call.
 
     A function mode sees the operations inside a custom function's forward, but not its ``apply``:
     the function would differentiate one tensor while the mode replaced another. There is no hook
@@ -105,8 +107,8 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
 
 
 class ScriptFunctions(Replacement):
-    """Functions under ``torch.jit.script`` in the glue, treated as sealed calls while this is
-    entered: no function mode sees what TorchScript's interpreter runs."""
+    """A replacement by which functions under ``torch.jit.script`` in the glue are sealed calls; no
+    function mode sees what TorchScript's interpreter runs."""
 
     owner, name = torch.jit.ScriptFunction, "__call__"
 
@@ -127,8 +129,8 @@ def _call_scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class GeneratorStates(Replacement):
-    """``torch.set_rng_state`` noticed while this is entered: what sets the generator, as
-    ``fork_rng`` does, would set it for who draws at the same time."""
+    """A replacement by which ``torch.set_rng_state`` is noticed: code that sets the generator, as
+    ``fork_rng`` does, would set it for those who draw at the same time."""
 
     owner, name = torch, "set_rng_state"
 

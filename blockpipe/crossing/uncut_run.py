@@ -25,14 +25,16 @@ from ..devices.observer import Watch
 from ..errors import CrossingError
 from ..stages.cursor import Cursor
 from .microbatch_run import Arguments, Keywords, MicrobatchRun, Reader
-from .tags import TAG, MicrobatchKey, StepContext, Tag
-from .tensor_attributes import class_attributes, share_attributes
+from .step_context import StepContext
+from .tags import TAG, MicrobatchKey, Tag
 from .tensors.place import Listener, Reads
+from .tensors.tensor_attributes import class_attributes, share_attributes
 from .tensors.tensor_import import from_outside
 
 
 class Mirror:
-    """A tensor's copy on another device, and what both were when they were last the same."""
+    """A copy of a tensor on another device, and the versions of both when they were last the
+    same."""
 
     __slots__ = ("besides", "node", "source_node", "source_version", "value", "version")
 
@@ -42,7 +44,7 @@ class Mirror:
         self.agree(source)
 
     def agree(self, source: Tensor) -> None:
-        """From here on, what differs was written."""
+        """Note that both are the same now; a difference from here on is a write."""
         self.version, self.node = version_of(self.value), _node_of(self.value)
         self.source_version, self.source_node = version_of(source), _node_of(source)
 
@@ -65,7 +67,8 @@ def _node_of(tensor: Tensor) -> Node | None:
 
 
 def _write(source: Tensor, target: Tensor, *, follows: bool) -> None:
-    """Copy in place; what autograd did not see when it was written, it does not see now."""
+    """Copy in place. A write that autograd did not see when it happened, it does not see now
+    either."""
     with torch.set_grad_enabled(follows):
         target.copy_(source)
 
@@ -143,12 +146,12 @@ class UncutRun(MicrobatchRun):
         return found
 
     def _copied_to(self, device: torch.device, tensor: Tensor, watch: Watch | None) -> Tensor:
-        """The copy is one more operation of the graph."""
+        """Return a copy that is made by one more operation of the graph."""
         if watch is not None:
             watch("sends", current_stream(tensor.device))
         # With grad also under the user's no_grad: a later reader may need the gradient. An ordinary
         # tensor also in inference mode: others do not count what is written to them.
-        with torch.inference_mode(False), torch.set_grad_enabled(self.step.differentiable):
+        with torch.inference_mode(False), torch.set_grad_enabled(self.step.graphs.differentiable):
             copied = tensor.to(device)
         if watch is not None:
             watch("arrives", current_stream(device))
@@ -174,7 +177,8 @@ class UncutRun(MicrobatchRun):
         self._tell_others([source for source, mirror in self._all_mirrors() if mirror.push(source)])
 
     def _tell_others(self, written: list[Tensor]) -> None:
-        """What was written to has other mirrors; other mirrored tensors may share its memory."""
+        """Update the other mirrors of a tensor that was written to, and of those that share its
+        memory."""
         for source, mirror in self._all_mirrors() if written else ():
             if source.is_inference():  # it counts no writes
                 is_old = any(_same_memory(source, other) for other in written)
@@ -189,6 +193,7 @@ class UncutRun(MicrobatchRun):
                 yield source, mirror
 
     def _cross(self, hop: int) -> None:
+        self.notice_writes()  # by way of a view that was made there
         super()._cross(hop)
         device = self.step.device_of(self.stage)
         for source, mirror in self._all_mirrors():
@@ -255,7 +260,7 @@ _BACKWARDS: dict[Any, tuple[str, int, str]] = {
 
 
 def _pairs(roots: Any, gradients: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a backward begins with: a tensor and its gradient, or several of both."""
+    """Return what a backward begins with: a tensor and its gradient, or several of both."""
     one, other = ([v] if isinstance(v, Tensor) else v or () for v in (roots, gradients))
     for root, gradient in zip(one, other, strict=False):
         if isinstance(root, Tensor) and isinstance(gradient, Tensor):

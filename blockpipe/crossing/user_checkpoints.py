@@ -30,7 +30,8 @@ from ..devices.sanitizer import Sanitizer
 from ..stages.cursor import Cursor, recomputing, set_cursor, set_microbatch
 from .interception import CrossingMode, active_mode
 from .microbatch_run import MicrobatchRun
-from .tags import TAG, GradientSlot, MicrobatchKey, StepContext, Tag, enter_graph
+from .step_context import StepContext
+from .tags import TAG, GradientSlot, MicrobatchKey, Tag, enter_graph
 from .tensors.place import Reads
 from .tensors.tensor_import import TensorImport
 from .torch_patches import Backwards, CustomFunctions, Replacement, ScriptFunctions
@@ -38,14 +39,14 @@ from .uncut_run import UncutRun
 
 
 def is_in_checkpoint() -> bool:
-    """Whether what runs here is the function of a ``torch.utils.checkpoint`` (the kind that is not
-    reentrant), which keeps nothing of it."""
+    """Return whether the code that runs here is the function of a ``torch.utils.checkpoint`` that
+    is not reentrant and keeps nothing of it."""
     hooks = saved_tensor_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == torchs.__name__
 
 
 class _RecomputedImport(TensorImport):
-    """Reads what the forward read, where the forward read it."""
+    """An import that reads what the forward read, where the forward read it."""
 
     forward_key: MicrobatchKey
 
@@ -69,7 +70,7 @@ class _RecomputedImport(TensorImport):
         return self._brought(tensor, reads) if is_inner else super()._local_untagged(tensor, reads)
 
     def _brought(self, tensor: Tensor, reads: Reads) -> Tensor:
-        """A tensor of the forward that it had no import of here, or that torch kept for the
+        """Return a tensor of the forward that it had no import of here, or that torch kept for the
         checkpoint by hooks, which loses the tag."""
         value = self._constant(tensor, reads)
         if value is not tensor and tensor.requires_grad:
@@ -78,7 +79,7 @@ class _RecomputedImport(TensorImport):
 
 
 class RecomputedRun(MicrobatchRun):
-    """What a checkpoint runs again.
+    """The run of a checkpoint's function that runs again.
 
     Args:
         step: the step of the forward.
@@ -101,14 +102,14 @@ class RecomputedRun(MicrobatchRun):
 
 
 class UncutRecomputedRun(UncutRun):
-    """The same in one ordinary graph."""
+    """The run of a checkpoint's function that runs again, in one ordinary graph."""
 
     def is_recomputing(self) -> bool:
         return False
 
 
 class _Arrival:
-    """How an accelerator stood when the forward came to it: its stream, and its generator."""
+    """The state of an accelerator when the forward came to it: its stream and its generator."""
 
     def __init__(self, device: torch.device | None, *, begins: bool = False) -> None:
         self.device = device if device is not None and is_asynchronous(device) else None
@@ -141,14 +142,14 @@ class Checkpoint:
         self._arrivals = [_Arrival(begins_on, begins=True)]
 
     def note_arrival(self, stage: int) -> None:
-        """The forward came to another hop."""
+        """Note that the forward came to another hop."""
         self._arrivals.append(_Arrival(self._step.device_of(stage)))
 
     def __call__(self, *args: Any) -> Any:
-        """Run it again; called by torch in the backward."""
+        """Run the function again; called by torch in the backward."""
         cursor = self._standing.cursor.copy()
         run: MicrobatchRun
-        if self._step.cut:
+        if self._step.graphs.cut:
             run = RecomputedRun(self._step, self._microbatch, cursor, self._key)
         else:
             run = UncutRecomputedRun(self._step, self._microbatch, cursor)
@@ -170,7 +171,7 @@ class Checkpoint:
             stack.callback(set_microbatch, set_microbatch(self._microbatch))
             stack.callback(recomputing.reset, recomputing.set(True))
             stack.callback(run.abandon)
-            stack.enter_context(self._step.sealed_forwards)
+            stack.enter_context(self._step.known.sealed_forwards)
             stack.enter_context(intercepting())
             arrive()
             run.on_border = arrive
@@ -185,7 +186,7 @@ def _sanitizers() -> list[Sanitizer]:
 
 @contextmanager
 def _put_back(arrivals: list[_Arrival]) -> Iterator[None]:
-    """At the end the thread is on the device and the streams that it was on."""
+    """Put the thread back, at the end, on the device and the streams that it was on."""
     devices = {arrival.device for arrival in arrivals if arrival.device is not None}
     stages = [(sanitizer, sanitizer.stage) for sanitizer in _sanitizers()]
     index = torch.accelerator.current_device_index() if devices else 0
@@ -204,14 +205,14 @@ def _put_back(arrivals: list[_Arrival]) -> Iterator[None]:
 
 @contextmanager
 def intercepting() -> Iterator[None]:
-    """All is replaced that the glue may need, for a forward of which nothing is known."""
+    """Replace all that the glue may need, for a forward of which nothing is known."""
     with Backwards(), CustomFunctions(), ScriptFunctions(), Checkpoints():
         yield
 
 
 class Checkpoints(Replacement):
-    """What torch puts around the function of a checkpoint, so that one in the glue is seen while
-    this is entered. There is no hook for it: the function that it gets is torch's own."""
+    """A replacement of what torch puts around the function of a checkpoint, so that a checkpoint in
+    the glue is seen. There is no hook for it: the function that it gets is torch's own."""
 
     owner, name = torchs, CHECKPOINT_HOOK
 

@@ -1,7 +1,7 @@
 """The devices of this machine, and the names by which a user passes them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -9,6 +9,9 @@ from torch import nn
 from .._common.checks import expected, is_integer
 from .._common.thread_state import as_ours
 from ..errors import DeviceError, PlanError
+
+Devices = Sequence[Any] | int | Literal["auto"] | None
+"""A device for each stage, a number of devices, or all that there are."""
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -54,6 +57,15 @@ def check_device(device: Any) -> torch.device:
     return torch.device(found.type, found.index or 0)
 
 
+def is_same_device(asked: torch.device, device: torch.device) -> bool:
+    """Return whether a device that a user named is one of this machine's: an accelerator without an
+    index is the current one."""
+    if asked.type != device.type or not is_asynchronous(device):
+        return asked.type == device.type
+    index = torch.accelerator.current_device_index() if asked.index is None else asked.index
+    return index == device.index
+
+
 def default_devices() -> list[torch.device] | None:
     """Return every accelerator device of the machine; ``None``: it has only the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -73,26 +85,44 @@ def mark(device: torch.device) -> torch.Event | None:
     return None if stream is None else stream.record_event()
 
 
-def checked_devices(devices: Sequence[Any] | None) -> list[torch.device] | None:
-    """Return a list of devices, one for each stage, each checked; ``None`` stays ``None``.
+def named_devices(devices: Devices) -> Sequence[Any] | None:
+    """Return a list of devices in the place of a number of them, and ``None`` for ``"auto"``.
+
+    A number counts the machine's accelerator devices; without accelerators, threads of the CPU.
 
     Raises:
-        PlanError: it is not such a list.
+        DeviceError: this machine has fewer.
+    """
+    if isinstance(devices, str) and devices == "auto":
+        return None
+    if not is_integer(devices, 1):
+        return devices  # type: ignore[return-value]
+    found = default_devices()
+    if found is None:
+        return ["cpu"] * devices
+    if devices > len(found):
+        contract = f"at most {len(found)}, which is how many devices this machine has,"
+        fix = f"name devices several times for more stages: devices=[{str(found[0])!r}] * {devices}"
+        raise DeviceError(expected(contract, devices, for_="devices", fix=fix))
+    return found[:devices]
+
+
+def checked_devices(devices: Devices) -> list[torch.device] | None:
+    """Return a list of devices, one for each stage, each checked; all that there are are ``None``.
+
+    Raises:
+        PlanError: it is not such a list, nor a number of devices.
         DeviceError: this machine does not have one of them.
     """
+    devices = named_devices(devices)
     if devices is None:
         return None
     if not isinstance(devices, Sequence) or isinstance(devices, str):
         contract, got = "a list with one device for each stage", devices
-        fix = "write devices=[…], in the order of the stages"
-        if is_integer(devices, 0):
-            fix = (
-                f"write devices={[*range(devices)]} for the first {devices} accelerators, or "
-                f"devices=['cpu'] * {devices}"
-            )
-        elif isinstance(devices, str | torch.device):
+        fix = "write devices=[…] in the order of the stages, devices=2 for the first two, or 'auto'"
+        if isinstance(devices, str | torch.device):
             got = str(devices)
-            fix = f"write devices=[{got!r}, …]"
+            fix = f"write devices=[{got!r}, …], or devices='auto' for all that there are"
         raise PlanError(expected(contract, got, for_="devices", fix=fix))
     checked = [check_device(device) for device in devices]
     if not checked:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..recording.plan_resolution import planned_by
 from ..recording.record import record_planned, run_for_real
 from ..recording.recording import Recording
 from ..recording.sample import RecordRequest
-from ..recording.watched_run import counting_writes
+from ..recording.watching.watched_run import counting_writes
 from ..restoring.holders import Holder
 from ..restoring.restored_thread import leaves_intact
 from ..stages.plan import StagePlan
@@ -67,9 +67,10 @@ class CutForward:
         kwargs = dict(sorted(kwargs.items()))
         planned = planned_by(model, plan)
         intended = None if self.device.type == "cpu" else [self.device]
-        self.recording = record_planned(model, args, kwargs, planned, intended=intended)
+        request = RecordRequest(model, args, kwargs, planned)
+        self.recording = record_planned(request, intended=intended)
         _check(self.recording)
-        self.tape = _taped(RecordRequest(model, args, kwargs, planned), self.recording)
+        self.tape = _taped(request, self.recording)
         self.stages = cut(self.tape)
         held = (*self.recording.parameters, *self.recording.buffers)
         self._names = {h.name: h.names for h in held}
@@ -206,7 +207,7 @@ def _taped(request: RecordRequest, recording: Recording) -> Tape:
     """Tape a forward in the surroundings of its recording."""
     model, place = request.model, torch.device("cpu")
 
-    def watch(given: RecordRequest, holders: Iterable[Holder], *, fake: bool) -> Tape:
+    def watch(given: RecordRequest, holders: Collection[Holder], *, fake: bool) -> Tape:
         return taped(given, recording, place, fake=fake)
 
     with alone_with(model):

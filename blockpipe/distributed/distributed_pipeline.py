@@ -16,14 +16,13 @@ from .._common.checks import expected
 from .._common.nested import leaf_names, leaves, map_tensors, tensors
 from .._common.text import dtype_text
 from .._common.thread_state import autocast_states
-from ..batches.batch_dims import BatchDims
+from ..batches.batch_dims import BatchDims, dims_of_call
 from ..batches.joining import join, output_dim
 from ..batches.losses import checked_loss, computed_loss
 from ..batches.microbatch import LossReduction, Microbatch, split, weights_of
 from ..errors import RankError, UsageError, WeightsError
 from ..execution.step_result import StepLoss, StepResult
 from ..preparation.options import as_sample, check_loss
-from ..preparation.preparer import dims_for
 from ..recording.recording import Recording
 from ..stages.plan import StagePlan
 from ..weights.materialize import Init
@@ -456,7 +455,7 @@ class DistributedPipeline:
         )
 
     def _split(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
-        dims = dims_for(self.module, self.batch_dims, args, kwargs)
+        dims = dims_of_call(self.module, self.batch_dims, args, kwargs)
         return split(args, kwargs, target, self.chunks, dims)
 
     def _cut(self, microbatch: Microbatch) -> CutForward:

@@ -29,8 +29,6 @@ class InlineStep:
         self._caller = state.request.caller
         self._forward = MicrobatchForward(state)
         self._backward = MicrobatchBackward(state)
-        self.written: list[str] = []
-        """Nothing is looked at: one by one, micro-batches cannot mix in what they write."""
 
     def run(self, schedule: ScheduleOption, only: Literal["F", "B"] | None = None) -> None:
         """Run each micro-batch's forward and backward.

@@ -29,8 +29,6 @@ class LanedStep:
         self._prepared = state.request.prepared
         self._forward = MicrobatchForward(state)
         self._backward = MicrobatchBackward(state)
-        self.written: list[str] = []
-        """Names of what the forwards wrote, and had not written when the model was recorded."""
         state.request.caller.for_threads()
 
     def run(self, option: ScheduleOption, only: Literal["F", "B"] | None = None) -> None:
@@ -62,7 +60,7 @@ class LanedStep:
         with kept_process_state() if prepared.recording.changes_process else _NOTHING:
             threads.run()
         if before is not None:
-            self.written = prepared.unwritten.written(before)
+            self._state.written = prepared.unwritten.written(before)
 
     def _queued(self, schedule: Schedule) -> list[bool]:
         """For each lane, whether its device is asynchronous."""

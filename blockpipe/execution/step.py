@@ -17,6 +17,7 @@ its graph is cut for the caller's one backward.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 from .inline_step import InlineStep
 from .laned_step import LanedStep
@@ -38,17 +39,16 @@ class Step:
 
     def __init__(self, request: StepRequest) -> None:
         self.request = request
-        self.state = state = StepState(request)
+        self.state = StepState(request)
         request.prepared.microbatches = len(request.microbatches)
-        self._runner = InlineStep(state) if state.mode.in_one_thread else LanedStep(state)
         if request.prepared.steps == 0:
-            reason = reason_of(state.mode, request)
+            reason = reason_of(self.state.mode, request)
             _log.info("%d micro-batches %s", len(request.microbatches), reason)
 
-    @property
-    def written(self) -> list[str]:
-        """Names of what the forwards wrote, and had not written when the model was recorded."""
-        return self._runner.written
+    @cached_property
+    def _runner(self) -> InlineStep | LanedStep:
+        """Runs what the plain loop cannot. It reads the caller's thread when it is made."""
+        return InlineStep(self.state) if self.state.mode.in_one_thread else LanedStep(self.state)
 
     def run(self) -> None:
         """Run all forwards and backwards."""
@@ -59,23 +59,25 @@ class Step:
                 finally:
                     self.state.context.settle()
         else:
+            runner = self._runner  # before anything is put around the step
             with (
                 around_cut_step(self.state),
                 self._cleaned_up(),
                 self.state.randomness.drawing(),
             ):
-                self._runner.run(self.request.schedule)
+                runner.run(self.request.schedule)
                 self._check_results()
         self.request.prepared.steps += 1
 
     def run_forward(self) -> None:
         """Run all forwards; their graphs stay, for a backward that the caller starts."""
+        runner = self._runner
         with (
             around_cut_step(self.state),
             self._cleaned_up(only_on_failure=True),
             self.state.randomness.drawing(),
         ):
-            self._runner.run("gpipe", "F")
+            runner.run("gpipe", "F")
             self._settle()
         self.request.prepared.steps += 1
 

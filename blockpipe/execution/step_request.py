@@ -12,7 +12,8 @@ from ..batches.losses import kind_of
 from ..batches.microbatch import Microbatch
 from ..devices.observer import Observer
 from ..preparation.prepared import Prepared
-from ..schedules.builders import ScheduleOption
+from ..schedules.builders import ScheduleOption, cuts_graphs
+from .scaled_gradients import Scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class StepRequest:
         caller: the state of the caller's thread.
         want: ``"loss"``, ``"outputs"``, or both.
         loss_fn: called with the outputs and the target; ``None``: the model's own loss.
+        scale: multiplies the gradient that a micro-batch's backward starts from; ``None``: nothing.
         isolate_as: the pipeline's number for the sanitizer; ``None``: stages are not isolated.
         observer: sees what runs when; ``None``: nobody looks.
     """
@@ -38,6 +40,7 @@ class StepRequest:
     caller: CallerState
     want: frozenset[str]
     loss_fn: Callable[..., Any] | None = None
+    scale: Scale | None = None
     isolate_as: int | None = None
     observer: Observer | None = None
 
@@ -49,7 +52,7 @@ class StepRequest:
     @property
     def is_cut(self) -> bool:
         """Whether the graph is cut between the stages."""
-        return self.schedule != "uncut"
+        return cuts_graphs(self.schedule)
 
     @cached_property
     def loss_kind(self) -> Any:

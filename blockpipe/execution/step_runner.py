@@ -14,11 +14,12 @@ from .._common.model_turns import alone_with
 from .._common.nested import leaves, map_tensors
 from .._common.thread_state import CallerState, ours, theirs
 from .._torch.modes import how_many_dispatch_modes, is_in_forward_mode, is_in_transform
+from ..batches.batch_dims import dims_of_call
 from ..batches.joining import JoinedLeaf, join, output_dim, weighted_sum
 from ..batches.losses import warn_of_some_without_a_number
 from ..batches.microbatch import InputPlace, Microbatch, input_places, weights_of
 from ..crossing.interception import CrossingMode
-from ..crossing.tags import StepContext
+from ..crossing.step_context import Graphs, KnownForward, StepContext
 from ..crossing.uncut_run import UncutRun
 from ..crossing.user_checkpoints import intercepting, is_in_checkpoint
 from ..devices.devices import is_asynchronous
@@ -26,10 +27,11 @@ from ..devices.observer import Observer
 from ..errors import UsageError
 from ..preparation.options import PipelineOptions
 from ..preparation.prepared import Prepared
-from ..preparation.preparer import Preparer, dims_for, split_call
+from ..preparation.preparer import Preparer
 from ..restoring.restored_thread import leaves_intact
 from ..stages.cursor import Cursor, current_cursor, set_cursor
 from .autograd_bridge import attach, input_gradients
+from .scaled_gradients import current_scale
 from .step import Step
 from .step_request import StepRequest
 from .step_result import StepLoss, StepResult
@@ -92,7 +94,7 @@ class StepRunner:
         want = {"loss", "outputs"} if return_outputs else {"loss"}
         step = self._step(prepared, microbatches, weights, caller, want, loss_fn)
         step.run()
-        self.preparer.look_again(prepared, microbatches[0], self.options, step.written)
+        self.preparer.look_again(prepared, microbatches[0], self.options, step.state.written)
         if cut_off:
             _give((tensor, leaf.grad) for tensor, leaf in cut_off)
         elif step.state.inputs_need_grad:
@@ -117,7 +119,7 @@ class StepRunner:
         prepared = self.preparer.prepare(microbatches[0], self.options)
         step = self._step(prepared, microbatches, weights, caller, {"outputs"})
         step.run_forward()
-        self.preparer.look_again(prepared, microbatches[0], self.options, step.written)
+        self.preparer.look_again(prepared, microbatches[0], self.options, step.state.written)
         output, joints = self._joined(step)
         if problem is not None and any(joint.how == "sum" for joint in joints):
             raise UsageError(
@@ -126,7 +128,7 @@ class StepRunner:
                 f"{users_line()}); compute the number from the model's own arguments, or pass the "
                 "target to forward_backward"
             ) from problem
-        if not cut or not step.state.context.differentiable:
+        if not cut or not step.state.context.graphs.differentiable:
             return output
         inputs = self._inputs_that_need_grad(step, args, kwargs, None)
         return attach(output, joints, step, inputs)
@@ -150,14 +152,9 @@ class StepRunner:
                 "pass sample=… to Pipeline, or call the pipeline first"
             )
         prepared = next(reversed(self.preparer.known.values()))
-        step = StepContext(
-            prepared.route,
-            prepared.homes,
-            prepared.devices,
-            differentiable=torch.is_grad_enabled(),
-            cut=False,
-            sealed_forwards=prepared.sealed_forwards,
-        )
+        graphs = Graphs(differentiable=torch.is_grad_enabled(), cut=False)
+        known = KnownForward(sealed_forwards=prepared.sealed_forwards)
+        step = StepContext(prepared.route, prepared.homes, prepared.devices, graphs, known)
         cursor = Cursor(follow_marks=not prepared.planned)
         run = UncutRun(step, 0, cursor)
         before = set_cursor(cursor)
@@ -178,7 +175,7 @@ class StepRunner:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
     ) -> list[Microbatch]:
         """Split a batch into micro-batches."""
-        return split_call(self.preparer.model, self.options, args, kwargs, target)
+        return self.options.split(self.preparer.model, args, kwargs, target)
 
     def _weights_without_target(
         self, microbatches: list[Microbatch]
@@ -210,6 +207,7 @@ class StepRunner:
                 caller=caller,
                 want=frozenset(want),
                 loss_fn=loss_fn,
+                scale=current_scale(),
                 isolate_as=self.preparer.own_storages(prepared) if self.options.isolate else None,
                 observer=self.observe(prepared, len(microbatches)) if self.observe else None,
             )
@@ -234,13 +232,8 @@ class StepRunner:
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             return []
         sizes = [m.size for m in step.request.microbatches]
-        places = input_places(
-            args,
-            kwargs,
-            target,
-            sizes,
-            dims_for(self.preparer.model, self.options.batch_dims, args, kwargs),
-        )
+        dims = dims_of_call(self.preparer.model, self.options.batch_dims, args, kwargs)
+        places = input_places(args, kwargs, target, sizes, dims)
         return [
             (leaf, place)
             for leaf, place in zip(given, places, strict=True)

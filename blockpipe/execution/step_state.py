@@ -12,8 +12,9 @@ from .._common.nested import tensors
 from ..crossing.constants import Constants
 from ..crossing.host_stores import HostLinks
 from ..crossing.microbatch_run import MicrobatchRun
-from ..crossing.tags import StepContext
+from ..crossing.step_context import Graphs, StepContext
 from ..devices.devices import is_asynchronous
+from ..devices.digests import Comparisons
 from ..devices.observer import Watch
 from .microbatch.whole_arguments import WholeArguments
 from .step_mode import mode_of
@@ -60,8 +61,12 @@ class StepState:
         self.links = HostLinks()
         self.runs: dict[int, MicrobatchRun] = {}
         self.results: list[MicrobatchResult | None] = [None] * len(microbatches)
+        # Names of what the forwards wrote, and had not written when the model was recorded. One by
+        # one, micro-batches cannot mix in what they write, so nothing is looked at.
+        self.written: list[str] = []
         self.mode = mode_of(request, inputs_need_grad=self.inputs_need_grad)
         self.context.constants = None if self.mode.one_by_one else Constants()
+        self.context.comparisons = Comparisons() if request.prepared.steps == 0 else None
         self.whole_arguments = WholeArguments(
             microbatches,
             one_by_one=self.mode.in_one_thread and not self.context.has_copies,
@@ -80,14 +85,19 @@ class StepState:
         return None if observer is None else observer.watch(tensor, -1, hop, m)
 
     def root(self, m: int, loss: Tensor) -> Tensor:
-        """Return the gradient that a micro-batch's loss starts from: its weight."""
+        """Return the gradient that a micro-batch's loss starts from: its weight,
+        scaled as the caller's loop scales a loss."""
         weight = self.request.weights[m]
         if self.request.isolate_as is not None:
-            return torch.full_like(loss, weight)
+            return self._scaled(torch.full_like(loss, weight))
         key = weight, loss.dtype, loss.device
         if key not in self._roots:
-            self._roots[key] = torch.full_like(loss, weight)
+            self._roots[key] = self._scaled(torch.full_like(loss, weight))
         return self._roots[key].view(loss.shape)
+
+    def _scaled(self, root: Tensor) -> Tensor:
+        scale = self.request.scale
+        return root if scale is None else scale(root).to(root.dtype)
 
     def clean_up(self, *, keeps_graphs: bool) -> None:
         """Let go of what the runs hold: they are over, or the step has failed.
@@ -108,22 +118,14 @@ def _context(
     request: StepRequest, randomness: StepRandomness, *, differentiable: bool
 ) -> StepContext:
     prepared, schedule = request.prepared, request.schedule
-    return StepContext(
-        prepared.route,
-        prepared.homes,
-        prepared.devices,
+    graphs = Graphs(
         differentiable=differentiable,
-        isolate_as=request.isolate_as,
         cut=request.is_cut,
-        begins=prepared.begins,
-        splits=not isinstance(schedule, str) or schedule.startswith(("zb", "auto")),
-        tracks_writes=prepared.recording.writes_across,
-        sealed_functions=prepared.sealed_forwards.functions,
-        sealed_forwards=prepared.sealed_forwards,
+        split=not isinstance(schedule, str) or schedule.startswith(("zb", "auto")),
+    )
+    return StepContext(
+        *(prepared.route, prepared.homes, prepared.devices, graphs, prepared.known_forward),
         sources=randomness.sources,
-        waiting=prepared.waiting,
-        hops_rerunning_forward=prepared.hops_rerunning_forward,
-        custom_functions=prepared.recording.custom_functions,
-        is_first=prepared.steps == 0,
+        isolate_as=request.isolate_as,
         observer=request.observer,
     )

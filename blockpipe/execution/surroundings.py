@@ -2,12 +2,13 @@
 while it runs."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
 from ..crossing.torch_patches import Backwards, CustomFunctions, ScriptFunctions, TensorHooks
 from ..crossing.user_checkpoints import Checkpoints
+from .hook_steps import no_early_steps
 from .step_request import StepRequest
 from .step_state import StepState
 
@@ -20,10 +21,10 @@ def around_cut_step(state: StepState) -> Iterator[None]:
         stack.enter_context(prepared.sealed_forwards)
         if prepared.batch_norm is not None:
             stack.enter_context(prepared.batch_norm.step())
-        if state.context.splits:
+        if state.context.graphs.split:
             stack.enter_context(TensorHooks())
         if prepared.compiled is not None:
-            keeps_graphs = state.context.differentiable and "loss" not in request.want
+            keeps_graphs = state.context.graphs.differentiable and "loss" not in request.want
             stack.enter_context(
                 prepared.compiled.step(_in_flight(state), keeps_graphs=keeps_graphs)
             )
@@ -33,16 +34,31 @@ def around_cut_step(state: StepState) -> Iterator[None]:
         stack.enter_context(ScriptFunctions())
         stack.enter_context(Checkpoints())
         stack.enter_context(_current_device_kept(request))
+        stack.enter_context(_no_early_steps(state))
         yield
 
 
-def around_plain_loop(state: StepState) -> AbstractContextManager[None]:
+@contextmanager
+def around_plain_loop(state: StepState) -> Iterator[None]:
     """Stand around a step in which no operation is intercepted: only stand-ins for modules and
     the current device matter there, and mostly there are no stand-ins."""
     prepared = state.request.prepared
     if prepared.compiled is not None or prepared.batch_norm is not None:
-        return around_cut_step(state)
-    return _current_device_kept(state.request)
+        with around_cut_step(state):
+            yield
+    else:
+        with _current_device_kept(state.request), _no_early_steps(state):
+            yield
+
+
+def _no_early_steps(state: StepState) -> AbstractContextManager[None]:
+    """Stand around a step whose micro-batches are under way at once. Which step of a small model
+    runs as the plain loop is no reason to let it step in the backward, and the next one not."""
+    request = state.request
+    if request.schedule in ("sequential", "uncut"):
+        return nullcontext()
+    tensors = (home.tensor for home in request.prepared.homes.values())
+    return no_early_steps(tensors, len(request.microbatches))
 
 
 def _in_flight(state: StepState) -> int:

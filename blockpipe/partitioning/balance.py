@@ -16,11 +16,12 @@ from torch import nn
 
 from .._common.callsite import remembers_caller
 from .._common.checks import expected
+from .._common.hints import knows_other_names
 from ..batches.step_arguments import StepArguments
-from ..devices.devices import is_asynchronous, is_on_meta
+from ..devices.devices import Devices, is_asynchronous, is_on_meta, named_devices
 from ..errors import UsageError
 from ..preparation.hop_costs import rates_of_stages
-from ..preparation.memory_model import copies_of
+from ..preparation.memory.model import copies_of
 from ..preparation.options import check_loss, check_schedule
 from ..preparation.prepared import lanes_of
 from ..recording.record import record
@@ -39,10 +40,16 @@ from .conditions import (
 )
 from .search import CutSearch
 from .search_report import balanced_plan
-from .segment_timing import SegmentTimer, TimingOptions
+from .timing.segment_timing import SegmentTimer, TimingOptions
 
 
 @remembers_caller
+@knows_other_names(
+    microbatches="pass chunks=",
+    n_stages="pass stages=",
+    num_stages="pass stages=",
+    sample="pass args=, the forward's arguments",
+)
 def balance(
     model: nn.Module,
     args: Any = (),
@@ -54,7 +61,7 @@ def balance(
     loss_fn: Callable[..., Any] | None = None,
     chunks: int = 8,
     schedule: ScheduleOption = "1f1b",
-    devices: Sequence[Any] | None = None,
+    devices: Devices = None,
     speeds: Sequence[float] | None = None,
     limits: Sequence[int] | int | None = None,
     optimizer: object = None,
@@ -140,10 +147,10 @@ def balance(
     if not isinstance(kwargs, Mapping | None):
         raise UsageError(expected("a mapping from names to values", kwargs, for_="kwargs"))
     args = tuple(args) if isinstance(args, tuple | list) else (args,)
-    _check(model, by)
-    check_loss(loss_fn, target)
     sample = StepArguments(args, dict(kwargs or {}), target, loss_fn)
+    _check(model, by, sample)
     check_schedule(schedule, check_count("chunks", chunks))
+    devices = named_devices(devices)
     places = stage_devices(model, devices, check_count("stages", stages))
     conditions = Conditions(
         stages=stages,
@@ -161,8 +168,7 @@ def balance(
         training=training,
         at=modules_named(model, at),
     )
-    is_measured = by == "time" and measure and not is_on_meta(model)
-    return _balanced(model, sample, conditions, check_count("repeats", repeats), is_measured)
+    return _balanced(model, sample, conditions, check_count("repeats", repeats), measure)
 
 
 def _balanced(
@@ -175,7 +181,7 @@ def _balanced(
         search = CutSearch(model, sample, recording, conditions)
         is_serial = is_asynchronous(places[0]) or search.costs.one_thread
         lanes = 1 if is_serial else len(set(conditions.lanes))
-        if measure:
+        if measure and conditions.by == "time" and not is_on_meta(model):
             options = TimingOptions(
                 device=places[0],
                 threads=max(1, torch.get_num_threads() // lanes),
@@ -190,8 +196,9 @@ def _balanced(
         return balanced_plan(search, *search.run())
 
 
-def _check(model: object, by: object) -> None:
+def _check(model: object, by: object, sample: StepArguments) -> None:
     if isinstance(model, ModuleInterface):
         raise UsageError(expected("the model itself", model, for_="model", fix="pass its .module"))
     if by not in tuple(UNITS):
         raise UsageError(expected(f"one of {', '.join(map(repr, UNITS))}", by, for_="by"))
+    check_loss(sample.loss_fn, sample.target)

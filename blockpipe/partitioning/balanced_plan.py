@@ -61,6 +61,13 @@ class BalancedPlan(StagePlan):
         step_seconds: the predicted time of a step, without the optimizer's.
         simulation: the schedule played out; ``None`` if a step runs in one thread, without one.
         notes: further notes on the plan.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> plan = bp.balance(net, torch.zeros(8, 4), 2, "parameters")
+        >>> [(share.begins, share.elements) for share in plan.shares]
+        [('the start', 40), ('2', 40)]
     """
 
     model: str = ""

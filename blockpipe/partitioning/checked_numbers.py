@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import inf
 
 from .._common.callsite import users_line
-from .._common.checks import expected, is_integer
+from .._common.checks import expected, is_integer, is_number
 from ..errors import PlanError
 
 _MOST = 2**20  # of anything that is counted: lists of that many are made
@@ -64,11 +64,9 @@ def check_count(name: str, value: object) -> int:
 
 
 def _check_number(value: object, name: str, *, positive: bool) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (value > 0 if positive else 0 <= value < inf):  # type: ignore[operator]
+    if not is_number(value) or not (value > 0 if positive else 0 <= value < inf):
         contract = "a positive number" if positive else "a finite number from 0 up"
         raise PlanError(expected(contract, value, for_=name))
-    assert isinstance(value, int | float)
     if value not in (0, inf) and not _LEAST_NUMBER <= value <= _MOST_NUMBER:
         contract = f"a number from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}"
         raise PlanError(expected(contract, value, for_=name))

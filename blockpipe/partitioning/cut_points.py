@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..devices.devices import is_asynchronous
-from ..preparation.memory_model import working_bytes
-from ..recording.recording import Call, Recording, TensorInfo
+from ..preparation.memory.model import working_bytes
+from ..recording.calls import Call
+from ..recording.recording import Recording, TensorInfo
 
 
 def why_closed(recording: Recording, at: Container[str] | None = None) -> list[str | None]:
@@ -200,7 +201,7 @@ class SegmentCosts:
     def memory(self, in_flight: int, copies: float, *, training: bool) -> Tensor:
         """Return the predicted peak in bytes, for every stage.
 
-        :func:`blockpipe.preparation.memory_model.predict` adds up the same for one stage.
+        :func:`blockpipe.preparation.memory.model.predict` adds up the same for one stage.
 
         Args:
             in_flight: the number of micro-batches whose activations the stage holds at once.

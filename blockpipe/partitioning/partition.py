@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._common.callsite import users_line
-from .._common.checks import expected
+from .._common.checks import expected, is_integer
 from ..errors import PlanError
 from .checked_numbers import check_count, checked_number, checked_numbers
 from .optimum import most_even_bounds
@@ -38,7 +38,7 @@ def partition_uniform(items: int | Sized, stages: int) -> list[int]:
         >>> partition_uniform(10, 4)
         [3, 3, 2, 2]
     """
-    count = items if isinstance(items, int) and not isinstance(items, bool) else _length(items)
+    count = items if is_integer(items) else _length(items)
     _check_stages(count, stages)
     least, more = divmod(count, stages)
     return [least + (stage < more) for stage in range(stages)]

@@ -14,8 +14,8 @@ from torch import nn
 
 from .._common.text import one_line
 from .._torch.modules import children_of
+from ..recording.calls import Call
 from ..recording.plan_resolution import attached_plans
-from ..recording.recording import Call
 from ..stages.marks import mark_of
 
 

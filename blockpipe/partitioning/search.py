@@ -21,8 +21,8 @@ from ..stages.plan import Assignment, StagePlan
 from .conditions import Conditions
 from .cut_points import SegmentCosts, beginners, cut_depth_penalty, why_closed
 from .optimum import best_bounds
-from .segment_timing import SegmentTimes
 from .stage_costs import StageCosts
+from .timing.segment_timing import SegmentTimes
 
 
 class CutSearch:

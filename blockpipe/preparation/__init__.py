@@ -1,6 +1,6 @@
 """What is worked out once for each kind of call: a recording made ready for steps.
 
 In: a model, options, a micro-batch. Out: a :class:`~blockpipe.preparation.prepared.Prepared`:
-homes, stand-ins for sealed modules, lanes, costs, memory. Read first: ``preparer`` (record, plan,
-place), then ``options``.
+homes, stand-ins for sealed modules, lanes, costs. Read first: ``preparer`` (record, plan, place),
+then ``options``. ``memory`` predicts and measures what a step needs.
 """

@@ -1,20 +1,22 @@
 """The options of a pipeline, checked before anything moves."""
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
 
 from torch import nn
 
-from .._common.callsite import users_line
+from .._common.callsite import users_line, warn
 from .._common.checks import expected, is_integer
 from .._common.hints import ALL_REDUCE
-from ..batches.batch_dims import BatchDims
-from ..batches.microbatch import LossReduction
+from ..batches.batch_dims import BatchDims, dims_of_call
+from ..batches.microbatch import LossReduction, Microbatch, split
 from ..errors import MicrobatchError, PlanError, ScheduleError, UsageError
-from ..schedules.builders import SCHEDULES, ScheduleOption, check_in_flight
+from ..schedules.builders import SCHEDULES, ScheduleOption, check_in_flight, cuts_graphs
 from ..schedules.schedule import Schedule
 from ..stages.plan import StagePlan
+from ..weights.accelerate_hooks import offloaded_modules
 
 T = TypeVar("T")
 
@@ -51,6 +53,10 @@ def check_plan(plan: object) -> None:
         return
     if not isinstance(plan, StagePlan):
         fix = "take record(model, args).plan, or StagePlan.from_json(text)"
+        if isinstance(plan, str):
+            fix = "write StagePlan.from_layout('layer3=1'), or StagePlan.load(path) for a file"
+        elif isinstance(plan, Mapping):
+            fix = "mark the model by it: begin_blocks(model, {'layer3': 1})"
         raise PlanError(expected("a StagePlan", plan, for_="plan", fix=fix))
     plan.check()
 
@@ -60,8 +66,7 @@ def check_batch_dims(dims: object) -> None:
     values = list(dims.values()) if isinstance(dims, Mapping) else [dims]
     for value in values:
         is_list = value == "list" and isinstance(dims, Mapping)
-        is_dim = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not is_list and not is_dim:
+        if value is not None and not is_list and not is_integer(value):
             raise MicrobatchError(
                 expected(
                     "an integer, None, or a mapping from arguments to integers, 'list' or None",
@@ -91,7 +96,8 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 
 def check_model(model: object) -> None:
-    """Raise :class:`UsageError` for a model that is no module, or is on several devices already."""
+    """Raise :class:`UsageError` for a model that is no module, is on several devices already, or
+    has weights that are on none."""
     if not isinstance(model, nn.Module):
         raise UsageError(expected("an nn.Module", model, for_="model of Pipeline"))
     for path, module in model.named_modules():
@@ -109,6 +115,14 @@ def check_model(model: object) -> None:
                 f"parallelize_module), and a stage is on one device ({users_line()}); pass "
                 f"Pipeline the plain model, and {ALL_REDUCE}"
             )
+    offloaded = offloaded_modules(model)
+    if offloaded:
+        raise UsageError(
+            f"expected a model with its weights on devices, got one of which Accelerate keeps "
+            f"{offloaded[:3]} in host memory or on disk ('cpu' or 'disk' in its device map; "
+            f"{users_line()}): a stage's weights stay on its device; load it with a device_map of "
+            "devices alone, or on the meta device and pass weights=… to Pipeline"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +202,14 @@ class PipelineOptions:
     @property
     def cuts(self) -> bool:
         """Whether the graph is cut between the stages."""
-        return self.schedule != "uncut"
+        return cuts_graphs(self.schedule)
+
+    def split(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
+    ) -> list[Microbatch]:
+        """Split the arguments of a model, and a target for the loss, into micro-batches."""
+        dims = dims_of_call(model, self.batch_dims, args, kwargs)
+        return split(args, kwargs, target, self.chunks, dims, cut=self.cuts)
 
     def prepared_for(self) -> tuple[Any, ...]:
         """Return the options that a recording, and all that follows from it, depends on."""
@@ -232,20 +253,100 @@ def check_graphs(*, cuda_graphs: bool, deferred_batch_norm: bool) -> None:
         )
 
 
-def check_loss(loss_fn: object, target: object) -> None:
-    """Raise :class:`UsageError` for a loss that cannot be called, or a target without one."""
+def check_loss(loss_fn: object, target: object, others: Iterable[str] = ()) -> None:
+    """Raise :class:`UsageError` for a loss that cannot be called, or a target without one.
+
+    Args:
+        loss_fn: as the user gave it.
+        target: as the user gave it.
+        others: the names of the call's further arguments.
+    """
     contract = "a callable (output, target) -> loss"
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(expected(contract, loss_fn, for_="loss_fn"))
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         fix = f"pass an instance of the class: loss_fn={loss_fn.__name__}()"
         raise UsageError(expected(contract, loss_fn, for_="loss_fn", fix=fix))
+    if target is None and loss_fn is not None and _needs_target(loss_fn):
+        raise UsageError(
+            f"expected a target for a loss_fn that takes two arguments, got none ({users_line()}); "
+            "pass what it compares the output with by name: target=…, or leave loss_fn out if the "
+            "model computes its own loss"
+        )
+    meant = next((name for name in others if name in ("criterion", "loss", "loss_func")), None)
+    if target is not None and loss_fn is None and meant is not None:
+        raise UsageError(
+            f"a target was given, but no loss_fn to compare it by ({users_line()}); pass loss_fn= "
+            f"in the place of {meant}=, which goes to the model"
+        )
     if target is not None and loss_fn is None:
         raise UsageError(
             f"a target was given, but no loss_fn to compare it by ({users_line()}); pass "
-            "loss_fn=…, or pass the model its labels as an argument, by position if its name is "
-            "target"
+            "loss_fn=…, or, to a model that computes its own loss from an argument of that name, "
+            "model_kwargs={'target': …}"
         )
+
+
+def _needs_target(loss_fn: Any) -> bool:
+    """Return whether a loss can be called with two arguments and not with one."""
+    try:
+        takes = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+        takes.bind(None, None)
+    except (TypeError, ValueError):  # another number of them, or a builtin without a signature
+        return False
+    try:
+        takes.bind(None)
+    except TypeError:
+        return True
+    return False
+
+
+def check_reduction(
+    loss_fn: object, kwargs: Mapping[str, Any], loss_reduction: LossReduction, chunks: int
+) -> None:
+    """Look for a loss that is no mean over the samples, although ``loss_reduction`` says so.
+
+    Raises:
+        UsageError: the model is to divide each micro-batch's loss by a number of the whole batch.
+    """
+    if loss_reduction == "sum" or chunks == 1:
+        return
+    items = kwargs.get("num_items_in_batch")
+    if kwargs.get("labels") is not None and items is not None and not getattr(items, "ndim", 0):
+        raise UsageError(
+            "expected losses of micro-batches that are means, got num_items_in_batch, by which "
+            "the model divides each of them, as in a call by Hugging Face's Trainer "
+            f"({users_line()}); use blockpipe.integrations.transformers.PipelineTrainer in its "
+            "place, or pass loss_reduction='sum' to Pipeline"
+        )
+    if loss_reduction == "mean" and getattr(loss_fn, "reduction", None) == "sum":
+        warn(
+            f"loss_fn has reduction='sum', but losses of micro-batches are averaged "
+            f"({users_line()}); pass loss_reduction='sum' to Pipeline"
+        )
+
+
+def joined_kwargs(kwargs: dict[str, Any], model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the model's keyword arguments: those of a call, and those that a method of a pipeline
+    would take for its own.
+
+    Raises:
+        UsageError: they are no mapping, or one is given twice.
+    """
+    if model_kwargs is None:
+        return kwargs
+    if not isinstance(model_kwargs, Mapping):
+        fix = "write model_kwargs={'target': …}"
+        raise UsageError(
+            expected("a mapping from names to values", model_kwargs, for_="model_kwargs", fix=fix)
+        )
+    twice = sorted(kwargs.keys() & model_kwargs.keys())
+    if twice:
+        raise UsageError(
+            f"expected each argument of the model once, got {twice} both by name and in "
+            f"model_kwargs ({users_line()}); leave it out of one"
+        )
+    return {**kwargs, **model_kwargs}
 
 
 def check_schedule(schedule: object, chunks: int) -> None:

@@ -19,6 +19,7 @@ from ..batches.microbatch import Microbatch
 from ..costs.meter import ASKS_HOST
 from ..costs.rates import Rates, together
 from ..crossing.host_stores import AHEAD
+from ..crossing.step_context import KnownForward
 from ..crossing.tags import ParameterHome
 from ..devices.devices import is_asynchronous
 from ..devices.rng_streams import Source, host_sources, sources_of, torchs_of
@@ -144,21 +145,23 @@ class Prepared:
         return tuple(lanes.setdefault(self.lane_of_stage[s], len(lanes)) for s in self.route)
 
     @cached_property
-    def begins(self) -> list[int]:
-        """For each hop, the number of the mark that it began with."""
-        return [hop.mark for hop in self.recording.hops]
-
-    @cached_property
     def is_asynchronous(self) -> bool:
         """Whether any stage is on an accelerator."""
         return any(is_asynchronous(device) for device in self.devices)
 
     @cached_property
-    def waiting(self) -> frozenset[str]:
-        """The names of the torch functions in glue that make the host wait for a device."""
-        if not self.is_asynchronous:
-            return frozenset()
-        return frozenset(self.recording.waiting) | ASKS_HOST
+    def known_forward(self) -> KnownForward:
+        """The recording's knowledge of the forward, by which steps run it."""
+        hops = self.recording.hops
+        return KnownForward(
+            begins=[hop.mark for hop in hops],
+            tracks_writes=self.recording.writes_across,
+            sealed_functions=self.sealed_forwards.functions,
+            sealed_forwards=self.sealed_forwards,
+            waiting={*self.recording.waiting, *ASKS_HOST} if self.is_asynchronous else (),
+            hops_rerunning_forward={hop.index for hop in hops if hop.reruns_forward},
+            custom_functions=self.recording.custom_functions,
+        )
 
     @cached_property
     def on_one_device(self) -> bool:
@@ -205,11 +208,6 @@ class Prepared:
         for info in self.recording.hops if hop is None else [self.recording.hops[hop]]:
             info.draws.add(kind)
         self.__dict__.pop("sources", None)
-
-    @cached_property
-    def hops_rerunning_forward(self) -> frozenset[int]:
-        """Hops with functions that may read what they saved more than once."""
-        return frozenset(hop.index for hop in self.recording.hops if hop.reruns_forward)
 
     def recomputes(self, microbatch: int, microbatches: int) -> bool:
         """Return whether a micro-batch is recomputed where no mark says otherwise."""
@@ -335,6 +333,13 @@ class Prepared:
             yield (
                 f"{', '.join(idle)} {verb} no stage: the forward has {count} "
                 f"stage{'s' if count > 1 else ''}; mark more, or pass fewer devices"
+            )
+        elif len(self.lane_of_stage) > 1 and not (
+            self.recording.planned or self.recording.marks or self.recording.unreached
+        ):  # lanes of the CPU have no names, and a spare one is harmless: ["cpu"] * 4 is a habit
+            yield (
+                f"nothing is marked, for {len(self.lane_of_stage)} devices; mark the model "
+                "(begin_blocks), pass plan=balance(model, args, stages), or pass one device"
             )
         if option in ("interleaved", "zb-v") and self.is_chain_of_lanes and len(self.route) > 1:
             beside, twice = (

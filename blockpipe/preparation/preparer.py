@@ -3,11 +3,10 @@
 Reads as the flow does: record → plan → place.
 """
 
-import inspect
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,23 +17,24 @@ from torch import Tensor, nn
 from .._common.callsite import users_line, warn
 from .._common.nested import leaves
 from .._common.text import bytes_text
-from ..batches.batch_dims import BatchDims, dims_of_call
-from ..batches.microbatch import Microbatch, split
+from ..batches.microbatch import Microbatch
 from ..crossing.tags import ParameterHome
-from ..devices.devices import checked_devices, default_devices
+from ..devices.devices import Devices, checked_devices, default_devices, named_devices
 from ..devices.ownership import Owner, set_owner
 from ..errors import PlanError, StateError, UsageError
 from ..recording.plan_resolution import planned_by
 from ..recording.record import record_planned
 from ..recording.recording import Recording
-from ..schedules.builders import ScheduleOption
+from ..recording.sample import RecordRequest
 from ..stages.plan import StagePlan
+from ..weights.accelerate_hooks import AccelerateHooks
 from ..weights.materialize import PendingValues
 from ..weights.placement import Fingerprint, Placement
 from .batch_norm import DeferredBatchNorm
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
+from .shared_state import check_shared_state, runs_by
 from .steering import Steering
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
@@ -45,14 +45,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How modules are compiled."""
+    """The way in which modules are compiled."""
 
     options: dict[str, Any] | None  # for torch.compile; None: they are captured only
     cuda_graphs: bool
 
 
 class Preparer:
-    """What a pipeline knows of its model, and what it has worked out for it.
+    """The part of a pipeline that records, plans and places its model, and remembers the results.
 
     Args:
         model: the user's.
@@ -65,21 +65,23 @@ class Preparer:
         self,
         model: nn.Module,
         *,
-        devices: Sequence[Any] | None,
+        devices: Devices,
         plan: StagePlan | None,
         values: PendingValues,
     ) -> None:
         check_plan(plan)
         self.model = model
         self.given_plan = plan
-        self.given_devices = given = checked_devices(devices)
-        self._given_lanes = None if given is None else lanes_of(given, devices or ())
+        named = named_devices(devices)
+        self.given_devices = given = checked_devices(named)
+        self._given_lanes = None if given is None else lanes_of(given, named or ())
         self._values = values
         self._number = next(_numbers)
         self.known: OrderedDict[Any, Prepared] = OrderedDict()  # the latest used is the last
         self.compiles: CompileOptions | None = None
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
+        self._hooks = AccelerateHooks(model)
         self._steering = Steering(model)
         self._unread = frozenset[str]()  # attributes that look like switches, and are none
         self._written = frozenset[str]()  # by steps that had not written it when recorded
@@ -98,7 +100,8 @@ class Preparer:
 
     @property
     def plan(self) -> StagePlan | None:
-        """Which module call is on which stage; before the recording what was given, or ``None``."""
+        """The stage of each module call; before the recording the plan that was given, or
+        ``None``."""
         recording = self.recording
         if recording is not None or self.given_plan is not None:
             return self.given_plan if recording is None else recording.plan
@@ -121,22 +124,30 @@ class Preparer:
             )
         return list(self.given_devices)
 
+    @property
+    def expected_devices(self) -> list[torch.device]:
+        """The devices that stages are on, or will be; all of the machine's if none were given."""
+        if self._placement is not None:
+            return self._placement.devices
+        return self.given_devices or default_devices() or [torch.device("cpu")]
+
     def placed(self) -> list[torch.device] | None:
-        """The device of each stage, where the model is placed and nobody has disturbed that."""
+        """Return the device of each stage, where the model is placed and nobody has disturbed
+        that."""
         placement = self._placement
         if placement is None or self.is_replanned() or placement.is_disturbed():
             return None
         return placement.devices
 
     def is_replanned(self) -> bool:
-        """Whether a plan was set or taken off since the model was placed."""
+        """Return whether a plan was set or taken off since the model was placed."""
         known = self._fingerprint
         return self.given_plan is None and known is not None and known.is_replanned()
 
     # --- record → plan → place
 
     def prepare(self, batch: Microbatch, options: PipelineOptions) -> Prepared:
-        """The recording that fits a micro-batch, and the model placed by it."""
+        """Return the recording that fits a micro-batch, with the model placed by it."""
         if self.is_replanned():
             self.unplace()
             self._fingerprint = None
@@ -157,7 +168,7 @@ class Preparer:
             recording = self._record(batch, options)
             devices = self.placed() or self._choose_devices(recording)
             recording.check(len(devices), in_order=self._placement is None)
-            _check_state(recording, options.schedule)
+            check_shared_state(recording, options.schedule)
             prepared = self._place(recording, devices, options)
             self._compile(prepared)
             self._forget_oldest(batch)
@@ -170,14 +181,15 @@ class Preparer:
         return prepared
 
     def _caution_once(self, prepared: Prepared, options: PipelineOptions) -> None:
-        """Say what was hardly meant so, at the first step of a pipeline."""
+        """Warn, at the first step of a pipeline, of options and marks that were hardly meant so."""
         if not self._has_cautioned:
             self._has_cautioned = True
             for text in (*prepared.recording.unreached, *prepared.cautions(options.schedule)):
                 warn(f"{text} ({users_line()})")
 
     def _forget_oldest(self, batch: Microbatch) -> None:
-        """Before another one comes: no more than so many are kept, the latest used."""
+        """Forget the recordings that were not used for longest, so that no more than so many are
+        kept."""
         while len(self.known) >= MOST_RECORDINGS:
             self.known.popitem(last=False)
             if self._has_warned_of_recordings:
@@ -203,15 +215,13 @@ class Preparer:
 
     def _record(self, batch: Microbatch, options: PipelineOptions) -> Recording:
         self._steering.look_around()
-        with self._steering.asked():
+        with self._hooks.absent(), self._steering.asked():
+            planned = planned_by(self.model, self.given_plan)
             recording = record_planned(
-                self.model,
-                batch.args,
-                batch.kwargs,
-                planned_by(self.model, self.given_plan),
-                devices=self.placed(),
+                RecordRequest(
+                    *(self.model, batch.args, batch.kwargs, planned, self.placed(), options.cuts)
+                ),
                 intended=self.given_devices or default_devices(),
-                cut=options.cuts,
                 share=batch.share,
             )
         recording.samples = batch.size
@@ -227,6 +237,7 @@ class Preparer:
         if self._placement is None:
             self._values.fill(recording, devices)
             self._placement = Placement(self.model, devices)
+        self._hooks.take_off()
         homes = self._placement.place(recording)
         for key, earlier in list(self.known.items()):
             if any(h.tensor.device != earlier.devices[h.stage] for h in earlier.homes.values()):
@@ -278,9 +289,10 @@ class Preparer:
         )
 
     def _key(self, batch: Microbatch, fingerprint: Fingerprint) -> Any:
-        """What a recording depends on: modes, grad mode, structure, and the values of what is no
-        tensor: they may lead to another module on the same route, which nothing would notice.
-        Sizes are not in it: a micro-batch whose size leads elsewhere is noticed by its route."""
+        """Return what a recording depends on: modes, grad mode, structure, and the values of
+        arguments that are no tensors. These may lead to another module on the same route, which
+        nothing would notice. Sizes are not in it: a micro-batch whose size leads elsewhere is
+        noticed by its route."""
         shape = tuple(
             (leaf.dtype, leaf.dim(), leaf.requires_grad)
             if isinstance(leaf, Tensor)
@@ -295,7 +307,8 @@ class Preparer:
     def look_again(
         self, prepared: Prepared, batch: Microbatch, options: PipelineOptions, written: list[str]
     ) -> None:
-        """After a step that wrote what it did not write when it was recorded: is that of one hop?
+        """Record again after a step that wrote what it did not write when it was recorded, and
+        check that only one hop uses that.
 
         Raises:
             StateError: several hops share it, or other things cross than those that the step knew.
@@ -308,8 +321,8 @@ class Preparer:
         self._fingerprint = None  # the next step records anew; until then, this is what is known
         recording = self._record(batch, options)
         try:
-            _check_state(recording, options.schedule)
-            if _crossings(recording) != _crossings(prepared.recording):
+            check_shared_state(recording, options.schedule)
+            if runs_by(recording) != runs_by(prepared.recording):
                 raise StateError("other tensors cross between the stages by now")
         except StateError as error:
             raise StateError(
@@ -319,27 +332,28 @@ class Preparer:
             ) from None
 
     def own_storages(self, prepared: Prepared) -> int:
-        """Say whose the parameters and buffers are, for the stage sanitizer; returns by which
-        number it knows them."""
+        """Note for the stage sanitizer whose the parameters and buffers are; return the number by
+        which it knows them."""
         for home in prepared.homes.values():
             set_owner(home.tensor, Owner(self._number, home.stage))
         return self._number
 
     def sketch(self, batch: Microbatch, options: PipelineOptions) -> Prepared:
-        """As :meth:`prepare`, but nothing is placed."""
+        """Do what :meth:`prepare` does, but place nothing."""
         recording = self._record(batch, options)
         devices = self.placed() or self._choose_devices(recording)
         recording.check(len(devices))
         return self._make(recording, {}, devices, options)
 
     def unplace(self) -> nn.Module:
-        """Move the model's parameters and buffers back to where they were; returns the model.
+        """Move the model's parameters and buffers back to where they were; return the model.
 
         What was on the meta device stays on its stage's device: it may be larger than any other.
         """
         if self._placement is not None:
             self._placement.unplace()
             self._placement = None
+        self._hooks.put_back()
         self.known.clear()
         return self.model
 
@@ -357,7 +371,7 @@ class Preparer:
     def apart(
         self, known: OrderedDict[Any, Prepared] | None = None, *, compiles: bool = True
     ) -> Iterator[None]:
-        """While entered, steps are prepared anew, for other options or another mode of the model.
+        """Prepare steps anew while entered, for other options or another mode of the model.
 
         Args:
             known: what is prepared there already, and will be.
@@ -372,46 +386,17 @@ class Preparer:
             self.known, self.compiles = before
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles take the model and the options along, and record anew."""
+        """Leave out what is prepared: copies and pickles take the model and the options along, and
+        record anew."""
         state = dict(self.__dict__)
         state.update(known=OrderedDict(), _placement=None, _fingerprint=None)
-        del state["_steering"]
+        del state["_steering"], state["_hooks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._hooks = AccelerateHooks(self.model)
         self._steering = Steering(self.model)
-
-
-def _check_state(recording: Recording, schedule: ScheduleOption) -> None:
-    """Buffers that the forward writes are read in the plain loop's order, and generators of the
-    user's are drawn from in it, or it is an error."""
-    for drawn in recording.shared_generators:
-        if schedule not in ("uncut", "sequential"):
-            raise StateError(
-                f"a torch.Generator is drawn from on hops {drawn.hops} ({drawn.where}): which "
-                "micro-batch gets which numbers would depend on timing; give each stage a "
-                "generator of its own, draw from torch's global one, or use "
-                "schedule='sequential'"
-            )
-    for held in recording.shared_state:
-        on = [held.stage, *held.also_read_on]
-        if schedule == "uncut" or (schedule == "sequential" and len(on) == 1):
-            continue
-        remedy = "'sequential'" if len(on) == 1 else "'uncut'"
-        what = "buffer" if held.is_buffer else "parameter"
-        raise StateError(
-            f"{what} {held.name!r} is written by the forward and read on hops {held.hops} "
-            f"(stages {on}; {held.where}): micro-batches under way at once would mix in it; "
-            f"read and write it on one hop, or use schedule={remedy}"
-        )
-    for shared in recording.shared_changes:
-        if schedule not in ("uncut", "sequential"):
-            raise StateError(
-                f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops} "
-                f"({shared.where}): micro-batches 0 and 1, under way at once, would change it for "
-                f"each other; {shared.remedy}, or use schedule='sequential'"
-            )
 
 
 def _offloaded(recording: Recording, offload: frozenset[int] | Literal[True]) -> frozenset[int]:
@@ -421,43 +406,17 @@ def _offloaded(recording: Recording, offload: frozenset[int] | Literal[True]) ->
     beyond = sorted(stage for stage in stages if stage >= recording.num_stages)
     if beyond:
         raise PlanError(
-            f"offload names stages {beyond}, but the model has stages 0.."
-            f"{recording.num_stages - 1}; name some of these, or pass offload=True"
+            f"expected stages from 0 to {recording.num_stages - 1} for offload, got {beyond} "
+            f"({users_line()}); name some of these, or pass offload=True"
         )
     if recording.unhookable:
         raise PlanError(
-            "offload hooks into what autograd saves, which torch.func does not bear, and "
-            f"{recording.unhookable} use it; pass offload=False, or checkpoint= instead"
+            "offload hooks into what autograd saves, which torch.func does not allow, and "
+            f"{recording.unhookable} use it ({users_line()}); pass offload=False, or checkpoint= "
+            "instead"
         )
     return stages
 
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | None)
-
-
-def split_call(
-    model: nn.Module,
-    options: PipelineOptions,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Any,
-) -> list[Microbatch]:
-    """A batch in micro-batches, as the model's arguments and a target for the loss."""
-    dims = dims_for(model, options.batch_dims, args, kwargs)
-    return split(args, kwargs, target, options.chunks, dims, cut=options.cuts)
-
-
-def dims_for(
-    model: nn.Module, dims: BatchDims, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> BatchDims:
-    """``batch_dims`` as these arguments are passed."""
-    if not isinstance(dims, Mapping):
-        return dims
-    return dims_of_call(dims, inspect.signature(model.forward).parameters, args, kwargs)
-
-
-def _crossings(recording: Recording) -> tuple[Any, ...]:
-    """What a step goes by: where the forward goes, what is sealed, and what crosses."""
-    crossings = [(c.from_hop, c.to_hop, c.dtype, len(c.shape)) for c in recording.crossings]
-    return recording.route, recording.sealed, recording.sealed_functions, crossings

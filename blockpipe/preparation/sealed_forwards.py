@@ -7,6 +7,7 @@ exactly the user's.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -16,8 +17,10 @@ from .._common.process_changes import ProcessChange
 from .._torch.modules import COMPILED_CALL, buffers_of, is_compiled
 from ..crossing.interception import active_mode
 from ..crossing.recompute import RecomputeSpec
+from ..crossing.step_context import Seal
+from ..recording.calls import Call
 from ..recording.plan_resolution import Stages, planned_stage
-from ..recording.recording import Call, Recording
+from ..recording.recording import Recording
 
 
 class SealedForward(StandIn):
@@ -25,33 +28,20 @@ class SealedForward(StandIn):
 
     Args:
         forward: the module's own forward.
-        hops: the hops on which the module is sealed.
+        seal: how it is called on the hops on which the module is sealed.
         stages: from the number of the module's call to the stage that a plan gives it, overriding
             the marks; ``None``: the plan does not name the module.
-        recompute_spec: how its call is recomputed; ``None``: it is not.
-        waits: whether its call makes the host wait for a device.
-        constants: which of the tensors in its result are constants.
-        path: the module's.
     """
 
     def __init__(
         self,
         forward: Callable[..., Any],
-        hops: frozenset[int],
+        seal: Seal,
         stages: Mapping[int | None, int] | None = None,
-        recompute_spec: RecomputeSpec | None = None,
-        *,
-        waits: bool = False,
-        constants: frozenset[int] = frozenset(),
-        path: str = "",
     ) -> None:
         self.forward = forward
-        self.hops = hops
+        self.seal = seal
         self.stages = stages
-        self.recompute_spec = recompute_spec
-        self.waits = waits
-        self.constants = constants
-        self.path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = active_mode()
@@ -65,13 +55,8 @@ class SealedForward(StandIn):
         if self.stages is not None:
             call = run.count_call(self)
             run.cursor.move(planned_stage(self.stages, call, run.cursor.stage), None)
-        if self.hops and run.is_sealed(self.hops):
-            return mode.call_sealed(
-                *(self.forward, args, kwargs, self.recompute_spec),
-                waits=self.waits,
-                constants=self.constants,
-                name=self.path,
-            )
+        if self.seal.hops and run.is_sealed(self.seal.hops):
+            return mode.call_sealed(self.forward, args, kwargs, self.seal)
         return self.forward(*args, **kwargs)
 
 
@@ -98,6 +83,11 @@ class SealedForwards(ProcessChange):
         modules = dict(model.named_modules())
         waiting = {call.path for call in recording.calls if call.waits}
         constants = _constants(recording)
+
+        def sealed_as(what: str, path: str, hops: frozenset[int]) -> Seal:
+            spec = self._recompute_spec(what, path, recording, modules)
+            return Seal(path, hops, spec, path in waiting, constants.get(path, frozenset()))
+
         self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
         self._sealed: list[tuple[str, nn.Module, SealedForward, Callable[..., Any]]] = []
         for path in sorted({*sealed, *planned, *inner}):
@@ -111,24 +101,14 @@ class SealedForwards(ProcessChange):
             if path not in sealed and path not in planned:
                 self._places.append((module.__dict__, name, forward))
                 continue
-            recompute_spec = self._recompute_spec(
-                f"module {path or '(the model)'!r}", path, recording, modules
-            )
             hops = sealed.get(path, frozenset())
-            sealed_forward = SealedForward(
-                *(forward, hops, planned.get(path), recompute_spec),
-                waits=path in waiting,
-                constants=constants.get(path, frozenset()),
-                path=path,
-            )
+            seal = sealed_as(f"module {path or '(the model)'!r}", path, hops)
+            sealed_forward = SealedForward(forward, seal, planned.get(path))
             self._places.append((module.__dict__, name, sealed_forward))
-            if sealed_forward.hops and not is_compiled(module):
+            if hops and not is_compiled(module):
                 self._sealed.append((path, module, sealed_forward, sealed_forward.forward))
         self.functions = {
-            key: (
-                *(hops, self._recompute_spec(f"function {key}", key, recording, modules)),
-                *(key in waiting, constants.get(key, frozenset())),
-            )
+            key: sealed_as(f"function {key}", key, hops)
             for key, hops in recording.sealed_functions.items()
         }
         self._before: list[Any] = []
@@ -175,9 +155,8 @@ class SealedForwards(ProcessChange):
             new = wrap(path, module, forward)
             if new is not None:
                 sealed_forward.forward = new
-                sealed_forward.recompute_spec = (
-                    sealed_forward.recompute_spec if recomputes else None
-                )
+                if not recomputes:
+                    sealed_forward.seal = replace(sealed_forward.seal, recompute=None)
                 found.append(path)
         return found
 

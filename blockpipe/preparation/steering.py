@@ -9,6 +9,9 @@ To record at every change of a number would be to record at every step, so the r
 forward numbers that remember what they were asked, and each step asks the same again. A float with
 such an integer on its right (``0.1 * self.step``) computes a plain number: Python asks the integer
 nothing there.
+
+A function counts as a value too, and so does the class of an object of the user's: ``net.activation
+= clipped`` and ``net.strategy = Distill()`` choose what runs.
 """
 
 import dis
@@ -25,8 +28,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from .._torch.modules import COMPILED_CALL
 from ..restoring.holders import (
     ClassHolder,
     ContentHolder,
@@ -37,6 +41,7 @@ from ..restoring.holders import (
     SequenceHolder,
     SetHolder,
     SlotsHolder,
+    content_of_cell,
 )
 from ..restoring.model_state import ModelState, is_users
 
@@ -49,6 +54,8 @@ _MOST_NEW = 4  # names that came or went in one object
 _ASKS = ("lt", "le", "eq", "ne", "gt", "ge")
 _COMPUTES = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow")
 _TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
+_CODE = ("forward", COMPILED_CALL)  # of a module: Fingerprint compares it
+_MOST_NESTED = 3  # functions in the closure of a function
 _UNSET = object()
 _SWITCHES = {bool, type(None)}
 _PLAIN = frozenset([bool, int, float, str, bytes, type(None), type(_UNSET)])
@@ -123,7 +130,7 @@ class Steering:
             if not members and id(holder.owner) not in self._modules:
                 continue
             seen.update((_id_of(holder), key) for key in members)
-            count += len(members)
+            count += sum(type(value) is not _Code for value in members.values())
             if count > MOST_VALUES:
                 break
             self._holders.append(holder)
@@ -192,7 +199,7 @@ class Steering:
             else:
                 self._turn(holder, key, is_new=then is _UNSET or value is _UNSET)
         members = {key: members[key] for key in members if key in names}
-        if members.keys() != before.keys():
+        if members.keys() != before.keys() or _has_code(members) != _has_code(before):
             self._reads[index] = _reader(holder, members)
         self._members[index] = members
 
@@ -215,7 +222,7 @@ class Steering:
         labels = []
         for place in self._places.values():
             if len(place.labels) <= _MOST_RETURNS:
-                label = _label(place.value())
+                label = _label(_seen(place.value()))
                 place.labels.add(label)
                 labels.append(label)
         return *labels, *map(self._answer, self._questions)
@@ -264,9 +271,10 @@ def _is_read(holder: Holder) -> bool:
 def _is_known(module: nn.Module, key: Hashable, value: Any) -> bool:
     """Whether a module's attribute is looked at elsewhere (:class:`Fingerprint`), or is torch's:
     of torch's own layers nobody sets more than numbers."""
-    is_torchs = type(module).__module__.startswith("torch.nn.") and type(value) not in (int, float)
-    is_ours = str(key).startswith("_blockpipe_")
-    return type(value) in (bool, str) or key in _TORCHS or is_torchs or is_ours
+    is_layers = type(module).__module__.startswith("torch.nn.")
+    is_torchs = key in _TORCHS or (is_layers and type(value) not in (int, float, _Code))
+    is_ours = str(key).startswith("_blockpipe_") or key in _CODE
+    return type(value) in (bool, str) or is_torchs or is_ours
 
 
 def _has_names(holder: Holder) -> bool:
@@ -288,7 +296,46 @@ def _plain_members(holder: Holder) -> dict[Hashable, Any]:
         names -= {"__defaults__", "__kwdefaults__"}
     if isinstance(holder, NamesHolder) and holder.namespace() is holder.owner.__globals__:
         names &= _globals_in(holder.owner.__code__)
-    return {key: members[key] for key in members if key in names and _is_plain(members[key])}
+    seen = ((key, _seen(value)) for key, value in members.items() if key in names)
+    return {key: value for key, value in seen if value is not _UNSET}
+
+
+class _Code(tuple[Any, ...]):
+    """The code behind a function, or behind an object of the user's; it keeps no object alive."""
+
+    __slots__ = ()
+
+
+def _has_code(members: dict[Hashable, Any]) -> bool:
+    return any(type(value) is _Code for value in members.values())
+
+
+def _seen(value: Any, depth: int = 0) -> Any:
+    """Return what is compared of a value: a plain one itself, the code of a function and of
+    those in its closure, and the class of an object of the user's; else ``_UNSET``."""
+    if _is_plain(value):
+        return value
+    kind = type(value)
+    if kind in (staticmethod, classmethod):
+        value, kind = value.__func__, type(value.__func__)
+    if kind is property:
+        return _seen(value.fget, depth)
+    if kind is types.MethodType:
+        return _Code((_seen(value.__func__, depth), type(value.__self__)))
+    if kind is functools.partial:
+        return _Code((kind, _seen(value.func, depth)))
+    if kind is types.FunctionType:
+        inner: Iterator[Any] = iter(())
+        if value.__closure__ and depth < _MOST_NESTED:
+            inner = (_seen(content_of_cell(cell), depth + 1) for cell in value.__closure__)
+        return _Code((value.__code__, *(code for code in inner if type(code) is _Code)))
+    if kind is types.BuiltinFunctionType or isinstance(value, type):
+        return _Code((value,))
+    is_object = not issubclass(kind, nn.Module | Tensor) and _is_users_module(kind.__module__)
+    return _Code((kind,)) if is_object else _UNSET
+
+
+_is_users_module = functools.lru_cache(1_000)(is_users)
 
 
 def _frozen(holder: Holder) -> frozenset[Any] | None:
@@ -335,8 +382,11 @@ def _reader(holder: Holder, members: dict[Hashable, Any]) -> Callable[[Any], tup
     if not keys:
         return lambda _: ()
     if holder.namespace() is None:
-        return lambda _: tuple(map(dict(holder.now()).__getitem__, keys))
-    return operator.itemgetter(*keys, keys[0])  # one key twice: it gives a tuple also of one
+        if not _has_code(members):
+            return lambda _: tuple(map(dict(holder.now()).__getitem__, keys))
+        return lambda _: tuple(map(_seen, map(dict(holder.now()).__getitem__, keys)))
+    read = operator.itemgetter(*keys, keys[0])  # one key twice: it gives a tuple also of one
+    return (lambda space: (*map(_seen, read(space)),)) if _has_code(members) else read
 
 
 def _is_torchs(variable: Hashable) -> bool:
@@ -353,7 +403,7 @@ def _label(value: Any) -> Hashable:
     kind = type(value)
     if kind is tuple:
         return tuple(map(_label, value))
-    is_known = kind not in (int, float) and (_is_plain(value) or kind is frozenset)
+    is_known = kind in (frozenset, _Code) or (kind not in (int, float) and _is_plain(value))
     return (kind, value) if is_known else (kind,)
 
 

@@ -6,26 +6,25 @@ spoilt; else the model has to be recorded anew, for others may read it now
 (:meth:`Unwritten.written` says which).
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._common.modules import Slots, all_slots
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import version_of
 from ..errors import StateError
 from ..recording.recording import OutsideTensor, Recording, TensorInfo
 
-_Slots = dict[str, Any]
 _Look = Callable[[], Tensor | None]
 _State = tuple[Tensor, int, int] | None  # the tensor stays alive: no other one gets its address
 States = tuple[list[_State], dict[str, _State]]  # of what several hops read, and of the rest
 
 
 class Unwritten:
-    """What the forward of a recording did not write, looked at before and after a step.
+    """The tensors that the forward of a recording did not write, looked at before and after a step.
 
     Args:
         model: the user's.
@@ -39,7 +38,8 @@ class Unwritten:
         self._others: list[tuple[str, _Look]] = []
         self._modules = [(path, vars(module)) for path, module in model.named_modules()]
         self._changing = recording.changing | set(but)
-        for name, slots, key, tensor in _named(model):
+        parameters, buffers = all_slots(model, parameters_of), all_slots(model, buffers_of)
+        for name, slots, key, tensor in (*parameters, *buffers):
             found = held.get(name)
             if found is None or found.written:
                 continue
@@ -65,7 +65,7 @@ class Unwritten:
             self._others.append((name, look))
 
     def states(self) -> States:
-        """How all of it is now."""
+        """Return the present state of all of the tensors."""
         shared = [_state_of(look()) for _, _, look in self._shared]
         others = {name: _state_of(look()) for name, look in self._others}
         for path, own in self._modules:
@@ -77,8 +77,8 @@ class Unwritten:
         return shared, others
 
     def written(self, before: States) -> list[str]:
-        """The names of what was written since, and one hop reads, or none that is known. They are
-        not looked at again: the model is recorded anew.
+        """Return the names of what was written since and is read by one hop, or by none that is
+        known. They are not looked at again: the model is recorded anew.
 
         Raises:
             StateError: something that several hops read was written.
@@ -102,20 +102,12 @@ class Unwritten:
         return names
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, _Slots, str, Tensor]]:
-    for path, module in model.named_modules():
-        for slots in (parameters_of(module), buffers_of(module)):
-            for key, tensor in slots.items():
-                if tensor is not None:
-                    yield (f"{path}.{key}" if path else key), slots, key, tensor
-
-
-def _slot(slots: _Slots, key: str) -> Tensor | None:
+def _slot(slots: Slots, key: str) -> Tensor | None:
     return slots[key] if key in slots else None  # noqa: SIM401 - TorchScript's has no other way
 
 
 def _state_of(tensor: Tensor | None) -> _State:
-    """Which tensor it is, how often it was written to, and where its values are."""
+    """Return which tensor it is, how often it was written to, and where its values are."""
     if tensor is None:
         return None
     where = tensor.data_ptr() if tensor.layout is torch.strided else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from .._common.callsite import failing_line
 from .._common.model_turns import alone_with
 from .._common.modules import call_with_tensors, named_slots
 from .._common.nested import map_tensors
-from .._common.thread_state import as_ours
+from .._common.thread_state import CallerState, as_ours
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FAKE_TENSOR_LOG, FakeTensor
 from ..devices.devices import is_on_meta
@@ -35,7 +35,7 @@ from ..stages.plan import StagePlan
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, signature
-from .watched_run import counting_writes, hooked, looked_at_twice, run_watched
+from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 R = TypeVar("R")
 
@@ -51,7 +51,7 @@ def record_on_fake_devices(
     devices: list[torch.device],
     plan: StagePlan | None = None,
 ) -> Recording:
-    """Record with every tensor on a fake device of its stage; they need not be there.
+    """Record with every tensor on a fake device of its stage; the devices need not be there.
 
     Args:
         model: as for :func:`record`.
@@ -173,7 +173,7 @@ def _hooked_fake(
     return hooked(attempt)
 
 
-def _watched_twice(request: RecordRequest, holders: Iterable[Holder]) -> Recording:
+def _watched_twice(request: RecordRequest, holders: Collection[Holder]) -> Recording:
     return looked_at_twice(partial(run_watched, request, fake=True, holders=holders))
 
 
@@ -189,7 +189,8 @@ class _Fakes:
         self._made: dict[int, Tensor] = {}  # by the id of the real one
 
     def of(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-        """The fake tensor that stands for a real one, on a device or where the real one is."""
+        """Return the fake tensor that stands for a real one, on a device or where the real one
+        is."""
         if isinstance(tensor, FakeTensor):
             return tensor
         found = self._made.get(id(tensor))
@@ -218,7 +219,7 @@ class _Fakes:
 
 def run_on_fakes(
     request: RecordRequest,
-    watch: Callable[[RecordRequest, Iterable[Holder]], R],
+    watch: Callable[[RecordRequest, Collection[Holder]], R],
     homes: Mapping[str, torch.device] | None = None,
     sample_device: torch.device | None = None,
 ) -> R:
@@ -235,7 +236,9 @@ def run_on_fakes(
         The result of ``watch``.
     """
     mode = TrackedFakes()
-    result = _with_fakes(mode, request, watch, homes, sample_device)
+    # Autocast would keep its casts of fake weights. Steps run without that cache too.
+    with CallerState().uncached_autocast():
+        result = _with_fakes(mode, request, watch, homes, sample_device)
     mode.check_nothing_is_left()
     return result
 
@@ -243,7 +246,7 @@ def run_on_fakes(
 def _with_fakes(
     mode: TrackedFakes,
     request: RecordRequest,
-    watch: Callable[[RecordRequest, Iterable[Holder]], R],
+    watch: Callable[[RecordRequest, Collection[Holder]], R],
     homes: Mapping[str, torch.device] | None,
     sample_device: torch.device | None,
 ) -> R:
@@ -276,7 +279,7 @@ def _with_fakes(
 
 
 class _OtherThreadsOnly(logging.Filter):
-    """Lets through what other threads log."""
+    """A filter that lets through what other threads log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,8 +291,8 @@ class _OtherThreadsOnly(logging.Filter):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """While entered, torch does not log what this thread's fake tensors cannot do: either it is
-    raised, and then said once, or the forward runs for real."""
+    """Keep torch from logging, while entered, what this thread's fake tensors cannot do. Either
+    that is raised, and then said once, or the forward runs for real."""
     logger, filter_ = logging.getLogger(FAKE_TENSOR_LOG), _OtherThreadsOnly()
     logger.addFilter(filter_)
     try:

@@ -7,7 +7,8 @@ batches under way at once would change it for each other. What is only collected
 import logging
 import os
 import types
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,7 @@ from ..restoring.holders import (
     container_of,
 )
 from ..restoring.model_state import is_users, names_in
-from ..stages.cursor import current_cursor
+from ..stages.cursor import is_of_microbatch
 from .reads import Reads
 from .recording import Recording, SharedChange
 
@@ -56,6 +57,8 @@ class _Change:
     first: Any  # what was there when the forward began
     last: Any
     attribute: tuple[str, type | None] | None  # its name, and whose, if any code reads it by that
+    owner: Any
+    key: Any
     hops: set[int] = field(default_factory=set)
     grown_on: set[int] = field(default_factory=set)  # hops that only added to it
     where: str = ""
@@ -69,7 +72,7 @@ class OutsideState:
         modules: the model's, by path.
     """
 
-    def __init__(self, holders: Iterable[Holder], modules: dict[str, nn.Module]) -> None:
+    def __init__(self, holders: Collection[Holder], modules: dict[str, nn.Module]) -> None:
         torchs = {id(m) for module in modules.values() for m in _torchs_of(module)}
         self._paths = {id(module): path for path, module in modules.items()}
         near = {
@@ -83,6 +86,7 @@ class OutsideState:
             for path, module in modules.items()
             for name, tensor in module.named_parameters(recurse=False)
         }
+        self._all = holders
         self._holders: list[Holder] = [
             DictHolder(os.environ._data, os.environ),  # type: ignore[attr-defined]
             *map(_ModuleHolder, near.values()),
@@ -115,7 +119,7 @@ class OutsideState:
 
     def _compare(self, holder: Holder, key: Any, then: Any, now: Any, hop: int) -> None:
         owner = holder.owner
-        if _is_same(then, now) or (isinstance(owner, dict) and _is_of_microbatch(key)):
+        if _is_same(then, now) or (isinstance(owner, dict) and is_of_microbatch(key)):
             return
         if isinstance(holder, CacheHolder):
             self._watch(now)  # its own business, but for what is in it
@@ -125,13 +129,16 @@ class OutsideState:
             is_shared = id(owner) in self._shared or isinstance(holder, _NAMED)
             name, path = self._named(holder, key), self._paths.get(id(owner))
             change = self._changes[id(owner), key] = _Change(
-                *(name, path, is_shared, then, then), _attribute(owner, key)
+                *(name, path, is_shared, then, then),
+                _attribute(owner, key),
+                owner,
+                key,
             )
+        change.where = change.where or users_line()
         if _is_growth(then, now):
             change.grown_on.add(max(hop, 0))
         elif not isinstance(now, Tensor):
             change.hops.add(max(hop, 0))
-            change.where = change.where or users_line()
         change.last = now
         for member in now.members if isinstance(now, _Content) else (now,):
             self._watch(member)
@@ -172,6 +179,14 @@ class OutsideState:
         """Whether several hops add to something: the next forward may empty it first."""
         return any(len(change.grown_on) > 1 for change in self._changes.values())
 
+    def changed(self) -> Iterator[tuple[Any, Any, set[int], str]]:
+        """What was changed, on which hops and where first: an object, and a name or key in it, or
+        ``None`` for its content."""
+        for change in self._changes.values():
+            is_content = isinstance(change.owner, set)
+            key = None if is_content else change.key
+            yield change.owner, key, change.hops | change.grown_on, change.where
+
     def found(self, result: Recording, reads: Reads) -> Iterator[SharedChange]:
         """What micro-batches under way at once would change for each other.
 
@@ -195,14 +210,23 @@ class OutsideState:
             hops = sorted(change.hops | change.grown_on if change.hops else ())
             if not (len(hops) > 1 or (is_put_back and may_be_read)):
                 continue
-            if change.attribute is None or not reads.is_unread(*change.attribute):
+            if not self._is_unread(change, reads):
                 yield SharedChange(change.name, "sets it", hops, change.where, _REMEDY)
 
-
-def _is_of_microbatch(key: Any) -> bool:
-    """Whether a dictionary's key is one that tells this micro-batch from the others."""
-    cursor = current_cursor()
-    return cursor is not None and id(key) in cursor.keys
+    def _is_unread(self, change: _Change, reads: Reads) -> bool:
+        if change.attribute is not None:
+            return reads.is_unread(*change.attribute)
+        if not isinstance(change.owner, dict | set | list | deque):
+            return False
+        names = {
+            key if holder.owner is not holder.namespace() else None
+            for holder in self._all
+            for key, value in holder.before
+            if value is change.owner
+        }
+        return bool(names) and all(
+            _is_plain_name(n) and reads.is_only_filled(str(n)) for n in names
+        )
 
 
 def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:
@@ -213,6 +237,11 @@ def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:
         return key, None
     kind = owner if isinstance(owner, type) else type(owner)
     return (key, kind) if is_users(kind.__module__) and key not in TORCHS else None
+
+
+def _is_plain_name(name: Any) -> bool:
+    """Whether code has to say it: Python reads ``__kwdefaults__`` itself."""
+    return isinstance(name, str) and not name.startswith("__")
 
 
 def _torchs_of(module: nn.Module) -> Iterator[Any]:

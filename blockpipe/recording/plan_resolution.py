@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from .._common.checks import did_you_mean
+from .._common.modules import is_within
 from ..errors import PlanError
 from ..stages.plan import Assignment, StagePlan
-from .recording import Call, Recording
+from .calls import Call
+from .recording import Recording
 
 _KEPT = "_blockpipe_plan"
 Stages = Mapping[str, Mapping[int | None, int]]
@@ -31,13 +33,14 @@ class AttachedPlan:
 
 
 def attached_plan(model: nn.Module) -> AttachedPlan | None:
-    """The plan that was set on a model itself, if one was."""
+    """Return the plan that was set on a model itself, if one was."""
     found: AttachedPlan | None = model.__dict__.get(_KEPT)
     return found
 
 
 def attached_plans(model: nn.Module) -> list[tuple[str, AttachedPlan]]:
-    """The plans that were set on a model and on models inside of it, with the paths of these."""
+    """Return the plans that were set on a model and on models inside of it, with the paths of
+    these."""
     found = ((path, attached_plan(module)) for path, module in model.named_modules())
     return [(path, kept) for path, kept in found if kept is not None]
 
@@ -134,7 +137,7 @@ class Planned:
             )
 
     def _has(self, call: Call | None) -> bool:
-        """Whether a call is inside of the model that the plan was set on."""
+        """Return whether a call is inside of the model that the plan was set on."""
         if not self.inside:
             return True
         around = () if call is None else (call, *call.ancestors())
@@ -160,7 +163,7 @@ class Planned:
         return plan.differences(made_here, here="the plan", there="the forward")
 
     def _unreached(self, recording: Recording) -> Iterator[str]:
-        """Stages that begin before the one below, or that nothing runs on."""
+        """Yield the stages that begin before the one below, or that nothing runs on."""
         yield from recording.begun_too_early()
         reached = {hop.stage for hop in recording.hops}
         for entry in self.plan.assignments:
@@ -174,8 +177,8 @@ class Planned:
 
 
 def planned_by(model: nn.Module, plan: StagePlan | None) -> Planned | None:
-    """The plan that counts for a model: the one passed along, else the one that was set on it, else
-    on a model inside of it.
+    """Return the plan that counts for a model: the one passed along, else the one that was set on
+    it, else on a model inside of it.
 
     Raises:
         PlanError: it names modules that are not there; it is set on two models inside.
@@ -186,7 +189,7 @@ def planned_by(model: nn.Module, plan: StagePlan | None) -> Planned | None:
     if not kept:
         return None
     path, first = kept[0]
-    beside = [(p, k) for p, k in kept if path and not f"{p}.".startswith(f"{path}.")]
+    beside = [(p, k) for p, k in kept if path and not is_within(p, path)]
     if beside:
         other, second = beside[0]
         raise PlanError(
@@ -204,7 +207,7 @@ def _remedy(path: str) -> str:
 
 
 def resolve(model: nn.Module, plan: StagePlan) -> Iterator[tuple[int, list[str]]]:
-    """For each entry that names modules: its ``id``, and their paths.
+    """Return for each entry that names modules its ``id``, and their paths.
 
     A module that is registered under several paths is called by the first of them.
     """
@@ -221,5 +224,6 @@ def resolve(model: nn.Module, plan: StagePlan) -> Iterator[tuple[int, list[str]]
 
 
 def planned_stage(calls: Mapping[int | None, int], call: int, now: int) -> int:
-    """The stage of a call; where the plan does not list it, the one that the forward is on."""
+    """Return the stage of a call; where the plan does not list it, the one that the forward is
+    on."""
     return calls.get(call, calls.get(None, now))

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from ..restoring.model_state import is_users, names_in
+from .watching.accesses import Use, use_of
 
 _PURE = frozenset(
     [
@@ -71,13 +72,25 @@ class Reads:
             name: of either.
             kind: the class of the object that has the attribute; ``None``: it is a variable.
         """
-        for one in self._kinds | ({kind} if kind is not None else set()):
-            for base in one.__mro__:
-                if not is_users(base.__module__) and name in _names_of(base):
-                    return False
-        if self._reads_any:
+        if self._libraries_read(name, kind) or self._reads_any:
             return False
         return self._is_unread(name, frozenset(), is_variable=kind is None)
+
+    def is_only_filled(self, name: str) -> bool:
+        """Whether a container that is known by a name alone is never looked into: all that code
+        does with it is to set entries, and to add to it."""
+        if self._libraries_read(name, None) or self._reads_any:
+            return False
+        return all(
+            _only_fills(function, name)
+            for function, names in zip(self._functions, self._names, strict=True)
+            if name in names
+        )
+
+    def _libraries_read(self, name: str, kind: type | None) -> bool:
+        """Whether the code of a library's module may read it, or that of the object's class."""
+        kinds = self._kinds | ({kind} if kind is not None else set())
+        return any(libraries_code_reads(one, name) for one in kinds)
 
     @functools.cached_property
     def _reads_any(self) -> bool:
@@ -116,6 +129,31 @@ class Reads:
                 if target is None or not self._is_unread(target, assumed):
                     return True
         return False
+
+
+def libraries_code_reads(kind: type, name: object) -> bool:
+    """Whether a class has a name in the code that it inherits from a library."""
+    return any(not is_users(b.__module__) and name in _names_of(b) for b in kind.__mro__)
+
+
+def _only_fills(function: types.FunctionType, name: str) -> bool:
+    tree = _tree_of(function)
+    if tree is None:
+        return False
+    for node, outer in _walk(tree, ()):
+        if isinstance(node, ast.Constant) and node.value == name:
+            return False  # getattr(self, "name")
+        is_read = isinstance(getattr(node, "ctx", None), ast.Load)
+        if isinstance(node, ast.expr) and is_read and _is_named(node, name):
+            around = outer[-1]
+            sets_entry = (
+                isinstance(around, ast.Subscript)
+                and around.value is node
+                and not isinstance(around.ctx, ast.Load)
+            )
+            if not sets_entry and use_of(node, outer[::-1])[0] is not Use.WRITE:
+                return False
+    return True
 
 
 def _mentioned(code: types.CodeType) -> Iterator[str]:

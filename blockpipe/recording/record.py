@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._common.callsite import users_line
+from .._common.checks import expected
+from .._common.hints import knows_other_names
 from .._common.model_turns import alone_with
 from .._common.nested import map_tensors
 from .._common.thread_state import as_ours
@@ -30,16 +31,17 @@ from ..restoring.model_state import ModelState, WritesUndone
 from ..restoring.restored_thread import leaves_intact
 from ..stages.plan import StagePlan
 from .fake_run import record_there
-from .plan_resolution import Planned, planned_by
+from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, check_initialized, remedy, signature, what_failed
-from .watched_run import counting_writes, hooked, looked_at_twice, run_watched
+from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 _log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
 
+@knows_other_names(sample="pass args=, the forward's arguments")
 def record(
     model: nn.Module,
     args: Any = (),
@@ -86,45 +88,34 @@ def record(
         [0]
     """
     if not isinstance(model, nn.Module):
-        raise RecordingError(
-            f"record takes an nn.Module, but {type(model).__name__} came ({users_line()})"
-        )
+        raise RecordingError(expected("an nn.Module", model, for_="model"))
+    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
+        args = (args,)
     planned = planned_by(model, plan)
-    return record_planned(
-        *(model, args, kwargs, planned),
-        fake=fake,
-        devices=devices,
-        intended=intended,
-        cut=cut,
-    )
+    request = RecordRequest(model, tuple(args), dict(kwargs or {}), planned, devices, cut)
+    return record_planned(request, fake=fake, intended=intended)
 
 
 def record_planned(
-    model: nn.Module,
-    args: Any,
-    kwargs: Mapping[str, Any] | None,
-    planned: Planned | None,
+    request: RecordRequest,
     *,
     fake: bool = True,
-    devices: list[torch.device] | None = None,
     intended: Sequence[torch.device] | None = None,
-    cut: bool = True,
     share: BatchPart | None = None,
 ) -> Recording:
-    """As :func:`record`, by a plan that is resolved, and checked against what it gives.
+    """Record as :func:`record` does, and check the plan against the recording.
 
     Args:
+        request: the forward, with a plan that is resolved.
+        fake: whether to use fake tensors.
+        intended: where the stages will be, as in :func:`record`.
         share: which part of a batch the arguments are, where a batch was split.
     """
-    check_initialized(model)
-    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
-        args = (args,)
-    kwargs = dict(kwargs or {})
-    with alone_with(model):
-        request = RecordRequest(model, tuple(args), kwargs, planned, devices, cut)
+    check_initialized(request.model)
+    with alone_with(request.model):
         recording = _record(request, share, intended, fake=fake)
-    if planned is not None:
-        planned.check(recording)
+    if request.planned is not None:
+        request.planned.check(recording)
     return recording
 
 
@@ -206,12 +197,12 @@ def _record_real(request: RecordRequest) -> Recording:
     return run_for_real(request, _watched_twice)
 
 
-def _watched_twice(request: RecordRequest, holders: Iterable[Holder]) -> Recording:
+def _watched_twice(request: RecordRequest, holders: Collection[Holder]) -> Recording:
     return looked_at_twice(partial(run_watched, request, fake=False, holders=holders))
 
 
 def run_for_real(
-    request: RecordRequest, watch: Callable[[RecordRequest, Iterable[Holder]], R]
+    request: RecordRequest, watch: Callable[[RecordRequest, Collection[Holder]], R]
 ) -> R:
     """Watch a forward on real tensors, and put everything back.
 
@@ -235,7 +226,8 @@ def run_for_real(
 
 
 def _one_device_of(model: nn.Module) -> torch.device | None:
-    """Where a model is that is not spread out yet: a batch may be elsewhere, and goes there."""
+    """Return the device of a model that is not spread out yet; a batch that is elsewhere goes
+    there."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     return devices.pop() if len(devices) == 1 else None
 

@@ -18,6 +18,7 @@ from ..costs.work import Work
 from ..crossing.recompute import Recomputable
 from ..errors import PlanError
 from ..stages.plan import Assignment, StagePlan, gaps, too_few_devices
+from .calls import Call, Flow, Saved, Segment
 
 if TYPE_CHECKING:
     from ..reports.summary.summary import Summary
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ActivationBytes:
-    """What a hop keeps of one micro-batch between its forward and its backward."""
+    """The bytes that a hop keeps of one micro-batch between its forward and its backward."""
 
     bytes: int = 0
     shared: int = 0  # of these, what an earlier hop keeps as well: once, where both are on a device
@@ -38,7 +39,16 @@ class ActivationBytes:
 
 @dataclass
 class Hop:
-    """One unbroken visit of the forward to a stage."""
+    """One unbroken visit of the forward to a stage.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> recording = bp.record(net, torch.zeros(8, 4))
+        >>> [(hop.stage, hop.operations) for hop in recording.hops]
+        [(0, 1), (1, 1)]
+    """
 
     index: int
     stage: int
@@ -65,101 +75,19 @@ class Hop:
     whole: str | None = None  # why its backward is not split in two parts; None: it can be
 
 
-@dataclass(eq=False)
-class Call:
-    """One call of a module, or of a :func:`BlockFunction`: its path, which of its calls, and where
-    it ran."""
-
-    path: str
-    kind: str
-    call: int
-    depth: int
-    where: str
-    hop: int | None = None  # of its first operation; None: it did nothing
-    last_hop: int | None = None
-    sealed: bool = True
-    parent: Call | None = field(default=None, repr=False)
-    stage: int = 0
-    under_way: bool = field(default=True, repr=False)
-    is_function: bool = False
-    checkpoint: bool | None = None  # what the mark in effect says
-    draws: bool = False
-    buffers: set[str] = field(default_factory=set, repr=False)  # that it reads or writes
-    refuses: str | None = None  # why it cannot be run again
-    saved_bytes: int = 0  # by autograd, in it, and by no earlier call of the hop
-    flops: float = 0.0
-    mark: str | None = None  # the line of the mark in effect; None: none, or a plan
-    mark_name: str | None = None
-    inbound: list[Call] = field(default_factory=list, repr=False)  # that made its arguments
-    is_recomputed: bool = False  # where recomputation is on: it is sealed, and that gains something
-    work: dict[int, Work] = field(default_factory=dict, repr=False)  # by stage
-    outputs: list[tuple[int, ...]] = field(default_factory=list, repr=False)  # shapes of tensors
-    opened: str | None = None  # why it is not sealed
-    waits: bool = False  # for a device: a tensor's value is asked for in it
-    constants: set[int] = field(default_factory=set, repr=False)  # those of the tensors it returns
-
-    @property
-    def is_module(self) -> bool:
-        """Whether a plan can assign it: a module inside of the model."""
-        return bool(self.path) and not self.is_function
-
-    def recomputes(self, mode: bool) -> bool:
-        """Whether it is recomputed where the pipeline recomputes, or does not."""
-        return self.is_recomputed and (mode if self.checkpoint is None else self.checkpoint)
-
-    def ancestors(self) -> Iterator[Call]:
-        """The calls around it, from the inside out."""
-        call = self.parent
-        while call is not None:
-            yield call
-            call = call.parent
-
-    def open(self, why: str) -> None:
-        """It is not sealed; the first reason counts."""
-        self.sealed = False
-        self.opened = self.opened or why
-
-
-@dataclass
-class Segment:
-    """What runs from the beginning of one call to that of the next: the least that a stage can be.
-
-    Calls that begin without an operation between them begin one segment together.
-    """
-
-    index: int
-    calls: list[int] = field(default_factory=list)  # that begin with it: indices, outermost first
-    why_not: str | None = None  # why no stage can begin with it
-    operations: int = 0
-    kernels: int = 0
-    flops: float = 0.0
-    work: Work = field(default_factory=Work)
-    largest_bytes: int = 0
-    held: list[str] = field(default_factory=list)  # names of parameters and buffers that it reads
-
-
-@dataclass
-class Saved:
-    """What autograd saves in the same segments."""
-
-    segments: tuple[int, ...]  # ascending
-    bytes: int
-    is_input: bool = False  # a part of the micro-batch
-
-
-@dataclass
-class Flow:
-    """A tensor that is made in one segment and read in later ones."""
-
-    made: int
-    read: list[int]  # ascending
-    bytes: int
-    needs_grad: bool
-
-
 @dataclass
 class TensorInfo:
-    """A parameter or buffer: all its names, its size, and who reads it."""
+    """A parameter or buffer: all its names, its size, and who reads it.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> recording = bp.record(net, torch.zeros(8, 4))
+        >>> weight = recording.parameters[0]
+        >>> weight.name, weight.shape, weight.stage
+        ('0.weight', (4, 4), 0)
+    """
 
     names: list[str]
     shape: tuple[int, ...]
@@ -177,7 +105,7 @@ class TensorInfo:
 
     @property
     def name(self) -> str:
-        """Its first name."""
+        """The first of its names."""
         return self.names[0]
 
 
@@ -196,7 +124,7 @@ class OutsideTensor:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The tensor in words."""
         return f"a tensor of shape {self.shape} that no module registered"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -205,7 +133,17 @@ class OutsideTensor:
 
 @dataclass
 class CrossingInfo:
-    """A tensor read on another hop than the one it was made on, or lives on."""
+    """A tensor read on another hop than the one it was made on, or lives on.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> recording = bp.record(net, torch.zeros(8, 4))
+        >>> crossing = recording.crossings[0]
+        >>> crossing.from_stage, crossing.to_stage, crossing.shape
+        (0, 1, (8, 4))
+    """
 
     from_hop: int
     to_hop: int
@@ -233,7 +171,18 @@ class Output:
 
 @dataclass
 class Unmarked:
-    """Operations that belong to no mark: before the first, or after an outermost block's end."""
+    """Operations that belong to no mark: before the first, or after an outermost block's end.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> class Net(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         x = x + 1
+        ...         with bp.Block(stage=1):
+        ...             return x * 2
+        >>> [(found.stage, found.operations) for found in bp.record(Net(), torch.zeros(8)).unmarked]
+        [(0, 1)]
+    """
 
     stage: int
     where: str
@@ -251,7 +200,7 @@ class GeneratorUse:
 
 @dataclass
 class SharedChange:
-    """Something that the forward changes while it runs and that several hops see."""
+    """A change that the forward makes while it runs and that several hops see."""
 
     what: str
     seen: str  # how the hops see it, in words
@@ -263,7 +212,7 @@ class SharedChange:
 
 @dataclass
 class Recording:
-    """What a forward does, stage by stage. Plain data: it holds no tensor and no module.
+    """The work of a forward, stage by stage. It is plain data, and holds no tensor and no module.
 
     Example:
         >>> import torch, blockpipe as bp
@@ -295,6 +244,9 @@ class Recording:
     recomputes: bool = False
     shared_generators: list[GeneratorUse] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)
+    carried: dict[str, str] = field(default_factory=dict)
+    """Plain values that each forward leaves for the next one, and the lines that read them."""
+    changes_unseen: bool = False  # the forward changes something, and nobody saw who reads it
     outside: list[OutsideTensor] = field(default_factory=list, repr=False)
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name
     collects: bool = False  # several hops add to something of the user's
@@ -332,18 +284,18 @@ class Recording:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return max(self.route, default=0) + 1
 
     @property
     def splits_backward(self) -> list[bool]:
-        """For each hop, whether its backward can be split in two parts, as zero-bubble schedules
+        """For each hop, whether its backward can be split in two parts as zero-bubble schedules
         have it: gradients of what came in, and gradients of parameters."""
         return [hop.whole is None for hop in self.hops]
 
     @property
     def plan(self) -> StagePlan:
-        """Which module call is on which stage."""
+        """The stage of each module call."""
         entries: dict[int, Assignment] = {}
         for call in self.calls:
             if not call.is_module:
@@ -391,7 +343,7 @@ class Recording:
             raise PlanError("; ".join(problems))
 
     def begun_too_early(self) -> Iterator[str]:
-        """Stages that begin before the one below: how they are numbered, whatever numbers them."""
+        """Yield the stages that begin before the one below, whoever numbers them."""
         highest = -1
         for hop in self.hops:
             if hop.stage > highest + 1:
@@ -411,7 +363,7 @@ class Recording:
         depth: int | None = None,
         columns: Iterable[str] | None = None,
     ) -> Summary:
-        """What is on which stage, what it costs, what crosses, what to look at.
+        """Return what is on which stage, what it costs, what crosses, and what to look at.
 
         Args:
             devices: of each stage, or their names: a column, and what times are predicted for.
@@ -444,7 +396,7 @@ class Recording:
 
     @remembers_caller
     def explain(self, path: str) -> str:
-        """Why a module, or a parameter, is where it is.
+        """Return the reasons why a module, or a parameter, is where it is.
 
         Args:
             path: of a module, a parameter or a buffer; ``""``: the model.

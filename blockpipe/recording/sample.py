@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._common.callsite import users_line
+from .._common.checks import near_miss
 from .._common.nested import leaves, tensors
 from .._common.text import dtype_text
 from ..batches.microbatch import BatchPart
@@ -51,7 +52,7 @@ _SHOWN = 8  # of a container's members, or a forward's parameters
 
 
 def signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The arguments of a call, tensors by dtype and shape.
+    """Return the arguments of a call as text, tensors by dtype and shape.
 
     Example:
         >>> import torch
@@ -101,7 +102,7 @@ def check_initialized(model: nn.Module) -> None:
 def what_failed(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], share: BatchPart | None
 ) -> str:
-    """``Net's forward fails on the sample (…)``, and which part of the batch that is.
+    """Return ``Net's forward fails on the sample (…)``, and which part of the batch that is.
 
     Args:
         model: the model whose forward failed.
@@ -132,7 +133,7 @@ def _argument(model: nn.Module, name: int | str) -> str:
 
 
 def _parameters(model: nn.Module) -> list[str]:
-    """The names of what a forward takes; none where Python cannot tell."""
+    """Return the names of a forward's parameters; none where Python cannot tell."""
     try:
         found = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
@@ -147,7 +148,8 @@ def remedy(
     kwargs: Mapping[str, Any],
     share: BatchPart | None,
 ) -> str:
-    """What to do about a forward that failed; arguments as for :func:`what_failed`."""
+    """Return what to do about a forward that failed; the arguments are those of
+    :func:`what_failed`."""
     if "on the same device" in str(error):
         return (
             "a device that the forward names itself (x.to('cuda:0')) is none of Blockpipe's "
@@ -164,6 +166,11 @@ def remedy(
         takes = f"its forward takes ({_listed(_parameters(model))})"
         if not args and not kwargs:
             return f"{takes}: pass a sample of that"
+        parameters = _parameters(model)
+        unknown = [name for name in kwargs if name not in parameters]
+        meant = _meant(unknown[0], parameters) if unknown else None
+        if meant is not None:
+            return f"{takes}; {meant}"
         if share is not None and len(args) > 1:
             return f"{takes}; pass what a loss_fn compares the output with by name: target=…"
         return takes
@@ -173,6 +180,27 @@ def remedy(
     if is_split:
         return "if the forward runs on the whole batch, look at how its arguments were split"
     return "pass what the forward takes"
+
+
+_TARGET = "pass what a loss_fn compares the output with as target=… of forward_backward"
+_LOSS_FN = "pass the loss as loss_fn=… of forward_backward"
+_MEANT = {
+    **dict.fromkeys(("y", "label", "labels", "targets", "target"), _TARGET),
+    **dict.fromkeys(("criterion", "loss", "loss_func", "loss_function", "loss_fn"), _LOSS_FN),
+    "input_size": "pass tensors, not their shapes: torch.zeros(…)",
+}
+"""What a keyword argument that a forward does not take may be meant to be, by its name."""
+# Those that methods of a pipeline take, and do not hand on to the model.
+_OWN = [
+    *("return_outputs", "model_kwargs", "depth", "columns", "optimizer", "limit", "rtol", "atol"),
+    *("device", "whole", "candidates", "schedules", "repeats"),
+]
+
+
+def _meant(name: str, parameters: Sequence[str]) -> str | None:
+    """What a keyword argument was meant to be that a forward does not take, if there is a guess."""
+    near = near_miss(name, [*parameters, *_OWN])
+    return _MEANT.get(name) if near is None else f"did you mean {near!r}?"
 
 
 def _fits(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

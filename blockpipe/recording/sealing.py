@@ -10,15 +10,17 @@ from collections.abc import Container, Sequence
 
 from torch import Tensor, nn
 
+from .._common.modules import is_within, paths_around
 from .._torch.modules import is_compiled
 from .._torch.tensors import version_of
 from ..errors import CrossingError
-from .recorder import Recorder
-from .recording import Call, Recording
+from .calls import Call
+from .recording import Recording
+from .watching.recorder import Recorder
 
 
 def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Tensor, int]]) -> None:
-    """Fill in what only the whole run tells.
+    """Fill in the facts that only the whole run shows.
 
     Args:
         model: the recorded model.
@@ -60,7 +62,7 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
 def sealed_hops(
     calls: Sequence[Call], route_length: int, reads_parameters: Container[int]
 ) -> frozenset[int]:
-    """The hops on which a module, or a function, runs sealed: empty if it never does.
+    """Return the hops on which a module, or a function, runs sealed; none if it never does.
 
     It may be called several times, and what stands in the place of its forward is there each time,
     so that all of its calls count. With S its sealed calls and O its other ones, on a route of n
@@ -89,9 +91,7 @@ def sealed_hops(
 
 
 def _span(call: Call) -> range:
-    first = call.hop if call.hop is not None else 0
-    last = call.last_hop if call.last_hop is not None else first
-    return range(first, last + 1)
+    return call.hops or range(1)  # it did nothing: of the first hop, where a mark in it may be
 
 
 def _calls_by_path(result: Recording) -> dict[str, list[Call]]:
@@ -102,10 +102,10 @@ def _calls_by_path(result: Recording) -> dict[str, list[Call]]:
 
 
 def _open_keepers(result: Recording, keepers: Sequence[str]) -> None:
-    """No call is sealed in which a module leaves a tensor with a gradient path on itself."""
+    """Open the calls in which a module leaves a tensor with a gradient path on itself."""
     why = "it leaves a tensor with a gradient path on itself, which the next call may read"
     for call in result.calls:
-        if any(_around(call.path, path) for path in keepers) and not call.is_function:
+        if any(is_within(path, call.path) for path in keepers) and not call.is_function:
             for around in (call, *call.ancestors()):
                 around.open(why)
 
@@ -130,10 +130,6 @@ def _say_what_is_whole(model: nn.Module, result: Recording) -> None:
             result.hops[call.hop].whole = f"compiled module {call.path or '(the model)'}"
 
 
-def _around(path: str, inner: str) -> bool:
-    return path in ("", inner) or inner.startswith(f"{path}.")
-
-
 def _is_directly_in_sealed(call: Call) -> bool:
     return call.parent is not None and call.parent.sealed
 
@@ -143,7 +139,7 @@ def _in_sealed(call: Call | None) -> bool:
 
 
 def _sealed_forwards(result: Recording) -> dict[int, Call]:
-    """From the id of each call to the sealed call that it is, or is inside of."""
+    """Return, by the id of each call, the sealed call that it is, or is inside of."""
     found = {}
     for call in result.calls:
         around = [c for c in (call, *call.ancestors()) if c.sealed]
@@ -158,13 +154,11 @@ def _sealed_forwards(result: Recording) -> dict[int, Call]:
 
 
 def _place_unread(model: nn.Module, recorder: Recorder) -> None:
-    """A parameter that no call reads lives where its module runs, or the nearest one around it."""
+    """Place a parameter that no call reads where its module runs, or the nearest one around it."""
     calls = [call for call in recorder.result.calls if not call.is_function]
     stage_of = {call.path: call.stage for call in reversed(calls)}
     for held in recorder.held.values():
         if held.hop is not None:
             continue
-        path = held.name
-        while path and path not in stage_of:
-            path = path.rpartition(".")[0]
-        held.stage = stage_of.get(path, 0)
+        found = (stage_of[path] for path in paths_around(held.name) if path in stage_of)
+        held.stage = next(found, 0)

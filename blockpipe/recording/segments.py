@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .recording import Call, Flow, Segment, TensorInfo
+from .calls import Call, Flow, Segment
+from .recording import TensorInfo
 
 
 class Segments:
-    """Collects segments and flows while a forward is recorded.
+    """The segments and flows of a forward, collected while it is recorded.
 
     Args:
         segments: is filled.
@@ -32,7 +33,7 @@ class Segments:
         return self.segments[-1]
 
     def begin(self, index: int, closed_by: Iterable[str]) -> None:
-        """A call begins.
+        """Note that a call begins.
 
         Args:
             index: of the call.
@@ -49,17 +50,17 @@ class Segments:
         segment.calls.append(index)
 
     def operation(self) -> None:
-        """An operation of the forward runs."""
+        """Note that an operation of the forward runs."""
         self.current.operations += 1
 
     def reads(self, held: TensorInfo) -> None:
-        """A parameter or buffer is read."""
+        """Note that a parameter or buffer is read."""
         if held.name not in self._held:
             self._held.add(held.name)
             self.current.held.append(held.name)
 
     def flow(self, flow: Flow | None, made: int, size: int, *, needs_grad: bool) -> Flow | None:
-        """A tensor made in some segment is read in this one.
+        """Note that a tensor made in some segment is read in this one.
 
         Returns:
             Its flow, to be passed at the next read; ``None`` while it has not left its segment.
@@ -76,7 +77,7 @@ class Segments:
 
 
 def inbound(sources: Iterable[Iterable[Call]], call: Call) -> list[Call]:
-    """The calls that made a call's arguments, each once, in order.
+    """Return the calls that made a call's arguments, each once, in order.
 
     Args:
         sources: of each argument.

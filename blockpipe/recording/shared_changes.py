@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
+from .._torch.modes import is_in_forward_mode
 from .._torch.modules import COMPILED_CALL, SLOTS, caches_parametrizations
 from ..restoring.process_state import process_state
 from .reads import Reads
@@ -23,6 +24,9 @@ _INTERCEPTED = ("forward", COMPILED_CALL)  # ours, during a recording
 _SETS_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 _CACHED = "torch.nn.utils.parametrize.cached()"  # one cache for all micro-batches
+# One level for all threads. Its tangents stay behind where a tensor crosses; on one hop they do no
+# harm to others.
+_FORWARD_MODE = "the level of forward-mode AD"
 _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
     "torch.backends.cuda.mem_efficient_sdp_enabled()": (
@@ -46,11 +50,14 @@ _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     "torch.get_default_dtype()": torch.get_default_dtype,
     "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
     _CACHED: caches_parametrizations,
+    _FORWARD_MODE: is_in_forward_mode,
 }
 _OWN = "give each stage a module of its own (the parameters may be shared)"
 _LOCAL = f"keep it in a local variable, {_OWN}"
 _DETACH = "detach what must get no gradient instead"
 _LEAVE_OUT = "leave it out, for what it caches is the same without it"
+_ON_ONE_STAGE = "compute what has tangents on one stage"
+_REMEDIES = {_CACHED: _LEAVE_OUT, _FORWARD_MODE: _ON_ONE_STAGE}
 _AROUND = "change it around the whole step instead"
 
 
@@ -148,8 +155,9 @@ class SharedChanges:
                 )
         if len(result.hops) > 1:
             for name, (on, line) in self._switched.items():
-                remedy = _LEAVE_OUT if name == _CACHED else _AROUND
-                yield SharedChange(name, "runs under it", sorted(on), line, remedy)
+                if name != _FORWARD_MODE or len(on) > 1:
+                    remedy = _REMEDIES.get(name, _AROUND)
+                    yield SharedChange(name, "runs under it", sorted(on), line, remedy)
 
     def _rebound(self) -> Iterator[str]:
         """Parameters and buffers that the forward has assigned anew, by name."""

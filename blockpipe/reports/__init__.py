@@ -5,8 +5,9 @@ classes this folder exports. Read first: ``inspector`` for the reports that need
 folder of the report.
 """
 
-from ..preparation.memory_report import MemoryReport, StageMemory
-from ..recording.recording import Call, CrossingInfo, Hop, TensorInfo, Unmarked
+from ..preparation.memory.report import MemoryReport, StageMemory
+from ..recording.calls import Call
+from ..recording.recording import CrossingInfo, Hop, TensorInfo, Unmarked
 from .find_chunks import ChunksReport, Trial
 from .summary.data import Prediction
 from .summary.rows import ModuleRow, StageRow

@@ -24,7 +24,7 @@ from ..batches.step_arguments import StepArguments
 from ..devices.devices import is_asynchronous, is_on_meta
 from ..errors import RecordingError, ScheduleError, UsageError
 from ..execution.step_runner import StepRunner
-from ..preparation.memory_model import check_limit, copies_of
+from ..preparation.memory.model import check_limit, copies_of
 from ..preparation.options import check_schedule
 from ..preparation.prepared import Prepared
 from ..preparation.preparer import Preparer

@@ -16,12 +16,12 @@ from .._common.text import bytes_text, one_line
 from ..batches.batch_dims import has_batch
 from ..batches.joining import is_weighed, output_dim
 from ..errors import ScheduleError, UsageError
-from ..preparation.measured_memory import measured
-from ..preparation.memory_model import predict
-from ..preparation.memory_report import MemoryReport
+from ..preparation.memory.measured import measured
+from ..preparation.memory.model import predict
+from ..preparation.memory.report import MemoryReport
 from ..preparation.options import PipelineOptions
 from ..preparation.prepared import Prepared
-from ..preparation.preparer import Preparer, split_call
+from ..preparation.preparer import Preparer
 from ..recording.recording import Recording
 from .predicted_step import option_played, predict_step, smallest_memory
 from .summary.data import Prediction
@@ -57,7 +57,7 @@ class Inspector:
             UsageError: there are no arguments, and no step has run with these stages.
         """
         if args or kwargs:
-            microbatches = split_call(self.preparer.model, self.options, args, kwargs, None)
+            microbatches = self.options.split(self.preparer.model, args, kwargs)
             return self.preparer.sketch(microbatches[0], self.options), len(microbatches)
         name = call.partition("(")[0]
         if not self.preparer.known:
@@ -145,7 +145,7 @@ class Inspector:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: object, limit: int | None
     ) -> MemoryReport:
         """Do what :meth:`blockpipe.Pipeline.memory` says."""
-        microbatches = split_call(self.preparer.model, self.options, args, kwargs, None)
+        microbatches = self.options.split(self.preparer.model, args, kwargs)
         prepared = self.preparer.sketch(microbatches[0], self.options)
         if limit is None:
             limit = smallest_memory(prepared.devices)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..devices.devices import is_asynchronous
-from ..preparation.memory_model import predict
-from ..preparation.memory_report import MemoryReport
+from ..preparation.memory.model import predict
+from ..preparation.memory.report import MemoryReport
 from ..preparation.prepared import Prepared
 from ..schedules.builders import ScheduleOption
 from ..schedules.simulation import Simulation, simulate

@@ -4,7 +4,7 @@ They only pass their arguments on to the modules of this folder, and are apart f
 methods of :class:`blockpipe.Pipeline` because their documentation is long.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,8 @@ from ..batches.step_arguments import StepArguments
 from ..devices.observer import Observer
 from ..errors import UsageError
 from ..execution.step_runner import StepRunner, runs_model
-from ..preparation.memory_report import MemoryReport
-from ..preparation.options import PipelineOptions, check_loss
+from ..preparation.memory.report import MemoryReport
+from ..preparation.options import PipelineOptions, check_loss, joined_kwargs
 from ..preparation.prepared import Prepared
 from ..preparation.preparer import Preparer
 from ..recording.recording import Recording
@@ -70,6 +70,7 @@ class ReportMethods:
         *args: Any,
         depth: int | None = None,
         columns: Iterable[str] | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Summary:
         """Summarize which module is on which stage, and predict the cost of a step.
@@ -81,6 +82,7 @@ class ReportMethods:
                 is summarized.
             depth: as for :meth:`Recording.summary`.
             columns: as for :meth:`Recording.summary`.
+            model_kwargs: as for :meth:`forward_backward`.
             **kwargs: the model's keyword arguments.
 
         Returns:
@@ -100,16 +102,24 @@ class ReportMethods:
             >>> summary.parameters, summary.prediction.microbatches
             (49, 2)
         """
+        kwargs = joined_kwargs(kwargs, model_kwargs)
         return self._inspector.summary(args, kwargs, depth, columns)
 
     @remembers_caller
-    def explain(self, path: str, *args: Any, **kwargs: Any) -> str:
+    def explain(
+        self,
+        path: str,
+        *args: Any,
+        model_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> str:
         """Explain why a module, or a parameter, is on its stage; see :meth:`Recording.explain`.
 
         Args:
             path: the path of a module, a parameter or a buffer.
             *args: the model's arguments, to record it on; without any, the latest recording is
                 explained.
+            model_kwargs: as for :meth:`forward_backward`.
             **kwargs: the model's keyword arguments.
 
         Raises:
@@ -124,11 +134,16 @@ class ReportMethods:
             >>> print(pipe.explain("1", torch.ones(4, 4)).splitlines()[0])
             1 (Linear) is on stage 1 (cpu)
         """
-        return self._inspector.explain(path, args, kwargs)
+        return self._inspector.explain(path, args, joined_kwargs(kwargs, model_kwargs))
 
     @remembers_caller
     def memory(
-        self, *args: Any, optimizer: object = None, limit: int | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        optimizer: object = None,
+        limit: int | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> MemoryReport:
         """Predict the memory of a step, stage by stage.
 
@@ -140,6 +155,7 @@ class ReportMethods:
                 of copies that it keeps of each parameter, or the optimizer itself; ``None`` for no
                 optimizer.
             limit: the bytes of a device; ``None`` takes what the accelerators have.
+            model_kwargs: as for :meth:`forward_backward`.
             **kwargs: the model's keyword arguments.
 
         Returns:
@@ -158,6 +174,7 @@ class ReportMethods:
             >>> report.stages[0].parameters, report.stages[0].optimizer  # 40 numbers
             (160, 320)
         """
+        kwargs = joined_kwargs(kwargs, model_kwargs)
         return self._inspector.memory(args, kwargs, optimizer, limit)
 
     @contextmanager
@@ -203,6 +220,7 @@ class ReportMethods:
         atol: float = 0.0,
         device: Any = None,
         whole: bool = True,
+        model_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Verification:
         """Run a small batch pipelined and as a plain loop, and compare the results.
@@ -234,6 +252,7 @@ class ReportMethods:
             whole: also compare with the whole batch in one forward. A note says so where that does
                 not fit, or draws random numbers in evaluation mode too. A model that draws, or
                 has batch norm, is put into evaluation mode for this.
+            model_kwargs: as for :meth:`forward_backward`.
             **kwargs: the model's keyword arguments.
 
         Returns:
@@ -255,6 +274,7 @@ class ReportMethods:
         """
         check_loss(loss_fn, target)
         check_tolerances(rtol, atol)
+        kwargs = joined_kwargs(kwargs, model_kwargs)
         verifier = Verifier(self._runner, args, kwargs, target, loss_fn, device)
         return verify(verifier, rtol=rtol, atol=atol, whole=whole)
 
@@ -270,6 +290,7 @@ class ReportMethods:
         repeats: int = 5,
         optimizer: object = None,
         limit: int | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> ChunksReport:
         """Benchmark numbers of micro-batches on a batch, side by side, and report the fastest.
@@ -289,6 +310,7 @@ class ReportMethods:
             optimizer: the optimizer, for the memory; as for :meth:`memory`.
             limit: the bytes of a device; candidates that are predicted to need more are not tried.
                 ``None`` takes what the accelerators have; on the CPU there is no limit.
+            model_kwargs: as for :meth:`forward_backward`.
             **kwargs: the model's keyword arguments.
 
         Returns:
@@ -310,6 +332,7 @@ class ReportMethods:
             [1, 2, 4]
         """
         check_loss(loss_fn, target)
+        kwargs = joined_kwargs(kwargs, model_kwargs)
         batch = StepArguments(args, kwargs, target, loss_fn)
         options = SearchOptions(candidates, schedules, repeats, optimizer, limit)
         return find_chunks(self._runner, batch, options)

@@ -238,7 +238,7 @@ class FunctionHolder(Holder):
         super().__init__(function)
 
     def now(self) -> list[tuple[Any, Any]]:
-        contents = [(name, _content(cell)) for name, cell in self._cells.items()]
+        contents = [(name, content_of_cell(cell)) for name, cell in self._cells.items()]
         held = [(name, content) for name, content in contents if content is not _UNSET]
         return [*((name, getattr(self._function, name)) for name in _DEFAULTS), *held]
 
@@ -251,7 +251,7 @@ class FunctionHolder(Holder):
             self._cells[key].cell_contents = value
 
 
-def _content(cell: types.CellType) -> Any:
+def content_of_cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:

@@ -119,6 +119,11 @@ def check_in_flight(in_flight: object) -> None:
         raise ScheduleError(expected("a positive integer or None", in_flight, for_="in_flight"))
 
 
+def cuts_graphs(schedule: ScheduleOption) -> bool:
+    """Return whether a step under a schedule cuts the graph between the stages."""
+    return schedule != "uncut"
+
+
 @dataclass(frozen=True)
 class _Order:
     """The checked arguments of :func:`make_schedule`, and what follows from them."""

@@ -37,6 +37,11 @@ class Action(NamedTuple):
     follows, ``"B"`` computes only the gradients of the hop's inputs, and ``"W"`` those of the
     parameters. ``"R"`` recomputes the activations that the forward has dropped, or fetches them
     from host memory: before its ``"B"``, while the gradient is still on its way.
+
+    Example:
+        >>> from blockpipe.schedules import Action
+        >>> str(Action("F", hop=1, microbatch=0))
+        'F1.0'
     """
 
     kind: Kind

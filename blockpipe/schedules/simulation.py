@@ -128,6 +128,12 @@ class Simulation:
         peak: for each lane, the most activations that it keeps at once, in the unit of
             ``Costs.activation``.
         starts: for each lane, the time at which each of its actions starts.
+
+    Example:
+        >>> from blockpipe.schedules import make_schedule, simulate
+        >>> found = simulate(make_schedule("gpipe", [0, 1], 2))
+        >>> found.makespan, round(found.bubble, 3), found.peak
+        (9.0, 0.333, [2.0, 2.0])
     """
 
     schedule: Schedule

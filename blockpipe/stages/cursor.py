@@ -24,12 +24,14 @@ class Mark:
         where: its file and line.
         checkpoint: whether the modules called under it are recomputed; ``None``: as the pipeline
             says.
+        yields: whether it counts only outside of every ``with Block``.
     """
 
     stage: int | None
     name: str | None
     where: str
     checkpoint: bool | None = None
+    yields: bool = False
 
 
 # Calls a function that is a block, given a text that identifies it and its arguments.
@@ -89,6 +91,8 @@ class Cursor:
 
     def begin(self, mark: Mark) -> None:
         """Move to a mark's stage."""
+        if mark.yields and self.in_scope:
+            return
         numbering = _numbering.get()
         if numbering is not None:
             stage = numbering(self, mark)
@@ -156,6 +160,12 @@ def set_cursor(cursor: Cursor | None) -> Cursor | None:
 def current_cursor() -> Cursor | None:
     """Return the cursor of the forward under way; ``None``: no forward is."""
     return _cursor.get()
+
+
+def is_of_microbatch(key: object) -> bool:
+    """Return whether a key is one that tells this micro-batch from the others."""
+    cursor = current_cursor()
+    return cursor is not None and id(key) in cursor.keys
 
 
 def active_cursor() -> Cursor | None:

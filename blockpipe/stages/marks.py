@@ -34,6 +34,8 @@ MARK = "_blockpipe_mark"
 def _checked_stage(stage: int | None) -> int | None:
     if stage is not None and not is_integer(stage, 0):
         fix = "write stage=0, stage=1, …"
+        if isinstance(stage, str):
+            fix += f", and name={stage!r} for a name"
         raise MarkError(expected("a non-negative integer or None", stage, for_="stage", fix=fix))
     return stage
 
@@ -259,6 +261,16 @@ def BeginBlock(  # noqa: N802 - PopTorch's name
     mark = Mark(_checked_stage(stage), name, users_line(), _checked_checkpoint(checkpoint))
     if not isinstance(module, nn.Module):
         return _marked_callable(module, mark)
+    put_mark(module, mark)
+    return module
+
+
+def put_mark(module: nn.Module, mark: Mark) -> None:
+    """Mark a module.
+
+    Raises:
+        MarkError: it takes no mark: it has no forward, no hooks, or a mark already.
+    """
     before = mark_of(module)
     if before is not None:
         raise MarkError(
@@ -269,8 +281,8 @@ def BeginBlock(  # noqa: N802 - PopTorch's name
         fix = f"write with Block(stage={mark.stage}) around its call"
         contract = "a module that takes hooks"
         raise MarkError(expected(contract, module, for_="BeginBlock", fix=fix, where=mark.where))
-    if not _is_called(module) and "forward" not in module.__dict__:
-        inside = next((name for name, child in module.named_modules() if _is_called(child)), None)
+    if not has_forward(module):
+        inside = next((name for name, child in module.named_modules() if has_forward(child)), None)
         example = "" if inside is None else f", for example its {inside!r}"
         fix = f"mark the module in it with which the stage begins{example}"
         contract = "a module with a forward of its own"
@@ -280,11 +292,11 @@ def BeginBlock(  # noqa: N802 - PopTorch's name
     handle = module.register_forward_pre_hook(_begin_marked_module, prepend=True)
     module.__dict__["_blockpipe_hook"] = handle.id
     module.__dict__["extra_repr"] = _MarkedRepr(module)
-    return module
 
 
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called; an ``nn.ModuleList`` cannot."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def _marked_callable(function: Marked, mark: Mark) -> Marked:

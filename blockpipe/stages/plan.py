@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from .._common.bounded_json import parse_json, read_text
 from .._common.checks import expected, is_integer, mismatch
@@ -28,6 +28,14 @@ from .plan_text import read_layout, write_layout
 
 MOST_STAGES = 1 << 20  # as many as a schedule has numbers for
 _STAGE = f"an integer from 0 to {MOST_STAGES - 1:,}"
+_KERAS_NAMES = {  # of an entry's attributes, for errors that give ours
+    "inbound_layers": "call.inbound of the calls of record(model, sample)",
+    "is_nested_model": "bool(entry.inside)",
+    "layer": "model.get_submodule(entry.path)",
+    "nested_model": "model.get_submodule(entry.path)",
+    "node_index": "entry.call",
+    "pipeline_stage_assignments": "entry.inside",
+}
 
 
 @dataclass(slots=True)  # so that a misspelt attribute is an error
@@ -75,6 +83,11 @@ class Assignment:
     @pipeline_stage.setter
     def pipeline_stage(self, stage: int) -> None:
         self.assign(stage)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise an error that gives the name here of an attribute of IPU Keras' entries."""
+        hint = f"; write {_KERAS_NAMES[name]}" if name in _KERAS_NAMES else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def with_inside(self) -> Iterator["Assignment"]:
         """Yield this entry and all inside, in execution order."""

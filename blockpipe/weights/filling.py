@@ -39,7 +39,8 @@ class Materializer:
 
     @contextmanager
     def or_nothing(self) -> Iterator[None]:
-        """Whatever fails: memory without values must not pass for a model next time."""
+        """Free the memory if anything fails: memory without values must not pass for a model next
+        time."""
         try:
             yield
         except BaseException as error:
@@ -71,7 +72,8 @@ class Materializer:
                 self.lacking.append(_named(held))
 
     def initialize(self, init: Callable[[nn.Module], object], *, recurse: bool) -> None:
-        """Call ``init`` where something was without values, and read again what it wrote over.
+        """Call ``init`` where something was without values, and read again what ``init`` wrote
+        over.
 
         Args:
             init: gives a module values.
@@ -125,7 +127,7 @@ class Materializer:
                 del self.empty[key]
 
     def check(self, *, whole: bool) -> None:
-        """Raise for what is without values; in a whole model, for plain attributes too."""
+        """Raise an error for tensors without values; in a whole model, for plain attributes too."""
         lines = [_named(held) for _, held in self.empty.values()]
         lines += [
             f"{f'{path}.{key}' if path else key!r}, which is neither a parameter nor a buffer"
@@ -161,8 +163,8 @@ def _become(tensor: Tensor, other: Tensor) -> None:
 
 
 class _Writes(DispatchMode):
-    """Notes which storages are written to. Version counters would not do: ``p.data`` has its
-    own."""
+    """A mode that notes which storages are written to. Version counters would not do: ``p.data``
+    has its own."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -191,7 +193,7 @@ def _held_by(module: nn.Module, recurse: bool) -> Iterator[Tensor]:
 
 
 def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules in the order of ``Module.apply``, which is the order they are built in."""
+    """Yield modules in the order of ``Module.apply``, in which they are built."""
     order: list[tuple[str, nn.Module]] = []
 
     def visit(path: str, module: nn.Module, seen: set[int]) -> None:

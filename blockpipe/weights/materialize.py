@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._common.callsite import users_line
+from .._common.checks import expected, is_integer
 from .._common.modules import named_slots
 from .._torch.modules import buffers_of, parameters_of
 from ..devices.devices import checked_devices, is_on_meta
@@ -81,21 +83,15 @@ def materialize(
     differing ^= held.keys()
     if differing:
         raise UsageError(
-            f"a recording of this {type(model).__name__} was expected, but it differs in "
-            f"{sorted(differing)[:3]}; record the model anew"
+            f"expected a recording of this {type(model).__name__}, got one that differs in "
+            f"{sorted(differing)[:3]} ({users_line()}); record the model anew"
         )
     checked = checked_devices(devices) or []
     recording.check(len(checked))
     check_init(model, weights, init)
     if weights is None and init is None:
-        raise UsageError(f"materialize needs to know where values come from; {REMEDY}")
-    last = recording.num_stages - 1
-    if not isinstance(stages, Collection | None) or isinstance(stages, str):
-        raise UsageError(f"stages are a list of some of 0..{last}, but {stages!r} came")
-    for stage in stages or ():
-        if type(stage) is not int or not 0 <= stage <= last:
-            raise UsageError(f"stages are 0..{last} of the recording, but {stage!r} came")
-    wanted = range(recording.num_stages) if stages is None else stages
+        raise UsageError(f"expected weights= or init=, got neither ({users_line()}); {REMEDY}")
+    wanted = _checked_stages(stages, recording.num_stages)
     source = None if weights is None else open_weights(weights)
     if source is not None:
         check_weights(model, source, held, init)
@@ -116,6 +112,19 @@ def materialize(
         if source is not None:
             _set_extra_state(model, source)
     follow_with_optimizer_state()  # what an optimizer loaded on meta is lost, and no step says so
+
+
+def _checked_stages(stages: object, count: int) -> Collection[int]:
+    """Return the stages that are asked for; ``None`` is all of them."""
+    if stages is None:
+        return range(count)
+    if not isinstance(stages, Collection) or isinstance(stages, str):
+        raise UsageError(expected(f"a list of some of 0..{count - 1}", stages, for_="stages"))
+    for stage in stages:
+        if not is_integer(stage, 0) or stage >= count:
+            contract = f"an integer from 0 to {count - 1}, as the recording has stages,"
+            raise UsageError(expected(contract, stage, for_="stages"))
+    return stages
 
 
 def load_in_place(model: nn.Module, weights: Weights, recording: Recording | None) -> None:
@@ -142,14 +151,12 @@ def load_in_place(model: nn.Module, weights: Weights, recording: Recording | Non
 
 
 def check_init(model: nn.Module, weights: object, init: object) -> None:
-    """Raise :class:`UsageError` for what is no ``init=``, or has nothing to do."""
+    """Raise :class:`UsageError` for a value that is no ``init=``, or has nothing to do."""
     if init is None:
         return
     if not callable(init) and init != "reset_parameters":
-        raise UsageError(
-            "init is a function that is called with each module, or 'reset_parameters', but "
-            f"{init!r} came"
-        )
+        fix = "a function is called with each module"
+        raise UsageError(expected("a function or 'reset_parameters'", init, for_="init", fix=fix))
     if weights is None and not is_on_meta(model):
         raise UsageError(
             f"init= gives values to a model on the meta device, but every tensor of "
@@ -196,7 +203,7 @@ def _set_extra_state(model: nn.Module, source: Source) -> None:
 
 
 def _extra_state_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have extra state, by its names in a state dict."""
+    """Return the modules that have extra state, by its names in a state dict."""
     return {
         f"{path}._extra_state".removeprefix("."): module
         for path, module in model.named_modules(remove_duplicate=False)
@@ -217,7 +224,7 @@ def _reset(module: nn.Module) -> None:
 
 
 class PendingValues:
-    """Where a model on the meta device gets its values from when it is placed.
+    """The values that a model on the meta device gets when it is placed.
 
     Args:
         model: the user's; one that has values is loaded at once.
@@ -241,16 +248,16 @@ class PendingValues:
         self._weights, self._init = weights, init
 
     def keep(self, weights: Weights) -> None:
-        """Check by name and shape, and keep for the placement."""
+        """Check values by name and shape, and keep them for the placement."""
         check_weights(self._model, open_weights(weights), {}, self._init)
         self._weights = weights
 
     def forget_weights(self) -> None:
-        """The model has got values by another way."""
+        """Forget the checkpoint, as the model has got values in another way."""
         self._weights = None
 
     def fill(self, recording: Recording, devices: Sequence[torch.device]) -> None:
-        """Give the model its values, once: later ones are the training's."""
+        """Give the model its values once; later ones are the training's."""
         if self._weights is None and self._init is None:
             return
         materialize(self._model, recording, devices, weights=self._weights, init=self._init)

@@ -5,25 +5,31 @@ treat the stages as one module on one device (``.to(device)``, ``torch.compile``
 ``DistributedDataParallel``) is refused at once.
 """
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
-from .._common.hints import ALL_REDUCE, where_model_has
+from .._common.checks import expected
+from .._common.hints import ALL_REDUCE, what_is_meant, where_model_has
 from .._common.nested import map_tensors
 from .._torch.modules import CHILDREN, RefusesWrappers, Wrapper, versions_in
-from .._torch.tensors import device_in
-from ..devices.devices import is_on_meta
+from .._torch.tensors import arguments_of_to
+from ..devices.devices import is_on_meta, is_same_device
 from ..errors import UsageError
 from ..recording.recording import Recording
 from .materialize import PendingValues, load_in_place
 from .save import save_weights
 from .sources import Weights
 from .validation import load_checked, stages_of, to_be_loaded
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NOT_IN: dict[Wrapper, str] = {
     "torch.compile": (
@@ -36,13 +42,54 @@ _NOT_IN: dict[Wrapper, str] = {
     ),
     "DataParallel": (
         "DataParallel around a pipeline would copy it to each device at each call, but its "
-        "stages have devices of their own ({where}); take it off"
+        "stages have devices of their own ({where}); take it off, and for copies on other devices "
+        "use blockpipe.replicas.Replicas(model, [['cuda:0', 'cuda:1'], ['cuda:2', 'cuda:3']])"
+    ),
+    "FullyShardedDataParallel": (
+        "FullyShardedDataParallel around a pipeline would gather all stages on one device "
+        f"({{where}}); leave it out, and {ALL_REDUCE}"
+    ),
+    "fully_shard": (
+        "fully_shard, or replicate, of a pipeline would treat its stages as one module on one "
+        f"device ({{where}}); leave it out, and {ALL_REDUCE}"
     ),
     "torch.jit.script": (
         "torch.jit.script cannot see the stages of a pipeline ({where}); call unplace(), and give "
         "it pipe.module"
     ),
 }
+
+
+class _BoundForward(functools.partial[Any]):
+    """A pipeline's forward, with the signature of its model's for those who look at it (Trainer
+    drops the columns of a data set that are not in it)."""
+
+    __name__ = "forward"
+
+    @property
+    def __self__(self) -> nn.Module:
+        return cast(nn.Module, self.args[0])
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return self.func
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(cast(Any, self.__self__.module).forward)
+
+
+class _Forward:
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, pipe: nn.Module | None, owner: type) -> Callable[..., Any]:
+        return self._method if pipe is None else _BoundForward(self._method, pipe)
+
+
+def with_models_signature(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a pipeline's forward: an instance's has the signature of the model's."""
+    return cast("Callable[P, R]", _Forward(method))
 
 
 class ModuleInterface(RefusesWrappers):
@@ -53,18 +100,36 @@ class ModuleInterface(RefusesWrappers):
 
     @property
     def recording(self) -> Recording | None:
-        """What is known of the stages."""
+        """The recording of the latest call; ``None`` if nothing is known of the stages."""
         return None
 
+    @property
+    def _stage_devices(self) -> list[torch.device]:
+        """The devices that stages are on, or will be."""
+        raise NotImplementedError
+
     def _refuse_wrapper(self, wrapper: Wrapper) -> NoReturn:
-        """What would treat the stages as one module is told why not, and what to do instead."""
+        """Raise an error for a wrapper that would treat the stages as one module; it says why that
+        fails, and what to do instead."""
         raise UsageError(_NOT_IN[wrapper].format(where=users_line()))
+
+    def _check_forward(self) -> None:
+        """Raise :class:`UsageError` if the pipeline's own ``forward`` was replaced, by a loop that
+        puts autocast around it: a step that runs the backward does not go through it."""
+        if "forward" in self.__dict__:
+            raise UsageError(
+                "expected the pipeline's own forward, got one that was put in its place, which "
+                f"forward_backward does not go through ({users_line()}); put it around "
+                "pipe.module.forward, which each micro-batch calls; with Accelerate, use "
+                "blockpipe.integrations.accelerate.PipelineAccelerator, which does that"
+            )
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError as error:
             hint = where_model_has(self.__dict__.get(CHILDREN, {}).get("module"), name)
+            hint = hint or what_is_meant(name, dir(type(self)))
             if hint is None:
                 raise
             raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
@@ -72,46 +137,54 @@ class ModuleInterface(RefusesWrappers):
     def __getitem__(self, key: Any) -> NoReturn:
         raise UsageError(
             f"a pipeline has no items, as its model may ({users_line()}); write "
-            f"pipe.module[{key!r}]"
+            f"pipe.module[{key!r}], or pipe.parameters() for an optimizer"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # What `to`, `to_empty`, `cuda` and a module around the pipeline end in.
         probe = fn(torch.empty(0))
         if probe.device.type != "cpu":
-            self._refuse_device(probe.device)
+            self._check_device(probe.device)
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _refuse_device(self, device: torch.device) -> None:
+    def _check_device(self, device: torch.device) -> None:
+        """Raise :class:`UsageError` for a device that is not the one of all stages."""
+        devices = sorted(set(map(str, self._stage_devices)))
+        if all(is_same_device(device, own) for own in self._stage_devices):
+            return
         raise UsageError(
-            f"a pipeline's stages have devices of their own, but .to({str(device)!r}) came; "
-            "pass devices=[…] to Pipeline, or call unplace() and move the model "
-            f"({users_line()})"
+            f"expected no device to move a pipeline to, got {str(device)!r} ({users_line()}): its "
+            f"stages are on {', '.join(devices)}, and inputs are moved there; leave the call out, "
+            "pass devices=[…] to Pipeline, or call unplace() and move the model (see 'Devices' in "
+            "docs/how-to/training-loops.md)"
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Dtypes only: ``pipe.to(torch.bfloat16)``.
+        """Change the dtype (``pipe.to(torch.bfloat16)``); devices stay as they are.
 
         Raises:
-            UsageError: a device: each stage has its own.
+            UsageError: a device other than the one that all stages are on.
         """
-        device = device_in(*args, **kwargs)
+        device, dtype, memory_format = arguments_of_to(*args, **kwargs)
         if device is not None:
-            self._refuse_device(device)
-        return super().to(*args, **kwargs)
+            self._check_device(device)
+        changes: dict[str, Any] = {"dtype": dtype, "memory_format": memory_format}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        return super().to(**changes) if changes else self
 
     def cuda(self, device: Any = None) -> Self:
-        """Refused, as :meth:`to` a device is."""
+        """Change the device as :meth:`to` does."""
         return self.to(torch.device("cuda" if device is None else device))
 
     def cpu(self) -> Self:
-        """Refused, as :meth:`to` a device is."""
+        """Change the device as :meth:`to` does."""
         return self.to(torch.device("cpu"))
 
     # --- values, in and out
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain model's, with its keys; tensors are on their stages' devices."""
+        """Return the plain model's state dict, with its keys; the tensors are on their stages'
+        devices."""
         found = self.module.state_dict(*args, **kwargs)
         prefix, versions = kwargs.get("prefix", ""), versions_in(found)
         if prefix:  # a module around the pipeline asks for them by the names of its own children
@@ -123,7 +196,8 @@ class ModuleInterface(RefusesWrappers):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As the plain model's, but what does not fit is found before anything changes.
+        """Load a state dict as the plain model does, after a check that finds everything that does
+        not fit.
 
         A model that is still on the meta device keeps the dictionary's tensors until it is placed:
         do not write to them before. What the dictionary lacks, ``init=`` must fill then.
@@ -149,8 +223,12 @@ class ModuleInterface(RefusesWrappers):
             )
         if not isinstance(state_dict, Mapping):
             raise UsageError(
-                f"a state dict is a mapping from names to values, but {type(state_dict).__name__} "
-                f"came; for a file call load_weights(path) ({users_line()})"
+                expected(
+                    "a mapping from names to values",
+                    state_dict,
+                    for_="state_dict",
+                    fix="for a file call load_weights(path)",
+                )
             )
         if is_on_meta(self.module):
             given, keys = to_be_loaded(self.module, state_dict, strict=strict)

@@ -30,7 +30,7 @@ from ..stages.marks import MARK
 
 
 class Placement:
-    """Where a model's tensors are, and where each came from.
+    """The devices of a model's tensors, now and before.
 
     Args:
         model: whose parameters and buffers.
@@ -44,7 +44,7 @@ class Placement:
         self._there: dict[int, tuple[Tensor, torch.device]] = {}  # where it was moved to
 
     def place(self, recording: Recording) -> dict[int, tuple[Tensor, int, int, str]]:
-        """Move what is not where the recording wants it.
+        """Move the tensors that are not where the recording wants them.
 
         Args:
             recording: says which stage each parameter and buffer lives on. What it does not read
@@ -79,7 +79,7 @@ class Placement:
         return homes
 
     def is_disturbed(self) -> bool:
-        """Whether somebody has moved since what was placed."""
+        """Return whether somebody has moved since what was placed."""
         return any(tensor.device != there for tensor, there in self._there.values())
 
     def unplace(self) -> None:
@@ -130,7 +130,7 @@ def _move_optimizer_state(optimizer: Optimizer, args: object, kwargs: object) ->
 
 
 class Fingerprint:
-    """What a recording knows of a model, cheap to compare before each step.
+    """The facts about a model that a recording depends on, cheap to compare before each step.
 
     Its modules with their code, marks and parameters are compared; the *modes* are part of what a
     recording is known by: switches, which a forward may ask for where it turns.
@@ -171,8 +171,8 @@ class Fingerprint:
         self._modes: tuple[Any, ...] = ()
 
     def fits(self) -> bool:
-        """Whether the model's modules, with their code and marks, are what they were, and its
-        parameters are what and where they were."""
+        """Return whether the model's modules, with their code and marks, are what they were, and
+        its parameters are what and where they were."""
         if any(kind.forward is not forward for kind, forward in self._classes):
             return False
         for module, own, kind, forward, compiled, mark in self._code:
@@ -193,39 +193,41 @@ class Fingerprint:
         return all(len(names) == count for names, count in self._counts)
 
     def is_replanned(self) -> bool:
-        """Whether a plan was set or taken off since, on any of the modules."""
+        """Return whether a plan was set or taken off since, on any of the modules."""
         return any(
             attached_plan(m) is not k for m, k in zip(self._modules, self._plans, strict=True)
         )
 
     def modes(self) -> tuple[Any, ...]:
-        """Attributes of modules that are switches (``training`` among them), and whether a rate of
-        dropout is above zero."""
+        """Return the attributes of modules that are switches (``training`` among them), and whether
+        a rate of dropout is above zero."""
         values = [own.get(name) for own, name in self._switches]
         if not self._modes or not all(map(operator.is_, values, self._values)):
             self._values, self._modes = values, tuple(map(_switch, values))
         return self._modes
 
     def asked(self) -> tuple[Any, ...]:
-        """What else a forward may ask for where it turns: how many hooks each module has, and which
+        """Return what else may decide a forward's way: which hooks each module has, and which
         parameters need a gradient."""
-        hooks = (_count(hooks) if hooks else 0 for hooks in self._hooks)
+        hooks = (_codes_of(hooks) if hooks else () for hooks in self._hooks)
         return (*hooks, *(tensor.requires_grad for _, _, tensor, _ in self._held))
 
 
-def _count(hooks: dict[int, Any]) -> int:
-    """The number of the user's hooks."""
-    return sum(not isinstance(hook, OwnHook) for hook in hooks.values())
+def _codes_of(hooks: dict[int, Any]) -> tuple[Any, ...]:
+    """Return what runs in the user's hooks; one that is registered anew for each step is the
+    same."""
+    users = (hook for hook in hooks.values() if not isinstance(hook, OwnHook))
+    return tuple(getattr(hook, "__code__", type(hook)) for hook in users)
 
 
 def _code_of(module: nn.Module) -> tuple[nn.Module, dict[str, Any], type, Any, Any, Any]:
-    """A module, its attributes, and what decides which code runs where it is called."""
+    """Return a module, its attributes, and what decides which code runs where it is called."""
     own = vars(module)
     return module, own, type(module), own.get("forward"), own.get(COMPILED_CALL), own.get(MARK)
 
 
 def _is_rate(name: str, value: object) -> bool:
-    """Whether a module's attribute is a rate of dropout: at 0 nothing is drawn."""
+    """Return whether a module's attribute is a rate of dropout, which draws nothing at 0."""
     return isinstance(value, float) and (name == "p" or "drop" in name)
 
 

@@ -52,7 +52,7 @@ _LONGEST_REASON = 300  # characters of a message that quotes a file
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a file: what it is, and where its bytes are."""
+    """A tensor of a file: its dtype and shape, and where its bytes are."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class TensorEntry:
 
 
 def read_entries(file: BinaryIO, path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a file, by its header alone.
+    """Return the tensors of a file, read from its header alone.
 
     Args:
         file: open for reading, at its beginning.
@@ -105,13 +105,14 @@ def _is_of_strings(found: object) -> bool:
 
 def _corrupt(path: Path, why: str) -> WeightsError:
     return WeightsError(
-        f"a safetensors file was expected, but {str(path)!r} is none, or not the whole of one "
+        f"expected a safetensors file, got {str(path)!r}, which is none, or not the whole of one "
         f"({why[:_LONGEST_REASON]}); fetch or save it again"
     )
 
 
 def _check_whole(entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
-    """Tensors lie one after another up to the end: no byte is hidden, and none is two tensors'."""
+    """Check that the tensors lie one after another up to the end: no byte is hidden, and none is
+    two tensors'."""
     end = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != end:
@@ -192,7 +193,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_savable(name: str, tensor: Tensor) -> None:
-    """Raise :class:`WeightsError` for what the format cannot hold, or what has no values."""
+    """Raise :class:`WeightsError` for a tensor that the format cannot hold, or that has no
+    values."""
     if name == _METADATA:
         raise WeightsError(
             f"safetensors keeps {_METADATA!r} for itself, but a tensor has that name; rename it"
@@ -215,7 +217,7 @@ def check_savable(name: str, tensor: Tensor) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor with values has them itself; a subclass may wrap others."""
+    """Return whether a tensor with values has them itself; a subclass may wrap others."""
     try:
         return not tensor.numel() or tensor.data_ptr() != 0
     except RuntimeError:
@@ -228,7 +230,7 @@ def _write_all(file: Any, bytes_: memoryview) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """A contiguous host tensor's memory. Lives no longer than the tensor."""
+    """Return a contiguous host tensor's memory, which lives no longer than the tensor."""
     if sys.byteorder != "little":
         raise WeightsError("safetensors files are little-endian, and this machine is not")
     size = size_of(tensor)

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
-from .._common.checks import is_integer
+from .._common.checks import expected, is_integer
 from .._common.replaced_files import part_of, remove_abandoned
 from ..costs.work import size_of
 from ..errors import UsageError, WeightsError
@@ -40,19 +40,18 @@ def save_weights(
         WeightsError: what safetensors cannot hold, or tensors without values.
     """
     if not is_integer(max_bytes, 1):
-        raise UsageError(f"max_shard_bytes is a number of bytes from 1 on, but {max_bytes!r} came")
+        raise UsageError(expected("a positive integer", max_bytes, for_="max_shard_bytes"))
     shards = _shards(_savable(model, stages), max_bytes)
     count = len(shards)
     names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     names = names if count > 1 else ["model.safetensors"]
     if not os.fspath(directory):
-        raise UsageError(
-            "a directory is a path, but an empty one came, which is a mistake more often than ."
-        )
+        fix = "for the current directory pass '.'"
+        raise UsageError(expected("the path of a directory", "", for_="directory", fix=fix))
     target = Path(directory)
     if target.is_file() or (target.suffix == ".safetensors" and not target.exists()):
         raise UsageError(
-            f"a directory was expected, for one file or several, but {str(target)!r} is "
+            f"expected a directory, for one file or several, got {str(target)!r}, which is "
             f"{'a file' if target.is_file() else 'the name of one'} ({users_line()}); pass "
             f"{str(target.parent)!r}: the file there is model.safetensors"
         )
@@ -99,7 +98,7 @@ def _is_shard(name: str) -> bool:
 
 
 def _savable(model: nn.Module, stages: Mapping[str, int]) -> dict[str, Tensor]:
-    """Tensors by their first names, stage after stage."""
+    """Return the tensors by their first names, stage after stage."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if is_extra(name):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from .._common.bounded_json import parse_json, read_text
+from .._common.callsite import users_line
+from .._common.checks import expected
 from .._common.text import dtype_text
 from ..costs.work import size_of
 from ..errors import UsageError, WeightsError
@@ -33,7 +35,7 @@ LONGEST_NAME = 255
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of a tensor without its data."""
+    """The dtype and shape of a tensor without its data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -53,11 +55,11 @@ class Source(Protocol):
         """Fill a tensor of the same shape."""
 
     def read_extra(self, name: str) -> Any:
-        """What a module's ``get_extra_state`` gave."""
+        """Return what a module's ``get_extra_state`` gave."""
 
 
 def open_weights(weights: Weights) -> Source:
-    """What ``weights=`` names, its headers read and checked.
+    """Return the source that ``weights=`` names, with its headers read and checked.
 
     Args:
         weights: a ``.safetensors`` file; a sharded checkpoint's directory, or its
@@ -71,19 +73,18 @@ def open_weights(weights: Weights) -> Source:
     if isinstance(weights, Mapping):
         return InMemory(weights)
     if not isinstance(weights, str | os.PathLike):
-        raise UsageError(
-            "weights is a path, or a mapping from names to tensors, but "
-            f"{type(weights).__name__} came"
-        )
+        contract = "a path, or a mapping from names to tensors,"
+        raise UsageError(expected(contract, weights, for_="weights"))
     if not os.fspath(weights):
-        raise UsageError(
-            "weights is a path, but an empty one came, which is a mistake more often than ."
-        )
+        fix = "for the current directory pass '.'"
+        raise UsageError(expected("a path", "", for_="weights", fix=fix))
     path = Path(weights)
     if os.path.isdir(path):
         path = _checkpoint_in(path)
     if not os.path.isfile(path):  # False for a name too long, too, where Path's raises
-        raise WeightsError(f"a checkpoint was expected, but {str(path)!r} is not there")
+        raise WeightsError(
+            f"expected a checkpoint, got {str(path)!r}, which is not there ({users_line()})"
+        )
     return Shards(path) if path.name.endswith(".index.json") else _open_file(path)
 
 
@@ -100,12 +101,12 @@ def _checkpoint_in(directory: Path) -> Path:
         if found:
             names = [path.name for path in found]
             raise WeightsError(
-                f"one checkpoint was expected in {str(directory)!r}, but {names[:5]} are there "
-                "without one index for them; pass the path of the file or of its index"
+                f"expected one checkpoint in {str(directory)!r}, got {names[:5]} without one index "
+                f"for them ({users_line()}); pass the path of the file or of its index"
             )
     raise WeightsError(
-        f"a checkpoint was expected in {str(directory)!r}, but no *.safetensors and no "
-        "*.safetensors.index.json is there; pass the path of a file"
+        f"expected a checkpoint in {str(directory)!r}, got a directory without *.safetensors and "
+        f"*.safetensors.index.json ({users_line()}); pass the path of a file"
     )
 
 
@@ -199,20 +200,20 @@ class TorchFile:
             loaded = torch.load(self._path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:
             raise WeightsError(
-                "a checkpoint was expected, but torch.load(mmap=True, weights_only=True) cannot "
-                f"read {self.what!r} ({type(error).__name__}: {error}); save a state dict with "
-                "torch.save, or as safetensors"
+                f"expected a checkpoint, got {self.what!r}, which torch.load(mmap=True, "
+                f"weights_only=True) cannot read ({type(error).__name__}: {error}); save a state "
+                "dict with torch.save, or as safetensors"
             ) from error
         if not isinstance(loaded, Mapping):
             raise WeightsError(
-                f"a mapping from names to tensors was expected, but {self.what!r} holds a "
-                f"{type(loaded).__name__}; save model.state_dict()"
+                f"expected a mapping from names to tensors in {self.what!r}, got "
+                f"{type(loaded).__name__} ({users_line()}); save model.state_dict()"
             )
         return dict(loaded)
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """What differs once a file is written to, or another one is put in its place."""
+    """Return what differs once a file is written to, or another one is put in its place."""
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -265,15 +266,15 @@ class Shards:
 
 
 def _check_beside(names: Collection[str], index: Path) -> None:
-    """Raise for shards anywhere but in the index's own directory: an index from elsewhere must not
-    say which files are opened. What is a link there was put there by whom the directory belongs
-    to, as Hugging Face's cache has it."""
+    """Raise an error for shards anywhere but in the index's own directory: an index from elsewhere
+    must not say which files are opened. Links in that directory were put there by its owner, as
+    Hugging Face's cache does."""
     wrong = [n for n in names if n in ("", "..") or len(n) > LONGEST_NAME or Path(n).name != n]
     if wrong:
         raise WeightsError(
-            f"shards are files beside their index, with names of {LONGEST_NAME} characters at the "
-            f"most, but {str(index)!r} names {[name[:LONGEST_NAME] for name in wrong[:5]]}; move "
-            "them there, and name them so"
+            f"expected shards beside their index, with names of at most {LONGEST_NAME} "
+            f"characters, got {[name[:LONGEST_NAME] for name in wrong[:5]]} in {str(index)!r} "
+            f"({users_line()}); move them there, and name them so"
         )
 
 
@@ -285,13 +286,14 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise TypeError("weight_map is from names to names")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(
-            f"an index with a weight_map was expected, but {str(index)!r} is none "
+            f"expected an index with a weight_map, got {str(index)!r} "
             f"({type(error).__name__}: {error}); fetch or save it again"
         ) from error
 
 
 def is_extra(name: object) -> bool:
-    """Whether it is what a module's ``get_extra_state`` gave: of any type and shape."""
+    """Return whether a name is that of extra state, which a module's ``get_extra_state`` gave and
+    which may be of any type and shape."""
     return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
 
 
@@ -304,8 +306,9 @@ def _headers(loaded: Mapping[str, Any], what: str) -> dict[str, Header]:
     ]
     if wrong:
         raise WeightsError(
-            f"a mapping from names to tensors was expected, but in {what} {', '.join(wrong[:5])}; "
-            "if the state dict is one of several entries, pass that entry"
+            f"expected a mapping from names to tensors, got {what} in which "
+            f"{', '.join(wrong[:5])} ({users_line()}); if the state dict is one of several "
+            "entries, pass that entry"
         )
     return {name: Header(tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
@@ -317,7 +320,7 @@ def _kind(value: object) -> str:
 
 
 def why_unreadable(tensor: Tensor) -> str | None:
-    """Why a dense tensor cannot be filled from it, if so."""
+    """Return why a dense tensor cannot be filled from another one, if so."""
     if tensor.is_meta:
         return "on the meta device, without values"
     if tensor.layout is not torch.strided:

@@ -7,7 +7,7 @@ checkpoint and half of another.
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .._common.modules import paths_around
 from .._torch.modules import (
     IncompatibleKeys,
     buffers_of,
@@ -40,14 +41,14 @@ class StateSlot:
     expanded: bool = False  # one value at several indices: nothing can be copied into it
 
     def source_name(self, headers: Mapping[str, Header]) -> str | None:
-        """Under which of its names a checkpoint has it: of several the last, as
-        ``load_state_dict`` has it."""
+        """Return the name under which a checkpoint has it; of several the last, as
+        ``load_state_dict`` takes it."""
         return next((name for name in reversed(self.names) if name in headers), None)
 
 
 @dataclass
 class StateDictMismatch:
-    """What does not fit, as the lines of a message."""
+    """The tensors that do not fit, as the lines of a message."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -57,7 +58,7 @@ class StateDictMismatch:
     hint: str = ""  # what explains them all
 
     def lines(self) -> list[str]:
-        """All of them."""
+        """Return all lines of the message."""
         return [
             *(f"missing: {line}" for line in self.missing),
             *(f"unexpected: {line}" for line in self.unexpected),
@@ -71,7 +72,7 @@ class StateDictMismatch:
         lines = self.lines()
         if lines:
             raise WeightsError(
-                f"a checkpoint of {type(model).__name__} was expected, but {what} does not fit"
+                f"expected a checkpoint of {type(model).__name__}, got {what}, which does not fit"
                 f"{self.hint}:\n  " + "\n  ".join(lines) + f"\nNothing was changed; {remedy}"
             )
 
@@ -113,7 +114,8 @@ def compare_state_dict(
 
 
 def _prefix_hint(model: Collection[str], checkpoint: Collection[str]) -> str:
-    """What all names of one begin with and those of the other do not, as a wrapper leaves it."""
+    """Return the prefix that all names of one have and those of the other have not, as a wrapper
+    leaves it."""
     for longer, shorter, whose in (
         (checkpoint, model, "checkpoint"),
         (model, checkpoint, "model"),
@@ -145,26 +147,21 @@ def _stage(stage: int | None) -> str:
 
 
 def _stages_by_path(slots: Sequence[StateSlot]) -> dict[str, int | None]:
-    """From the path of every module to the stage of the first tensor in it."""
+    """Return, by the path of every module, the stage of the first tensor in it."""
     stages: dict[str, int | None] = {}
     for slot in slots:
-        path = slot.names[0].rpartition(".")[0]  # under its other names a tied one lives elsewhere
-        while path:
+        for path in paths_around(slot.names[0]):  # a tied one's other names are elsewhere
             stages.setdefault(path, slot.stage)
-            path = path.rpartition(".")[0]
     return stages
 
 
 def _stage_near(name: str, stages: Mapping[str, int | None]) -> int | None:
-    """The stage of the nearest tensors in the tree of names."""
-    path = name.rpartition(".")[0]
-    while path and path not in stages:
-        path = path.rpartition(".")[0]
-    return stages.get(path)
+    """Return the stage of the nearest tensors in the tree of names."""
+    return next((stages[path] for path in paths_around(name) if path and path in stages), None)
 
 
 def slots_of(model: nn.Module) -> dict[int, tuple[StateSlot, Tensor]]:
-    """From ``id`` to every parameter and buffer, tied ones once, under all of their names."""
+    """Return every parameter and buffer by its ``id``, tied ones once, under all of their names."""
     slots: dict[int, tuple[StateSlot, Tensor]] = {}
     # Duplicates too: a module that is registered twice has two names in a state dict.
     for path, module in model.named_modules(remove_duplicate=False):
@@ -185,7 +182,7 @@ def _slot_of(tensor: Tensor, stage: int | None = None, saved: bool = True) -> St
 
 
 def stages_of(recording: Recording | None) -> dict[str, int]:
-    """From every name of a parameter or buffer to its stage."""
+    """Return the stage of a parameter or buffer by each of its names."""
     held = [] if recording is None else [*recording.parameters, *recording.buffers]
     return {name: h.stage for h in held for name in h.names}
 
@@ -196,8 +193,8 @@ def stages_of(recording: Recording | None) -> dict[str, int]:
 def load_checked(
     model: nn.Module, state: Mapping[str, Any], *, strict: bool, recording: Recording | None
 ) -> Any:
-    """``model.load_state_dict``, but what does not fit is found before anything changes, and a
-    tied tensor may come under one of its names alone.
+    """Load a state dict as ``model.load_state_dict`` does, after a check that finds everything that
+    does not fit. A tied tensor may come under one of its names alone.
 
     Raises:
         WeightsError: it does not fit; every misfit is named.
@@ -205,21 +202,23 @@ def load_checked(
     own = model.state_dict(keep_vars=True)
     if any(is_lazy(value) for value in own.values()):
         return model.load_state_dict(state, strict=strict)  # shapes come with the dictionary
-    found, state = _compared(own, state, strict, recording)
+    found, complete = _compared(own, state, strict, recording)
     try:
         found.check("the state dict", model, _REMEDY)
     except WeightsError as error:
         # The model may have its own way with old or renamed keys: does it, on a copy without data?
-        refusal = _refusal(model, state, strict)
+        refusal = _refusal(model, complete, strict)
         if refusal is not None or found.uncopyable:
             raise error from refusal
-    return model.load_state_dict(state, strict=strict)
+    keys = model.load_state_dict(complete, strict=strict)
+    return keys if strict else _with_tied(keys, own, state, complete)
 
 
 def to_be_loaded(
     model: nn.Module, state: Mapping[str, Any], *, strict: bool
 ) -> tuple[dict[str, Any], Any]:
-    """What ``load_state_dict`` would put into a model on the meta device, where it can put nothing.
+    """Return what ``load_state_dict`` would put into a model on the meta device, where it can put
+    nothing.
 
     Returns:
         Tensors of the dictionary and extra state under the model's own names; and what torch
@@ -242,9 +241,20 @@ def to_be_loaded(
             except WeightsError as error:
                 raise error from refusal
             raise
+    keys = keys if strict else _with_tied(keys, own, state, complete)
     # What has values and is not in the dictionary keeps them.
     kept = {n: v for n, v in own.items() if isinstance(v, Tensor) and not v.is_meta}
     return {**kept, **taken}, keys
+
+
+def _with_tied(
+    keys: Any, own: Iterable[str], state: Mapping[str, Any], complete: Mapping[str, Any]
+) -> Any:
+    """What ``load_state_dict`` returns, with each name of a tied tensor that came under another
+    one: as torch has it, and as ``safetensors.torch.load_model`` expects it."""
+    missing = {*keys.missing_keys, *(complete.keys() - state.keys())}
+    ordered = [*(name for name in own if name in missing), *keys.missing_keys]
+    return IncompatibleKeys(list(dict.fromkeys(ordered)), keys.unexpected_keys)
 
 
 def _put_into_a_copy(
@@ -266,7 +276,8 @@ _REMEDY = "load what was saved from a model of this structure"
 def _compared(
     own: Mapping[str, Any], state: Mapping[str, Any], strict: bool, recording: Recording | None
 ) -> tuple[StateDictMismatch, Mapping[str, Any]]:
-    """A state dict with a model's: what does not fit, and it under all names of tied tensors."""
+    """Compare a state dict with a model's; return what does not fit, and the state dict under all
+    names of tied tensors."""
     slots = state_slots(own, recording)
     headers = {
         name: Header(tuple(value.shape), value.dtype)
@@ -295,7 +306,7 @@ def _storing(tensor: Tensor) -> tuple[torch.layout, bool]:
 
 
 def state_slots(own: Mapping[str, Any], recording: Recording | None) -> list[StateSlot]:
-    """The tensors of a model's state dict (with ``keep_vars=True``), tied ones once."""
+    """Return the tensors of a model's state dict (with ``keep_vars=True``), tied ones once."""
     stages = stages_of(recording)
     slots: dict[int, StateSlot] = {}
     for name, value in own.items():
@@ -308,7 +319,7 @@ def state_slots(own: Mapping[str, Any], recording: Recording | None) -> list[Sta
 def _completed(
     state: Mapping[str, Any], slots: Sequence[StateSlot], headers: Mapping[str, Header]
 ) -> Mapping[str, Any]:
-    """The state under all names of tied tensors."""
+    """Return the state under all names of tied tensors."""
     ties = {
         name: state[source]
         for slot in slots
@@ -334,15 +345,15 @@ def _refusal(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Except
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    """A copy of a model on the meta device: its structure and its hooks, and no data."""
+    """Return a copy of a model on the meta device: its structure and its hooks, and no data."""
     held = (tensor for _, tensor in slots_of(model).values())
     memo: dict[int, Any] = {id(t): like(t, torch.device("meta")) for t in held}
     return copy.deepcopy(model, memo)
 
 
 def like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A parameter or buffer of the same class, attributes and memory format on another device,
-    without values."""
+    """Return a parameter or buffer of the same class, attributes and memory format on another
+    device, without values."""
     # Outside of inference mode, which a first call may be under: its tensors cannot be trained.
     with torch.inference_mode(False), torch.no_grad():
         data = torch.empty_like(tensor.detach(), device=device)

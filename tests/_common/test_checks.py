@@ -13,6 +13,13 @@ def test_expected_names_the_contract_the_value_and_the_line():
     assert end.endswith("); pass chunks=4")
 
 
+def test_expected_has_one_comma_after_a_clause():
+    """With the argument's name after it, and without."""
+    contract = "sizes that add up to 5, the number of children,"
+    assert expected(contract, [2]).startswith(f"expected {contract} got [2] (")
+    assert expected(contract, [2], for_="a").startswith(f"expected {contract} for a, got [2] (")
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [(torch.ones(3, 3), "got Tensor ("), ([1, "a"], "got [1, 'a'] ("), ("x" * 500, "xxx… (")],
@@ -34,4 +41,5 @@ def test_did_you_mean_names_the_nearest_words_or_the_first_known():
     assert did_you_mean("laer1", ["layer1", "head"]) == "did you mean 'layer1'?"
     assert did_you_mean("zzz", ["layer1", "head"]) == "known: 'layer1', 'head'"
     assert did_you_mean("zzz", ["layer1"], "make the plan anew") == "make the plan anew"
+    assert did_you_mean("h.1", ["net.h.0", "net.h.1"]) == "did you mean 'net.h.1'?"
     assert did_you_mean("zzz", "abcdefghi").endswith("'h', …")

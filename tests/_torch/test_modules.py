@@ -142,15 +142,36 @@ class Refusing(modules.RefusesWrappers):
         raise RefusedError(wrapper)
 
 
-def distributed(model):
+def distributed(model, wrap=nn.parallel.DistributedDataParallel):
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model.register_parameter("weight", nn.Parameter(torch.ones(1)))
-        nn.parallel.DistributedDataParallel(model)
+        wrap(model)
     finally:
         dist.destroy_process_group()
+
+
+def fully_sharded(model):
+    from torch.distributed import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+def in_fsdp(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def data_parallel(model):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        wrapped = nn.DataParallel(model)
+    wrapped.device_ids = [0, 1]  # as where there are several
+    wrapped(torch.ones(2))
 
 
 def scripted(model):
@@ -166,6 +187,9 @@ def scripted(model):
         ("torch.compile", lambda model: torch.compile(model, backend="eager")),
         ("DistributedDataParallel", distributed),
         ("DataParallel", lambda model: nn.parallel.replicate(model, [0])),
+        ("DataParallel", data_parallel),
+        ("FullyShardedDataParallel", lambda model: distributed(model, in_fsdp)),
+        ("fully_shard", lambda model: distributed(model, fully_sharded)),
         ("torch.jit.script", scripted),
     ],
 )

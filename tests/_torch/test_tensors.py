@@ -114,14 +114,15 @@ def test_operators():
 @pytest.mark.parametrize(
     ("args", "kwargs", "found"),
     [
-        (("cpu",), {}, torch.device("cpu")),
-        ((torch.float64,), {}, None),
-        (("cuda:1", torch.float16), {}, torch.device("cuda:1")),
-        ((), {"device": "meta"}, torch.device("meta")),
-        ((torch.ones(1, device="meta"),), {}, torch.device("meta")),
+        (("cpu",), {}, (torch.device("cpu"), None, None)),
+        ((torch.float64,), {}, (None, torch.float64, None)),
+        (("cuda:1", torch.float16), {}, (torch.device("cuda:1"), torch.float16, None)),
+        ((), {"device": "meta"}, (torch.device("meta"), None, None)),
+        ((torch.ones(1, device="meta"),), {}, (torch.device("meta"), torch.float32, None)),
+        ((), {"memory_format": torch.channels_last}, (None, None, torch.channels_last)),
     ],
 )
-def test_device_in(args, kwargs, found):
-    assert tensors.device_in(*args, **kwargs) == found, (
+def test_arguments_of_to(args, kwargs, found):
+    assert tensors.arguments_of_to(*args, **kwargs) == found, (
         "torch reads the arguments of Module.to otherwise: a pipeline may be moved to a device"
     )

@@ -152,7 +152,7 @@ class Outputs(nn.Module):
 def test_the_summary_names_outputs_that_are_no_batch():
     """What it says of each is what becomes of it; the loss, and what is one for all, are not named."""
     x = torch.randn(8, 4)
-    pipe = bp.Pipeline(Outputs(), devices=["cpu"] * 2, chunks=2)
+    pipe = bp.Pipeline(Outputs(), devices=["cpu"], chunks=2)
     notes = pipe.summary(x).notes
     assert "output 'max': one number per micro-batch, averaged by loss_reduction" in notes
     said = "output 'state', output 'count': no entry per sample; a list with one per micro-batch"

@@ -30,17 +30,17 @@ MODULES = ["blockpipe"] + [
 ]
 # What users may import: the names in these modules' ``__all__``.
 PUBLIC = ("blockpipe", "blockpipe.errors", "blockpipe.reports", "blockpipe.schedules")
-PUBLIC += (
-    "blockpipe.distributed",
-    "blockpipe.compat.poptorch",
-    "blockpipe.replicas",
-    "blockpipe.testing",
-)
+PUBLIC += ("blockpipe.distributed", "blockpipe.replicas", "blockpipe.testing")
 # Other libraries' names, under their paths.
+PUBLIC += ("blockpipe.compat.keras", "blockpipe.compat.poptorch")
+PUBLIC += ("blockpipe.compat.torchdistpackage", "blockpipe.compat.torchdistpackage.dist")
 PUBLIC += tuple(f"blockpipe.compat.torchgpipe{one}" for one in ("", ".skip", ".balance"))
 PUBLIC += ("blockpipe.compat.torchgpipe.balancing", "blockpipe.compat.fairscale")
 PUBLIC += tuple(f"blockpipe.compat.fairscale.nn{one}" for one in ("", ".pipe", ".pipe.skip"))
 PUBLIC += ("blockpipe.compat.fairscale.nn.pipe.balance",)
+PUBLIC += tuple(
+    f"blockpipe.integrations.{one}" for one in ("accelerate", "lightning", "transformers")
+)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

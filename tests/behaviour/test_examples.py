@@ -1,5 +1,6 @@
 """The examples run."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,69 @@ def test_a_script_of_poptorchs() -> None:
     out = run("examples/from_poptorch.py")
     assert "2 copies of 2 stages" in out
     assert "test accuracy: 9" in out
+
+
+@pytest.mark.timeout(600)
+def test_a_training_script_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """Its losses after the checkpoint are those of a run in one go, to every digit of its log."""
+    pytest.importorskip("sklearn")
+
+    def epochs(number: int, folder: str) -> list[str]:
+        run(
+            "examples/training_script.py", "--into", str(tmp_path / folder), "--epochs", str(number)
+        )
+        log = (tmp_path / folder / "log.txt").read_text()
+        return re.findall(r"epoch \d+: loss .*", log)
+
+    assert len(epochs(1, "stopped")) == 1
+    in_one_go = epochs(3, "in_one_go")
+    assert epochs(3, "stopped") == in_one_go
+    assert len(in_one_go) == 3
+    assert float(in_one_go[-1].split()[-1]) > 0.9
+    assert (tmp_path / "stopped" / "best.pt").exists()
+
+
+def test_a_script_of_torchdistpackages() -> None:
+    """It trains in bfloat16 on two stages, with clipping over both, and tests."""
+    pytest.importorskip("sklearn")
+    out = run("examples/from_torchdistpackage.py")
+    assert "trained on 2 stages of one process" in out
+    assert "test accuracy: 9" in out
+
+
+def test_a_model_with_a_device_map_trains_and_generates() -> None:
+    """Its pipeline is exact, and the model is whole without it."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    out = run("examples/from_device_map.py", "--steps", "20")
+    assert "ok: " in out
+    assert float(out.split("loss without the pipeline: ")[1]) < 4
+
+
+def test_a_script_of_hugging_faces_trainer(tmp_path: Path) -> None:
+    """It trains, evaluates, and saves a model that the library loads."""
+    pytest.importorskip("accelerate")
+    out = run("examples/trainer_text.py", "--steps", "20", "--directory", str(tmp_path))
+    assert "loss on other text: 3." in out
+    assert "stage 1 on" in out
+
+
+@pytest.mark.parametrize("name", ["accelerate_digits", "lightning_digits"])
+def test_other_libraries_loops_train_and_resume(name: str) -> None:
+    """They reach their accuracy after a resumption."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip(name.partition("_")[0])
+    out = run(f"examples/{name}.py")
+    assert len([line for line in out.splitlines() if line.startswith("epoch")]) == 6
+    assert "test accuracy: 9" in out
+
+
+def test_adapters_learn_to_count() -> None:
+    """And are the same in the plain model."""
+    pytest.importorskip("peft")
+    out = run("examples/peft_gpt.py")
+    assert "step 59: loss 2." in out
+    assert "logits differ by" in out
 
 
 def test_the_gpt_example_learns() -> None:

@@ -306,6 +306,19 @@ def test_parametrizations_that_are_cached_in_the_forward_are_refused(around: boo
     assert_same_gradients(net, plain)
 
 
+def test_parametrizations_that_are_cached_around_an_evaluation_are_fine():
+    """The recording left its fake tensors in the cache, and was refused for it."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in net:
+        parametrize.register_parametrization(layer, "weight", Symmetric())
+    pipe = bp.Pipeline(bp.begin_blocks(net, {"1": 1}), devices=stages(2), chunks=4)
+    plain, x = copy.deepcopy(net), torch.randn(8, 4)
+    with torch.no_grad(), parametrize.cached():
+        found = pipe(x)
+    with torch.no_grad():
+        assert_close(found, plain.to(stages(1)[0])(x.to(stages(1)[0])))
+
+
 # --- what one forward leaves for the next
 
 

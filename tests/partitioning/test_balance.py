@@ -11,7 +11,6 @@ import torchvision
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import blockpipe as bp
 from blockpipe.costs.rates import STATED_CPU
@@ -21,27 +20,7 @@ from blockpipe.preparation import prepared
 from ..parity import any_loss, difference, plain_step
 from ..stage_devices import assert_close, equal, examples, stages
 from ..strategies import Program, programs
-
-
-def chain(*widths: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
-
-
-class Skips(nn.Module):
-    """What early layers make is read by late ones; one layer is called twice, one weight is tied."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a = self.norm(self.layers[0](x))
-        b = self.layers[1](a).tanh()
-        c = self.norm(self.layers[2](b) + a)
-        d = self.layers[3](c) * b
-        e = self.layers[4](d) + x
-        return F.linear(self.layers[5](e + a), self.layers[0].weight)
+from .balanced_models import Skips, chain
 
 
 def _plan_at(recording: bp.Recording, begins: tuple[int, ...]) -> bp.StagePlan:
@@ -364,75 +343,6 @@ def test_a_meta_model_is_estimated() -> None:
     assert plan.num_stages == 3
 
 
-def test_a_plan_is_saved_and_read() -> None:
-    net, x = Skips(), torch.zeros(4, 8)
-    plan = bp.balance(net, x, 3, "flops")
-    read = bp.StagePlan.from_json(plan.to_json())
-    assert read.assignments == plan.assignments
-    assert len(plan.assignments) == sum(call.is_module for call in bp.record(net, x).calls)
-    assert isinstance(bp.BalancedPlan.from_json(plan.to_json()), bp.BalancedPlan)
-    assert str(bp.BalancedPlan.from_json(plan.to_json())) == str(read)
-
-
-def test_copies_of_a_plan_say_the_same() -> None:
-    plan = bp.balance(Skips(), torch.zeros(4, 8), 2, "flops")
-    assert str(copy.deepcopy(plan)) == str(plan)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "bubble"), [("1f1b", 1 / 9), ("gpipe", 1 / 9), ("sequential", 1 / 2)]
-)
-def test_the_predicted_step_is_the_schedule_played_out(schedule: str, bubble: float) -> None:
-    """Of two equal stages and 8 micro-batches."""
-    net, x = chain(64, 64, 64), torch.zeros(32, 64).requires_grad_()
-    plan = bp.balance(net, x, 2, measure=False, schedule=schedule)
-    assert plan.bubble == pytest.approx(bubble)
-    one = sum(s.forward + s.backward for s in plan.shares) / 2
-    assert plan.step_seconds == pytest.approx(8 * one / (1 - bubble))
-    assert f"{100 * bubble:.1f} % bubble" in str(plan)
-
-
-def test_a_schedule_of_ones_own_is_played_out() -> None:
-    from blockpipe.schedules.builders import make_schedule
-
-    def mine(lane_of_hop: object, microbatches: int) -> bp.Schedule:
-        return make_schedule("gpipe", lane_of_hop, microbatches)
-
-    net, x = chain(64, 64, 64), torch.zeros(32, 64)
-    plan = bp.balance(net, x, 2, measure=False, schedule=mine)
-    assert plan.step_seconds == bp.balance(net, x, 2, measure=False, schedule="gpipe").step_seconds
-    auto = bp.balance(net, x, 2, measure=False, schedule="auto")
-    assert auto.step_seconds <= plan.step_seconds
-    with pytest.raises(
-        ScheduleError, match=r"for 2 hops and 8 micro-batches, got 'gpipe' for 3 hops and 8"
-    ):
-        bp.balance(net, x, 2, measure=False, schedule=make_schedule("gpipe", [0, 1, 2], 8))
-    with pytest.raises(ScheduleError, match="a Schedule or a callable for schedule, got 3"):
-        bp.balance(net, x, 2, measure=False, schedule=3)
-
-
-def test_a_limit_for_one_stage_alone() -> None:
-    net, x = chain(8, 8, 8, 8), torch.zeros(4, 8)
-    with pytest.raises(PlanError, match=r"limits=\['1 B', None\]: in the best one, stage 0 "):
-        bp.balance(net, x, 2, "flops", limits=[1, math.inf])
-
-
-def test_without_training_there_is_a_forward_alone() -> None:
-    net, x = chain(64, 64, 64), torch.zeros(32, 64)
-    plan = bp.balance(net, x, 2, training=False)
-    assert all(share.backward == 0.0 < share.forward for share in plan.shares)
-    trained = bp.balance(net, x, 2, measure=False, optimizer="adam")
-    assert all(p.memory < t.memory / 2 for p, t in zip(plan.shares, trained.shares, strict=True))
-
-
-def test_what_limits_it_is_said() -> None:
-    plan = bp.balance(chain(64, 64, 8, 8), torch.zeros(4, 64), 2, "flops")
-    assert "the costliest stage: 0, 3.28e+04" in str(plan) or "stage: 0" in plan.bottleneck
-    assert "it cannot be split" in plan.bottleneck
-    more = bp.balance(chain(8, 8, 8, 8), torch.zeros(4, 8), 2, "flops")
-    assert "would cost" in more.bottleneck
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "match"),
     [
@@ -477,74 +387,6 @@ def test_a_forward_that_fails_is_told_and_leaves_nothing_behind() -> None:
     with pytest.raises(bp.BlockpipeError, match="forward fails on the sample"):
         bp.balance(net, torch.zeros(2, 5), 2)
     assert "forward" not in net[0].__dict__
-
-
-# --- real models
-
-
-def _huggingface(name: str) -> tuple[nn.Module, dict]:
-    pytest.importorskip("transformers")
-    from ..zoo import find
-
-    entry = find("huggingface", name)
-    torch.manual_seed(0)
-    return entry.build(), entry.batch()[1]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
-@pytest.mark.parametrize("by", ["time", "flops"])
-def test_a_hugging_face_model_is_cut_and_trains_as_plain(name: str, by: str) -> None:
-    """Tied weights, an encoder and a decoder, masks that cross."""
-    net, kwargs = _huggingface(name)
-    for module in net.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    reference = copy.deepcopy(net)
-    plan = bp.balance(net, (), 3, by, kwargs=kwargs, repeats=2)
-    recording = bp.record(net, (), kwargs, plan=plan)
-    assert [share.parameters for share in plan.shares] == [
-        sum(p.bytes for p in recording.parameters if p.stage == stage) for stage in range(3)
-    ]
-    assert [share.received for share in plan.shares] == [
-        sum(c.bytes for c in recording.crossings if c.to_stage == stage != c.from_stage)
-        for stage in range(3)
-    ]
-    with bp.Pipeline(net, devices=stages(3), chunks=2, plan=plan, isolate=True) as pipe:
-        loss = pipe.forward_backward(**kwargs).loss
-    plain = plain_step(reference, (), kwargs, None, any_loss, 2)
-    assert difference(net, reference, loss, plain).same
-    assert "tied:" in str(plan)
-
-
-@pytest.mark.slow
-def test_a_timm_model_is_cut_at_blocks() -> None:
-    """With some slack: of cuts that as many bytes cross, the outermost module is taken."""
-    timm = pytest.importorskip("timm")
-    net = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=6)
-    x = torch.zeros(2, 3, 64, 64)
-    even = bp.balance(net, x, 3, "parameters", slack=0)
-    plan = bp.balance(net, x, 3, "parameters", slack=0.1)
-    assert [share.begins for share in plan.shares] == ["the start", "blocks.2", "blocks.4"]
-    assert sum(s.received for s in plan.shares) <= sum(s.received for s in even.shares)
-    assert max(s.cost for s in plan.shares) <= 1.1 * max(s.cost for s in even.shares)
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x))
-
-
-def test_whole_layers_are_preferred_unless_the_optimum_is_asked_for() -> None:
-    """Of 21 blocks the middle is in the eleventh; a cut beside it costs 1/21 more."""
-    net, x = nn.Sequential(*(Residual() for _ in range(21))), torch.zeros(4, 8)
-    assert bp.balance(net, x, 2, "parameters").shares[1].begins in ("10", "11")
-    assert bp.balance(net, x, 2, "parameters", slack=0).shares[1].begins == "10.down"
 
 
 def test_stages_begin_only_where_at_names_a_module() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.partitioning.plan_as_code import expression
 
-from .test_balance import Skips
+from .balanced_models import Skips
 
 
 def _marked(net: nn.Module, text: str) -> nn.Module:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import enum
+import functools
 import math
 import os
 import pickle
@@ -231,6 +232,82 @@ GATES = {
 }
 
 
+class Warm:
+    """A way to go, as an object."""
+
+    def is_full(self) -> bool:
+        return False
+
+    @staticmethod
+    def static() -> bool:
+        return False
+
+
+class Full(Warm):
+    def is_full(self) -> bool:
+        return True
+
+
+def _says(answer: bool):
+    """Both answers have one code, and other functions in the closure."""
+
+    def yes() -> bool:
+        return True
+
+    def no() -> bool:
+        return False
+
+    said = yes if answer else no
+    return lambda: said()
+
+
+def _hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    return output
+
+
+def _swap_hook(net: nn.Module, step: int) -> None:
+    """One hook in the place of another."""
+    net.a._forward_hooks.clear()
+    net.a.register_forward_hook(_hook if step < 2 else lambda *_: None)
+
+
+CODE_GATES = {
+    "function": (
+        lambda n, s: setattr(n, "value", (lambda: True) if s > 1 else (lambda: False)),
+        lambda n: n.value(),
+    ),
+    "closure": (lambda n, s: setattr(n, "value", _says(s > 1)), lambda n: n.value()),
+    "partial": (
+        lambda n, s: setattr(n, "value", functools.partial(max if s > 1 else min, 0, 1)),
+        lambda n: n.value(),
+    ),
+    "method": (
+        lambda n, s: setattr(n, "value", (Full if s > 1 else Warm)().is_full),
+        lambda n: n.value(),
+    ),
+    "strategy": (
+        lambda n, s: setattr(n, "value", Full() if s > 1 else Warm()),
+        lambda n: n.value.is_full(),
+    ),
+    "a class": (
+        lambda n, s: setattr(n, "value", Full if s > 1 else Warm),
+        lambda n: n.value is Full,
+    ),
+    "patched class": (
+        lambda n, s: setattr(Settings, "is_full", staticmethod((lambda: s > 1) if s < 2 else _yes)),
+        lambda n: Settings.is_full(),
+    ),
+    "swapped hook": (
+        _swap_hook,
+        lambda n: next(iter(n.a._forward_hooks.values())) is not _hook,
+    ),
+}
+
+
+def _yes() -> bool:
+    return True
+
+
 class Gated(nn.Module):
     """Pushes a factor on a list for each stage, where a gate says so."""
 
@@ -268,11 +345,11 @@ def _as_it_was(monkeypatch):
 
 
 @pytest.mark.usefixtures("_as_it_was")
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", [*GATES, *CODE_GATES])
 def test_what_turns_on_shared_state_is_noticed_by_the_step_in_which_it_does(gate: str):
     """Where the gate was no number, bool or string on a module, each step from the third on was
     wrong, without a word."""
-    set_it, is_on = GATES[gate]
+    set_it, is_on = {**GATES, **CODE_GATES}[gate]
     net = Gated(is_on)
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
     x = torch.randn(8, 4)
@@ -311,6 +388,19 @@ def test_what_counts_is_not_recorded_at_every_step():
     assert _steps(pipe, 20, count)[-1] < 10
     pipe = bp.Pipeline(Gated(lambda net: net.config.step == 30), devices=stages(2), chunks=4)
     assert _steps(pipe, 12, GATES["object"][0]) == [0, 1], "as soon as it counts, it is asked"
+
+
+def test_a_function_that_is_made_anew_for_each_step_is_recorded_once():
+    """The same code, and nothing of what it closes over is kept."""
+
+    def fresh(net: Gated, step: int) -> None:
+        net.value = _says(False)
+        net.config = Config()
+        net.a._forward_hooks.clear()
+        net.a.register_forward_hook(lambda *_: None)
+
+    pipe = bp.Pipeline(Gated(lambda net: False), devices=stages(2), chunks=4)
+    assert _steps(pipe, 5, fresh) == [0]
 
 
 @pytest.mark.usefixtures("_as_it_was")

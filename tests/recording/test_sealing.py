@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockpipe.recording.recording import Call
+from blockpipe.recording.calls import Call
 from blockpipe.recording.sealing import sealed_hops
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.costs.work import Work
-from blockpipe.recording.recording import Segment
+from blockpipe.recording.calls import Segment
 
 
 class Residual(nn.Module):

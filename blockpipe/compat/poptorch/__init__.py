@@ -7,6 +7,7 @@ whole training step; underneath are ``Pipeline`` and ``Replicas``. Read first: `
 
 from typing import NoReturn
 
+from ..._common.hints import lacking
 from ...errors import BlockpipeError as Error
 from .blocks import BeginBlock, Block, BlockFunction, recomputationCheckpoint, removeBlocks
 from .data import DataLoader
@@ -70,5 +71,4 @@ MISSING = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    hint = f"; {MISSING[name]}" if name in MISSING else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+    raise AttributeError(lacking(__name__, name, MISSING, __all__))

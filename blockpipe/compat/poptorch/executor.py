@@ -25,6 +25,22 @@ from .outputs import OutputMode, Part, chosen, together
 from .strategies import Numbering
 
 _IS_LOSS = "_is_poptorch_loss"
+_TIMED = "measure a step by model.pipeline.profile()"
+_NOT_COMPILED = "nothing is compiled: save model.state_dict()"
+_MISSING = {
+    "cycleCount": _TIMED,
+    "getComputeLatency": _TIMED,
+    "getHostIpuLatency": _TIMED,
+    "getIpuHostLatency": _TIMED,
+    "getLatency": _TIMED,
+    "getPerfCounters": _TIMED,
+    "compileAndExport": _NOT_COMPILED,
+    "loadExecutable": _NOT_COMPILED,
+    "save": _NOT_COMPILED,
+    "rewrapParametersOf": "leave it out: parameters are the model's own",
+    "unwrap": "leave it out: the model is its own",
+}
+"""The methods of PopTorch's models that these lack, and their replacements."""
 
 
 def trainingModel(  # noqa: N802 - PopTorch's name
@@ -196,7 +212,15 @@ class PoplarExecutor:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in _MISSING and not hasattr(self.model, name):
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}; {_MISSING[name]}"
+            )
         return getattr(self.model, name)
+
+    def __repr__(self) -> str:
+        runs = f"{self.options}, not called yet" if self._runner is None else str(self.pipeline)
+        return f"{type(self).__name__}({type(self.model).__name__}): {runs}"
 
     @remembers_caller
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,13 +7,12 @@ the door is checked against them.
 
 import enum
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any, NoReturn, Self
 
 import torch
 
 from ..._common.callsite import users_line, warn
-from ..._common.checks import is_integer
+from ..._common.checks import did_you_mean, is_integer
 from ...errors import PlanError, UsageError
 from .outputs import OutputMode
 from .strategies import PipelinedExecution
@@ -286,9 +285,12 @@ def _elsewhere(
         return _accepting(options, name, accepted[name])
     if name in refused:
         _refuse(f"{group}.{name}", refused[name])
-    near = get_close_matches(name, [*dir(type(options)), *accepted, *refused], n=1, cutoff=0.6)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise AttributeError(f"{type(options).__name__!r} object has no attribute {name!r}{hint}")
+    own = [known for known in dir(type(options)) if not known.startswith("_")]
+    hint = did_you_mean(name, [*own, *accepted, *refused], otherwise="")
+    if group == "Options" and hasattr(TrainingOptions, name):
+        hint = f"it is one of Training: Options().Training.{name}(…)"
+    text = f"{type(options).__name__!r} object has no attribute {name!r}"
+    raise AttributeError(f"{text}; {hint}" if hint else text)
 
 
 def _refuse(name: str, remedy: str) -> NoReturn:

@@ -9,13 +9,14 @@ with another balance.
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from ..._common.callsite import remembers_caller, users_line
 from ..._common.checks import expected, is_integer
+from ..._common.hints import knows_other_names
 from ..._common.nested import map_tensors, tensors
 from ..._torch.modules import children_of, forward_hooks_of, forward_pre_hooks_of
 from ...devices.devices import default_devices
@@ -122,6 +123,12 @@ class GPipe(Pipeline):
     """
 
     @remembers_caller
+    @knows_other_names(
+        micro_batches="pass chunks=",
+        num_microbatches="pass chunks=",
+        device="pass devices=, one for each partition",
+        schedule="a GPipe has one; pass it to blockpipe.Pipeline",
+    )
     def __init__(
         self,
         module: nn.Sequential,
@@ -161,6 +168,13 @@ class GPipe(Pipeline):
         if next(tensors(input), None) is None:
             raise UsageError(expected("a tensor or a tuple of tensors", input, for_="input"))
         return super().forward(input)
+
+    def _check_device(self, device: torch.device) -> NoReturn:
+        """Refuse every move, as torchgpipe does: to the device that all partitions are on, too."""
+        raise UsageError(
+            f"expected no device to move a {type(self).__name__} to, got {str(device)!r} "
+            f"({users_line()}): its partitions have devices of their own; leave the call out"
+        )
 
     @property
     def partitions(self) -> nn.ModuleList:

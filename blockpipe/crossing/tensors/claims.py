@@ -12,7 +12,8 @@ from ..._common.callsite import users_place
 from ..._common.nested import tensors
 from ..._torch.tensors import version_of
 from ..constants import makes_constants, note_write, writes
-from ..tags import TAG, StepContext, Tag
+from ..step_context import StepContext
+from ..tags import TAG, Tag
 from .place import Place
 
 Outside = Sequence[tuple[Tensor, int]]  # tensors of nobody's, and the versions they were read at
@@ -20,7 +21,7 @@ Constants = list[tuple[Tensor, Tag]]
 
 
 class Claims:
-    """Tags what one run makes.
+    """The tags of the tensors that one run makes.
 
     Args:
         step: what the run shares with the other runs of its step.
@@ -45,7 +46,7 @@ class Claims:
                 self.tag(tensor, outside)
 
     def tag(self, tensor: Tensor, outside: Outside = ()) -> None:
-        """Tag one tensor, if it is nobody's yet."""
+        """Tag one tensor if it has no tag yet."""
         tag: Tag | None = getattr(tensor, TAG, None)
         if tag is not None and (tag.key is self._place.key or tag.is_constant(tensor)):
             return
@@ -61,8 +62,8 @@ class Claims:
     def constants_read(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Constants | None:
-        """Before an operation: this run's constants that it is given; ``None`` if its result is no
-        constant, for it is given something of a micro-batch's."""
+        """Return this run's constants that an operation is about to be given; ``None`` if its
+        result is no constant, because it is given something of a micro-batch's."""
         first: Any = args[0] if args else kwargs.get("out")
         its_tag: Tag | None = getattr(first, TAG, None)
         if its_tag is not None and its_tag.constant is None:
@@ -88,8 +89,8 @@ class Claims:
     def claim_constant(
         self, result: Any, func: Callable[..., Any], given: Constants, outside: Outside
     ) -> None:
-        """Tag what such an operation has made. What it wrote to, this forward has made before, and
-        is still making.
+        """Tag the result of such an operation. Tensors that it wrote to were made by this forward,
+        which is still making them.
 
         Args:
             result: what it returned.

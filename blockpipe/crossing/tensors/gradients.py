@@ -16,7 +16,8 @@ from ...devices.copies import PendingCopy
 from ..hop_backward import WeightPart, run_input_part, run_whole
 from ..offload import Offload
 from ..recompute import RecomputedCall
-from ..tags import Crossing, GradientSlot, HopGraph, StepContext, edge_of, enter_graph
+from ..step_context import StepContext
+from ..tags import Crossing, GradientSlot, HopGraph, edge_of, enter_graph
 from .hop_copies import HopCopies
 from .place import Place
 
@@ -62,7 +63,7 @@ class Gradients:
         """
         slot = GradientSlot()
         value = enter_graph(slot, value)
-        entry = edge_of(value) if self._step.splits else None
+        entry = edge_of(value) if self._step.graphs.split else None
         crossing = Crossing(entry, slot, to_hop, edge_of(source), on_host)
         self._graph(self._place.hop).crossings.append(crossing)
         return value
@@ -81,7 +82,8 @@ class Gradients:
         self._graph(hop).roots.append((edge, gradient))
 
     def add_sent_root(self, hop: int, edge: GradientEdge, gradient: PendingCopy) -> None:
-        """The same with a gradient that is on its way: the backward waits for it as it begins."""
+        """Start the backward of a hop also from here, with a gradient that is on its way; the
+        backward waits for it as it begins."""
         graph = self._graph(hop)
         graph.roots.append((edge, gradient.value))
         graph.arriving.append(gradient)
@@ -164,7 +166,7 @@ class Gradients:
 
     def _keep_recomputed(self, hop: int, keeps: bool) -> None:
         for recomputed in self.recomputed_calls.get(hop, ()):
-            recomputed.keeps = keeps or hop in self._step.hops_rerunning_forward
+            recomputed.keeps = keeps or hop in self._step.known.hops_rerunning_forward
         if keeps and self.offload is not None:
             self.offload.keep(hop)
 
@@ -183,7 +185,7 @@ class Gradients:
         self.add_sent_root(crossing.to_hop, crossing.to_edge, sent)
 
     def abandon(self) -> None:
-        """Let go of everything: the step has failed, or is over."""
+        """Release everything: the step has failed, or is over."""
         self.recomputed_calls.clear()
         self.offload = None
         self.graphs.clear()

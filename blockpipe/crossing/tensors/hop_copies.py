@@ -8,7 +8,7 @@ from torch import Tensor
 from ...devices.copies import PendingCopy
 from ...devices.copy_lifetimes import CopySources, ReadCopies
 from ...devices.devices import mark
-from ..tags import StepContext
+from ..step_context import StepContext
 from .place import Place
 
 
@@ -28,11 +28,12 @@ class HopCopies:
         self._taken = ReadCopies()  # by hop: the copies that it reads
 
     def leave(self, hop: int, stage: int) -> None:
-        """The forward leaves a hop: its tensors can be copied behind what is queued by now."""
+        """Note that the forward leaves a hop: its tensors can be copied behind what is queued by
+        now."""
         self._left[hop] = self._step.mark(stage)
 
     def bring(self, tensor: Tensor, from_hop: int, *, on_host: bool) -> Tensor:
-        """The values of another hop's tensor, on this hop's device."""
+        """Return the values of another hop's tensor on this hop's device."""
         place, step = self._place, self._step
         watch = step.watch(tensor, from_hop, place.hop, place.microbatch)
         after = self._left.get(from_hop)
@@ -43,15 +44,15 @@ class HopCopies:
         return self.receive(place.hop, sent)
 
     def receive(self, hop: int, sent: PendingCopy) -> Tensor:
-        """Values that were sent to a hop, there to be read until the hop is over."""
+        """Return values that were sent to a hop, there to be read until the hop is over."""
         return self._taken.receive(hop, sent)
 
     def settle(self, hop: int) -> None:
-        """A hop's tensors may be written or freed from here on: the copies of them are over."""
+        """Wait for the copies of a hop's tensors, before these are written or freed."""
         self._lent.settle(hop)
 
     def give_back(self, hop: int, over: torch.Event | None = None) -> None:
-        """A hop is over: the copies that were sent to it are not read any more."""
+        """Release the copies that were sent to a hop, which is over."""
         taken = self._taken.pop(hop)
         if taken:
             over = over or mark(taken[0][0].device)
@@ -59,15 +60,15 @@ class HopCopies:
             self._step.returned.add(hop, taken, over)
 
     def end_without_backward(self) -> None:
-        """The forward is over, and no backward follows: no hop's tensors are needed any more."""
+        """Release the tensors of all hops: the forward is over, and no backward follows."""
         late = [hop for hop in self._taken.hops() if self._is_read_later(hop)]
         self._lent.settle_all()
         for hop in self._taken.hops():
             self.give_back(hop, None if hop in late else self._left.get(hop))
 
     def _is_read_later(self, hop: int) -> bool:
-        """Whether what was sent to a hop may be read after the run has left it: by a later hop
-        on the device, which has it as its own, or by a copy to another device."""
+        """Return whether what was sent to a hop may be read after the run has left it: by a later
+        hop on the device, which has it as its own, or by a copy to another device."""
         step = self._step
         device = step.device_of(step.route[hop])
         later = step.route[hop + 1 : self._place.hop + 1]
@@ -76,7 +77,7 @@ class HopCopies:
         )
 
     def settle_all(self) -> None:
-        """The same as :meth:`settle` for all hops at once, and nothing that they were sent is
-        needed any more."""
+        """Do what :meth:`settle` does for all hops at once, and release all that was sent to
+        them."""
         self._lent.settle_all()
         self._taken.drop()

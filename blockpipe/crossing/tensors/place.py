@@ -13,23 +13,25 @@ from ..tags import MicrobatchKey, Tag
 
 
 class Listener(Protocol):
-    """Notices what a run does. A recording has one; an ordinary run has none, and pays nothing for
-    it but a comparison with ``None`` where something rare happens."""
+    """An observer of what a run does. A recording has one; an ordinary run has none, and pays for
+    it only a comparison with ``None`` where something rare happens."""
 
     def departs(self, stage: int) -> None:
-        """The run is about to begin a new hop on a stage; the step's route must have that hop."""
+        """Note that the run is about to begin a new hop on a stage; the step's route must have that
+        hop."""
 
     def arrived(self) -> None:
-        """The run is on the new hop."""
+        """Note that the run is on the new hop."""
 
     def made(self, tensor: Tensor) -> Tag | None:
-        """The tag for a tensor that was made here, or ``None`` to leave the tensor untagged."""
+        """Return the tag for a tensor that was made here, or ``None`` to leave the tensor
+        untagged."""
 
     def imported(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
-        """A tensor was copied to this hop; ``name`` is that of a parameter or buffer."""
+        """Note that a tensor was copied to this hop; ``name`` is that of a parameter or buffer."""
 
     def wrote_across(self) -> None:
-        """An operation wrote in place to a tensor that an earlier hop had made."""
+        """Note that an operation wrote in place to a tensor that an earlier hop had made."""
 
 
 class Reads(list[tuple[Tensor, Any]]):
@@ -62,7 +64,7 @@ class Place:
     stage: int = -1
 
     def tag(self, tensor: Tensor) -> Tag | None:
-        """A tag for a tensor that was made here."""
+        """Return a tag for a tensor that was made here."""
         if self.listener is not None:
             return self.listener.made(tensor)
         return Tag(self.key, self.hop, self.stage)

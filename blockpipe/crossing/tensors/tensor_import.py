@@ -16,21 +16,22 @@ import torch
 from torch import Tensor
 
 from ..._common.callsite import users_line
-from ..._torch.modes import is_transformed
+from ..._torch.modes import has_tangent, is_transformed, outside_of_transforms
 from ..._torch.tensors import version_of
 from ...devices.ownership import Owner, owner_of, set_owner
 from ...errors import CrossingError, RouteError, StateError
-from ..tags import RECORDING, TAG, UNCUT, Import, ParameterHome, StepContext, Tag
-from ..tensor_attributes import class_attributes
+from ..step_context import StepContext
+from ..tags import RECORDING, TAG, UNCUT, Import, ParameterHome, Tag
 from .claims import Claims
 from .gradients import Gradients
 from .hop_copies import HopCopies
 from .place import Place, Reads
+from .tensor_attributes import class_attributes
 from .writes import Writes
 
 
 class TensorImport:
-    """Finds, for one run, what an operation on its hop gets in the place of a tensor.
+    """The rule by which one run finds what an operation on its hop gets in the place of a tensor.
 
     Args:
         step: what the run shares with the other runs of its step.
@@ -59,11 +60,11 @@ class TensorImport:
         self._home_imports: dict[int, dict[int, Import]] = {}  # by id of a parameter, by hop
 
     def forget(self) -> None:
-        """The forward is over: let go of the imports."""
+        """Release the imports: the forward is over."""
         self._home_imports.clear()
 
     def local(self, tensor: Tensor, reads: Reads) -> Tensor:
-        """The tensor that an operation on this hop gets in the place of a tensor.
+        """Return the tensor that an operation on this hop gets in the place of a tensor.
 
         Args:
             tensor: as the user's code has it.
@@ -93,14 +94,14 @@ class TensorImport:
             return self._at_home(tensor, home, reads)
         if is_transformed(tensor):
             return tensor  # inside a torch.func transform, which stays on its stage
-        if tensor.requires_grad and step.differentiable:
+        if tensor.requires_grad and step.graphs.differentiable:
             if tensor.grad_fn is not None:
                 raise CrossingError(
                     f"an operation on stage {place.stage} (micro-batch {place.microbatch}) reads a "
                     f"tensor of shape {tuple(tensor.shape)} that has a gradient path, but was made "
                     f"outside of this forward or by code that Blockpipe cannot intercept "
-                    f"({users_line()}); compute it inside the forward with torch operations, "
-                    f"detach it, or {UNCUT}"
+                    f"({users_line()}); compute it inside the forward with torch operations (by "
+                    f"torch.func: in a module of its own), detach it, or {UNCUT}"
                 )
             return self._at_home(tensor, step.adopt(tensor, place.hop, place.stage), reads)
         return self._constant(tensor, reads)
@@ -129,7 +130,7 @@ class TensorImport:
         step, place = self._step, self._place
         if home.hop == place.hop:
             return self._followed(tensor, reads) if home.is_adopted else tensor
-        needs_gradient = tensor.requires_grad and step.differentiable
+        needs_gradient = tensor.requires_grad and step.graphs.differentiable
         if home.stage == place.stage and not needs_gradient:
             return tensor
         if home.hop > place.hop and needs_gradient:
@@ -146,16 +147,16 @@ class TensorImport:
             else:
                 watch = step.watch(tensor, home.hop, place.hop, place.microbatch)
                 value = step.copy_of(tensor, place.stage, watch, on_host=step.stays(tensor))
-            found = self._enter(tensor, value, imports, home.hop)
+            found = outside_of_transforms(self._enter, tensor, value, imports, home.hop)
             self._note_import(tensor, home.hop, home.name)
         found.share_attributes(tensor)
         reads.append((tensor, found))
         return found.value
 
     def _followed(self, leaf: Tensor, reads: Reads) -> Tensor:
-        """A leaf from outside that needs a gradient, on the first hop that reads it. From another
-        accelerator it is brought by an operation of this hop's graph, where later hops send their
-        gradients."""
+        """Return a leaf from outside that needs a gradient, on the first hop that reads it. From
+        another accelerator it is brought by an operation of this hop's graph, where later hops send
+        their gradients."""
         device = self._step.device_of(self._place.stage)
         if device is None or leaf.device == device or self._step.stays(leaf):
             return leaf
@@ -192,7 +193,7 @@ class TensorImport:
         )
 
     def _may_share(self, tensor: Tensor, tag: Tag) -> bool:
-        """Whether another micro-batch's tensor is a constant, made once for all of them."""
+        """Return whether another micro-batch's tensor is a constant, made once for all of them."""
         if tensor.requires_grad or not tag.is_constant(tensor):
             return False
         if self._place.key.step == RECORDING:
@@ -203,7 +204,7 @@ class TensorImport:
         return constants is None or constants.read(tensor, tag.site, tag.key)
 
     def _shared(self, tensor: Tensor, tag: Tag, reads: Reads) -> Tensor:
-        """Such a constant, where this hop reads it; no gradient flows to it."""
+        """Return such a constant where this hop reads it; no gradient flows to it."""
         step, stage = self._step, self._place.stage
         device, on_host = step.device_of(stage), step.stays(tensor)
         if not step.isolate and (device in (None, tensor.device) or on_host):
@@ -219,13 +220,19 @@ class TensorImport:
             tag.imports = {}
         found = tag.imports.get(self._place.hop)
         if found is None:
-            found = self._import(tensor, tag, tag.imports)
+            found = outside_of_transforms(self._import, tensor, tag, tag.imports)
         found.share_attributes(tensor)
         reads.append((tensor, found))
         return found.value
 
     def _import(self, tensor: Tensor, tag: Tag, imports: dict[int, Import]) -> Import:
         step = self._step
+        if has_tangent(tensor):
+            raise CrossingError(
+                f"an operation on stage {self._place.stage} reads a tensor of shape "
+                f"{tuple(tensor.shape)} of another stage that has a tangent of forward-mode AD "
+                f"({users_line()}): it would be lost on the way; {UNCUT}"
+            )
         self._writes.before_import(tensor, tag)
         copied = self._copies.bring(tensor, tag.hop, on_host=step.stays(tensor))
         found = self._enter(tensor, copied, imports, tag.hop)
@@ -235,7 +242,7 @@ class TensorImport:
             its_tag.constant, its_tag.site = version_of(found.value), tag.site
         if step.is_mixed and step.stays(tensor):
             getattr(found.value, TAG).is_kept = True
-        if step.tracks_writes:
+        if step.known.tracks_writes:
             self._writes.join_aliases(tensor, found)
         self._note_import(tensor, tag.hop, None)
         return found
@@ -245,7 +252,7 @@ class TensorImport:
     ) -> Import:
         """Make an import: an entry of this hop's graph if there is a gradient to carry back."""
         hop = self._place.hop
-        is_entry = tensor.requires_grad and self._step.differentiable
+        is_entry = tensor.requires_grad and self._step.graphs.differentiable
         if is_entry:
             from_hop, from_tensor = home_hop, tensor
             for earlier_hop, earlier in imports.items():
@@ -268,6 +275,6 @@ class TensorImport:
 
 
 def from_outside(tensor: Tensor, reads: Reads) -> Tensor:
-    """Read a tensor that is nobody's as it is: only a write makes it this micro-batch's."""
+    """Return a tensor that is nobody's as it is; only a write makes it this micro-batch's."""
     reads.outside = (*reads.outside, (tensor, version_of(tensor)))
     return tensor

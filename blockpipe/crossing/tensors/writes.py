@@ -17,12 +17,13 @@ from torch import Tensor
 from ..._common.callsite import users_line
 from ..._torch.tensors import version_of
 from ...errors import CrossingError, StateError
-from ..tags import TAG, UNCUT, Aliases, Import, StepContext, Tag, aliases_of, set_aliases
+from ..step_context import StepContext
+from ..tags import TAG, UNCUT, Aliases, Import, Tag, aliases_of, set_aliases
 from .place import Place
 
 
 class Writes:
-    """What one run has written to tensors of other hops.
+    """The writes of one run to tensors of other hops.
 
     Args:
         step: what the run shares with the other runs of its step.
@@ -40,24 +41,25 @@ class Writes:
         self._hop_imports: list[tuple[weakref.ref[Tensor], weakref.ref[Import]]] = []
 
     def follow(self, tensor: Tensor, made: Import) -> None:
-        """Notice from here on whether a copy is written to, until the run leaves the hop."""
+        """Watch from here on whether a copy is written to, until the run leaves the hop."""
         self._hop_imports.append((weakref.ref(tensor), weakref.ref(made)))
 
     def before_import(self, tensor: Tensor, tag: Tag) -> None:
-        """A tensor is about to be copied: its memory may have been written to on this hop."""
+        """Check a tensor that is about to be copied: its memory may have been written to on this
+        hop."""
         if self._hop_imports:
             self.notice()
             self.check_current(tensor, tag)
 
     def notice(self) -> None:
-        """Look which of this hop's imports were written to, by whatever way."""
+        """Look which of this hop's imports were written to, in whatever way."""
         for tensor_ref, import_ref in self._hop_imports:
             tensor, used = tensor_ref(), import_ref()
             if tensor is not None and used is not None:
                 self.check(((tensor, used),))
 
     def check(self, imports: Iterable[tuple[Tensor, Import]]) -> None:
-        """After an operation or a sealed call: did it write to one of its imports?"""
+        """Check after an operation or a sealed call whether it wrote to one of its imports."""
         for tensor, used in imports:
             used.return_attributes(tensor)
             version = version_of(used.value)
@@ -66,12 +68,12 @@ class Writes:
                 self._write_through(tensor, used)
 
     def leave_hop(self) -> None:
-        """The run leaves the hop."""
+        """Check the imports of a hop that the run leaves, and forget them."""
         self.notice()
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the hop's imports."""
+        """Release the hop's imports."""
         self._hop_imports.clear()
 
     def _write_through(self, tensor: Tensor, used: Import) -> None:

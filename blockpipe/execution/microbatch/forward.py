@@ -131,13 +131,13 @@ class MicrobatchForward:
     def _draws_at_once(self) -> bool:
         """Whether the first hop draws, and begins with the forward itself and not at a mark."""
         context = self._state.context
-        return bool(context.sources and context.sources[0]) and context.begins[:1] == [0]
+        return bool(context.sources and context.sources[0]) and context.known.begins[:1] == [0]
 
     @contextmanager
     def _offloaded(self, run: MicrobatchRun) -> Iterator[None]:
         """What the forward saves on offloaded stages goes to the host."""
         hops = self._prepared.offloaded
-        if not hops or not self._state.context.differentiable or not self._request.is_cut:
+        if not hops or not self._state.context.graphs.differentiable or not self._request.is_cut:
             yield
             return
         key = weakref.ref(run)  # the hooks stay in the graph, which the run holds

@@ -1,6 +1,6 @@
-"""The parts that watch a recorded forward.
+"""One watched run of a forward, and the parts that watch it.
 
-In: operations and calls, as they happen. Out: entries of a :class:`Recording`. Read first:
-``calls``, the calls under way. ``mode`` stands between the forward and the recorder, which uses the
-others.
+In: a forward, as operations and calls happen. Out: entries of a :class:`Recording`. Read first:
+``watched_run``, which puts everything around a forward, then ``recorder``, the listener, which uses
+the others. ``calls`` are the calls under way; ``mode`` stands between the forward and the recorder.
 """

@@ -10,11 +10,13 @@ from torch import Tensor
 from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ..._common.progress import Progress
+from ..._torch.modes import is_in_transform
 from ...crossing.microbatch_run import MicrobatchRun
 from ...crossing.tags import TAG, MicrobatchKey, Tag
-from ..recording import Call, Flow, Recording
-from ..saved_tensors import Activations
+from ..calls import Call, Flow
+from ..recording import Recording
 from ..segments import Segments, inbound
+from .saved_tensors import Activations
 
 
 class RecordedTag(Tag):
@@ -85,16 +87,16 @@ class CallsUnderWay:
         self._stack: list[tuple[Call, set[int], object]] = []
 
     def __iter__(self) -> Iterator[Call]:
-        """The calls, from the outside in."""
+        """Iterate over the calls, from the outside in."""
         return (call for call, _, _ in self._stack)
 
     def not_given(self, *tensors_: int) -> Iterator[Call]:
-        """The calls that were given none of these tensors, which are named by their ids."""
+        """Return the calls that were given none of these tensors, which are named by their ids."""
         return (call for call, given, _ in self._stack if given.isdisjoint(tensors_))
 
     def given_inside(self) -> set[int]:
-        """The ids of the tensors that calls inside of the model's own were given. Where these calls
-        are sealed, they have copies of them."""
+        """Return the ids of the tensors that calls inside of the model's own were given. Where
+        these calls are sealed, they have copies of them."""
         return set().union(*(given for _, given, _ in self._stack[1:]))
 
     @property
@@ -169,7 +171,9 @@ class CallsUnderWay:
 
     def visit(self, hop: int, where: str) -> None:
         """Note that an operation runs on a hop, as a part of each of them."""
+        is_transformed = is_in_transform()
         for call in self:
+            call.transforms = call.transforms or is_transformed
             if call.hop is None:
                 call.hop = hop
             elif call.last_hop != hop and call.last_hop is not None:
@@ -184,12 +188,12 @@ class CallsUnderWay:
                 call.open(f"it makes a tensor that it does not return, read at {where}")
 
     def refuse(self, why: str, call: Call | None = None) -> None:
-        """None of them can be run again, nor can a call that is about to begin."""
+        """Note that none of the calls can be run again, nor can a call that is about to begin."""
         for under_way in [*self, *([call] if call else [])]:
             under_way.refuses = why
 
     def why_closed(self) -> Iterator[str]:
-        """The reasons why no stage can begin inside of them."""
+        """Yield the reasons why no stage can begin inside of the calls."""
         for call in self:
             if call.path in self.compiled and not call.is_function:
                 yield f"it is inside of compiled module {call.path or '(the model)'}"
@@ -198,6 +202,6 @@ class CallsUnderWay:
 
 
 def is_made_by(tensor: Tensor, key: MicrobatchKey) -> bool:
-    """Whether a run made a tensor."""
+    """Return whether a run made a tensor."""
     tag: Tag | None = getattr(tensor, TAG, None)
     return tag is not None and tag.key is key

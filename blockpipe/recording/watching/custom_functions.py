@@ -12,7 +12,8 @@ from ..._common.callsite import users_line
 from ...crossing.microbatch_run import MicrobatchRun
 from ...crossing.tags import TAG, UNCUT, Tag
 from ...errors import CrossingError
-from ..recording import Call, TensorInfo
+from ..calls import Call
+from ..recording import TensorInfo
 from .calls import CallsUnderWay
 
 
@@ -57,7 +58,7 @@ class CustomFunctions:
         what, remedy = f"autograd.Function {self.last!r}", f"pass it as an argument, or {UNCUT}"
         if self.last == "CheckpointFunction":
             what, remedy = "torch.utils.checkpoint", "pass use_reentrant=False"
-        elif not self._run.step.cut:
+        elif not self._run.step.graphs.cut:
             return
         self._fail_in_last(
             f"{what} on stage {stage} reads parameter {held.name!r} of stage {held.stage} "
@@ -67,7 +68,7 @@ class CustomFunctions:
     def read(self, tensor: Tensor) -> None:
         """Note that one reads a tensor, perhaps one of another stage that it was not given: then
         what its backward adds would go around the cut."""
-        if not self._run.step.cut:
+        if not self._run.step.graphs.cut:
             return  # there are no copies: an argument cannot be told from other tensors
         tag: Tag | None = getattr(tensor, TAG, None)
         if tag is None or tag.key is not self._run.key or tag.hop == self._run.hop:

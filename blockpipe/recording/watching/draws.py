@@ -14,7 +14,7 @@ from .calls import CallsUnderWay
 
 
 class RandomDraws:
-    """Writes down what draws random numbers.
+    """A record of the calls and hops that draw random numbers.
 
     Args:
         run: the run that is watched.
@@ -33,7 +33,7 @@ class RandomDraws:
         self._host_states: dict[Any, Any] = {}
 
     def begin(self) -> None:
-        """The forward begins."""
+        """Note the generators' states as the forward begins."""
         self._host_states = current(host_sources())
 
     def look(self) -> None:
@@ -62,5 +62,5 @@ class RandomDraws:
 
 
 def line() -> str:
-    """The user's file, without its folder, and line."""
+    """Return the user's file, without its folder, and line."""
     return users_line().rpartition("/")[2]

@@ -16,13 +16,13 @@ from ..._torch.modes import how_many_function_modes
 from ...crossing.interception import CrossingMode, is_question, looks_at_graph
 from ...crossing.microbatch_run import Reader
 from ..plan_resolution import planned_stage
-from ..recorder import SCRIPTED, Recorder
+from .recorder import SCRIPTED, Recorder
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class RecordingMode(CrossingMode):
-    """Intercepts every operation of the recorded forward, in modules too.
+    """A mode that intercepts every operation of the recorded forward, in modules too.
 
     Args:
         recorder: writes them down.
@@ -82,7 +82,7 @@ class RecordingMode(CrossingMode):
 
 
 class RecordedForward(StandIn):
-    """Stands around every module's forward and writes the call down.
+    """A stand-in for a module's forward, which writes the call down.
 
     A call of another thread is the user's own, and none of the recording: it waits until the
     recording is over, for the parameters are fake ones meanwhile.

@@ -20,6 +20,15 @@ class Prediction:
         restore_seconds: for each stage, the time of recomputing a micro-batch.
         peak_bytes: for each stage, the memory's peak without an optimizer's state.
         one_thread: whether operations are so small that one thread runs the step: no lane idles.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> pipe.summary(x).prediction.microbatches
+        4
     """
 
     schedule: str

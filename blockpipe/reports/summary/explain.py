@@ -11,11 +11,13 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..._common.checks import did_you_mean, expected
+from ..._common.modules import is_within
 from ..._common.text import bytes_text, one_line, short, stages_text
 from ...errors import UsageError
 
 if TYPE_CHECKING:  # a recording can explain itself; that needs only its fields
-    from ...recording.recording import Call, Recording, TensorInfo
+    from ...recording.calls import Call
+    from ...recording.recording import Recording, TensorInfo
 
 _MOST_LISTED = 6  # of a module's parameters and buffers
 
@@ -70,7 +72,7 @@ def _function_name(call: Call) -> str | None:
 
 
 def _is_inside(info: TensorInfo, path: str) -> bool:
-    return not path or any(name.startswith(f"{path}.") for name in info.names)
+    return any(is_within(name, path) for name in info.names)
 
 
 def _on(stage: int, devices: Sequence[object] | None) -> str:
@@ -110,9 +112,7 @@ def _about_call(
     checkpoint: str | None,
 ) -> list[str]:
     route = recording.route
-    stages = [call.stage]
-    if call.hop is not None and call.last_hop is not None:
-        stages = list(dict.fromkeys(route[call.hop : call.last_hop + 1]))
+    stages = list(dict.fromkeys(route[hop] for hop in call.hops)) or [call.stage]
     where = ", ".join(_on(stage, devices) for stage in stages)
     lines = [f"spans {where}" if len(stages) > 1 else f"is on {where}"]
     lines.append(f"stage: {_why_there(recording, call)}")
@@ -229,7 +229,7 @@ def _about_inside(path: str, inside: list[TensorInfo]) -> Iterator[str]:
             yield f"{noun}: {len(here)} live on stage {stage}, {size}"
         inside = [i for i in inside if i.hop is None or i.also_read_on or len(i.names) > 1]
     for info in inside[:_MOST_LISTED]:
-        own = next(n for n in info.names if not path or n.startswith(f"{path}."))
+        own = next(name for name in info.names if is_within(name, path))
         yield f"{own}: on stage {info.stage}, {'; '.join(_reasons(info))}"
     if len(inside) > _MOST_LISTED:
         yield f"… {len(inside) - _MOST_LISTED} more that no call reads, or that are shared"

@@ -51,6 +51,11 @@ def _on_parameters(recording: Recording) -> Iterator[str]:
         yield f"{kind} {info.name} is written, and read on several hops: {info.hops}"
     for shared in recording.shared_changes:
         yield f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops}"
+    for what, where in recording.carried.items():
+        yield (
+            f"each forward changes {what}, and the next one reads it ({short(where)}): "
+            "micro-batches count as forwards, so the numbers depend on how many there are in a step"
+        )
     unused = [info.name for info in recording.unused]
     if unused:
         left = len(unused) - _MOST_NAMES

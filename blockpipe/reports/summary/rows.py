@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from ..._common.modules import paths_around
 from ...costs.rates import Rates
 
 if TYPE_CHECKING:  # a recording can summarize itself; its rows need only its fields
-    from ...recording.recording import Call, Recording, TensorInfo
+    from ...recording.calls import Call
+    from ...recording.recording import Recording, TensorInfo
 
 
 @dataclass
@@ -304,18 +306,14 @@ def _by_module(infos: list[TensorInfo]) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     for key, info in enumerate(infos):
         for name in info.names:
-            path = name
-            while path:
-                path = path.rpartition(".")[0]
+            for path in paths_around(name):
                 found.setdefault(path, set()).add(key)
     return found
 
 
 def _stages_of(call: Call, route: list[int]) -> set[int]:
     """Return the stages that a call visits; one is enough where it computes nothing."""
-    if call.hop is None or call.last_hop is None:
-        return {call.stage}
-    return set(route[call.hop : call.last_hop + 1])
+    return {route[hop] for hop in call.hops} or {call.stage}
 
 
 def _outer_of_same(call: Call) -> Call | None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from ..._common.checks import expected
+from ..._common.checks import expected, is_integer
 from ...errors import UsageError
 from ...schedules.schedule import KINDS, Schedule
 from ...schedules.simulation import Costs
@@ -128,6 +128,17 @@ class Trace:
         steps: the description of each step.
         unit: ``"s"``, or empty where costs have no unit.
         title: a title for pictures.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> with pipe.profile() as trace:
+        ...     loss = pipe.forward_backward(x, target=y, loss_fn=torch.nn.functional.mse_loss).loss
+        >>> len(trace.steps), len(trace.actions())
+        (1, 16)
     """
 
     events: list[Event] = field(default_factory=list)
@@ -268,7 +279,7 @@ class Trace:
     def _index(self, step: int) -> int:
         """Return a step's number, counted from 0."""
         count = len(self.steps)
-        if not isinstance(step, int) or not -count <= step < count:
+        if not is_integer(step, -count) or step >= count:
             contract = f"the number of one of {count} steps, from {-count} to {count - 1},"
             raise UsageError(expected(contract, step, for_="step"))
         return step % count

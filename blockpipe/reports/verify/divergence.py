@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._common.modules import OwnHook
+from ..._common.modules import OwnHook, is_within
 from ..._common.nested import tensors
 from ..._torch.modes import is_transformed, without_torch_functions
 from ..._torch.modules import is_compiled
@@ -165,7 +165,7 @@ class CallWatch:
     def _visible(self) -> Iterator[tuple[str, nn.Module]]:
         closed: list[str] = []
         for path, module in self._model.named_modules():
-            if any(path.startswith(f"{outer}." if outer else "") for outer in closed):
+            if any(is_within(path, outer) for outer in closed):
                 continue
             is_script = isinstance(module, torch.jit.ScriptModule)
             if path in self._opaque or is_compiled(module) or is_script:

@@ -89,6 +89,16 @@ class Verification:
         notes: further notes.
         whole: the comparison with the whole batch in one forward; ``None`` where it was not asked
             for, where it is not possible (a note says why), or with one micro-batch only.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> found = pipe.verify(x, target=y, loss_fn=torch.nn.functional.mse_loss)
+        >>> bool(found), {difference.verdict for difference in found.differences}
+        (True, {'exact'})
     """
 
     differences: list[Difference]

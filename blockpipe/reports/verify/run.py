@@ -14,7 +14,7 @@ from ..._common.callsite import users_line
 from ..._common.nested import leaves, map_tensors, tensors
 from ..._common.thread_state import CallerState, intra_operation_threads, theirs
 from ..._torch.modules import is_compiled
-from ...batches.batch_dims import BatchDims
+from ...batches.batch_dims import BatchDims, dims_of_call
 from ...batches.joining import join, output_dim
 from ...batches.losses import own_or_mean_square
 from ...batches.microbatch import split, weights_of
@@ -25,7 +25,6 @@ from ...errors import UsageError
 from ...execution.step_runner import StepRunner
 from ...preparation.batch_norm import DeferredBatchNorm
 from ...preparation.options import PipelineOptions
-from ...preparation.preparer import dims_for
 from ...restoring.preserved import PreservedModel, fresh_copy, moved_copy
 from ...stages.cursor import set_microbatch
 from .divergence import CallWatch
@@ -285,7 +284,7 @@ class Verifier:
         args, kwargs, target, inputs = self._given(self.device)
         loss_fn: Callable[..., Any] = losses[0] if losses else self.loss_fn
         options, ambient = self.options, CallerState()
-        dims = dims_for(self.preparer.model, options.batch_dims, args, kwargs)
+        dims = dims_of_call(self.preparer.model, options.batch_dims, args, kwargs)
         microbatches = split(args, kwargs, target, chunks or options.chunks, dims, cut=False)
         with theirs():
             weights = weights_of(microbatches, options.loss_reduction)

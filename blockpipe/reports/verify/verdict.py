@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._common.checks import expected
+from ..._common.checks import expected, is_number
 from ...errors import UsageError
 from ...preparation.prepared import Prepared
 from .divergence import CallWatch, Divergence, first_divergence
@@ -27,7 +27,7 @@ _TOLERANCE = 1e-5
 def check_tolerances(rtol: object, atol: object) -> None:
     """Raise :class:`UsageError` if a tolerance is not a number from 0 up."""
     for name, value in (("rtol", 0.0 if rtol is None else rtol), ("atol", atol)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        if not is_number(value) or not value >= 0:
             raise UsageError(expected("a number from 0 up", value, for_=name))
 
 

@@ -5,13 +5,12 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +24,7 @@ from blockpipe.reports.summary.rows import ModuleRow
 from blockpipe.schedules.simulation import simulate
 
 from ...golden_models import MARKS, make
-from ...stage_devices import examples
+from .summarized import Net, recorded
 
 
 class Plain:
@@ -135,149 +134,6 @@ def test_the_usual_table_fits_100_characters(name: str) -> None:
     recording = bp.record(model, args, kwargs)
     text = str(recording.summary(devices=["cuda:0"] * 3))
     assert max(map(len, text.splitlines())) <= 100
-
-
-class Net(nn.Module):
-    """Blocks that repeat, a module that is called twice, one that spans stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4))
-        self.twice = nn.Linear(8, 8, bias=False)
-        self.twice.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.twice(self.stem(x))
-        for number, block in enumerate(self.blocks):
-            if number < 2:
-                x = block(x)
-            else:
-                with bp.Block(1, name="top"):
-                    x = block(x) + self.twice(x)
-        return x
-
-
-def recorded(net: nn.Module | None = None) -> bp.Recording:
-    return bp.record(net or Net(), torch.zeros(4, 8))
-
-
-def names(summary: Any) -> list[tuple[int, str]]:
-    return [(row.depth, row.name) for row in summary.modules]
-
-
-def test_repeated_blocks_are_one_row() -> None:
-    """By stage; and what is in them too, if it is asked for."""
-    rows = recorded().summary().modules
-    assert [(r.name, r.kind, len(r.paths), r.calls, r.stages) for r in rows] == [
-        ("", "Net", 1, 1, [0, 1]),
-        ("stem", "Linear", 1, 1, [0]),
-        ("twice", "Linear", 1, 3, [0, 1]),
-        ("blocks.0 … 1", "Sequential", 2, 2, [0]),
-        ("blocks.2 … 3", "Sequential", 2, 2, [1]),
-    ]
-    deep = recorded().summary(depth=2)
-    assert names(deep)[3:6] == [(1, "blocks.0 … 1"), (2, "0"), (2, "1")]
-    assert (deep.modules[4].paths, deep.modules[4].parameters) == (
-        ["blocks.0.0", "blocks.1.0"],
-        144,
-    )
-    assert "  twice (Linear, 3 calls)" in str(deep)
-    assert "    0 (2 × Linear)" in str(deep)
-
-
-# A tree of containers without code of their own; numbers are leaves, which may come several times.
-TREES = st.recursive(
-    st.integers(0, 4), lambda inner: st.lists(inner, min_size=1, max_size=4), max_leaves=9
-)
-
-
-def built(tree: Any, leaves: list[nn.Module]) -> nn.Module:
-    if isinstance(tree, int):
-        return leaves[tree]
-    return nn.Sequential(*(built(inner, leaves) for inner in tree))
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(TREES, st.data())
-def test_rows_add_up_to_the_row_that_they_are_in(tree: Any, data: st.DataObject) -> None:
-    """And those of the model to the stages; tied weights and shared modules count once above."""
-    leaves = [nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Tanh(), nn.LayerNorm(8)]
-    leaves[1].weight = leaves[0].weight
-    net = nn.Sequential(built(tree, leaves), nn.Linear(8, 8))
-    bp.BeginBlock(data.draw(st.sampled_from([m for m in net.modules() if m is not net])), 1)
-    summary = bp.record(net, torch.zeros(4, 8)).summary(depth=99)
-    rows = summary.modules
-    for at, row in enumerate(rows):
-        end = next((i for i in range(at + 1, len(rows)) if rows[i].depth <= row.depth), len(rows))
-        children = [inner for inner in rows[at + 1 : end] if inner.depth == row.depth + 1]
-        if not children:
-            continue
-        for number in ("activation_bytes", "flops", "forward_seconds", "backward_seconds"):
-            total = sum(getattr(child, number) for child in children)
-            assert getattr(row, number) == pytest.approx(total), (row.name, number)
-        assert row.parameters == sum(c.parameters - c.shared_parameters for c in children)
-        assert row.bytes == sum(c.bytes - c.shared_bytes for c in children)
-    assert rows[0].activation_bytes == sum(stage.activation_bytes for stage in summary.stages)
-    assert ("note: *: an earlier row" in str(summary)) == any(row.shared_bytes for row in rows)
-
-
-def test_depth_opens_and_closes() -> None:
-    """0 is the model alone; the deepest is as deep as there are modules."""
-    recording = recorded()
-    assert names(recording.summary(depth=0)) == [(0, "")]
-    assert {depth for depth, _ in names(recording.summary(depth=1))} == {0, 1}
-    assert names(recording.summary(depth=2)) == names(recording.summary(depth=1000))
-
-
-def test_numbered_names_need_one_size() -> None:
-    """``layer1`` and ``layer2`` are one row if they are as large as each other."""
-    net = nn.Sequential()
-    for number, width in enumerate((8, 8, 8, 4)):
-        net.add_module(f"layer{number}", nn.Linear(8 if number < 4 else 4, width))
-    assert names(recorded(net).summary(depth=1))[1:] == [(1, "layer0 … 2"), (1, "layer3")]
-
-
-def test_a_module_stands_below_the_one_that_calls_it() -> None:
-    """Though it is registered elsewhere; a function of the user's is a row too."""
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.other = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            @bp.BlockFunction(1)
-            def on_top(x: Tensor) -> Tensor:
-                return torch.relu(self.other[0](x))
-
-            return on_top(self.inner(x))
-
-    summary = recorded(Outer()).summary(depth=3)
-    assert [(r.depth, r.paths[0].partition(" ")[0], r.parameters) for r in summary.modules] == [
-        (0, "", 144),
-        (1, "inner", 72),
-        (
-            1,
-            f"{test_a_module_stands_below_the_one_that_calls_it.__name__}.<locals>.Outer.forward.<locals>.on_top",
-            72,
-        ),
-        (2, "other.0", 72),
-    ]
-    assert "on_top (function, test_summary.py:" in str(summary)
-
-
-def test_a_function_that_calls_itself_is_counted_once() -> None:
-    class RecomputeSpec(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            @bp.BlockFunction(0)
-            def again(x: Tensor, left: int) -> Tensor:
-                return again(x @ x, left - 1) if left else x
-
-            return again(x, 3)
-
-    summary = bp.record(RecomputeSpec(), torch.zeros(8, 8)).summary(depth=9)
-    assert [(row.calls, row.flops) for row in summary.modules] == [(1, 3 * 2 * 8**3)] * 2
 
 
 def test_shares_are_of_the_stages_time() -> None:
@@ -427,75 +283,6 @@ def test_data_is_json_and_whole() -> None:
     assert data["imbalance"] == summary.imbalance
     fields = {"outputs", "flops", "activation_bytes", "bytes", "device", "share", "stages"}
     assert fields <= data["modules"][0].keys()
-
-
-class Checked(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.seen.append(tag)
-        assert not {name for name, _ in attrs} & {"src", "href", "onclick"}
-        if tag != "br":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_a_name_is_on_one_line() -> None:
-    """Line breaks and escape characters in a module's name change no table and no terminal."""
-    net = nn.Module()
-    net.add_module("a\n\x1b[2J\ud800", nn.Linear(4, 4))
-    net.forward = lambda x: next(net.children())(x)  # type: ignore[assignment]
-    recording = bp.record(net, torch.zeros(2, 4))
-    name = r"a\n\x1b[2J\ud800"
-    printed: list[str] = []
-    bp.print_pipeline_stage_assignment_summary(recording, print_fn=printed.append)
-    summary = recording.summary(depth=2)
-    explained = recording.explain(next(call.path for call in recording.calls if call.path))
-    for text in (str(summary), summary._repr_html_(), "".join(printed), explained):
-        assert name in text
-        assert text.replace("\n", "").isprintable()
-
-
-def test_html_is_one_escaped_piece() -> None:
-    """Tags close, nothing is loaded, no script; what comes from the user is text."""
-
-    class Evil(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            with bp.Block(1, name="<b>&"):
-                return super().forward(x)
-
-    Evil.__name__ = "<script>alert(1)</script>"
-    summary = recorded(nn.Sequential(nn.Linear(8, 8), Evil(8, 8))).summary(["<i>"] * 2)
-    html = summary._repr_html_()
-    assert "<script" not in html
-    parser = Checked()
-    parser.feed(html)
-    assert parser.open == []
-    assert set(parser.seen) <= {
-        "div",
-        "style",
-        "table",
-        "tr",
-        "th",
-        "td",
-        "span",
-        "p",
-        "br",
-        "ul",
-        "li",
-    }
-    assert "<script>alert(1)</script>" in parser.text
-    for text in ("'<b>&'", "<i>", f"{summary.parameters:,}", *summary.notes):
-        assert text in parser.text
 
 
 def test_at_a_prompt_it_is_the_table() -> None:

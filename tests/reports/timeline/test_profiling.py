@@ -1,96 +1,20 @@
 """Profiles of real steps: every action once, on its lane; nothing changes, nothing stays."""
 
-import contextlib
-import copy
 import gc
-import itertools
-import json
-import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
 from blockpipe.devices.observer import Observer
 from blockpipe.errors import UsageError
-from blockpipe.reports.timeline.chrome import chrome_trace
 from blockpipe.reports.timeline.profiling import Profile
 
 from ...models import EVERY_SCHEDULE
-from ...stage_devices import equal, is_simulated, stages
-from .test_timeline import check_chrome
-
-STAGES, CHUNKS = 3, 4
-
-
-class Net(nn.Module):
-    """Three stages in a row, and a tensor that skips the middle one."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(STAGES)
-        )
-        self.fails_at = None
-        self.seen = []
-
-    def forward(self, x):
-        made = []
-        for stage, layer in enumerate(self.layers):
-            with bp.Block(stage):
-                if stage == 2:
-                    x = x + made[0]
-                if (stage, bp.current_microbatch()) == self.fails_at:
-                    raise ValueError("boom")
-                x = torch.tanh(layer(x))
-                self.seen.append(weakref.ref(x))
-                made.append(x)
-        return x
-
-
-def made(schedule="1f1b", devices=("cpu",) * STAGES, **options):
-    torch.manual_seed(0)
-    pipe = bp.Pipeline(Net(), devices=list(devices), chunks=CHUNKS, schedule=schedule, **options)
-    step(pipe)
-    pipe.zero_grad()
-    return pipe
-
-
-def step(pipe):
-    return pipe.forward_backward(torch.ones(8, 4), target=torch.zeros(8, 4), loss_fn=F.mse_loss)
-
-
-def check(timeline, kinds="FB", lane_of=range(STAGES), steps=1):
-    """Each action once a step, on the lane of its hop, one at a time, when what it needs is done."""
-    actions = timeline.actions()
-    assert len(timeline.steps) == steps
-    for n, info in enumerate(timeline.steps):
-        found = sorted((e.kind, e.hop, e.microbatch) for e in timeline.actions(n))
-        expected = sorted(a for lane in info.schedule.lanes for a in lane if a.kind in kinds)
-        assert found == expected
-        whole = itertools.product(kinds.replace("W", ""), range(STAGES), range(CHUNKS))
-        assert set(whole) <= set(found)
-    by_lane = {}
-    for e in actions:
-        assert e.lane == lane_of[e.hop]
-        assert e.stage == e.hop
-        by_lane.setdefault(e.lane, []).append((e.start, e.end))
-    for spans in by_lane.values():
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(spans)))
-    at = {(e.step, e.kind, e.hop, e.microbatch): e for e in actions}
-    for (n, kind, hop, m), e in at.items():
-        needs = {"F": ("F", hop - 1), "B": ("F", hop), "R": ("F", hop), "W": ("B", hop)}
-        needed = at.get((n, *needs[kind], m))
-        assert needed is None or needed.end <= e.start
-        if kind == "B" and hop + 1 < STAGES:
-            assert at[n, "B", hop + 1, m].end <= e.start
-        if kind == "B" and "R" in kinds:
-            assert at[n, "R", hop, m].end <= e.start
-    check_chrome(json.loads(json.dumps(chrome_trace(timeline))), timeline)
-    assert all(len(line) <= 100 for line in str(timeline).splitlines())
+from ...stage_devices import equal, stages
+from .profiled import CHUNKS, STAGES, check, made, step
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
@@ -272,129 +196,6 @@ def test_a_collected_profile_is_let_go():
     out.sum().backward()  # too late: the profile is over
     assert t.steps[0].forward_only
     check(t, "F")
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "sequential"])
-def test_a_failed_step_ends_the_profile(schedule):
-    """The error is the model's own; what was collected stays; the next profile works."""
-    pipe = made(schedule)
-    profile = pipe.profile()
-    t = profile.__enter__()
-    step(pipe)
-    pipe.module.fails_at = 1, 2
-    with pytest.raises(ValueError, match="boom") as error:
-        step(pipe)
-    assert not profile.__exit__(error.type, error.value, error.tb)
-    assert [info.failed for info in t.steps] == [False, True]
-    assert len([e for e in t.actions() if e.step == 0]) == 2 * STAGES * CHUNKS
-    assert ("F", 1, 2) not in {(e.kind, e.hop, e.microbatch) for e in t.actions(1)}
-    assert ("F", 0, 0) in {(e.kind, e.hop, e.microbatch) for e in t.actions(1)}
-    assert "a step has failed" in str(t)
-    pipe.module.fails_at = None
-    with pipe.profile() as t:
-        step(pipe)
-    check(t)
-
-
-def test_a_failure_that_is_caught_inside():
-    """The profile goes on with the next step."""
-    pipe = made()
-    with pipe.profile() as t:
-        pipe.module.fails_at = 1, 2
-        with contextlib.suppress(ValueError):
-            step(pipe)
-        pipe.module.fails_at = None
-        step(pipe)
-    assert [info.failed for info in t.steps] == [True, False]
-    assert t.step_time == t.span(1)
-
-
-def test_an_interrupt_ends_the_profile():
-    """What is no ``Exception`` too."""
-    pipe = made()
-    seen = []
-
-    def interrupted():
-        with pipe.profile() as t:
-            seen.append(t)
-            step(pipe)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    check(seen[0])
-    assert pipe._profile is None
-
-
-def test_a_profile_in_a_profile_is_refused():
-    """With the user's line and the remedy; the outer one goes on."""
-    pipe = made()
-    with pipe.profile() as t:
-        with pytest.raises(UsageError, match=r"profiled already.*test_profiling.*leave the outer"):
-            with pipe.profile():
-                pass
-        step(pipe)
-    check(t)
-
-
-@pytest.mark.slow
-def test_two_pipelines_have_two_profiles():
-    """Each sees its own steps."""
-    one, other = made(), made("gpipe")
-    with one.profile() as a, other.profile() as b:
-        step(one)
-        step(other)
-        step(other)
-    check(a)
-    check(b, steps=2)
-
-
-@pytest.mark.slow
-def test_a_copy_of_a_profiled_pipeline_is_not_profiled():
-    """Of a pipeline that is."""
-    pipe = made()
-    with pipe.profile() as t:
-        other = copy.deepcopy(pipe)
-        step(other)
-        step(pipe)
-    check(t)
-
-
-def test_several_recordings_in_one_profile():
-    """A stage has the same lane in all, also where routes visit stages in other orders."""
-
-    class Turns(Net):
-        def forward(self, x):
-            for stage in (0, 1, 2) if self.training else (0, 2, 1):
-                with bp.Block(stage):
-                    x = torch.tanh(self.layers[stage](x))
-            return x
-
-    pipe = bp.Pipeline(Turns(), devices=stages(STAGES), chunks=CHUNKS)
-    with pipe.profile() as t:
-        step(pipe)
-        pipe.eval()
-        with torch.no_grad():
-            pipe(torch.ones(8, 4))
-    names = [d if is_simulated() else f"{d}, stage {n}" for n, d in enumerate(stages(STAGES))]
-    assert [lane.name for lane in t.lanes] == names
-    assert {(e.lane, e.stage) for e in t.actions()} == {(n, n) for n in range(STAGES)}
-    assert {(e.hop, e.lane) for e in t.actions(1)} == {(0, 0), (1, 2), (2, 1)}
-
-
-def test_a_schedule_of_ones_own():
-    """Its lanes and its name are the timeline's."""
-    mine = bp.Schedule.from_csv(
-        "0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1,0F2,1F2,1B2,0B2,0F3,1F3,1B3,0B3\n"
-        "2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3\n",
-        name="mine",
-    )
-    pipe = made(mine)
-    with pipe.profile() as t:
-        step(pipe)
-    check(t, lane_of=[0, 0, 1])
-    assert str(t).startswith("mine\n")
-    assert [lane.name for lane in t.lanes] == ["cpu, stage 0, 1", "cpu, stage 2"]
 
 
 def test_the_measured_figures_are_added_up():

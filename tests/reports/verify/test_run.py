@@ -1,9 +1,7 @@
 """verify: what it compares, what it finds, and that it leaves no trace."""
 
-import array
 import random
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -13,14 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe.crossing.tensors.tensor_import import TensorImport
-from blockpipe.errors import UsageError, VerificationError
+from blockpipe.errors import StateError, UsageError
 from blockpipe.preparation import prepared
-from blockpipe.reports.verify.divergence import Sketch, sketch
-from blockpipe.reports.verify.result import Outcome, Verification, compared
+from blockpipe.reports.verify.result import Verification
 
 from ...models import EVERY_SCHEDULE
 from ...stage_devices import equal, is_simulated, stages
+from .verified import Shared, Wrong, sharing
 
 
 def _net(dropout: float = 0.0) -> nn.Sequential:
@@ -188,214 +185,14 @@ def test_lanes_run_for_small_models(monkeypatch: pytest.MonkeyPatch):
     assert set(names) == {threading.main_thread()}
 
 
-# --- what is wrong
-
-
-def _assert_parts(found: Verification, phase: str, path: str, stage: int) -> None:
-    assert not found
-    assert not found.ok
-    divergence = found.first_difference
-    assert divergence is not None
-    assert (divergence.phase, divergence.path, divergence.stage) == (phase, path, stage)
-    assert f"{path!r}" in str(found)
-    assert f"stage {stage}" in str(found)
-    with pytest.raises(VerificationError, match="differs from the plain one"):
-        found.raise_if_different()
-
-
-class _Shared:
-    """State that modules on two stages share, which no step compares: the content of an array."""
-
-    def __init__(self) -> None:
-        self.content = array.array("d", [1.0])
-
-
-class _Writes(nn.Linear):
-    """Long after the stage before has read for the next micro-batch: a race that is always lost."""
-
-    shared: _Shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.05)
-        self.shared.content[0] = float(x.detach().abs().max())
-        return super().forward(x)
-
-
-class _Reads(nn.Linear):
-    shared: _Shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.shared.content[0]
-
-
-def test_state_left_between_microbatches_is_found():
-    """A number that a later stage leaves for the next micro-batch's earlier one."""
-    net = nn.Sequential(nn.Linear(8, 8), _Reads(8, 8), nn.ReLU(), _Writes(8, 4))
-    net[1].shared = net[3].shared = _Shared()
-    bp.begin_blocks(net, {"2": 1})
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
-    for _ in range(3):  # in a first step the CPU's stages take turns
-        pipe.forward_backward(torch.randn(8, 8), loss_fn=torch.sum)
-    net[1].shared.content[0] = 1.0
-    found = pipe.verify(torch.randn(8, 8))
-    _assert_parts(found, "forward", "1", 0)
-    assert found.first_difference is not None
-    assert "its arguments agree" in found.first_difference.why
+def test_state_that_a_recording_sees_is_refused_by_it():
+    """There is nothing to verify then."""
+    pipe = bp.Pipeline(sharing(Shared()), devices=stages(2), chunks=4, schedule="gpipe")
+    with pytest.raises(StateError, match="attribute 'value' of a Shared .* reads it on hops"):
+        pipe.verify(torch.randn(8, 8))
 
 
 told_by_threads = pytest.mark.cpu("autograd gives a device a thread, in the plain run too")
-
-
-class _WrongBehind(torch.autograd.Function):
-    """Right in the plain loop, wrong in a thread of the pipeline's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        is_plain = threading.current_thread() is threading.main_thread()
-        return gradient if is_plain else gradient * 1.5
-
-
-class _Wrong(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(_WrongBehind.apply(x))
-
-
-@told_by_threads
-def test_a_wrong_backward_is_named():
-    """The module is named whose backward is given the right gradient and hands on a wrong one."""
-    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), _Wrong(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    bp.begin_blocks(net, {"2": 1, "4": 2})
-    pipe = bp.Pipeline(net, devices=stages(3), chunks=3)
-    found = pipe.verify(torch.randn(6, 8))
-    _assert_parts(found, "backward", "2", 1)
-    right = {d.name for d in found.differences if d.kind == "gradients" and d.verdict == "exact"}
-    assert right == {"2.weight", "2.bias", "4.weight", "4.bias"}
-
-
-@told_by_threads
-def test_a_wrong_backward_names_the_innermost_module():
-    """The innermost module is named, not the container around it."""
-    inner = nn.Sequential(nn.Linear(8, 8), _Wrong(8, 8), nn.Linear(8, 8))
-    net = nn.Sequential(nn.Linear(8, 8), inner, nn.Linear(8, 4))
-    bp.begin_blocks(net, {"1": 1, "2": 2})
-    pipe = bp.Pipeline(net, devices=stages(3), chunks=3)
-    _assert_parts(pipe.verify(torch.randn(6, 8)), "backward", "1.1", 1)
-
-
-@told_by_threads
-def test_a_wrong_weight_gradient_names_the_parameter():
-    """Every gradient that is handed on agrees: the parameter is named, with its module."""
-
-    class OnlyWeights(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, _WrongBehind.apply(self.weight), self.bias)
-
-    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), OnlyWeights(8, 4))
-    bp.begin_blocks(net, {"2": 1})
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
-    found = pipe.verify(torch.randn(6, 8))
-    _assert_parts(found, "backward", "2", 1)
-    assert [d.name for d in found.differences if d.verdict == "different"] == ["2.weight"]
-
-
-@pytest.mark.parametrize("microbatch", [0, 2])
-def test_a_corrupted_crossing_names_its_reader_and_origin(
-    monkeypatch: pytest.MonkeyPatch, microbatch: int
-):
-    """One tensor arrives changed: the module is named that reads it, and from where it came."""
-    honest = TensorImport._imported
-
-    def corrupt(self: Any, tensor: Tensor, tag: Any, reads: Any) -> Tensor:
-        value = honest(self, tensor, tag, reads)
-        broken = self._place.microbatch == microbatch and self._place.stage == 2
-        if broken and threading.current_thread() is not threading.main_thread():
-            with torch.no_grad():
-                value.data[0, 0] += 1e-3
-        return value
-
-    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    bp.begin_blocks(net, {"1": 1, "2": 2})
-    pipe = bp.Pipeline(net, devices=stages(3), chunks=3, isolate=True)
-    x = torch.randn(6, 8)
-    pipe.forward_backward(x, loss_fn=torch.sum)
-    monkeypatch.setattr(TensorImport, "_imported", corrupt)
-    found = pipe.verify(x)
-    _assert_parts(found, "forward", "2", 2)
-    assert found.first_difference is not None
-    assert found.first_difference.microbatch == microbatch
-    assert "arguments from stage 1" in found.first_difference.why
-
-
-def test_a_buffer_updated_twice_is_named():
-    """Every call agrees, but a buffer that a backward hook counts up does not."""
-
-    class Counts(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(8, 8)
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            is_plain = threading.current_thread() is threading.main_thread()
-            self.seen.add_(1.0 if is_plain else 2.0)
-            return super().forward(x)
-
-    net = nn.Sequential(nn.Linear(8, 8), Counts())
-    bp.begin_blocks(net, {"1": 1})
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
-    found = pipe.verify(torch.randn(6, 8))
-    _assert_parts(found, "forward", "1", 1)
-    assert [(d.kind, d.name) for d in found.differences if d.verdict == "different"] == [
-        ("buffers", "1.seen")
-    ]
-    assert float(net[1].seen) == 0.0
-
-
-def test_wrong_code_between_modules_is_told_apart():
-    """A container's own code is told apart from its modules."""
-
-    class Between(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
-            if threading.current_thread() is not threading.main_thread():
-                x = x + 1
-            with bp.Block(stage=1):
-                return self.b(x)
-
-    pipe = bp.Pipeline(Between(), devices=stages(2), chunks=2)
-    found = pipe.verify(torch.randn(4, 8))
-    _assert_parts(found, "forward", "b", 1)
-    assert found.first_difference is not None
-    assert "its arguments differ already" in found.first_difference.why
-    assert "'a'" in found.first_difference.why
-
-
-@pytest.mark.cpu("on accelerators rounding is forgiven")
-def test_rounding_is_told_apart_but_not_forgiven():
-    """On the CPU a last bit is "within tolerance", and still not what is promised."""
-
-    class LastBit(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            is_plain = threading.current_thread() is threading.main_thread()
-            return x if is_plain else torch.nextafter(x, torch.full_like(x, 9.0)).detach() + x * 0
-
-    net = nn.Sequential(nn.Linear(8, 8), LastBit(8, 8)).requires_grad_(False)
-    bp.begin_blocks(net, {"1": 1})
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
-    x = torch.randn(4, 8)
-    found = pipe.verify(x)
-    assert found.verdict == "within tolerance"
-    _assert_parts(found, "forward", "1", 1)
-    assert pipe.verify(x, rtol=0.0).verdict == "different"
-    assert pipe.verify(x, rtol=0.0, atol=1e-3).verdict == "within tolerance"
 
 
 # --- no trace
@@ -543,7 +340,7 @@ def test_dropout_that_the_recording_did_not_see():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_scripted_modules_are_watched_from_around():
     """They bear no hooks: what is around them is watched."""
-    net = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Tanh()), nn.ReLU(), _Wrong(8, 4))
+    net = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Tanh()), nn.ReLU(), Wrong(8, 4))
     bp.begin_blocks(net, {"3": 1})
     pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
     found = pipe.verify(torch.randn(6, 8))
@@ -608,138 +405,3 @@ def test_values_that_are_not_finite_are_told():
     found = bp.Pipeline(net, devices=stages(2), chunks=2).verify(x)
     assert found.verdict == "exact"
     assert "not finite in the plain run" in str(found)
-
-
-# --- sketches
-
-
-def test_a_sketch_sees_every_bit():
-    """One element's last bit, a shape, a sign; but not the sign of zero, nor the layout."""
-    x = torch.randn(37, 5)
-    for at in (0, 17, 184):
-        y = x.clone().flatten()
-        y[at] = torch.nextafter(y[at], torch.tensor(9.0))
-        assert 0 < sketch(x).apart(sketch(y.view(37, 5))) < 1e-6
-    assert sketch(x).apart(sketch(x.t().contiguous().t())) == 0
-    assert sketch(x).apart(sketch(x.view(5, 37))) == float("inf")
-    assert sketch(torch.zeros(3)).apart(sketch(-torch.zeros(3))) == 0
-    assert sketch(torch.zeros(0)).apart(sketch(torch.zeros(0))) == 0
-    nan = torch.full((3,), float("nan"))
-    assert sketch(nan).apart(sketch(nan)) == 0
-    assert sketch(nan).apart(sketch(x[0, :3])) > 0
-
-
-@pytest.mark.parametrize("size", [10, 1000, 100_000])
-@pytest.mark.parametrize("apart", [1e-6, 1e-2, 1.0])
-def test_a_sketch_estimates_distance(size: int, apart: float):
-    """Within a factor of three of the true distance."""
-    x, d = torch.randn(size).double(), torch.randn(size).double()
-    d *= apart * x.norm() / d.norm()
-    assert apart / 3 < sketch(x).apart(sketch(x + d)) < 3 * apart
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.int64, torch.bool])
-def test_a_sketch_of_any_dtype(dtype: torch.dtype):
-    """Equal tensors are equal, others are not."""
-    x = torch.tensor([1, 0, 1]).to(dtype)
-    assert isinstance(sketch(x), Sketch)
-    assert sketch(x).apart(sketch(x.clone())) == 0
-    assert sketch(x).apart(sketch(torch.tensor([1, 1, 1]).to(dtype))) > 0
-
-
-# --- real models
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_resnet_with_dropout_is_exact(schedule: str):
-    """torchvision: batch norm, residuals across stages, dropout before the head."""
-    torchvision = pytest.importorskip("torchvision")
-    net = torchvision.models.resnet18(num_classes=4)
-    net.fc = nn.Sequential(nn.Dropout(0.5), net.fc)
-    bp.begin_blocks(net, {"layer2": 1, "layer3.1.conv1": 2, "layer4": 3})
-    pipe = bp.Pipeline(net, devices=stages(4), chunks=2, schedule=schedule)
-    x, y = torch.randn(5, 3, 64, 64), torch.randint(0, 4, (5,))
-    found = pipe.verify(x, target=y, loss_fn=F.cross_entropy)
-    assert found.verdict == "exact", found
-    assert sum(d.kind == "gradients" for d in found.differences) == len(list(net.parameters()))
-    assert sum(d.kind == "buffers" for d in found.differences) == len(list(net.buffers()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_transformer_with_its_own_loss_is_exact(checkpoint: str):
-    """Hugging Face: tied embeddings, dropout, labels as an argument."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=16, n_layer=4, n_head=2, use_cache=False
-    )
-    net = transformers.GPT2LMHeadModel(config)
-    bp.begin_blocks(net, {"transformer.h.1": 1, "transformer.h.3": 2})
-    pipe = bp.Pipeline(net, devices=stages(3), chunks=2, checkpoint=checkpoint)
-    ids = torch.randint(0, 64, (4, 8))
-    found = pipe.verify(input_ids=ids, labels=ids)
-    assert found.verdict == "exact", found
-
-
-class Clipping(nn.Module):
-    """Writes to its weight behind autograd's back, and draws from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.generator = torch.Generator().manual_seed(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.a.weight.data.mul_(0.9)
-        x = self.a(x) * torch.rand(8, generator=self.generator).to(x.device)
-        with bp.Block(stage=1):
-            return self.b(x)
-
-
-def test_what_is_written_through_data_and_own_generators_are_put_back() -> None:
-    """And both runs begin with them, so that the verdict is of the step."""
-    net, x = Clipping(), torch.randn(8, 8)
-    weight, state = net.a.weight.detach().clone(), net.generator.get_state()
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
-    assert pipe.verify(x).verdict == "exact"
-    pipe.find_chunks(x, loss_fn=torch.sum, repeats=1)
-    bp.balance(net, x, 2, repeats=1)
-    assert equal(net.a.weight, weight)
-    assert equal(net.generator.get_state(), state)
-
-
-def test_objects_in_outputs_are_not_compared() -> None:
-    """A cache is another object in each run; a note says that it was left out."""
-
-    class Cache:
-        pass
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> dict[str, Any]:
-            x = self.a(x)
-            with bp.Block(stage=1):
-                return {"y": self.b(x), "cache": Cache()}
-
-    pipe = bp.Pipeline(Net(), devices=stages(2), chunks=2)
-    found = pipe.verify(torch.randn(8, 8), loss_fn=lambda out: out["y"].square().mean())
-    assert found.ok
-    assert found.notes == ["not compared: a Cache in the outputs"]
-
-
-def test_an_infinite_gradient_hides_no_other() -> None:
-    """The norm that differences are measured by is that of what is finite."""
-    plain, piped = Outcome(), Outcome()
-    infinite = torch.tensor([1.0, float("inf")])
-    plain.put("gradients", [("a", torch.ones(4)), ("b", infinite)])
-    piped.put("gradients", [("a", 2 * torch.ones(4)), ("b", infinite.clone())])
-    verdicts = {d.name: d.verdict for d in compared(plain, piped, 1e-5, 0.0)}
-    assert verdicts == {"a": "different", "b": "exact"}
-    near = torch.tensor([1.0 + 1e-6, float("inf")])
-    piped.put("gradients", [("a", torch.ones(4)), ("b", near)])
-    verdicts = {d.name: d.verdict for d in compared(plain, piped, 1e-5, 0.0)}
-    assert verdicts == {"a": "exact", "b": "within tolerance"}

@@ -26,7 +26,7 @@ def test_its_page() -> None:
     assert model[0] is a
     assert list(model) == [a, b]
     assert model.to(torch.double) is model
-    with pytest.raises(UsageError, match="stages have devices of their own"):
+    with pytest.raises(UsageError, match="partitions have devices of their own"):
         model.to(torch.device("cuda"))
     with pytest.raises(TypeError, match=r"expected an nn\.Sequential"):
         Pipe(nn.Linear(1, 1), [1])  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_data_parallel_around_it_is_refused() -> None:
     model = Pipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(UsageError, match=r"all-reduce the gradients after forward_backward"):
+        with pytest.raises(UsageError, match=r"all-reduce the gradients yourself"):
             nn.parallel.DistributedDataParallel(model)
     finally:
         dist.destroy_process_group()

@@ -1,0 +1,141 @@
+"""Hugging Face Accelerate: an ``Accelerator`` that takes a pipeline for a model.
+
+``Accelerator.prepare`` moves a model to one device and puts autocast around its ``forward``. A
+pipeline has several devices, and a step that runs the backward as well does not go through
+``forward``. So here it is the pipeline's model that is prepared, and stays where it is: autocast is
+then inside each micro-batch's forward, as the plain model has it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+try:
+    from accelerate import Accelerator
+except ImportError as error:
+    raise ImportError(
+        f"blockpipe.integrations.accelerate needs the package accelerate ({error}); "
+        "pip install accelerate"
+    ) from error
+
+from .._common.callsite import remembers_caller, users_line
+from .._common.hints import ALL_REDUCE
+from ..errors import UsageError
+from ..execution.scaled_gradients import scaled_gradients
+from ..execution.step_result import StepResult
+from ..pipeline import Pipeline
+
+__all__ = ["PipelineAccelerator"]
+
+
+class PipelineAccelerator(Accelerator):  # type: ignore[misc]
+    """An ``Accelerator`` whose ``prepare`` also takes a :class:`~blockpipe.Pipeline`.
+
+    The pipeline is prepared in place and stays on its stages' devices. Everything else is as in
+    Accelerate: optimizers, loaders and schedulers, ``accumulate``, ``clip_grad_norm_``,
+    ``save_state`` and ``load_state``, ``backward`` after ``pipe(x)``. In the place of a forward and
+    ``backward`` there is :meth:`forward_backward`, which can hold fewer activations.
+
+    Mixed precision is inside each micro-batch's forward, so that ``pipe.forward_backward`` has it
+    too; it holds in ``pipe.module`` from then on. Several processes are refused.
+
+    Source: ``accelerate.Accelerator``, whose arguments it takes.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> from blockpipe.integrations.accelerate import PipelineAccelerator
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+        >>> optimizer = torch.optim.AdamW(net.parameters())
+        >>> accelerator = PipelineAccelerator(cpu=True)
+        >>> pipe, optimizer = accelerator.prepare(pipe, optimizer)
+        >>> accelerator.forward_backward(pipe, torch.ones(4, 4), loss_fn=torch.mean).loss.shape
+        torch.Size([])
+        >>> optimizer.step()
+    """
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """As Accelerate's; a pipeline is not moved, whatever ``device_placement`` says.
+
+        Raises:
+            UsageError: a pipeline, and several processes, ``torch.compile`` or fp8.
+        """
+        if not isinstance(model, Pipeline):
+            prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+            return prepared
+        self._check_pipelines()
+        if model not in self._models:
+            # For evaluation only: what training adds is for several processes.
+            super().prepare_model(model.module, device_placement=False, evaluation_mode=True)
+            self._models[-1] = model
+        return model
+
+    @remembers_caller
+    def forward_backward(
+        self,
+        pipe: Pipeline,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Run :meth:`Pipeline.forward_backward`, with gradients scaled as ``backward`` scales them.
+
+        They are those of the loss divided by ``gradient_accumulation_steps`` and, with fp16, times
+        the scaler's factor. The loss that is returned is neither.
+
+        Args:
+            pipe: as ``prepare`` returned it.
+            *args: as for :meth:`Pipeline.forward_backward`, and so are the others.
+
+        Raises:
+            UsageError: the pipeline is not prepared.
+        """
+        if pipe not in self._models:
+            raise UsageError(
+                f"expected a pipeline that is prepared, got {type(pipe).__name__} that is not "
+                f"({users_line()}); write pipe = accelerator.prepare(pipe)"
+            )
+        with scaled_gradients(self._scaled):
+            return pipe.forward_backward(
+                *args, target=target, loss_fn=loss_fn, return_outputs=return_outputs, **kwargs
+            )
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """As Accelerate's; a pipeline's model is what is inside it."""
+        model = model.module if isinstance(model, Pipeline) else model
+        unwrapped: nn.Module = super().unwrap_model(model, *args, **kwargs)
+        return unwrapped
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        loss = loss / self.gradient_accumulation_steps
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def _check_pipelines(self) -> None:
+        """Raise :class:`UsageError` for what Accelerate would do to a model, and cannot to one in a
+        pipeline."""
+        if self.num_processes > 1:
+            raise UsageError(
+                f"expected one process for a pipeline, got {self.num_processes} ({users_line()}): "
+                "DistributedDataParallel would reduce gradients once for each micro-batch; do not "
+                f"prepare the pipeline, and {ALL_REDUCE}"
+            )
+        if self.mixed_precision == "fp8":
+            raise UsageError(
+                f"expected mixed_precision 'no', 'bf16' or 'fp16' for a pipeline, got 'fp8' "
+                f"({users_line()}): it would replace modules; replace them before Pipeline(…)"
+            )
+        if self.state.dynamo_plugin.backend.value != "NO":
+            raise UsageError(
+                f"expected no dynamo_backend for a pipeline, got "
+                f"{self.state.dynamo_plugin.backend.value!r} ({users_line()}): torch.compile "
+                "cannot see its stages; pipe.compile() compiles the modules inside them"
+            )

@@ -1,0 +1,129 @@
+"""Lightning: a strategy for modules that have a pipeline in them.
+
+Lightning's own strategies move the whole module to one device and back to the CPU in the end. A
+pipeline's stages have devices of their own, so this one moves the rest of the module only.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+try:
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+except ImportError as error:
+    raise ImportError(
+        f"blockpipe.integrations.lightning needs the package lightning ({error}); "
+        "pip install lightning"
+    ) from error
+
+from .._common.callsite import users_line
+from ..errors import UsageError
+from ..execution.scaled_gradients import scaled_gradients
+from ..execution.step_result import StepLoss
+from ..pipeline import Pipeline
+
+__all__ = ["PipelineStrategy"]
+
+
+class PipelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+    """A strategy for a ``LightningModule`` with a :class:`~blockpipe.Pipeline`, which is not moved.
+
+    The rest of the module (losses with parameters, metrics) and the batches are on the device of
+    the last stage, where outputs are. With ``precision="16-mixed"`` gradients of
+    ``forward_backward`` are scaled, as Lightning scales those of a loss that it gets.
+
+    Args:
+        device: where the rest of the module is; ``None`` takes the last stage's device.
+        **options: as for Lightning's ``SingleDeviceStrategy``.
+
+    Raises:
+        UsageError: when a run begins: the module has no pipeline.
+
+    Source: ``lightning.pytorch.strategies.SingleDeviceStrategy``.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from blockpipe.integrations.lightning import PipelineStrategy
+        >>> trainer = Trainer(strategy=PipelineStrategy(), accelerator="cpu", logger=False)
+    """
+
+    def __init__(self, device: Any = None, **options: Any) -> None:
+        self._follows_pipeline = device is None
+        super().__init__("cpu" if device is None else device, **options)
+
+    def setup_environment(self) -> None:
+        """As Lightning's, when the device of the last stage is known."""
+        pipes = self._pipelines()
+        if not pipes:
+            raise UsageError(
+                f"expected a LightningModule with a Pipeline for PipelineStrategy, got "
+                f"{type(self.lightning_module).__name__} without one ({users_line()}); write "
+                "self.net = blockpipe.Pipeline(…) in its __init__ or configure_model, or leave the "
+                "strategy out"
+            )
+        if self._follows_pipeline:
+            self._root_device = pipes[0].output_device
+        super().setup_environment()
+
+    def model_to_device(self) -> None:
+        """Move what is not in a pipeline."""
+        with self._without_pipelines():
+            super().model_to_device()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; steps of pipelines have scaled gradients where its precision asks for
+        them.
+
+        Raises:
+            UsageError: Lightning is to run the backward of a loss of ``forward_backward``.
+        """
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        with nullcontext() if scaler is None else scaled_gradients(scaler.scale):
+            output = super().training_step(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, StepLoss) and self.lightning_module.automatic_optimization:
+            raise UsageError(
+                "expected a loss with a graph from training_step, got that of forward_backward, "
+                "which has run the backward already; set self.automatic_optimization = False in "
+                "__init__ and step the optimizer yourself, or return a loss of self.net(x)"
+            )
+        return output
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load each optimizer's state to where its parameters are."""
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+    def teardown(self) -> None:
+        """As Lightning's, but nothing is moved to the CPU."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _pipelines(self) -> list[Pipeline]:
+        module = self.lightning_module
+        found = [] if module is None else module.modules()
+        return [part for part in found if isinstance(part, Pipeline)]
+
+    @contextmanager
+    def _without_pipelines(self) -> Iterator[None]:
+        """While entered, pipelines and their models are not in the module."""
+        pipes = self._pipelines()
+        left = {*pipes, *(pipe.module for pipe in pipes)}
+        places: list[tuple[nn.Module, str, nn.Module]] = [
+            (parent, name, child)
+            for parent in self.lightning_module.modules()
+            if parent not in left
+            for name, child in parent.named_children()
+            if child in left
+        ]
+        for parent, name, _ in places:
+            setattr(parent, name, None)
+        try:
+            yield
+        finally:
+            for parent, name, child in places:
+                setattr(parent, name, child)

@@ -1,0 +1,44 @@
+"""State that micro-batches under way at once must not share: what a forward changes, generators."""
+
+from typing import Any
+
+from ..errors import StateError
+from ..recording.recording import Recording
+from ..schedules.builders import ScheduleOption
+
+
+def check_shared_state(recording: Recording, schedule: ScheduleOption) -> None:
+    """Raise :class:`StateError` for state, or a generator, that the hops would not read, write or
+    draw from in the plain loop's order."""
+    for drawn in recording.shared_generators:
+        if schedule not in ("uncut", "sequential"):
+            raise StateError(
+                f"a torch.Generator is drawn from on hops {drawn.hops} ({drawn.where}): which "
+                "micro-batch gets which numbers would depend on timing; give each stage a "
+                "generator of its own, draw from torch's global one, or use "
+                "schedule='sequential'"
+            )
+    for held in recording.shared_state:
+        on = [held.stage, *held.also_read_on]
+        if schedule == "uncut" or (schedule == "sequential" and len(on) == 1):
+            continue
+        remedy = "'sequential'" if len(on) == 1 else "'uncut'"
+        what = "buffer" if held.is_buffer else "parameter"
+        raise StateError(
+            f"{what} {held.name!r} is written by the forward and read on hops {held.hops} "
+            f"(stages {on}; {held.where}): micro-batches under way at once would mix in it; "
+            f"read and write it on one hop, or use schedule={remedy}"
+        )
+    for shared in recording.shared_changes:
+        if schedule not in ("uncut", "sequential"):
+            raise StateError(
+                f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops} "
+                f"({shared.where}): micro-batches 0 and 1, under way at once, would change it for "
+                f"each other; {shared.remedy}, or use schedule='sequential'"
+            )
+
+
+def runs_by(recording: Recording) -> tuple[Any, ...]:
+    """Return what a step goes by: the route, the sealed calls, and the tensors that cross."""
+    crossings = [(c.from_hop, c.to_hop, c.dtype, len(c.shape)) for c in recording.crossings]
+    return recording.route, recording.sealed, recording.sealed_functions, crossings

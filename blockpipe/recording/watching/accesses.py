@@ -1,0 +1,242 @@
+"""What an instruction of the user's code does with values that outlive it: the attribute, entry or
+variable that it reads or sets, told by the source.
+
+Bytecode has the order and the positions, but not the expressions: those are looked up in the syntax
+tree of the whole file, by the place where each of them ends.
+"""
+
+import ast
+import dis
+import enum
+import functools
+import linecache
+import types
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Methods of containers, by what they do to the content.
+_WRITES = frozenset(
+    [
+        *("append", "appendleft", "extend", "extendleft", "insert", "clear", "remove", "reverse"),
+        *("sort", "rotate", "add", "discard", "update", "write", "writelines", "truncate", "fill"),
+        *("set", "reset"),
+    ]
+)
+_DOES_BOTH = frozenset(["pop", "popleft", "popitem", "setdefault", "send", "__next__"])
+_SAYS = frozenset(["print", "debug", "info", "warning", "error", "critical", "exception", "log"])
+_MATCHED = ast.Name("<match>")  # no function: patterns read attributes
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
+_STORES = frozenset(
+    [
+        *("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_SLICE"),
+        *("DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR"),
+    ]
+)
+_SETTERS = ("setattr", "delattr", "__setattr__", "__delattr__")
+
+
+class Use(enum.Enum):
+    """What becomes of a value that is read, if it is one that can change."""
+
+    NONE = enum.auto()  # it is given another name, or handed to a function
+    READ = enum.auto()
+    WRITE = enum.auto()
+    BOTH = enum.auto()
+
+
+@dataclass(frozen=True)
+class Access:
+    """One expression, at the instruction that evaluates it or assigns to it.
+
+    Attributes:
+        node: an attribute, a name, a subscript, or a call of ``getattr`` and the like.
+        reads: whether it reads what is there.
+        writes: whether it sets it, or deletes it.
+        counts: whether what it reads only goes back to the same place: ``self.n += 1``.
+        use: what becomes of what it reads.
+        given_to: the functions that it is handed to.
+        is_said: whether it is only printed or logged.
+    """
+
+    node: ast.expr
+    reads: bool
+    writes: bool
+    counts: bool = False
+    use: Use = Use.READ
+    given_to: ast.expr | None = None
+    is_said: bool = False
+
+
+def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
+    """The accesses of a function's code, by the offsets of its instructions.
+
+    Args:
+        code: the code. Without its source there are none.
+    """
+    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    found = defaultdict(list)
+    for instruction in dis.get_instructions(code) if nodes.by_end else ():
+        positions, operation = instruction.positions, instruction.opname
+        assert positions is not None
+        for node, outer in nodes.by_end.get((positions.end_lineno, positions.end_col_offset), ()):
+            if any(name in operation for name in _INSTRUCTIONS[type(node)]):
+                access = _access(node, outer, operation)
+                if access is not None:
+                    found[instruction.offset].append(access)
+    return found
+
+
+@functools.lru_cache(10_000)
+def may_set(code: types.CodeType) -> bool:
+    """Whether a function's code may set what outlives a call of it."""
+    if code.co_name in _CONSTRUCTORS:
+        return False
+    if not _CHANGES.isdisjoint(code.co_names):
+        return True
+    operations = {instruction.opname for instruction in dis.get_instructions(code)}
+    sets_variable = "STORE_DEREF" in operations and code.co_freevars
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return bool(sets_variable) or not _STORES.isdisjoint(operations) or any(map(may_set, inner))
+
+
+def tests_of(code: types.CodeType) -> list[ast.expr]:
+    """The questions by which a function's code turns."""
+    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    lines = {line for _, _, line in code.co_lines() if line is not None}
+    return [test for test in nodes.tests if test.lineno in lines]
+
+
+_CHANGES = _WRITES | _DOES_BOTH | {*_SETTERS, "next"}
+_Node = ast.Attribute | ast.Subscript | ast.Name | ast.Call
+_INSTRUCTIONS: dict[type[ast.AST], tuple[str, ...]] = {
+    ast.Attribute: ("_ATTR", "LOAD_METHOD"),
+    ast.Subscript: ("SUBSCR", "SLICE", "BINARY_OP"),
+    ast.Name: ("_GLOBAL", "_NAME", "_DEREF", "CLASSDEREF", "_FAST"),
+    ast.Call: ("CALL",),
+}
+
+
+@dataclass
+class _Nodes:
+    """The expressions of a file.
+
+    Attributes:
+        by_end: of each, and what is around it from the inside out.
+        tests: the conditions of branches and loops.
+    """
+
+    by_end: dict[tuple[int | None, int | None], list[tuple[_Node, tuple[ast.AST, ...]]]]
+    tests: list[ast.expr]
+
+
+@functools.lru_cache(64)
+def _nodes_of(source: str) -> _Nodes:
+    found = _Nodes(defaultdict(list), [])
+    try:
+        level: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(ast.parse(source), ())]
+    except (SyntaxError, ValueError):
+        return found
+    while level:
+        node, outer = level.pop()
+        if isinstance(node, _Node):
+            found.by_end[node.end_lineno, node.end_col_offset].append((node, outer))
+        elif isinstance(node, ast.If | ast.While | ast.IfExp):
+            found.tests.append(node.test)
+        # A statement is as far as any question goes.
+        inner = (node,) if isinstance(node, ast.stmt) else (node, *outer)
+        level += ((child, inner) for child in ast.iter_child_nodes(node))
+    return found
+
+
+def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access | None:
+    is_said = _is_said(outer)
+    if isinstance(node, ast.Call):
+        return _call(node, is_said)
+    if isinstance(node.ctx, ast.Load):
+        use, given_to = use_of(node, outer)
+        if use is Use.NONE and "_FAST" in operation:
+            return None  # a local variable
+        return Access(node, True, False, _goes_back(node, outer), use, given_to, is_said)
+    if "_FAST" in operation:
+        return None
+    around = outer[0] if outer else None
+    counts = isinstance(around, ast.AugAssign) and node is around.target
+    # What is there is read by one instruction, and set by a later one; if it is a container, it is
+    # changed in place (``self.seen += [x]``).
+    loads = operation.startswith(("LOAD", "BINARY"))
+    return Access(node, loads, not loads, counts, Use.WRITE if counts else Use.NONE)
+
+
+def _call(node: ast.Call, is_said: bool) -> Access | None:
+    """``getattr``, ``setattr`` and ``next`` are accesses as well."""
+    name = node.func.id if isinstance(node.func, ast.Name) else ""
+    if isinstance(node.func, ast.Attribute) and node.func.attr in _SETTERS:
+        name = node.func.attr
+    if name in ("getattr", "hasattr") and len(node.args) > 1:
+        return Access(node, True, False, is_said=is_said)
+    if name in _SETTERS and len(node.args) > 1:
+        return Access(node, False, True)
+    if name == "next" and node.args:
+        return Access(node.args[0], True, False, use=Use.BOTH)
+    return None
+
+
+def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | None]:
+    """What becomes of a value, and the function that it is handed to.
+
+    Args:
+        node: the expression.
+        outer: what is around it, from the inside out.
+    """
+    around = outer[0] if outer else None
+    if isinstance(around, ast.Attribute):
+        call = outer[1] if len(outer) > 1 else None
+        if not (isinstance(call, ast.Call) and call.func is around):
+            return Use.NONE, None  # an attribute of it, which is an access of its own
+        if around.attr in _DOES_BOTH:
+            is_dropped = len(outer) > 2 and isinstance(outer[2], ast.Expr)
+            return (Use.WRITE if is_dropped else Use.BOTH), None
+        return (Use.WRITE if around.attr in _WRITES else Use.READ), None
+    if isinstance(around, ast.Subscript) and around.value is node:
+        return Use.NONE, None  # an entry of it
+    if isinstance(around, ast.keyword) and around.arg is not None:
+        around = outer[1]
+    if isinstance(around, ast.Match):
+        return Use.READ, _MATCHED
+    if isinstance(around, ast.Call):
+        if isinstance(around.func, ast.Name) and around.func.id == "next":
+            return Use.NONE, None
+        return (Use.NONE if node is around.func else Use.READ), around.func
+    if isinstance(around, ast.Assign):
+        is_alias = not any(isinstance(target, ast.Tuple | ast.List) for target in around.targets)
+    else:
+        is_alias = isinstance(around, ast.AnnAssign | ast.NamedExpr | ast.Expr)
+    is_asked = isinstance(around, ast.Compare) and isinstance(around.ops[0], ast.Is | ast.IsNot)
+    return (Use.NONE if is_alias or is_asked else Use.READ), None
+
+
+def _goes_back(node: ast.expr, outer: tuple[ast.AST, ...]) -> bool:
+    """``self.n = self.n + 1`` and ``self.most = max(self.most, x)``."""
+    through = (
+        *(ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare),
+        *(ast.List, ast.Tuple, ast.Starred, ast.Subscript),
+    )
+    for around in outer:
+        if isinstance(around, ast.Assign) and len(around.targets) == 1:
+            same = ast.dump(around.targets[0]).replace("Store()", "Load()")
+            return same == ast.dump(node)
+        is_pure = isinstance(around, ast.Call) and getattr(around.func, "id", "") in ("max", "min")
+        if not is_pure and not isinstance(around, through):
+            return False
+    return False
+
+
+def _is_said(outer: tuple[ast.AST, ...]) -> bool:
+    """Whether a value is only printed or logged."""
+    if len(outer) < 2 or not isinstance(outer[-1], ast.Expr):
+        return False
+    call = outer[-2]
+    function = call.func if isinstance(call, ast.Call) else None
+    name = getattr(function, "id", getattr(function, "attr", ""))
+    return name in _SAYS

@@ -1,0 +1,265 @@
+"""The values of the user's expressions, in a frame that is running, without running any of his
+code: no property, no ``__getattr__``, no call.
+"""
+
+import ast
+import builtins
+import functools
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..._torch.modules import SLOTS, children_of
+from ...restoring.holders import CacheHolder
+from ...restoring.model_state import slot_members
+from .accesses import Access
+
+UNKNOWN: Any = object()  # no value of the user's
+
+ALL: Any = object()  # the key of a whole container
+
+_PLAIN = (bool, int, float, str, bytes, type(None), tuple)
+_TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
+_NO_STATE = (
+    *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType),
+    *(type, property, classmethod, staticmethod, nn.Module, Tensor),
+)
+
+
+class Names:
+    """The global variables of a module.
+
+    Args:
+        names: by name.
+    """
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+
+
+class Frame:
+    """A frame of the user's that is running.
+
+    Args:
+        frame: the frame.
+        functions: the user's, by the id of their code: for what is in their closures.
+        returned: the code that returned to it last, and what that gave.
+
+    Attributes:
+        kept: what a ``functools.lru_cache`` keeps, of what was evaluated.
+    """
+
+    def __init__(
+        self,
+        frame: types.FrameType,
+        functions: Mapping[int, Sequence[types.FunctionType]],
+        returned: tuple[types.CodeType, Any] | None,
+    ) -> None:
+        self.code, self.line = frame.f_code, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self.frame, self._functions, self._returned = frame, functions, returned
+        self.kept: list[Any] = []
+
+    def evaluated(self, node: ast.expr) -> Any:
+        """The value of an expression; ``UNKNOWN`` where only running it would tell."""
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name():
+                for names in (self.frame.f_locals, self.frame.f_globals, vars(builtins)):
+                    if node.id in names:
+                        return names[node.id]
+            case ast.Attribute():
+                found = member_of(self.evaluated(node.value), node.attr)
+                return self._given(found.fget) if isinstance(found, property) else found
+            case ast.Subscript():
+                return member_of(self.evaluated(node.value), self.evaluated(node.slice))
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as value)):
+                return -value
+            case ast.Call():
+                return self._called(node)
+        return UNKNOWN
+
+    def _called(self, node: ast.Call) -> Any:
+        function = self.evaluated(node.func)
+        if isinstance(function, weakref.ref):
+            return function()
+        if isinstance(function, functools._lru_cache_wrapper):
+            held = [value for _, value in CacheHolder(function).now()]
+            kept = [v for v in held if _may_change(v) and v is not vars(function)]
+            self.kept += kept
+            return kept[0] if len(kept) == 1 else UNKNOWN
+        if function in (type, vars, getattr) and node.args:
+            args = [*map(self.evaluated, node.args)]
+            if UNKNOWN in args[:2]:
+                return UNKNOWN
+            if function is type:
+                return type(args[0])
+            return member_of(args[0], "__dict__" if function is vars else args[1])
+        return self._given(function)
+
+    def _given(self, function: Any) -> Any:
+        """What a function of the user's has just returned."""
+        code = getattr(function, "__code__", None)
+        if self._returned is None or code is not self._returned[0]:
+            return UNKNOWN
+        return self._returned[1]
+
+    def owner_of(self, access: Access) -> tuple[Any, Any, Any]:
+        """What holds the value that an access is about, under which key, and the value."""
+        node = access.node
+        if isinstance(node, ast.Name):
+            return self._owner_of_name(node.id, self.evaluated(node))
+        if isinstance(node, ast.Attribute):
+            owner, key = self.evaluated(node.value), node.attr
+        elif isinstance(node, ast.Subscript):
+            owner, key = self.evaluated(node.value), self.evaluated(node.slice)
+            is_entry = not isinstance(owner, type) and owner is not UNKNOWN
+            key = key if isinstance(owner, Mapping) else ALL
+            return (owner if is_entry else None), key, member_of(owner, key)
+        elif isinstance(node, ast.Call):
+            owner, key = self._asked_by_name(node)
+        else:
+            return None, None, self.evaluated(node)
+        value = member_of(owner, key)
+        if isinstance(value, property):
+            return None, None, self._given(value.fget)
+        if owner is UNKNOWN or key is UNKNOWN or isinstance(owner, Tensor):
+            return None, None, value
+        if isinstance(owner, types.ModuleType):
+            owner = Names(vars(owner))
+        if isinstance(owner, nn.Module) and key in _TORCHS:
+            return None, None, value
+        return _unless_code(owner, key, value)
+
+    def _owner_of_name(self, name: str, value: Any) -> tuple[Any, Any, Any]:
+        if name in self.code.co_freevars:
+            return self._cell(name, value), name, value
+        if name in self.frame.f_locals and self.frame.f_locals is not self.frame.f_globals:
+            return None, None, value
+        return _unless_code(Names(self.frame.f_globals), name, value)
+
+    def _asked_by_name(self, node: ast.Call) -> tuple[Any, Any]:
+        """``getattr`` and ``setattr``, also that of an object or a class."""
+        args = [*map(self.evaluated, node.args)]
+        if isinstance(node.func, ast.Attribute):
+            base = self.evaluated(node.func.value)
+            is_of_class = isinstance(base, type) or base is UNKNOWN  # or of ``super()``
+            return (args[0], args[1]) if is_of_class and len(args) > 2 else (base, args[0])
+        return args[0], args[1]
+
+    def _cell(self, name: str, value: Any) -> types.CellType | None:
+        """The variable of a closure, if only one of the functions with this code may be running."""
+        found: dict[int, types.CellType] = {}
+        for function in self._functions.get(id(self.code), ()):
+            names, cells = function.__code__.co_freevars, function.__closure__ or ()
+            cell = dict(zip(names, cells, strict=True)).get(name)
+            if cell is not None and member_of(cell, name) is value:
+                found[id(cell)] = cell
+        return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _may_change(value: Any) -> bool:
+    return not isinstance(value, (*_PLAIN, *_NO_STATE)) and type(value) is not object
+
+
+def _unless_code(owner: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    is_set = not isinstance(owner, Names) and key in _attributes_of(owner)
+    is_code = isinstance(value, _NO_STATE) and not is_set
+    return (None, None, value) if is_code else (owner, key, value)
+
+
+def owners_of(owner: Any, key: Any) -> Iterator[Any]:
+    """Who may say what is read there: an object, and the class that it has the attribute from."""
+    yield owner
+    if isinstance(key, str) and not isinstance(owner, Names | types.CellType | dict):
+        bases = owner.__mro__[1:] if isinstance(owner, type) else type(owner).__mro__
+        for base in bases:
+            yield base
+            if key in vars(base):
+                return
+
+
+def member_of(owner: Any, key: Any) -> Any:
+    """An attribute, an entry, or a variable."""
+    if owner is UNKNOWN or key is UNKNOWN or isinstance(owner, Tensor):
+        return UNKNOWN
+    if key is ALL:
+        return _content(owner)
+    if isinstance(owner, types.CellType):
+        try:
+            return owner.cell_contents
+        except ValueError:
+            return UNKNOWN
+    if isinstance(owner, Names):
+        return owner.names.get(key, vars(builtins).get(key, UNKNOWN))
+    if isinstance(owner, types.ModuleType):
+        return vars(owner).get(key, UNKNOWN)
+    if isinstance(owner, dict) and (key in _attributes_of(owner) or not hasattr(dict, str(key))):
+        return dict.get(owner, key, UNKNOWN) if _is_plain_key(key) else UNKNOWN
+    if isinstance(owner, list | tuple | deque) and isinstance(key, int):
+        return owner[key] if -len(owner) <= key < len(owner) else UNKNOWN
+    if type(owner).__module__ == "numpy" or not isinstance(key, str | int):
+        return UNKNOWN
+    if isinstance(owner, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        children = children_of(owner)
+        if isinstance(key, str) and key in children:
+            return children[key]
+        if isinstance(key, int):
+            found = [*children.values()]
+            return found[key] if -len(found) <= key < len(found) else UNKNOWN
+    return UNKNOWN if isinstance(key, int) else _attribute(owner, key)
+
+
+def _content(owner: Any) -> Any:
+    """What is in a container, as a value to compare."""
+    if type(owner) in (list, deque):
+        return [*owner]
+    return UNKNOWN
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    if isinstance(owner, type):
+        holder = _class_with(owner, name)
+        return UNKNOWN if holder is None else vars(holder)[name]
+    attributes = _attributes_of(owner)
+    if name == "__dict__":
+        return attributes
+    if name == "__class__":
+        return type(owner)
+    if name in attributes:
+        return attributes[name]
+    for slot in slot_members(type(owner)):
+        if getattr(slot, "__name__", "") == name:
+            try:
+                return slot.__get__(owner)
+            except AttributeError:
+                return UNKNOWN
+    if isinstance(owner, nn.Module):
+        for slots in SLOTS:
+            if name in attributes[slots]:
+                return attributes[slots][name]
+    holder = _class_with(type(owner), name)
+    return UNKNOWN if holder is None else vars(holder)[name]
+
+
+def _attributes_of(owner: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _class_with(kind: type, name: str) -> type | None:
+    return next((base for base in kind.__mro__ if name in vars(base)), None)
+
+
+def _is_plain_key(key: Any) -> bool:
+    if isinstance(key, tuple):
+        return all(map(_is_plain_key, key))
+    return isinstance(key, str | int | float | bytes | type(None) | type)

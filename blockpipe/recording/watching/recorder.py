@@ -1,0 +1,451 @@
+"""The listener of the recording's run: it writes down what the run does.
+
+The run itself is one like every other, with every operation intercepted, inside modules too; so it
+does what the runs of a step will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._common.callsite import users_line
+from ..._common.nested import tensors
+from ..._common.text import dtype_text
+from ..._common.thread_state import ours
+from ..._torch.graph import saved_tensor_hooks
+from ..._torch.tensors import FakeTensor, version_of
+from ...costs.work import size_of
+from ...crossing.constants import writes
+from ...crossing.microbatch_run import MicrobatchRun
+from ...crossing.step_context import StepContext
+from ...crossing.tags import RECORDING, TAG, MicrobatchKey, ParameterHome, Tag
+from ...crossing.tensors.place import Reads
+from ...crossing.uncut_run import UncutRun
+from ...errors import CrossingError, PlanError
+from ...stages.cursor import Mark
+from ...stages.plan import too_few_devices
+from ..calls import Call
+from ..outside_state import OutsideState
+from ..outside_tensors import OutsideTensors
+from ..recording import CrossingInfo, Hop, Recording, TensorInfo, Unmarked
+from ..segments import Segments
+from ..shared_changes import SharedChanges
+from .calls import CallsUnderWay, RecordedTag, is_made_by
+from .costs import Costs
+from .custom_functions import CustomFunctions
+from .draws import RandomDraws, line
+from .saved_tensors import Activations
+from .watched_cursor import WatchedCursor
+
+SCRIPTED = "it runs TorchScript, which saves other tensors once it has optimized itself"
+
+
+class Recorder:
+    """The listener of the recording's run, which writes down what the run does.
+
+    Args:
+        step: of the recording; its route grows as the run goes on.
+        cursor: moved by the marks of the forward.
+        result: where all of it is written down.
+        activations: notices what autograd saves.
+        unhookable: paths of calls in which autograd bears no saved-tensor hooks.
+
+    Attributes:
+        run: the run that is watched.
+    """
+
+    def __init__(
+        self,
+        step: StepContext,
+        cursor: WatchedCursor,
+        result: Recording,
+        activations: Activations,
+        unhookable: Collection[str] = (),
+    ) -> None:
+        kind = MicrobatchRun if step.graphs.cut else UncutRun
+        self.step = step
+        self.key = MicrobatchKey(RECORDING, 0)
+        self.run = kind(step, 0, cursor, self.key, listener=self)
+        self._read = self.run.reader()
+        self.activations = activations
+        self.segments = Segments(result.segments, result.flows)
+        self.calls = CallsUnderWay(self.run, result, self.segments, activations, unhookable)
+        self.custom = CustomFunctions(self.run, self.calls)
+        self.costs = Costs(self.run, result, self.segments, self.calls)
+        self.draws = RandomDraws(self.run, result, self.calls)
+        cursor.on_mark, cursor.on_leave, cursor.on_move = self.met, self.moved, None
+        cursor.on_tell_apart = self.told_apart
+        self.cursor = cursor
+        self.result = result
+        self.begun_by: str | None = None  # the call with which a plan moved the cursor last
+        self.held: dict[int, TensorInfo] = {}
+        self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
+        self.checkpointed_in: list[Call | None] = []
+        self.keepers: list[str] = []
+        self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
+        self.outside_tensors = OutsideTensors()
+        self.changes: SharedChanges
+        self.outside: OutsideState
+        self.users: set[str] = set()  # paths of modules of the user's own classes
+        self._sources: dict[int, Call] = {}  # calls that made what the operation under way reads
+        self._ambient_hooks: Any = None
+
+    @property
+    def hop(self) -> int:
+        """The hop that the run is on; -1 before the first."""
+        return self.run.hop
+
+    @property
+    def stage(self) -> int:
+        """The stage that the run is on."""
+        return self.run.stage
+
+    def begin(self) -> None:
+        """Begin to watch: the forward is about to run."""
+        self.activations.put_on()
+        self._ambient_hooks = saved_tensor_hooks()
+        self.draws.begin()
+
+    def end(self) -> None:
+        """Look for the last time, and stop watching."""
+        self.draws.look()
+        self.activations.take_off()
+
+    # --- the route
+
+    def departs(self, stage: int) -> None:
+        """Write down the hop that the run is about to begin."""
+        self._check_device(stage)
+        hop = self.hop + 1
+        self.step.route.append(stage)
+        mark = self.cursor.mark
+        self.result.hops.append(
+            Hop(
+                hop,
+                stage,
+                mark.name if mark else None,
+                mark.where if mark else users_line() if hop else "the start",
+                self.begun_by,
+                self.cursor.moves,
+            )
+        )
+
+    def arrived(self) -> None:
+        """Look at the generators: the run is on the new hop."""
+        self.draws.look()  # since the mark: the forward waits for its turn there
+
+    def _check_device(self, stage: int) -> None:
+        if self.step.devices is not None and stage >= len(self.step.devices):
+            mark = self.cursor.mark
+            where = mark.where if mark else self.begun_by or users_line()
+            if self.result.planned_at is not None:
+                where += f", set at {self.result.planned_at}"
+            raise PlanError(f"{too_few_devices(stage + 1, len(self.step.devices))} ({where})")
+
+    def met(self, mark: Mark) -> None:
+        """Write down a mark, and the innermost call that it was first met in."""
+        self.result.marks.setdefault(mark.where, self.calls.innermost)
+
+    def told_apart(self) -> None:
+        """Open the calls under way: run again, each would keep its micro-batch's state again."""
+        for call in self.calls:
+            call.open(f"it keeps state of its own for each micro-batch ({line()})")
+
+    def moved(self, stage: int) -> None:
+        """Open the calls under way: a mark moves the cursor, so none of them stays on one stage."""
+        if self.run.sealed:
+            name = self.custom.last
+            checkpoint = "; torch.utils.checkpoint: pass use_reentrant=False"
+            raise CrossingError(
+                f"a mark inside the forward of autograd.Function {name!r} asks for stage "
+                f"{stage} ({users_line()}), but its backward runs as one, on one stage; "
+                f"mark around it{checkpoint if name == 'CheckpointFunction' else ''}"
+            )
+        if self.hop >= 0:  # else the first hop drew
+            self.draws.look()
+            self.outside.look(self.hop)
+        self.result.moves = True
+        for call in self.calls:
+            call.open(f"a mark inside of it moves the forward ({line()})")
+
+    def look_outside(self) -> None:
+        """Look whether the user's own code has changed its own objects, where it is about to run
+        something."""
+        innermost = self.calls.innermost
+        if innermost is None or innermost.path in self.users:
+            self.outside.look(self.hop_here())
+
+    def hop_here(self) -> int:
+        """Return the hop that the user's code is on; from a mark on it is the next one."""
+        if self.hop < 0:
+            return 0
+        return self.hop + (self.cursor.stage != self.stage)
+
+    # --- operations
+
+    def operation(self) -> None:
+        """Write down an operation, as a part of every call that is under way."""
+        hop = self.run.arrive()
+        info = self.result.hops[hop]
+        info.operations += 1
+        self.segments.operation()
+        self._sources = {}
+        self.calls.visit(hop, line())
+        follows = self.cursor.follow_marks  # a plan says where everything is
+        if (
+            follows
+            and not self.cursor.in_scope
+            and (not self.cursor.is_marked or self.cursor.block_ended)
+        ):
+            self._note_unmarked(hop)
+        innermost = self.calls.innermost
+        self.activations.at(hop, innermost, self.segments.current.index)
+        hooks = saved_tensor_hooks()
+        if hooks is not None and hooks != self._ambient_hooks:
+            info.whole = "it recomputes, or packs what it saves"
+            info.reruns_forward = True
+
+    def _note_unmarked(self, hop: int) -> None:
+        last = self.result.unmarked[-1] if self.result.unmarked else None
+        mark = self.cursor.mark
+        after = mark.where if mark is not None else None
+        if last is not None and last.stage == self.stage and last.after == after:
+            last.operations += 1
+        else:
+            self.result.unmarked.append(Unmarked(self.stage, users_line(), 1, after))
+
+    def read(self, tensor: Tensor, reads: Reads) -> Tensor:
+        """Note that an operation reads a tensor, and read it."""
+        self._note_origin(tensor)
+        is_untagged = getattr(tensor, TAG, None) is None
+        if is_untagged and self.step.graphs.cut:
+            held = self.held.get(id(tensor))
+            if held is None and not isinstance(tensor, FakeTensor):
+                self.outside_tensors.read(tensor, self.hop)
+            if held is None or not held.is_buffer:
+                self.outsiders.append((tensor, version_of(tensor)))
+        try:
+            return self._read(tensor, reads)
+        except CrossingError as error:
+            if not is_untagged:
+                raise
+            # In a sealed module nobody will look (torch.func makes such tensors): see conclude.
+            self.custom.fail(error.with_traceback(None))
+            return tensor
+
+    def _note_origin(self, tensor: Tensor) -> None:
+        """Note where a tensor that is read comes from, and what that means for the calls under
+        way."""
+        key = id(tensor)
+        held = self.held.get(key)
+        if held is not None:
+            self._note_read(tensor, held)
+        elif getattr(tensor, TAG, None) is not None and self.outside_tensors.knows(tensor):
+            # A real run wrote to it, and it became this micro-batch's.
+            self.outside_tensors.read(tensor, self.hop)
+        newest = self.run.newest(tensor)
+        tag: Tag | None = getattr(newest, TAG, None)
+        if isinstance(tag, RecordedTag):
+            self._note_flow(newest, tag)
+            self.calls.read_unreturned(tag, line())
+        self._note_if_not_given(key, newest, tag)
+        if self.run.is_foreign(newest):
+            what = "a tensor" if held is None else held.name
+            for call in self.calls.not_given(key, id(newest)):
+                call.open(f"it reads {what} of another stage, no argument ({line()})")
+
+    def _note_flow(self, tensor: Tensor, tag: RecordedTag) -> None:
+        """Note which segment a tensor of this forward comes from, where it is read."""
+        if tag.key is self.key:
+            self._sources.update((id(call), call) for call in tag.sources)
+            size = size_of(tensor)
+            tag.flow = self.segments.flow(
+                tag.flow, tag.segment, size, needs_grad=tensor.requires_grad
+            )
+            if tag.is_read:
+                self.costs.add_gradient(tensor)
+            tag.is_read = True
+
+    def _note_if_not_given(self, key: int, tensor: Tensor, tag: Tag | None) -> None:
+        """Note that a call reads a tensor that was made before it and did not come in by its
+        arguments: when the call is run again, it may be another micro-batch's."""
+        if tag is None or tag.key is not self.key or tag.is_constant(tensor):
+            return
+        inside = tag.calls if isinstance(tag, RecordedTag) else ()
+        for call in self.calls.not_given(key, id(tensor)):
+            if call.refuses is None and call not in inside:
+                call.refuses = f"it reads a tensor that it was not given ({line()})"
+
+    def check_outsiders(self, func: Callable[..., Any], first: object) -> None:
+        """Check after an operation whether it wrote to a tensor that is neither an argument nor a
+        buffer."""
+        outsiders, self.outsiders = self.outsiders, []
+        self.outside_tensors.look()
+        for tensor, version in outsiders:
+            # A tensor that is no fake one is not written in a fake run: then it goes by the name.
+            if version_of(tensor) != version or (tensor is first and writes(func)):
+                self.outside_tensors.wrote(tensor)
+                self.calls.refuse(
+                    f"it writes to a tensor that is no argument and no buffer ({line()})"
+                )
+
+    def take_input(self, tensor: Tensor) -> Tensor:
+        """Return an input of the forward as if it were made on its first hop."""
+        value = self.run.take_input(tensor)
+        setattr(value, TAG, RecordedTag(self.key, 0, 0, set(), (), 0))
+        return value
+
+    def made(self, tensor: Tensor) -> Tag | None:
+        """Return the tag for a tensor that was made here."""
+        if self.result.fake and not isinstance(tensor, FakeTensor):
+            return None  # what a fake run writes to in place, and outlives the recording
+        calls = set(self.calls)
+        sources, segment = tuple(self._sources.values()), self.segments.current.index
+        return RecordedTag(self.key, self.hop, self.stage, calls, sources, segment)
+
+    def _note_read(self, tensor: Tensor, held: TensorInfo) -> None:
+        if held.hop is None:
+            held.hop, held.stage, held.where = self.hop, self.stage, users_line()
+            self.step.homes[id(tensor)] = ParameterHome(tensor, self.hop, self.stage, held.name)
+        elif self.stage != held.stage and self.stage not in held.also_read_on:
+            held.also_read_on.append(self.stage)
+        if self.hop not in held.hops:
+            held.hops.append(self.hop)
+        self.segments.reads(held)
+        self.costs.add_gradient(tensor)  # to `.grad`, or to that of another read
+        home_hop = held.hop
+        for call in self.calls:
+            self.reads.setdefault(id(call), set()).add(home_hop)
+            if held.is_buffer:
+                call.buffers.add(held.name)
+
+    def has_made(self, tensor: Tensor) -> bool:
+        """Return whether this forward made a tensor."""
+        return is_made_by(tensor, self.key)
+
+    def gave(self, arguments: Any) -> bool:
+        """Return whether a call in another thread (autograd's, or of the forward's own making) is a
+        part of this recording: some of its arguments come from it."""
+        return any(isinstance(t, FakeTensor) or self.has_made(t) for t in tensors(arguments))
+
+    def wrote_across(self) -> None:
+        """Note that an operation wrote in place to a tensor that an earlier hop had made."""
+        self.result.writes_across = True
+
+    def abandon(self) -> None:
+        """Release everything, and end the cycle of the recorder, its run and its cursor."""
+        self.run.abandon()
+        self.run.place.listener = None
+        self.cursor.on_mark = self.cursor.on_leave = self.cursor.on_tell_apart = None
+        self.cursor.on_call = None
+
+    def imported(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
+        """Write down that a tensor was copied to this hop."""
+        stage = self.step.route[home_hop]
+        self.result.crossings.append(
+            CrossingInfo(
+                home_hop,
+                self.hop,
+                stage,
+                self.stage,
+                tuple(tensor.shape),
+                dtype_text(tensor.dtype),
+                size_of(tensor),
+                tensor.requires_grad and self.step.graphs.differentiable,
+                name,
+                users_line(),
+                self.calls.innermost,
+            )
+        )
+
+    # --- module calls
+
+    def watched(
+        self,
+        path: str,
+        kind: str,
+        what: object,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a call, and write it down."""
+        with ours():
+            call = self.calls.begin(
+                *(path, kind, what, (args, kwargs), self._why_closed()),
+                is_function=function is what,
+            )
+            if isinstance(what, torch.jit.ScriptModule):
+                self.calls.refuse(SCRIPTED)
+        result, kernels = None, self.costs.kernels
+        try:
+            result = function(*args, **kwargs)
+            if call.hop is None and self.costs.kernels > kernels:
+                with ours():
+                    self._note_unseen((args, kwargs), result)
+            elif call.transforms and call.sealed:
+                with ours():  # no function mode sees how torch.func unwraps its results
+                    self.run.claims.claim(result, ())
+            return result
+        except BaseException:
+            self.calls.failed_in = self.calls.failed_in or call
+            raise
+        finally:
+            with ours():
+                self.calls.end(call, result)
+
+    def _note_unseen(self, given: Any, result: Any) -> None:
+        """Write down operations in a call that no function mode saw, as those of a scripted module
+        or an extension. Together they count as one."""
+        self.operation()
+        reads = Reads()
+        for tensor in tensors(given):
+            self.read(tensor, reads)
+        self.run.claims.claim(result, reads.outside)
+
+    def _why_closed(self) -> Iterator[str]:
+        """Yield the reasons why no stage can begin with the call that begins here."""
+        yield from self.calls.why_closed()
+        if self.run.sealed:
+            yield f"it is inside of autograd.Function {self.custom.last!r}"
+        if saved_tensor_hooks() not in (None, self._ambient_hooks):
+            yield "it is inside of what is recomputed, or packs what it saves"
+
+    def wrote(self, tensor: Tensor) -> None:
+        """Note that an operation wrote to a tensor without counting up its version."""
+        held = self.held.get(id(tensor))
+        if held is not None:
+            held.written = True
+        self.outside_tensors.wrote(tensor)
+
+    def given(self, operands: Iterable[Tensor]) -> None:
+        """Note what an operation below autograd is given. Inside of a custom function nothing else
+        shows which buffers it reads, and which tensors that are no arguments of it."""
+        for tensor in operands if self.run.sealed else ():
+            self.custom.read(tensor)
+            held = self.held.get(id(tensor))
+            if held is not None and held.is_buffer:
+                for call in self.calls:
+                    call.buffers.add(held.name)
+            elif held is not None:
+                if held.hop is None:
+                    self._note_read(tensor, held)
+                self.custom.read_parameter(held)
+
+    def looked_at_graph(self) -> None:
+        """Note that the forward hooks into its graph, or asks for it."""
+        if self.hop >= 0:
+            self.result.hops[self.hop].whole = f"a hook, or a look at the graph ({line()})"
+
+    def note_checkpoint(self) -> None:
+        """Note that the forward uses ``torch.utils.checkpoint``."""
+        self.checkpointed_in.append(self.calls.innermost)
+
+    def custom_function(self, name: str) -> None:
+        """Note that a custom autograd function was applied, whose backward nobody knows."""
+        self.result.hops[max(self.hop, 0)].reruns_forward = True
+        self.custom.apply(name)

@@ -1,0 +1,225 @@
+"""What autograd saves of a forward: which storages, on which hop, inside of which call.
+
+Seen through saved-tensor hooks in the recording: the tensors are fake, but which of them share a
+storage is not, so what is counted is what stays in memory. Adding up what operations make was no
+alternative: much of that is gone as soon as the next operation has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._torch.graph import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from ..._torch.modes import is_transformed, without_torch_functions
+from ..._torch.tensors import storage_id, version_of
+from ...costs.work import size_of
+from ...crossing.recompute import Recomputable
+from ..calls import Call, Saved
+from ..recording import ActivationBytes, Hop
+
+_Key = int  # which storage
+_FEW = 8  # storages whose sizes are kept
+
+
+class Activations:
+    """The storages that autograd saves, collected while the hooks are on.
+
+    Args:
+        skipped: parameters and buffers, which are there anyway.
+    """
+
+    def __init__(self, skipped: Iterable[Tensor]) -> None:
+        self._skipped = {key for t in skipped if (key := _key_of(t)) is not None}
+        self._storages: dict[_Key, tuple[Any, int]] = {}  # kept alive, so that a key stays its own
+        self._saved: list[tuple[int, Call | None, _Key, int]] = []
+        self._given: dict[int, set[_Key]] = {}  # from the id of a call to what it was given
+        self._sharing: set[int] = set()  # ids of calls that were given views of one storage
+        self._versions: list[tuple[Call, Tensor, int]] = []
+        self._inputs: set[_Key] = set()
+        self._hop = 0
+        self._call: Call | None = None
+        self._segment = 0
+
+    def put_on(self) -> None:
+        """Hook into what autograd saves in this thread from here on."""
+        push_saved_tensor_hooks(self._pack, _unpack)
+
+    def take_off(self) -> None:
+        """Take the hooks off, which are the last that were put on."""
+        pop_saved_tensor_hooks()
+
+    def inputs(self, tensors: Iterable[Tensor]) -> None:
+        """Note the micro-batch's inputs, which are slices of the caller's batch."""
+        for tensor in tensors:
+            key = _key_of(tensor)
+            if key is not None and key not in self._skipped:
+                size = size_of(tensor)
+                self._storages[key] = tensor.untyped_storage(), size
+                self._inputs.add(key)
+
+    def at(self, hop: int, call: Call | None, segment: int) -> None:
+        """Note where the next tensors are saved."""
+        self._hop, self._call, self._segment = max(hop, 0), call, segment
+
+    def given(self, call: Call, tensors: Iterable[Tensor]) -> None:
+        """Note the arguments of a call that begins."""
+        keys = self._given.setdefault(id(call), set())
+        with without_torch_functions():
+            for tensor in {id(t): t for t in tensors}.values():
+                key = self._noted(tensor)
+                if key is not None:
+                    if key in keys:
+                        self._sharing.add(id(call))
+                    keys.add(key)
+                self._versions.append((call, tensor, version_of(tensor)))
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        with without_torch_functions():
+            key = self._noted(tensor)
+            if key is not None:
+                self._saved.append((self._hop, self._call, key, self._segment))
+            # Not the tensor itself: a node that saves its own result would be a cycle.
+            return tensor if tensor.is_leaf else tensor.detach()
+
+    def _noted(self, tensor: Tensor) -> _Key | None:
+        key = _key_of(tensor)
+        if key is None or key in self._skipped:
+            return None
+        if key not in self._storages:
+            storage = tensor.untyped_storage()
+            self._storages[key] = storage, storage.nbytes()
+        return key
+
+    def conclude(
+        self, hops: list[Hop], sealed_call_of: Mapping[int, Call]
+    ) -> dict[str, Recomputable]:
+        """Fill in what the hops keep; return by path what running sealed calls again takes.
+
+        Args:
+            hops: the hops of the route.
+            sealed_call_of: from the id of a call to the sealed call that it is, or is inside of.
+        """
+        sealed_forwards = list(
+            {id(sealed_call): sealed_call for sealed_call in sealed_call_of.values()}.values()
+        )
+        about: dict[str, Recomputable] = {}
+        written = {id(c) for c, tensor, version in self._versions if version_of(tensor) != version}
+        for sealed_call in sealed_forwards:
+            known = about.setdefault(sealed_call.path, Recomputable())
+            known.keeps_inputs |= id(sealed_call) in written
+            # Which call drew from Python's or numpy's generator is not known, but on which hop.
+            known.buffers |= sealed_call.buffers
+            known.draws |= sealed_call.draws or bool(hops[sealed_call.hop or 0].draws - {"torch"})
+            known.refuses = known.refuses or sealed_call.refuses
+            if id(sealed_call) in written and id(sealed_call) in self._sharing:
+                known.refuses = "it writes to arguments that share memory"
+        for sealed_call, saved, freed in self._gains(sealed_forwards, sealed_call_of):
+            # Running it again has to gain something: a convolution saves its input alone.
+            about[sealed_call.path].pays |= 20 * freed > saved > 0
+        for sealed_call in sealed_forwards:
+            sealed_call.is_recomputed = about[sealed_call.path].is_recomputed
+        self._fill_in(hops, sealed_forwards, sealed_call_of)
+        return about
+
+    def by_call(self) -> None:
+        """Fill in what the calls save.
+
+        A storage that several calls of a hop save is there once, and counts in the first of them.
+        So what a call saves is the sum of what the calls in it do, and of its own.
+        """
+        first: dict[tuple[int, _Key], Call | None] = {}
+        for hop, call, key, _ in self._saved:
+            first.setdefault((hop, key), call)
+        for (_, key), saver in first.items():
+            for call in () if saver is None else (saver, *saver.ancestors()):
+                call.saved_bytes += self._storages[key][1]
+
+    def by_segments(self) -> list[Saved]:
+        """Return what is saved in which segments; tensors saved in the same ones stand together."""
+        segments: dict[_Key, set[int]] = {}
+        for _, _, key, segment in self._saved:
+            segments.setdefault(key, set()).add(segment)
+        found: dict[tuple[tuple[int, ...], bool], int] = {}
+        for key, savers in segments.items():
+            where = tuple(sorted(savers)), key in self._inputs
+            found[where] = found.get(where, 0) + self._storages[key][1]
+        return [Saved(at, size, is_input) for (at, is_input), size in found.items()]
+
+    def forget(self) -> None:
+        """Release all tensors."""
+        self._storages.clear()
+        self._versions.clear()
+
+    def _gains(
+        self, sealed_forwards: list[Call], sealed_call_of: Mapping[int, Call]
+    ) -> Iterable[tuple[Call, int, int]]:
+        """Return for each sealed call the bytes that it saves, and those that only it keeps
+        alive."""
+        inside: dict[int, set[_Key]] = {id(sealed_call): set() for sealed_call in sealed_forwards}
+        others: set[_Key] = set().union(
+            *(self._given.get(id(sealed_call), set()) for sealed_call in sealed_forwards)
+        )
+        for _, call, key, _ in self._saved:
+            sealed_call = sealed_call_of.get(id(call))
+            (others if sealed_call is None else inside[id(sealed_call)]).add(key)
+        for sealed_call in sealed_forwards:
+            keys = inside[id(sealed_call)]
+            yield sealed_call, self._bytes(keys), self._bytes(keys - others)
+
+    def _fill_in(
+        self, hops: list[Hop], sealed_forwards: list[Call], sealed_call_of: Mapping[int, Call]
+    ) -> None:
+        glue: list[set[_Key]] = [set() for _ in hops]
+        never: list[set[_Key]] = [set() for _ in hops]
+        always: list[set[_Key]] = [set() for _ in hops]
+        asked: list[set[_Key]] = [set() for _ in hops]
+        for at, call, key, _ in self._saved:
+            hop = min(at, len(hops) - 1)
+            sealed_call = sealed_call_of.get(id(call))
+            never[hop].add(key)
+            if sealed_call is None:
+                glue[hop].add(key)
+            if sealed_call is None or not sealed_call.recomputes(True):
+                always[hop].add(key)
+            if sealed_call is None or not sealed_call.recomputes(False):
+                asked[hop].add(key)
+        for sealed_call in sealed_forwards:
+            hop = sealed_call.hop or 0
+            for mode, keys, kept in (
+                (True, always[hop], hops[hop].always),
+                (False, asked[hop], hops[hop].asked),
+            ):
+                if sealed_call.recomputes(mode):
+                    keys |= self._given.get(id(sealed_call), set())
+                    kept.calls += 1
+                    for work in sealed_call.work.values():
+                        kept.recompute.add(work)
+        for hop in range(len(hops)):
+            hops[hop].glue_bytes = self._bytes(glue[hop])
+        for activation_bytes, of_hops in (("never", never), ("always", always), ("asked", asked)):
+            earlier: set[_Key] = set()
+            for info, keys, all_keys in zip(hops, of_hops, never, strict=True):
+                result: ActivationBytes = getattr(info, activation_bytes)
+                result.bytes = self._bytes(keys)
+                result.shared = self._bytes(keys & earlier)
+                result.full = self._bytes(keys | all_keys)
+                result.largest = tuple(sorted(self._storages[k][1] for k in keys)[: -_FEW - 1 : -1])
+                result.inputs = self._bytes(keys & self._inputs - earlier)
+                earlier |= keys
+
+    def _bytes(self, keys: Iterable[_Key]) -> int:
+        return sum(self._storages[key][1] for key in keys)
+
+
+def _key_of(tensor: Tensor) -> _Key | None:
+    if tensor.layout is not torch.strided or is_transformed(tensor):  # it has none to look at
+        return None
+    return storage_id(tensor.untyped_storage())
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,458 @@
+"""Plain values that one hop sets and another one reads: a number on an object that modules of two
+stages hold, a global, an entry of a dictionary.
+
+A tensor carries a tag that says which micro-batch made it; a number carries none, so the recording
+has to see who reads it. No object can be asked for that, and no code can be asked which stage it
+runs on: while the forward runs, Python calls a trace function at each instruction of the user's
+code, and the source says what that one reads or sets. Only values that outlive the forward count,
+and of those only plain ones: the rest are tensors, which are looked at when they are read.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import inspect
+import sys
+import threading
+import types
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+from torch import nn
+
+from ..._common.nested import tensors
+from ...restoring.holders import DictHolder, Holder
+from ...restoring.iterators import is_iterator
+from ...restoring.model_state import is_users
+from ...stages.cursor import is_of_microbatch
+from ..calls import Call
+from ..reads import Reads, libraries_code_reads
+from ..recording import Recording, SharedChange
+from .accesses import Access, Use, accesses_of, may_set, tests_of
+from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
+
+_CONTENTS = (list, dict, set, deque, bytearray, array, StringIO, ContextVar)
+_MOST_MEMBERS = 256  # of a container that is compared
+_REMEDY = "pass it along as an argument"
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
+
+_ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
+_STOPS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+# Functions whose answer is another one in each forward, and those that ask a tensor for no value.
+_ASKS_CHANCE = ("random", "randint", "uniform", "choice", "time", "perf_counter", "monotonic")
+_ASKS_SHAPE = (
+    *("size", "dim", "numel", "len", "isinstance", "hasattr", "getattr", "callable", "is_tensor"),
+    *("is_floating_point", "is_grad_enabled", "is_contiguous", "type", "get", "stride"),
+)
+
+Where = tuple[int, Any]  # an object by its id, and a name or key in it
+
+
+@dataclass
+class _Value:
+    """What is at one place, and who had to do with it."""
+
+    owner: Any
+    key: Any
+    first_write: str = ""
+    first_read: str = ""
+    set_on: set[int] = field(default_factory=set)
+    read_on: set[int] = field(default_factory=set)
+    counted_on: set[int] = field(default_factory=set)
+    is_carried: bool = False  # what one forward leaves there the next one reads
+    is_traced: bool = False  # whether the user's own code sets it
+    is_constant: bool = True  # whatever it is set to can be the same in each forward
+
+
+@dataclass
+class _Pending:
+    """An instruction that sets something, and is not over yet."""
+
+    owner: Any
+    key: Any
+    before: Any
+    hop: int
+    line: str
+
+
+class SharedValues:
+    """Watches one forward for values that hops share.
+
+    Args:
+        holders: of all that can be reached from the model.
+        modules: the model's, by path.
+        hop: says on which hop the forward is.
+        fake: whether it runs on fake tensors: then no value is of the data.
+        traces: whether to trace it also if no code in reach of the model seems to set anything.
+    """
+
+    def __init__(
+        self,
+        holders: Iterable[Holder],
+        modules: dict[str, nn.Module],
+        hop: Callable[[], int],
+        *,
+        fake: bool,
+        traces: bool,
+    ) -> None:
+        self._paths = {id(module): path for path, module in modules.items()}
+        self._hop, self._fake = hop, fake
+        self._lasting = {id(holder.owner) for holder in holders} | self._paths.keys()
+        self._objects = {  # by the id of the dictionary that an object's attributes are in
+            id(space): holder.owner
+            for holder in holders
+            if isinstance(holder, DictHolder) and (space := holder.namespace()) is not holder.owner
+        }
+        self._functions: dict[int, list[types.FunctionType]] = {}  # by the id of their code
+        for holder in holders:
+            if isinstance(function := holder.owner, types.FunctionType):
+                same = self._functions.setdefault(id(function.__code__), [])
+                same += [] if function in same else [function]
+        # To trace takes about as long as the recording of a small model.
+        self.traces = traces or any(
+            may_set(function.__code__)
+            for functions in self._functions.values()
+            for function in functions
+            if is_users(function.__module__)
+        )
+        self._values: dict[Where, _Value] = {}
+        self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
+        self._cached: list[Any] = []  # kept alive
+        self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
+        self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
+        self._pending: dict[int, _Pending] = {}  # by the id of a frame
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While entered, this thread's code is traced. A debugger, or whatever else traces it, has
+        a pause meanwhile; one that begins meanwhile goes on."""
+        if not self.traces:
+            yield
+            return
+        before, ours = sys.gettrace(), self._called
+        sys._getframe().f_trace_opcodes = True  # else 3.12.0 to 3.12.4 trace none at all
+        sys.settrace(ours)
+        try:
+            yield
+        finally:
+            if sys.gettrace() == ours:
+                sys.settrace(before)
+            for pending in [*self._pending.values()]:
+                self._is_set(pending)
+            self._pending.clear()
+
+    # --- what Python calls
+
+    def _called(self, frame: types.FrameType, event: str, argument: object) -> Any:
+        code = frame.f_code
+        if id(code) not in self._codes:
+            is_traced = is_users(frame.f_globals.get("__name__"))
+            self._codes[id(code)] = code, accesses_of(code) if is_traced else None
+        if self._codes[id(code)][1] is None:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._hops.setdefault(id(frame), {-1: self._hop()})
+        return self._ran
+
+    def _ran(self, frame: types.FrameType, event: str, argument: object) -> Any:
+        pending = self._pending.pop(id(frame), None)
+        if pending is not None:
+            self._is_set(pending)
+        if event == "opcode":
+            accesses = self._codes[id(frame.f_code)][1].get(frame.f_lasti)
+            if accesses:
+                self._hops[id(frame)][frame.f_lasti] = hop = self._hop()
+                self._note_all(accesses, frame, hop)
+        elif event == "return":
+            if not frame.f_code.co_flags & _STOPS:
+                self._note_missed(frame, self._hops.pop(id(frame)))
+            self._returned.pop(id(frame), None)
+            self._returned[id(frame.f_back)] = frame.f_code, argument
+        return self._ran
+
+    def _note_all(
+        self, accesses: Iterable[Access], running: types.FrameType, hop: int, *, over: bool = False
+    ) -> None:
+        frame = Frame(running, self._functions, self._returned.get(id(running)))
+        for access in accesses:
+            try:
+                self._note(access, frame, hop)
+            except Exception:  # of an object that cannot be looked at
+                continue
+            if over and (pending := self._pending.pop(id(running), None)):
+                pending.before = UNKNOWN  # it may be set to anything
+                self._is_set(pending)
+
+    def _note_missed(self, running: types.FrameType, hops: dict[int, int]) -> None:
+        """What a function did not do this time it may do the next time, if it turns by the data, or
+        by what the forward changes itself: then nothing would say so before."""
+        accesses = self._codes[id(running.f_code)][1]
+        missed = accesses.keys() - hops.keys()
+        frame = Frame(running, self._functions, None)
+        if missed and any(self._is_open(test, frame) for test in tests_of(running.f_code)):
+            for offset in missed:
+                hop = hops[max(known for known in hops if known < offset)]
+                self._note_all(accesses[offset], running, hop, over=True)
+
+    def _is_open(self, test: ast.expr, frame: Frame) -> bool:
+        """Whether a forward of another micro-batch may answer otherwise."""
+        for node in ast.walk(test):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if name in _ASKS_CHANCE or not (self._fake or name in _ASKS_SHAPE):
+                    return True
+            elif isinstance(node, ast.Name | ast.Attribute):
+                owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
+                known = self._values.get((_space_of(owner), key))
+                if known is not None and (known.set_on or known.counted_on):
+                    return True
+                is_local = owner is None and isinstance(node, ast.Name)
+                if is_local and not self._fake and isinstance(value, bool | int | float):
+                    return True
+        return False
+
+    def _note(self, access: Access, frame: Frame, hop: int) -> None:
+        owner, key, value = frame.owner_of(access)
+        self._cached += frame.kept
+        self._lasting.update(map(id, frame.kept))
+        owner = self._objects.get(id(owner), owner)  # whose attributes these are
+        if _is_by_microbatch(owner) or _is_by_microbatch(value):
+            return
+        if owner is not None and self._is_lasting(owner):
+            if access.reads and not access.is_said:
+                for holder in owners_of(owner, key):
+                    self._reads(holder, key, frame, hop, counts=access.counts)
+            if access.writes:
+                pending = _Pending(owner, key, _frozen(value), hop, frame.line)
+                self._pending[id(frame.frame)] = pending
+        if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
+            self._uses(access, self._objects.get(id(value), value), frame, hop)
+
+    def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:
+        """What can change is read as a whole, or changed."""
+        is_given = access.use is Use.READ and access.given_to
+        if is_given and _is_looked_into(frame.evaluated(is_given)):
+            return
+        if access.use is not Use.WRITE and not access.is_said:
+            self._reads(value, ALL, frame, hop, counts=access.counts)
+        if access.use is not Use.READ:
+            known = self._known(value, ALL)
+            known.first_write = known.first_write or frame.line
+            known.set_on.add(hop)
+            known.is_constant = False
+
+    # --- what is written down
+
+    def _is_lasting(self, owner: Any) -> bool:
+        is_variable = isinstance(owner, Names | types.CellType | threading.local)
+        return is_variable or id(owner) in self._lasting
+
+    def _is_content(self, value: Any, access: Access, owner: Any) -> bool:
+        """Whether it can change, and outlives the forward."""
+        if isinstance(value, ContextVar):
+            return True
+        if is_iterator(value):
+            return owner is not None and self._is_lasting(owner)
+        if id(value) in self._objects:
+            return True
+        if id(value) not in self._lasting:
+            return False
+        if isinstance(value, _CONTENTS) or _is_array(value):
+            return True
+        # An object of the user's is read as a whole by code that is not looked into.
+        is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
+        return is_object and access.use is Use.READ and access.given_to is not None
+
+    def _known(self, owner: Any, key: Any) -> _Value:
+        where = _space_of(owner), key
+        if where not in self._values:
+            self._values[where] = _Value(owner, key)
+        return self._values[where]
+
+    def _reads(self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool) -> None:
+        known = self._known(owner, key)
+        known.is_carried = known.is_carried or not known.set_on
+        if not counts:
+            known.first_read = known.first_read or frame.line
+            known.read_on.add(hop)
+        else:
+            known.counted_on.add(hop)
+
+    def _is_set(self, pending: _Pending) -> None:
+        if _is_by_microbatch(pending.owner):
+            return
+        now = _frozen(member_of(pending.owner, pending.key))
+        self._known(pending.owner, pending.key).is_traced = True
+        # On fake tensors the same is the same for all data.
+        if not self._fake or now is UNKNOWN or pending.before != now:
+            known = self._known(pending.owner, pending.key)
+            known.first_write = known.first_write or pending.line
+            known.set_on.add(pending.hop)
+
+    def changed(self, owner: Any, key: Any, hops: set[int], where: str) -> None:
+        """Something has changed, whoever did it: also code that is not traced.
+
+        Args:
+            owner: the object.
+            key: a name or key in it; ``None``: its content.
+            hops: on which that was seen.
+            where: the line at which it was seen first.
+        """
+        known = self._values.get((id(owner), ALL if key is None else key))
+        if known is not None and not (known.is_traced and key is not None):
+            known.set_on |= hops
+            known.first_write = known.first_write or where
+
+    def _called_on(self, calls: Iterable[Call]) -> None:
+        """A library's module reads its attributes wherever it is called."""
+        by_path: dict[str, list[_Value]] = {}
+        for known in self._values.values():
+            if known.set_on and libraries_code_reads(type(known.owner), known.key):
+                by_path.setdefault(self._paths.get(id(known.owner), " "), []).append(known)
+        for call in calls:
+            for known in by_path.get(call.path, ()):
+                known.read_on |= set() if call.hop is None else {call.hop}
+                known.first_read = known.first_read or call.where
+
+    def found(self, reads: Reads, result: Recording) -> Iterator[SharedChange]:
+        """The values that one hop sets and another one reads, when the forward is over.
+
+        Args:
+            reads: what the user's code reads.
+            result: with its hops and calls.
+        """
+        if len(result.hops) < 2:
+            return
+        self._called_on(result.calls)
+        for known in self._values.values():
+            others = self._of_all(known)
+            read_on = known.read_on.union(*(other.read_on for other in others))
+            seen = known.set_on | read_on
+            if not known.set_on or not read_on or len(seen) < 2:
+                continue
+            if _has_tensors(member_of(known.owner, known.key)):
+                continue
+            name = attribute_of(known.owner, known.key)
+            if name is not None and reads.is_unread(*name):
+                continue
+            where = next(k.first_read for k in (known, *others) if k.first_read)
+            yield SharedChange(
+                f"{self._named(known)} on hops {sorted(known.set_on)} ({known.first_write})",
+                "reads it",
+                sorted(read_on),
+                where,
+                _REMEDY,
+                settles=known.is_constant,
+            )
+
+    def carried(self, reads: Reads) -> dict[str, str]:
+        """The values that one forward leaves for the next one, and the lines that read them.
+
+        Args:
+            reads: what the user's code reads.
+        """
+        found = {}
+        for known in self._values.values():
+            name = attribute_of(known.owner, known.key)
+            is_read = known.read_on and (name is None or not reads.is_unread(*name))
+            if known.is_carried and known.set_on and is_read:
+                found[self._named(known)] = known.first_read
+        return found
+
+    def _of_all(self, known: _Value) -> list[_Value]:
+        """Who reads an entry of a container, or all of it, sees what is set by the other way."""
+        if known.key is ALL:
+            return [v for v in self._values.values() if v.owner is known.owner and v is not known]
+        whole = self._values.get((_space_of(known.owner), ALL))
+        return [] if whole is None else [whole]
+
+    def _named(self, known: _Value) -> str:
+        owner, key = known.owner, known.key
+        kind = type(owner).__name__
+        article = "an" if kind[0].lower() in "aeiou" else "a"
+        if id(owner) in self._paths:
+            path = self._paths[id(owner)]
+            return f"{path}.{key}" if path else f"attribute {key!r} of the model"
+        if isinstance(owner, Names):
+            return f"{owner.names.get('__name__')}.{key}"
+        if isinstance(owner, type):
+            return f"{owner.__qualname__}.{key}"
+        if isinstance(owner, types.CellType):
+            return f"variable {key!r} of a closure"
+        if key is ALL:
+            return f"{article} {kind}"
+        what = "entry" if isinstance(owner, _CONTENTS) else "attribute"
+        return f"{what} {key!r} of {article} {kind}"
+
+
+def _is_by_microbatch(container: Any) -> bool:
+    """Whether a dictionary has an entry for each micro-batch: they share none of it."""
+    return isinstance(container, dict) and bool(container) and all(map(is_of_microbatch, container))
+
+
+def attribute_of(owner: Any, key: Any) -> tuple[str, type | None] | None:
+    """The name by which code reads a value, and the class of what has it: ``None`` for a variable;
+    an entry or an element has no name."""
+    if isinstance(owner, _CONTENTS) or not isinstance(key, str):
+        return None
+    if isinstance(owner, Names | types.CellType):
+        return key, None
+    return key, owner if isinstance(owner, type) else type(owner)
+
+
+def _space_of(owner: Any) -> int:
+    """By which a variable of a module is known, whoever reads it."""
+    return id(owner.names if isinstance(owner, Names) else owner)
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_looked_into(function: Any) -> bool:
+    """Whether a function's own code is traced, or it asks for nothing that changes."""
+    if function in _ASKS:
+        return True
+    if isinstance(function, nn.Module):
+        function = type(function)
+    if isinstance(function, types.FunctionType | types.MethodType | type):
+        return is_users(function.__module__)
+    return False
+
+
+class _Identity:
+    """An object that is the same only as itself."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other._value is self._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _frozen(value: Any) -> Any:
+    """A value as it is now, to be compared later."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if type(value) in (list, tuple) and len(value) <= _MOST_MEMBERS:
+        return type(value), [*map(_frozen, value)]
+    if type(value) is dict and len(value) <= _MOST_MEMBERS:
+        return dict, [(_frozen(key), _frozen(member)) for key, member in value.items()]
+    return value if value is UNKNOWN else _Identity(value)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether a value carries tensors: they say themselves which micro-batch they are of."""
+    inside = getattr(value, "__dict__", None)
+    parts = [*inside.values()] if isinstance(inside, dict) else []
+    return any(True for _ in tensors([value, *parts]))

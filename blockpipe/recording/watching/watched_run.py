@@ -1,0 +1,288 @@
+"""One watched run of a forward: what is put around the model, and taken off again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._common.nested import map_tensors, tensors
+from ..._common.progress import Progress
+from ..._common.text import dtype_text, short
+from ..._common.thread_state import as_ours, theirs
+from ..._torch.modules import COMPILED_CALL, is_compiled, no_cached_parametrizations
+from ..._torch.tensors import version_of
+from ...batches.losses import own_loss_or_none
+from ...costs.meter import Meter
+from ...crossing.step_context import Graphs, KnownForward, StepContext
+from ...crossing.torch_patches import GeneratorStates
+from ...crossing.user_checkpoints import intercepting
+from ...restoring.holders import Holder
+from ...restoring.model_state import is_users
+from ...stages.cursor import set_cursor
+from ...stages.marks import mark_of
+from ..outside_state import TORCHS, OutsideState
+from ..plan_resolution import Stages
+from ..reads import Reads
+from ..recording import Hop, Output, Recording
+from ..sample import RecordRequest
+from ..sealing import conclude
+from ..shared_changes import SharedChanges
+from .costs import note_split_backwards
+from .held import held_tensors
+from .mode import RecordedForward, RecordingMode
+from .recorder import Recorder
+from .saved_tensors import Activations
+from .shared_values import SharedValues
+from .watched_cursor import WatchedCursor
+
+
+def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
+    """Record once, or twice where the forward changes what several hops see. The second time begins
+    with the state that the first one left: an object that the forward makes once and keeps does no
+    harm, nor does one that it empties before it adds to it.
+
+    Args:
+        run: records, and puts nothing back; it is told whether this is the second time.
+    """
+    first = run(False)
+    if not (first.shared_changes or first.collects or first.carried or first.changes_unseen):
+        return first
+    try:
+        second = run(True)
+    except Exception:  # of what the first one left: a tensor with a gradient path, say
+        return first
+    recompute = {change.what for change in second.shared_changes}
+    # In a run for real a number may be of the data, and the same only for the same sample.
+    made_once = [c for c in first.shared_changes if c.settles and c.what not in recompute]
+    first.settles = first.fake and bool(made_once)
+    before = [c for c in first.shared_changes if not first.settles or c not in made_once]
+    first.carried = {k: v for k, v in first.carried.items() if k in second.carried}
+    known = {change.what for change in first.shared_changes}
+    first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
+    return first
+
+
+@as_ours
+@no_cached_parametrizations()
+def run_watched(
+    request: RecordRequest, is_second: bool, *, fake: bool, holders: Collection[Holder]
+) -> Recording:
+    """Run a forward once and write down what it does; only the cursor is put back.
+
+    Args:
+        request: the forward.
+        is_second: whether it is for what the first run has changed.
+        fake: whether its tensors are fake ones.
+        holders: the user's objects that the model reaches.
+    """
+    model, planned = request.model, request.planned
+    result = Recording(type(model).__name__, fake, planned=planned is not None)
+    result.planned_at = None if planned is None else planned.where
+    recorder = _watching(request, result, holders)
+    modules = dict(model.named_modules())
+    values = SharedValues(holders, modules, recorder.hop_here, fake=fake, traces=is_second)
+    versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
+    _watch_calls(model, recorder, {} if planned is None else planned.stages)
+    before = set_cursor(recorder.run.cursor)
+    try:
+        inputs = _as_inputs(recorder, (request.args, request.kwargs))
+        output = _run(model, inputs, recorder, values)
+        note_split_backwards(recorder.run, result, output)
+        given = recorder.held.keys() | {id(tensor) for tensor in tensors(inputs)}
+        result.outputs = list(_outputs(output, given))
+        recorder.keepers = _keepers(model, recorder)
+        _note_state(model, recorder, values, holders)
+    finally:
+        set_cursor(before)
+        recorder.abandon()
+    if not result.hops:
+        result.hops.append(Hop(0, 0, None, "the start"))
+    try:
+        conclude(model, recorder, versions)
+    finally:
+        recorder.activations.forget()
+    if planned is None:
+        result.unreached = list(_unreached(model, {call.path for call in result.calls}))
+    return result
+
+
+def _watching(request: RecordRequest, result: Recording, holders: Collection[Holder]) -> Recorder:
+    """Make what watches a forward; it knows the model's parameters, and has put nothing on it."""
+    model = request.model
+    graphs = Graphs(differentiable=torch.is_grad_enabled(), cut=request.cut, split=True)
+    step = StepContext([], {}, request.devices, graphs, KnownForward())
+    cursor = WatchedCursor(follow_marks=request.planned is None)
+    activations = Activations([*model.parameters(), *model.buffers()])
+    recorder = Recorder(step, cursor, result, activations, request.unhookable)
+    modules = dict(model.named_modules())
+    recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
+    recorder.held = held_tensors(model, result)
+    recorder.changes = SharedChanges(model)
+    recorder.outside = OutsideState(holders, modules)
+    recorder.users = {p for p, module in modules.items() if is_users(type(module).__module__)}
+    result.unhookable = sorted(request.unhookable)
+    return recorder
+
+
+def _watch_calls(model: nn.Module, recorder: Recorder, stages: Stages) -> None:
+    """Put stand-ins on the modules, which report their calls; the caller restores the modules."""
+    for path, module in model.named_modules():
+        names = module.__dict__
+        forward = module.forward
+        if isinstance(forward, RecordedForward):
+            forward = forward.forward  # this is the second run
+        names["forward"] = RecordedForward(forward, path, module, recorder, stages.get(path))
+        names.pop(COMPILED_CALL, None)
+
+
+def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues) -> Any:
+    """Call the model while everything watches; returns its output."""
+    args, kwargs = inputs
+    spent, waited = recorder.costs.spent, recorder.costs.waited
+    meter = Meter(spent, waited, recorder.draws.drew, recorder.wrote, recorder.given)
+    about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
+    with Progress(about, modules, "module calls") as recorder.calls.progress:
+        with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
+            with theirs(), RecordingMode(recorder), meter, values.watching():
+                output = model(*args, **kwargs)
+            recorder.run.notice_writes()
+            for tensor in tensors(output):
+                recorder.run.newest(tensor)
+    return output
+
+
+def _note_state(
+    model: nn.Module, recorder: Recorder, values: SharedValues, holders: Collection[Holder]
+) -> None:
+    """Write down what the forward has changed, and what it has left unread."""
+    result = recorder.result
+    recorder.outside.look(recorder.hop)
+    reads = Reads((holder.owner for holder in holders), model.modules())
+    for change in recorder.outside.changed():
+        values.changed(*change)
+        result.changes_unseen = not values.traces
+    result.shared_changes = [
+        *recorder.changes.found(result, recorder.held, reads),
+        *recorder.outside.found(result, reads),
+        *recorder.outside_tensors.shared(),
+        *values.found(reads, result),
+    ]
+    result.carried = values.carried(reads)
+    result.outside = recorder.outside_tensors.found()
+    result.collects = recorder.outside.collects
+    result.unread = set(_unread(model, reads))
+
+
+def _unread(model: nn.Module, reads: Reads) -> Iterator[str]:
+    """Yield the switches on modules, strings and truth values, that the user's code sets and never
+    reads."""
+    for path, module in model.named_modules():
+        if is_users(type(module).__module__):
+            for name, value in vars(module).items():
+                is_switch = isinstance(value, bool | str) and name not in TORCHS
+                if is_switch and reads.is_unread(name, type(module)):
+                    yield f"{path}.{name}"
+
+
+def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
+    """Yield the tensors that a forward returns, by the key or position of what they are in."""
+    loss = own_loss_or_none(output)
+    named: Iterable[tuple[Any, Any]] = [("the output", output)]
+    if isinstance(output, Mapping):
+        named = ((f"output {key!r}", value) for key, value in output.items())
+    elif isinstance(output, tuple | list):
+        named = ((f"output {index}", value) for index, value in enumerate(output))
+    for name, value in named:
+        for tensor in tensors(value):
+            shape, dtype = tuple(tensor.shape), dtype_text(tensor.dtype)
+            yield Output(name, shape, dtype, tensor is loss, id(tensor) in given)
+
+
+def _unreached(model: nn.Module, called: Container[str]) -> Iterator[str]:
+    """Yield the marks on modules that were not called, in words."""
+    for path, module in model.named_modules():
+        mark = mark_of(module)
+        if mark is not None and path not in called:
+            stage = "the next stage" if mark.stage is None else f"stage {mark.stage}"
+            yield f"{path!r} is marked as {stage} ({short(mark.where)}), but never called"
+
+
+@contextlib.contextmanager
+def counting_writes() -> Iterator[None]:
+    """Record under no gradients instead of inference mode, whose tensors do not count what is
+    written to them."""
+    grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
+class HooksRefusedError(Exception):
+    """A module's forward, or a function, that cannot run under saved-tensor hooks."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+def hooked(attempt: Callable[[frozenset[str]], Recording]) -> Recording:
+    """Record, without saved-tensor hooks in those calls that turn out not to bear them."""
+    unhookable: frozenset[str] = frozenset()
+    while True:
+        try:
+            return attempt(unhookable)
+        except HooksRefusedError as refused:
+            unhookable |= {refused.path}
+
+
+@contextlib.contextmanager
+def _saving_watched(recorder: Recorder) -> Iterator[None]:
+    recorder.begin()
+    try:
+        yield
+    except RuntimeError as error:
+        call = recorder.calls.failed_in
+        path = "" if call is None else call.path
+        if "support saved tensor hooks" in str(error) and path not in recorder.calls.unhookable:
+            raise HooksRefusedError(path) from error
+        raise
+    finally:
+        recorder.end()
+
+
+def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:
+    """Return the modules on which the forward left a tensor with a gradient path. The next
+    micro-batch will read it there, so their calls are looked into."""
+    return [
+        path
+        for path, module in model.named_modules()
+        for value in module.__dict__.values()
+        if isinstance(value, Tensor | list | tuple)
+        and any(t.requires_grad and recorder.has_made(t) for t in tensors(value))
+    ]
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """Run compiled modules as they were written, so that their marks and reads are seen."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _as_inputs(recorder: Recorder, value: Any) -> Any:
+    """Tag the inputs as made on hop 0, before there is one, on stage 0's device."""
+    memo: dict[int, Tensor] = {}
+
+    def taken(tensor: Tensor) -> Tensor:
+        if id(tensor) in recorder.held:
+            return tensor
+        if id(tensor) not in memo:
+            memo[id(tensor)] = recorder.take_input(tensor)
+        return memo[id(tensor)]
+
+    inputs = map_tensors(taken, value)
+    recorder.activations.inputs(memo.values())
+    return inputs

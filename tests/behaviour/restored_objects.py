@@ -1,0 +1,13 @@
+"""Models and helpers of several test files."""
+
+
+def refusing(base):
+    """A container whose methods refuse."""
+
+    class Refuses(base):
+        def clear(self):
+            raise TypeError("refused")
+
+        extend = update = append = clear
+
+    return Refuses

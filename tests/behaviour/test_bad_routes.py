@@ -1,0 +1,237 @@
+"""Routes and state that no pipeline can follow, and what their errors say."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import blockpipe as bp
+from blockpipe.errors import (
+    CrossingError,
+    RouteError,
+    StateError,
+)
+
+from ..models import SCHEDULES
+from .bad_input import HERE, pipeline, train, x
+
+# --- routes and state
+
+
+class Ways(nn.Module):
+    """After stage 0 a micro-batch goes one way or the other, by its first value."""
+
+    def __init__(self, usual: list[int], other: list[int]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        self.usual, self.other = usual, other
+
+    def forward(self, value: Tensor) -> Tensor:
+        way = self.usual if bool(value[0, 0] < 0.5) else self.other
+        with bp.Block(0):
+            value = self.first(value)
+        for stage in way:
+            with bp.Block(stage):
+                value = self.layers[stage](value)
+        return value
+
+
+def two_ways() -> Tensor:
+    """Micro-batches 0 to 2 go the usual way, 3 the other."""
+    inputs = torch.zeros(8, 4)
+    inputs[6:] = 1
+    return inputs
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("other", [[2, 1], [1, 2, 0], [1, 2, 5], [1, 2, 1]], ids=str)
+def test_a_route_that_was_not_recorded_is_refused(schedule: str, other: list[int]) -> None:
+    """A micro-batch off the recorded route is a RouteError with both routes and the line."""
+    pipe = pipeline(Ways([1, 2], other), schedule=schedule)
+    with pytest.raises(RouteError, match=rf"micro-batch 3 .*route is \[0, 1, 2\].*{HERE}"):
+        train(pipe, two_ways())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("other", [[2], [1], []], ids=str)
+def test_skipped_hops_are_fine(schedule: str, other: list[int]) -> None:
+    """A micro-batch may skip hops: gradients are the plain loop's."""
+    torch.manual_seed(0)
+    net, plain = Ways([1, 2], other), Ways([1, 2], other)
+    plain.load_state_dict(net.state_dict())
+    train(pipeline(net, schedule=schedule), two_ways())
+    for part in two_ways().chunk(4):
+        (F.mse_loss(plain(part), torch.zeros(2, 4)) / 4).backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)
+
+
+class Detour(nn.Module):
+    """Stays on its stage, or goes to stage 2 and back, by its first value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        if bool(value[0, 0] > 0.5):
+            with bp.Block(2):
+                value = self.other(value)
+        return self.usual(value)
+
+
+class WithDetour(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.detour, self.last = Detour(), nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        with bp.Block(0):
+            value = value + 0
+        with bp.Block(1):
+            value = self.detour(value)
+        with bp.Block(2):
+            return self.last(value)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_detour_inside_a_module_that_was_on_one_stage_is_refused(schedule: str) -> None:
+    """A mark that moves a micro-batch inside a sealed module is a RouteError, not ignored."""
+    with pytest.raises(RouteError, match=f"micro-batch 3 .*stage 2.*{HERE}"):
+        train(pipeline(WithDetour(), schedule=schedule), two_ways())
+
+
+GLOBAL: dict[str, Tensor] = {}
+
+
+class Keeps(nn.Module):
+    """Leaves a tensor on self or in a global, which the next micro-batch reads."""
+
+    def __init__(self, where: str, reader: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.where, self.reader = where, reader
+        self.kept: Tensor | None = None
+
+    def read(self, stage: int, value: Tensor) -> Tensor:
+        kept = self.kept if self.where == "self" else GLOBAL.get("kept")
+        if stage == self.reader and kept is not None:
+            value = value + kept
+        return value
+
+    def forward(self, value: Tensor) -> Tensor:
+        for stage, layer in enumerate(self.layers):
+            with bp.Block(stage):
+                value = self.read(stage, layer(value))
+                if stage == 1:
+                    kept = value.mean() if self.reader == 1 else value.detach().mean()
+                    if self.where == "self":
+                        self.kept = kept
+                    else:
+                        GLOBAL["kept"] = kept
+        return value
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("how", ["forward_backward", "call"])
+@pytest.mark.parametrize("where", ["self", "global"])
+@pytest.mark.parametrize("reader", [0, 1])
+def test_a_tensor_of_another_microbatch_is_refused(
+    schedule: str, how: str, where: str, reader: int
+) -> None:
+    """State with a gradient, or of another stage, is a StateError with both micro-batches.
+
+    Under GPipe a first stage may read before a later one has written: by the next step at latest.
+    """
+    GLOBAL.clear()
+    pipe = pipeline(Keeps(where, reader), schedule=schedule, sample=((x(),), {}))
+    GLOBAL.clear()
+    why = "gradient path" if reader == 1 else "made on stage 1"
+    match = rf"micro-batch (\d) on stage {reader} .*micro-batch (\d).*{why}.*{HERE}.*current_microb"
+    with pytest.raises(StateError, match=match):  # noqa: PT012
+        for _ in range(2):
+            train(pipe) if how == "forward_backward" else pipe(x())
+
+
+def test_a_tensor_of_an_earlier_step_is_refused() -> None:
+    """A tensor with a gradient path that an earlier step left is a StateError that says so."""
+    GLOBAL.clear()
+    net = Keeps("global", 1)
+    pipe = pipeline(net, chunks=1, devices=["cpu"] * 3, sample=((x(),), {}))
+    GLOBAL.clear()
+    train(pipe)
+    with pytest.raises(StateError, match=f"micro-batch 0 of an earlier step.*{HERE}"):
+        train(pipe)
+
+
+def test_a_global_that_the_recording_left_is_put_back() -> None:
+    """What the recording left in a global is put back: the error is of the step."""
+    GLOBAL.clear()
+    pipe = pipeline(Keeps("global", 1))
+    with pytest.raises(StateError, match="belongs to micro-batch 0 of this step"):
+        train(pipe)
+
+
+class KeepsInside(nn.Module):
+    """A module without marks that leaves a tensor with a gradient path on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.kept: Tensor | None = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = value + self.bias
+        if self.kept is not None:
+            value = value + self.kept
+        self.kept = value
+        return value
+
+
+class SealedKeeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), KeepsInside(), nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        with bp.Block(0):
+            value = self.first(value)
+        with bp.Block(1):
+            value = self.middle(value)
+        with bp.Block(2):
+            return self.last(value)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("how", ["forward_backward", "call"])
+def test_a_tensor_of_another_microbatch_inside_a_sealed_module_is_refused(
+    schedule: str, how: str
+) -> None:
+    """State with a gradient that a module keeps inside is a StateError too, never a silent mix."""
+    pipe = pipeline(SealedKeeps(), schedule=schedule)
+    with pytest.raises(StateError, match="micro-batch"):  # noqa: PT012
+        if how == "forward_backward":
+            train(pipe)
+        else:
+            F.mse_loss(pipe(x()), x()).backward()
+
+
+def test_a_tensor_from_outside_with_a_gradient_path_is_refused() -> None:
+    """A tensor computed outside of the forward, with a gradient path, is a CrossingError."""
+    weight = torch.ones(4, requires_grad=True) * 2
+
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, value: Tensor) -> Tensor:
+            with bp.Block(0):
+                value = self.linear(value)
+            with bp.Block(1):
+                return value * weight
+
+    with pytest.raises(CrossingError, match=f"gradient path.*{HERE}"):
+        train(pipeline(Outside()))
