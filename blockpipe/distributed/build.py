@@ -28,8 +28,8 @@ from ..weights.materialize import Init, materialize
 from ..weights.sources import Weights
 from .cutting import StageTape, cut
 from .replay import StageModule
-from .tape import Tape
-from .taping import taped
+from .taping.tape import Tape
+from .taping.taping import taped
 
 
 class CutForward:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CrossingError, PlanError
-from .tape import Entry, Held, Meta, Tape, Value, references
+from .taping.tape import Entry, Held, Meta, Tape, Value, references
 
 
 @dataclass

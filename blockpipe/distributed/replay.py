@@ -20,7 +20,18 @@ from .._torch.modules import buffers_of, children_of, parameters_of, unsaved_buf
 from .._torch.tensors import is_view
 from ..errors import RouteError
 from .cutting import StageTape
-from .tape import Entry, Held, Meta, Outside, Reference, Slice, StageDevice, Tape, Value, references
+from .taping.tape import (
+    Entry,
+    Held,
+    Meta,
+    Outside,
+    Reference,
+    Slice,
+    StageDevice,
+    Tape,
+    Value,
+    references,
+)
 
 Environment = list[Any]
 _Reader = Callable[[Environment], Any]

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common.nested import leaves
+from ..._common.nested import leaves
+
+REMEDY = "move it into a module that stays on one stage, whose inside is Python as ever"
+"""What errors advise for code that a tape cannot hold."""
 
 
 class Reference:
