@@ -7,6 +7,8 @@ waits for ever.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,27 @@ class Agreement:
         self._group = group
         self._device = device
         self._ranks = dist.get_world_size(group)
+
+    @contextmanager
+    def at_end(self, kind: Callable[[], str], asks: int = 0) -> Iterator[list[int]]:
+        """See that all processes say the same, and that none has failed, after what each does for
+        itself.
+
+        Args:
+            kind: says what this process is about to do, as for :meth:`check`.
+            asks: bits that this process asks for.
+
+        Yields:
+            A list, in which the bits that any process asks for are at the end.
+        """
+        asked: list[int] = []
+        what, failure = "", None
+        try:
+            what = kind()
+            yield asked
+        except Exception as error:
+            failure = error
+        asked.append(self.check(what, asks, failure))
 
     def check(self, what: str, asks: int = 0, failure: BaseException | None = None) -> int:
         """See that all processes say the same.
