@@ -1,6 +1,6 @@
 """Stages in processes of their own, and replicas of them: torchvision's ResNet under torchrun.
 
-    torchrun --nproc-per-node 4 examples/distributed_resnet.py --replicas 2
+    torchrun --standalone --nproc-per-node 4 examples/distributed_resnet.py --replicas 2
 
 Each of the two replicas has two stages, in a process each. They train on random images, and
 process 0 says how the loss falls.

@@ -173,7 +173,7 @@ def test_benchmarks_run(command: str) -> None:
 
 def test_stages_and_replicas_in_processes() -> None:
     """Two replicas of two stages train, and their weights are the plain model's."""
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
     out = run(*torchrun, "examples/distributed_resnet.py", "--replicas", "2")
     first, last = (float(out.split(f"step {n}: loss ")[1].split(",")[0]) for n in (0, 7))
     assert last < first

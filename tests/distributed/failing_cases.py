@@ -4,6 +4,8 @@ import os
 import signal
 import time
 
+from blockpipe._torch.processes import shared_store
+
 from .cases import failing
 
 
@@ -29,10 +31,19 @@ def raises(rank: int, ranks: int) -> None:
 
 
 def dies(rank: int, ranks: int) -> None:
-    """Without a word."""
+    """Without a word. The others hear of it by their connections, not when their patience ends."""
+    began = time.monotonic()
     failing(rank, ranks, lambda: os.kill(os.getpid(), signal.SIGKILL), "has ended in a step")
+    assert time.monotonic() - began < 60
 
 
 def hangs(rank: int, ranks: int) -> None:
-    """As long as the group waits."""
-    failing(rank, ranks, lambda: time.sleep(40), "hangs")
+    """Until the others have ended their step."""
+    key = "tests/has ended"
+
+    def hang() -> None:
+        while not shared_store().check([key]):
+            time.sleep(0.1)
+
+    failing(rank, ranks, hang, "hangs")
+    shared_store().set(key, "")

@@ -72,7 +72,12 @@ def _run(rank: int, folder: str, module: str, names: list[str], ranks: int, pati
     dist.destroy_process_group()
 
 
-def check(found: dict[str, Any], name: str) -> None:
+def check(found: dict[str, Any]) -> None:
     """Fail with what the processes report."""
-    if found[name]:
-        pytest.fail("\n".join(f"rank {rank}: {text}" for rank, text in found[name].items()))
+    reports = [
+        f"{name}, rank {rank}: {text}"
+        for name, by_rank in found.items()
+        for rank, text in by_rank.items()
+    ]
+    if reports:
+        pytest.fail("\n".join(reports))

@@ -1,11 +1,12 @@
 """Pipelines over processes, against the plain model; cases.py has what each process runs."""
 
 import inspect
-from typing import Any
 
 import pytest
 
 from . import cases, ranks
+
+pytestmark = pytest.mark.cpu("the processes have no simulated accelerator")
 
 NAMES = [
     name
@@ -19,30 +20,18 @@ WITH_FOUR += ["unet", "integers", "tied_gpt", "rotary_llama", "encoder_decoder"]
 WITH_FOUR += ["clipped", "replicas_of_a_pipeline", "values_of_one_process_count"]
 
 
-@pytest.fixture(scope="module")
-def two() -> dict[str, Any]:
-    """What each case came to in two processes."""
-    return ranks.run_cases(cases.__name__, NAMES, 2)
-
-
-@pytest.fixture(scope="module")
-def four() -> dict[str, Any]:
-    """What some came to in four."""
-    return ranks.run_cases(cases.__name__, WITH_FOUR, 4)
-
-
-@pytest.mark.every
-@pytest.mark.parametrize("name", NAMES)
-def test_two_processes_give_the_plain_numbers_or_an_error(two: dict[str, Any], name: str) -> None:
-    """On both ranks."""
-    ranks.check(two, name)
+def test_uneven_micro_batches_in_two_processes() -> None:
+    """The one case that also runs where slow tests are left out."""
+    ranks.check(ranks.run_cases(cases.__name__, ["uneven"], 2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_FOUR)
-def test_four_processes_give_the_plain_numbers(four: dict[str, Any], name: str) -> None:
-    """On every rank."""
-    ranks.check(four, name)
+@pytest.mark.every
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("processes", "names"), [(2, NAMES), (4, WITH_FOUR)], ids=["2", "4"])
+def test_processes_give_the_plain_numbers_or_an_error(processes: int, names: list[str]) -> None:
+    """On every rank. One test for each launch: parallel workers would each start their own."""
+    ranks.check(ranks.run_cases(cases.__name__, names, processes, seconds=800, patience=300))
 
 
 def test_every_case_is_run():
