@@ -24,6 +24,7 @@ def test_integers_go_past_stages_that_do_not_use_them():
     assert_like_plain(Integers(), torch.randn(2, 4), index=torch.tensor([1, 3]))
 
 
+@pytest.mark.slow
 def test_a_residual_network_is_cut_inside_of_a_block():
     """Batch norm's running statistics are the plain model's as well."""
     stages = assert_like_plain(resnet(), torch.randn(2, 3, 64, 64))
@@ -37,12 +38,14 @@ def test_a_gpt_with_tied_weights_has_them_on_both_stages():
     assert first["transformer.wte.weight"] is last["lm_head.weight"]
 
 
+@pytest.mark.slow
 def test_llama_with_rotary_embeddings_is_the_plain_one():
     """Their tables, and the mask, go to every stage."""
     mask = torch.ones(2, 8, dtype=torch.long)
     assert_like_plain(llama(), input_ids=ids(2), labels=ids(2), attention_mask=mask)
 
 
+@pytest.mark.slow
 def test_t5_hands_the_encoders_result_to_every_decoder_stage():
     """With dropout, whose numbers are drawn in the same order here."""
     assert_like_plain(t5(dropout_rate=0.1), input_ids=ids(2), labels=ids(2))
