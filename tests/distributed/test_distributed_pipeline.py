@@ -31,7 +31,7 @@ def test_uneven_micro_batches_in_two_processes() -> None:
 @pytest.mark.parametrize(("processes", "names"), [(2, NAMES), (4, WITH_FOUR)], ids=["2", "4"])
 def test_processes_give_the_plain_numbers_or_an_error(processes: int, names: list[str]) -> None:
     """On every rank. One test for each launch: parallel workers would each start their own."""
-    ranks.check(ranks.run_cases(cases.__name__, names, processes, seconds=800, patience=300))
+    ranks.check(ranks.run_cases(cases.__name__, names, processes, seconds=800, patience=120))
 
 
 def test_every_case_is_run():
