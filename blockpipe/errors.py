@@ -15,6 +15,7 @@ Every class is a :class:`BlockpipeError` and the builtin that it is a kind of, s
     ├── CrossingError (RuntimeError)   a tensor crossed in a way that autograd cannot follow
     ├── StateError (RuntimeError)      a tensor of another micro-batch was read
     ├── IsolationError (RuntimeError)  an operation touched another stage's storage
+    ├── RankError (RuntimeError)       another process of a distributed pipeline failed, or differs
     ├── VerificationError (AssertionError)  a pipelined run that differs from the plain one
     └── UsageError (TypeError)         a call that a pipeline does not support
 
@@ -29,6 +30,7 @@ __all__ = [
     "MarkError",
     "MicrobatchError",
     "PlanError",
+    "RankError",
     "RecordingError",
     "RouteError",
     "ScheduleError",
@@ -85,6 +87,10 @@ class StateError(BlockpipeError, RuntimeError):
 
 class IsolationError(BlockpipeError, RuntimeError):
     """An operation that touched the storage of another stage, under ``isolate=True``."""
+
+
+class RankError(BlockpipeError, RuntimeError):
+    """A process of a distributed pipeline that failed, or that does something else than others."""
 
 
 class UsageError(BlockpipeError, TypeError):

@@ -163,7 +163,7 @@ class CallContext:
 
     def __init__(self, modes: Sequence[TorchFunctionMode]) -> None:
         self._context = contextvars.copy_context()
-        self._autocast = _autocast_states()
+        self._autocast = autocast_states()
         self._modes = modes
 
     def run(self, function: Callable[[], R]) -> R:
@@ -175,7 +175,7 @@ class CallContext:
         try:
             with ours(), ExitStack() as stack:
                 in_thread.modes = self._modes
-                for now, then in zip(_autocast_states(), self._autocast, strict=True):
+                for now, then in zip(autocast_states(), self._autocast, strict=True):
                     if now != then:
                         kind, is_on, dtype = then
                         stack.enter_context(
@@ -186,7 +186,8 @@ class CallContext:
             in_thread.mode = mode
 
 
-def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
+def autocast_states() -> list[tuple[str, bool, torch.dtype]]:
+    """Return for each kind of device its name, whether autocast is on there, and its dtype."""
     return [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in _device_kinds()

@@ -77,3 +77,7 @@ def arguments_of_to(
     need the device, and would not tell a CPU that was asked for from none."""
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype, memory_format
+
+
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+"""Whether autograd has a tensor as a view of another one, which cannot be detached in place."""

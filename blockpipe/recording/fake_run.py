@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from .._torch.tensors import FAKE_TENSOR_LOG, FakeTensor
 from ..devices.devices import is_on_meta
 from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, IsolationError, RecordingError
+from ..restoring.holders import Holder
 from ..restoring.leaked_tensors import TrackedFakes
 from ..restoring.model_state import ModelState, RealWritesUndone
 from ..restoring.restored_thread import leaves_intact
@@ -35,6 +36,8 @@ from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, signature
 from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
+
+R = TypeVar("R")
 
 
 @leaves_intact
@@ -164,15 +167,14 @@ def _hooked_fake(
     """
 
     def attempt(unhookable: frozenset[str]) -> Recording:
-        mode = TrackedFakes()
         hooked_request = replace(request, unhookable=unhookable)
-        # Autocast would keep its casts of fake weights. Steps run without that cache too.
-        with CallerState().uncached_autocast():
-            recording = _record_fake(mode, hooked_request, homes, sample_device)
-        mode.check_nothing_is_left()
-        return recording
+        return run_on_fakes(hooked_request, _watched_twice, homes, sample_device)
 
     return hooked(attempt)
+
+
+def _watched_twice(request: RecordRequest, holders: Collection[Holder]) -> Recording:
+    return looked_at_twice(partial(run_watched, request, fake=True, holders=holders))
 
 
 class _Fakes:
@@ -215,12 +217,39 @@ class _Fakes:
         return found
 
 
-def _record_fake(
+def run_on_fakes(
+    request: RecordRequest,
+    watch: Callable[[RecordRequest, Collection[Holder]], R],
+    homes: Mapping[str, torch.device] | None = None,
+    sample_device: torch.device | None = None,
+) -> R:
+    """Watch a forward while all that it is given is fake, and put everything back.
+
+    Args:
+        request: the forward.
+        watch: runs it, given the forward with fake arguments and the user's objects that the
+            model reaches.
+        homes: by name, the device of each parameter and buffer; ``None``: where they are.
+        sample_device: the device of the sample; ``None``: where it is.
+
+    Returns:
+        The result of ``watch``.
+    """
+    mode = TrackedFakes()
+    # Autocast would keep its casts of fake weights. Steps run without that cache too.
+    with CallerState().uncached_autocast():
+        result = _with_fakes(mode, request, watch, homes, sample_device)
+    mode.check_nothing_is_left()
+    return result
+
+
+def _with_fakes(
     mode: TrackedFakes,
     request: RecordRequest,
+    watch: Callable[[RecordRequest, Collection[Holder]], R],
     homes: Mapping[str, torch.device] | None,
     sample_device: torch.device | None,
-) -> Recording:
+) -> R:
     model, fakes = request.model, _Fakes(mode)
     state = ModelState(model, values=False)
     on_meta = is_on_meta(model)
@@ -242,11 +271,9 @@ def _record_fake(
         )
         faked = replace(request, args=args, kwargs=kwargs)
 
-        def run() -> Recording:
+        def run() -> R:
             with mode, _quiet(), RealWritesUndone():
-                return looked_at_twice(
-                    partial(run_watched, faked, fake=True, holders=state.holders)
-                )
+                return watch(faked, state.holders)
 
         return call_with_tensors(model, swapped, run)
 

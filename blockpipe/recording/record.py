@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from ..devices.copies import carry
 from ..devices.devices import is_on_meta
 from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, RecordingError
+from ..restoring.holders import Holder
 from ..restoring.model_state import ModelState, WritesUndone
 from ..restoring.restored_thread import leaves_intact
 from ..stages.plan import StagePlan
@@ -36,6 +37,8 @@ from .sample import RecordRequest, check_initialized, remedy, signature, what_fa
 from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 _log = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 
 @knows_other_names(sample="pass args=, the forward's arguments")
@@ -191,6 +194,26 @@ def _log_recorded(recording: Recording, request: RecordRequest, seconds: float) 
 
 
 def _record_real(request: RecordRequest) -> Recording:
+    return run_for_real(request, _watched_twice)
+
+
+def _watched_twice(request: RecordRequest, holders: Collection[Holder]) -> Recording:
+    return looked_at_twice(partial(run_watched, request, fake=False, holders=holders))
+
+
+def run_for_real(
+    request: RecordRequest, watch: Callable[[RecordRequest, Collection[Holder]], R]
+) -> R:
+    """Watch a forward on real tensors, and put everything back.
+
+    Args:
+        request: the forward.
+        watch: runs it, given the forward with copies of its arguments and the user's objects that
+            the model reaches.
+
+    Returns:
+        The result of ``watch``.
+    """
     model = request.model
     state = ModelState(model, values=True)
     # An interrupt can spoil one of them.
@@ -199,8 +222,7 @@ def _record_real(request: RecordRequest) -> Recording:
         where = _one_device_of(model) if request.devices is None else None
         copied = partial(_copy_of, where=where)
         args, kwargs = map_tensors(copied, (request.args, request.kwargs))
-        request = replace(request, args=args, kwargs=kwargs)
-        return looked_at_twice(partial(run_watched, request, fake=False, holders=state.holders))
+        return watch(replace(request, args=args, kwargs=kwargs), state.holders)
 
 
 def _one_device_of(model: nn.Module) -> torch.device | None:

@@ -32,6 +32,7 @@ LAYERS = [
     "preparation",
     "execution",
     "partitioning reports",
+    "distributed",
     "pipeline",
     "replicas",
     "compat integrations testing",

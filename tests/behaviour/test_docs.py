@@ -30,7 +30,7 @@ MODULES = ["blockpipe"] + [
 ]
 # What users may import: the names in these modules' ``__all__``.
 PUBLIC = ("blockpipe", "blockpipe.errors", "blockpipe.reports", "blockpipe.schedules")
-PUBLIC += ("blockpipe.replicas", "blockpipe.testing")
+PUBLIC += ("blockpipe.distributed", "blockpipe.replicas", "blockpipe.testing")
 # Other libraries' names, under their paths.
 PUBLIC += ("blockpipe.compat.keras", "blockpipe.compat.poptorch")
 PUBLIC += ("blockpipe.compat.torchdistpackage", "blockpipe.compat.torchdistpackage.dist")

@@ -169,3 +169,12 @@ def test_benchmarks_run(command: str) -> None:
     """They check the gradients before they time anything; what they time is not looked at here."""
     pytest.importorskip("torchvision")
     assert run(*f"examples/benchmarks/{command}".split())
+
+
+def test_stages_and_replicas_in_processes() -> None:
+    """Two replicas of two stages train, and their weights are the plain model's."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    out = run(*torchrun, "examples/distributed_resnet.py", "--replicas", "2")
+    first, last = (float(out.split(f"step {n}: loss ")[1].split(",")[0]) for n in (0, 7))
+    assert last < first
+    assert "122 tensors gathered" in out

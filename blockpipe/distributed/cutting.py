@@ -1,0 +1,120 @@
+"""A tape in pieces: what each stage runs, and which tensors go from one to the next.
+
+Boundary k is every tensor that was made before stage k + 1 and is used on it or later, arguments
+of the forward included: an engine in which stages talk to their neighbours alone hands everything
+on. Parameters do not cross: each stage that reads one has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CrossingError, PlanError
+from .taping.tape import Entry, Held, Meta, Tape, Value, references
+
+
+@dataclass
+class StageTape:
+    """What one stage runs.
+
+    Attributes:
+        index: its place in the chain of stages.
+        stage: its number in the marks.
+        entries: its calls.
+        inputs: the values that it is given, in order.
+        outputs: the values that it returns, in order; of the last stage, empty.
+        input_metas: what they are.
+        output_metas: what its results are.
+        result: of the last stage, the forward's result with references.
+        held: first names of the parameters and buffers that its glue reads.
+        modules: paths of the modules that it calls.
+        written: the inputs that it writes to.
+        shared: the outputs that share memory with others, or with an input.
+    """
+
+    index: int
+    stage: int
+    entries: list[Entry]
+    inputs: list[int]
+    outputs: list[int]
+    input_metas: list[Meta] = field(default_factory=list)
+    output_metas: list[Meta] = field(default_factory=list)
+    result: Any = None
+    held: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)
+    shared: set[int] = field(default_factory=set)
+
+
+def cut(tape: Tape) -> list[StageTape]:
+    """Cut a tape into its stages, one for each hop.
+
+    Raises:
+        PlanError: a stage reads nothing that an earlier one made.
+        CrossingError: a tensor crosses whose size depends on data.
+    """
+    last_use = _last_uses(tape)
+    stages = []
+    inputs = [v for v, made in enumerate(tape.made) if made < 0 and v in last_use]
+    for hop, stage in enumerate(tape.route):
+        entries = [entry for entry in tape.entries if entry.hop == hop]
+        is_last = hop == len(tape.route) - 1
+        outputs = [v for v, end in sorted(last_use.items()) if tape.made[v] <= hop < end]
+        if is_last:
+            outputs = []
+        elif not outputs:
+            raise PlanError(
+                f"expected stages that are a chain, got stage {tape.route[hop + 1]}, which reads "
+                f"nothing that stage {stage} or an earlier one made; put the two on one stage"
+            )
+        now = StageTape(hop, stage, entries, inputs, outputs)
+        now.input_metas = [tape.metas[hop][v] for v in inputs]
+        now.output_metas = [tape.metas[hop + 1][v] for v in outputs]
+        if is_last:
+            now.result = tape.output
+        read = [r for entry in entries for r in references((entry.args, entry.kwargs))]
+        read += references(now.result)
+        now.held = list(dict.fromkeys(r.name for r in read if isinstance(r, Held)))
+        now.modules = list(dict.fromkeys(e.module for e in entries if e.module is not None))
+        written = {tape.storages[v] for entry in entries for v in entry.writes}
+        now.written = {v for v in inputs if tape.storages[v] in written}
+        now.shared = _sharing(tape, inputs, outputs)
+        _check_crossing(tape, now)
+        stages.append(now)
+        inputs = outputs
+    return stages
+
+
+def _last_uses(tape: Tape) -> dict[int, int]:
+    """By value, the last hop that uses it; values that nobody uses are left out."""
+    found: dict[int, int] = {}
+    for entry in tape.entries:
+        for reference in references((entry.args, entry.kwargs)):
+            if isinstance(reference, Value):
+                found[reference.index] = entry.hop
+    for reference in references(tape.output):
+        if isinstance(reference, Value):
+            found[reference.index] = len(tape.route) - 1
+    return found
+
+
+def _sharing(tape: Tape, inputs: list[int], outputs: list[int]) -> set[int]:
+    """Outputs that are inputs, or have the memory of an input or of an earlier output."""
+    taken = {tape.storages[v] for v in inputs}
+    found = set()
+    for value in outputs:
+        if tape.storages[value] in taken:
+            found.add(value)
+        taken.add(tape.storages[value])
+    return found
+
+
+def _check_crossing(tape: Tape, stage: StageTape) -> None:
+    for value in stage.outputs:
+        where = tape.unsized.get(value)
+        if where is not None:
+            raise CrossingError(
+                f"expected tensors of fixed sizes between stages, got one at {where} whose size "
+                f"depends on data, made before stage {stage.stage + 1}; keep it on one stage"
+            )

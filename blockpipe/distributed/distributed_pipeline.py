@@ -1,0 +1,351 @@
+"""A pipeline whose stages are in processes of their own, with the calls of ``Pipeline``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._common.callsite import remembers_caller, users_line
+from .._common.checks import expected
+from .._common.nested import map_tensors, tensors
+from .._common.thread_state import autocast_states
+from ..batches.batch_dims import BatchDims, dims_of_call
+from ..batches.microbatch import LossReduction, Microbatch, split, weights_of
+from ..errors import UsageError
+from ..execution.step_result import StepResult
+from ..preparation.options import as_sample, check_loss
+from ..recording.recording import Recording
+from ..stages.plan import StagePlan
+from ..weights.materialize import Init
+from ..weights.sources import Weights
+from .agreement import Agreement
+from .build import fill_own
+from .engine import schedule_name
+from .engines import Engines, arguments_in_words
+from .failures import Failures
+from .gradients import StageGradients
+from .replicas import StageReplicas
+from .stage_values import StageValues
+from .step import Run, Step, loss_weights, no_loss
+from .tied import TiedParameters
+
+_OUTPUTS = 1  # a process asks for them
+
+
+class DistributedPipeline:
+    """A marked model, one or several of whose stages run in this process.
+
+    Every process makes one, of the same model and with the same options, and calls the same methods
+    at the same time, with arguments of the same shapes. The values of a batch count in the process
+    of the first stage, those of the target in that of the last one.
+
+    Args:
+        model: marked as for :class:`Pipeline`; on the meta device if ``weights`` or ``init`` is
+            given: then each process has the values of its own stages only.
+        sample: ``(args, kwargs)`` of a batch, or its only argument: shapes count.
+        device: where this process's stages are; ``None``: the current accelerator of torch's
+            process group, or the CPU.
+        group: the processes of the pipeline; ``None``: all.
+        mesh: instead of a group, a mesh of two dims: replicas, and the processes of each one's
+            pipeline. Each replica is passed a share of the batch; the loss and the gradients are
+            those of all shares together.
+        chunks: as for :class:`Pipeline`.
+        schedule: one of torch's: ``"gpipe"``, ``"1f1b"``, ``"looped-bfs"``, ``"interleaved"``
+            (several stages a process), ``"zb-h1"``, ``"zb-v"`` or ``"dualpipe-v"`` (the backward
+            in two parts; the last two have two stages a process, in a V).
+        plan: as for :class:`Pipeline`.
+        batch_dims: as for :class:`Pipeline`.
+        loss_reduction: as for :class:`Pipeline`.
+        weights: as for :class:`Pipeline`; each process reads its own stages' tensors.
+        init: as for :class:`Pipeline`.
+
+    Raises:
+        RecordingError: the code between modules does what cannot be replayed.
+        ScheduleError: the schedule does not take so many stages or micro-batches.
+        RankError: another process failed, or has another model, other options or shapes.
+
+    Source: ``torch.distributed.pipelining`` is the engine; the calls are :class:`Pipeline`'s.
+    """
+
+    @remembers_caller
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sample: Any,
+        device: Any = None,
+        group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        chunks: int = 1,
+        schedule: str = "1f1b",
+        plan: StagePlan | None = None,
+        batch_dims: BatchDims = None,
+        loss_reduction: LossReduction = "mean",
+        weights: Weights | None = None,
+        init: Init | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise UsageError(
+                "expected a process group, got none "
+                f"({users_line()}); call torch.distributed.init_process_group() first, in a script "
+                "that torchrun starts"
+            )
+        self.module = model
+        self.chunks = chunks
+        self.schedule = schedule_name(schedule)
+        self.batch_dims = batch_dims
+        self.loss_reduction = loss_reduction
+        group, self._replicas = _groups(group, mesh)
+        self._device = _device_of(device)
+        self._agreement = Agreement(group, self._device)
+        self._failures = Failures(group, self._device)
+        self._engines = Engines(model, plan, self._device, group, self._compute_loss)
+        self._step = Step(None, self._device, asks_outputs=False)
+        args, kwargs = as_sample(sample)
+        with self._agreement.at_end(lambda: self._kind(args, kwargs, None)):
+            self._engines.start(self._split(args, kwargs, None)[0], self.schedule)
+            self._values = self._filled(weights, init)
+        tied = self._tied(group)
+        tied.broadcast()
+        if self._replicas is not None:
+            self._replicas.broadcast([*self._values.parameters(), *self._values.buffers()])
+        self._gradients = StageGradients(self._values, tied, self._replicas, group, self._device)
+
+    def _filled(self, weights: Weights | None, init: Init | None) -> StageValues:
+        """The values of this process's stages, after they were read where that is asked for."""
+        cut, places = self._engines.first, self._engines.places
+        numbers = {cut.stages[stage].stage for stage in places.own}
+        fill_own(self.module, cut.recording, numbers, self._device, weights, init)
+        return StageValues(cut, places)
+
+    def _tied(self, group: dist.ProcessGroup | None) -> TiedParameters:
+        tied, own = self._engines.first.tied(), dict(self.named_parameters())
+        by_name = {name: own[name] for name in tied if name in own}
+        return TiedParameters(tied, self._engines.places.ranks, by_name, group)
+
+    # --- what it has
+
+    @property
+    def recording(self) -> Recording:
+        """The recording of the sample."""
+        return self._engines.first.recording
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process's stages."""
+        return self._device
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this process's stages, by the names that the model has for
+        them."""
+        return self._values.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this process's stages: for an optimizer of this process."""
+        return self._values.parameters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this process's stages."""
+        self._values.zero_grad(set_to_none)
+
+    def train(self, mode: bool = True) -> DistributedPipeline:
+        """Put the model into training mode; the next step is recorded anew for it."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> DistributedPipeline:
+        """Put the model into evaluation mode."""
+        return self.train(False)
+
+    # --- steps
+
+    @remembers_caller
+    def forward_backward(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Run a step's forwards and backwards; gradients add up in ``.grad``.
+
+        Args:
+            *args: the model's arguments, for the whole batch.
+            target: the second argument of ``loss_fn``.
+            loss_fn: as for :meth:`Pipeline.forward_backward`; it runs in the last stage's process.
+            return_outputs: whether this process wants the joined outputs.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            The batch's loss, in every process, and the outputs where they were asked for.
+
+        Raises:
+            RankError: another process failed before the step, or passed other shapes.
+        """
+        check_loss(loss_fn, target)
+        with self._failures.told(), self._gradients.summing():
+            return self._run(args, kwargs, target, loss_fn, return_outputs, backward=True)
+
+    @remembers_caller
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward without gradients; return the joined outputs in every process.
+
+        Raises:
+            UsageError: gradients are on.
+        """
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "expected a call without gradients, for a graph does not span processes, got one "
+                f"with them ({users_line()}); call it under torch.no_grad(), or "
+                "forward_backward(…)"
+            )
+        with self._failures.told():
+            return self._run(args, kwargs, None, None, True, backward=False).outputs
+
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        loss_fn: Callable[..., Any] | None,
+        return_outputs: bool,
+        *,
+        backward: bool,
+    ) -> StepResult:
+        asks = _OUTPUTS * return_outputs
+        with self._agreement.at_end(lambda: self._kind(args, kwargs, loss_fn), asks) as asked:
+            if any(t.requires_grad for t in tensors((args, kwargs))):
+                raise UsageError(
+                    "expected inputs that need no gradient, for it would not reach them, got one "
+                    f"that does ({users_line()}); pass it detached"
+                )
+            microbatches = self._split(args, kwargs, target)
+            runs = self._runs(microbatches)
+            is_last = backward and runs[0][0].has_last
+            weights = [1.0] * len(microbatches)
+            if is_last:
+                weights_of(microbatches, self.loss_reduction)  # for its errors
+        self._failures.began = True
+        if backward:
+            reduction, replicas = self.loss_reduction, self._replicas
+            weights = loss_weights(microbatches, reduction, replicas, self._device, is_last=is_last)
+        asks_outputs = bool(asked[0] & _OUTPUTS)
+        step = Step(loss_fn if backward else no_loss, self._device, asks_outputs=asks_outputs)
+        self._run_engines(step, runs, weights, backward=backward)
+        places, outputs = self._engines.places, None
+        loss = step.shared_loss(places, self._replicas)
+        if asks_outputs:
+            outputs = step.shared_outputs(runs, weights, self.batch_dims, places)
+        return StepResult(loss, outputs if return_outputs else None)
+
+    def _run_engines(
+        self, step: Step, runs: list[Run], weights: list[float], *, backward: bool
+    ) -> None:
+        self._step, at = step, 0
+        for engine, part in runs:
+            inputs = None
+            if engine.first is not None:
+                inputs = [
+                    tuple(t.to(self._device) for t in engine.first.arguments(*m.args, **m.kwargs))
+                    for m in part
+                ]
+            step.engine = engine
+            targets = [(weights[at + k], self._moved(m.target)) for k, m in enumerate(part)]
+            engine.run(inputs, targets, at, backward=backward)
+            at += len(part)
+        self._step = Step(None, self._device, asks_outputs=False)
+
+    def _compute_loss(self, results: tuple[Tensor, ...], given: tuple[float, Any]) -> Tensor:
+        """What the engine calls for each micro-batch, in the last stage's process."""
+        return self._step.loss(results, given)
+
+    # --- between steps
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of all stages so that their norm is at most ``max_norm``.
+
+        A parameter that several processes have counts once. All processes call it together.
+
+        Args:
+            max_norm: the most that the norm may be.
+            norm_type: which norm: ``2.0``, or ``inf`` for the largest absolute value.
+
+        Returns:
+            The norm of all gradients before, in every process.
+        """
+        return self._gradients.clip_norm(max_norm, norm_type)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model's state dict, on the CPU, in every process.
+
+        The plain model, a :class:`Pipeline` and a pipeline with another number of stages load it.
+        All processes call it together.
+        """
+        return self._values.gathered()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the tensors of this process's stages from the whole model's state dict.
+
+        Raises:
+            WeightsError: names are missing, or there are others.
+        """
+        self._values.load(state)
+
+    # --- how
+
+    def _kind(self, args: Any, kwargs: Any, loss_fn: object) -> str:
+        """What a step is, in words that are the same in every process."""
+        named = arguments_in_words(args, kwargs)
+        mode = "train" if self.module.training else "eval"
+        loss = "own" if loss_fn is None else "given"
+        return (
+            f"{type(self.module).__name__}({named}), {mode}, gradients "
+            f"{torch.is_grad_enabled()}, {self.chunks} chunks, schedule {self.schedule!r}, "
+            f"loss {loss}, autocast {[kind for kind, on, _ in autocast_states() if on]}, "
+            f"torch {torch.__version__}"
+        )
+
+    def _split(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
+        dims = dims_of_call(self.module, self.batch_dims, args, kwargs)
+        return split(args, kwargs, target, self.chunks, dims)
+
+    def _runs(self, microbatches: list[Microbatch]) -> list[Run]:
+        """Micro-batches of one size after the other, with their engines; the larger come first."""
+        parts: list[list[Microbatch]] = []
+        for microbatch in microbatches:
+            if not parts or parts[-1][0].size != microbatch.size:
+                parts.append([])
+            parts[-1].append(microbatch)
+        return [(self._engines.engine(p, self.schedule, self.chunks), p) for p in parts]
+
+    def _moved(self, target: Any) -> Any:
+        return map_tensors(lambda t: t.to(self._device), target)
+
+
+def _groups(
+    group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> tuple[dist.ProcessGroup | None, StageReplicas | None]:
+    """The processes of a pipeline, and those that have the same stages."""
+    if mesh is None:
+        return group, None
+    if mesh.ndim != 2 or group is not None:
+        what = "a mesh of two dims and no group"
+        fix = "make it by init_device_mesh(kind, (replicas, processes of a pipeline))"
+        raise UsageError(expected(what, f"{mesh.ndim} dims", for_="mesh", fix=fix))
+    return mesh.get_group(1), StageReplicas(mesh.get_group(0))
+
+
+def _device_of(device: Any) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if dist.get_backend() == "gloo" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return torch.device(found.type, torch.accelerator.current_device_index())

@@ -1,0 +1,257 @@
+"""torch's engine: its schedules by name, where their stages are, and a stage as they take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torchs
+
+from .._common.callsite import users_line
+from .._common.checks import did_you_mean
+from ..errors import PlanError, ScheduleError
+from .build import CutForward
+from .replay import StageModule
+
+# The words of Pipeline where it has one for the same thing.
+SCHEDULES: dict[str, type[Any]] = {
+    "gpipe": torchs.ScheduleGPipe,
+    "1f1b": torchs.Schedule1F1B,
+    "looped-bfs": torchs.ScheduleLoopedBFS,
+    "interleaved": torchs.ScheduleInterleaved1F1B,
+    "zb-h1": torchs.ScheduleInterleavedZeroBubble,
+    "zb-v": torchs.ScheduleZBVZeroBubble,
+    "dualpipe-v": torchs.ScheduleDualPipeV,
+}
+_TORCHS_NAMES = {
+    "interleaved1f1b": "interleaved",
+    "loopedbfs": "looped-bfs",
+    "interleavedzerobubble": "zb-h1",
+    "zbvzerobubble": "zb-v",
+    "dualpipev": "dualpipe-v",
+}
+_SINGLE = {"gpipe", "1f1b"}
+_V = {"zb-v", "dualpipe-v"}
+_SPLITS = {"zb-h1", "zb-v", "dualpipe-v"}  # the backward, in that of inputs and that of weights
+
+FOR_ANY_NUMBER = {
+    "1f1b": "gpipe",
+    "interleaved": "looped-bfs",
+    "zb-h1": "looped-bfs",
+    "dualpipe-v": "zb-v",
+}
+"""For schedules that refuse some numbers of micro-batches, one with the same places that takes
+any."""
+
+
+def schedule_name(name: object) -> str:
+    """Return the name of one of torch's schedules, in Blockpipe's words.
+
+    Raises:
+        ScheduleError: there is none of this name.
+    """
+    key = str(name).lower()
+    found = _TORCHS_NAMES.get(key.removeprefix("schedule"), key.removeprefix("schedule"))
+    if found not in SCHEDULES:
+        hint = did_you_mean(key, [*SCHEDULES], f"there are {', '.join(SCHEDULES)}")
+        raise ScheduleError(
+            f"expected one of torch's schedules, got {name!r} ({users_line()}); {hint}"
+        )
+    return found
+
+
+def splits_backward(name: str) -> bool:
+    """Whether a schedule runs the backward of a stage in two parts."""
+    return name in _SPLITS
+
+
+def places(name: str, route: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank of each stage in the chain.
+
+    Args:
+        name: of the schedule.
+        route: the stage's number in the marks, hop by hop.
+        ranks: how many processes there are.
+
+    Raises:
+        ScheduleError: the schedule does not take so many stages.
+        PlanError: the forward comes back to a stage, and its rank is another one then.
+    """
+    count = len(route)
+    rest = count % ranks
+    needed = "as many stages as processes"
+    fits = count == ranks
+    if name in _V:
+        needed, fits = "twice as many stages as processes", count == 2 * ranks
+    elif name not in _SINGLE:
+        needed, fits = "a multiple of the processes as stages", not rest
+    if not fits:
+        others = "gpipe or 1f1b" if count == ranks else "interleaved" if not rest else ""
+        fix = f"use schedule={others!r}, or " if others and name not in others else ""
+        raise ScheduleError(
+            f"expected {needed} for schedule {name!r}, got {count} stages on {ranks} processes "
+            f"({users_line()}); {fix}mark other stages, or start other processes"
+        )
+    found = [k % ranks for k in range(count)]
+    if name in _V:
+        found = [*range(ranks), *reversed(range(ranks))]
+    if len(set(route)) < count and found != list(route):
+        back = next(k for k in range(count) if route[k] != found[k])
+        raise PlanError(
+            f"expected a forward that goes from process to process as schedule {name!r} does, "
+            f"{found}, got the route {list(route)}, which is on stage {route[back]} at its step "
+            f"{back} ({users_line()}); mark what comes later as a stage of its own"
+        )
+    return found
+
+
+def takes(name: str, microbatches: int, places: Sequence[int]) -> bool:
+    """Return whether a schedule takes so many micro-batches.
+
+    Args:
+        name: of the schedule.
+        microbatches: how many there are.
+        places: the rank of each stage.
+    """
+    if name in ("1f1b", "dualpipe-v"):
+        return microbatches >= len(places)
+    if name in ("interleaved", "zb-h1"):
+        return not microbatches % max(1, microbatches // len(set(places)))
+    return True
+
+
+def make_stage(
+    module: StageModule,
+    count: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    splits: bool,
+) -> PipelineStage:
+    """Make a stage of torch's engine, with what every tensor is.
+
+    Args:
+        module: the stage.
+        count: how many stages there are.
+        device: the stage's.
+        group: the processes; ``None``: all.
+        splits: whether its schedule splits the backward.
+    """
+    # The engine takes the gradients of weights from what it finds between outputs and inputs.
+    # Where no input needs a gradient it finds nothing: the backward is run whole.
+    needs_grad = any(meta.requires_grad for meta in module.input_metas)
+    whole = splits and module.index > 0 and not needs_grad
+    module.leads_to_inputs = splits
+    return PipelineStage(
+        module,
+        module.index,
+        count,
+        device,
+        input_args=tuple(meta.example() for meta in module.input_metas),
+        output_args=tuple(meta.example() for meta in module.output_metas),
+        group=group,
+        dw_builder=_whole if whole else None,
+    )
+
+
+def _whole() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    """The weights' part of a backward that was run as a whole."""
+
+
+def build_schedule(
+    name: str,
+    stages: Sequence[PipelineStage],
+    microbatches: int,
+    loss_fn: Callable[[tuple[Tensor, ...], Any], Tensor],
+) -> Any:
+    """Make one of torch's schedules from this process's stages.
+
+    Args:
+        name: ``"gpipe"``, ``"1f1b"``, ``"looped-bfs"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"``
+            or ``"dualpipe-v"``, or torch's own name of it.
+        stages: of this process, in order, from :func:`make_stage`.
+        microbatches: how many there are.
+        loss_fn: ``(tensors, target) -> loss``, of what the last stage returns. Gradients are not
+            divided by the number of micro-batches: their weight belongs into the loss.
+
+    Raises:
+        ScheduleError: the schedule does not take so many micro-batches.
+    """
+    key = schedule_name(name)
+    where = [stages[0].stage_index_to_group_rank[k] for k in range(stages[0].num_stages)]
+    if not takes(key, microbatches, where):
+        needed = f"at least as many micro-batches as stages, {len(where)},"
+        if key in ("interleaved", "zb-h1"):
+            needed = f"a multiple of {len(set(where))} micro-batches, or fewer than twice that,"
+        raise ScheduleError(
+            f"expected {needed} for schedule {name!r}, got {microbatches} ({users_line()}); pass "
+            f"other chunks, or use {FOR_ANY_NUMBER[key]!r}"
+        )
+    given = stages[0] if key in _SINGLE else list(stages)
+    return SCHEDULES[key](given, microbatches, loss_fn=loss_fn, scale_grads=False)
+
+
+class Engine:
+    """The stages of this process for micro-batches of one kind, under torch's schedule.
+
+    Args:
+        cut: the forward of such a micro-batch.
+        name: of the schedule.
+        microbatches: how many there are.
+        group: the processes; ``None``: all.
+        loss_fn: as for :func:`build_schedule`.
+    """
+
+    def __init__(
+        self,
+        cut: CutForward,
+        name: str,
+        microbatches: int,
+        group: dist.ProcessGroup | None,
+        loss_fn: Callable[[tuple[Tensor, ...], Any], Tensor],
+    ) -> None:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        where = places(name, cut.tape.route, ranks)
+        own = [k for k, place in enumerate(where) if place == rank]
+        count, device = len(where), cut.device
+        self.modules = {k: cut.module(k) for k in own}
+        self.last = self.modules.get(count - 1) or cut.module(count - 1)
+        self.first = self.modules.get(0)
+        self.has_last = count - 1 in self.modules
+        stages = [
+            make_stage(m, count, device, group, splits=splits_backward(name))
+            for m in self.modules.values()
+        ]
+        self._schedule = build_schedule(name, stages, microbatches, loss_fn)
+
+    def run(
+        self,
+        inputs: list[tuple[Tensor, ...]] | None,
+        targets: list[Any],
+        first: int,
+        *,
+        backward: bool,
+    ) -> None:
+        """Run a step, or its forwards alone.
+
+        Args:
+            inputs: by micro-batch, what the first stage takes; ``None``: it is elsewhere.
+            targets: by micro-batch, what the loss is given.
+            first: the number of the first micro-batch.
+            backward: whether gradients are asked for.
+        """
+        for module in self.modules.values():
+            module.microbatch = first
+        given = {"arg_mbs": inputs, "target_mbs": targets if self.has_last else None}
+        if backward:
+            self._schedule.step(**given, return_outputs=False)
+        else:
+            self._schedule.eval(**given)

@@ -1,0 +1,119 @@
+"""The engines of a pipeline: one for each kind of micro-batches, made when it is first met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._common.callsite import users_line
+from .._common.nested import leaf_names, leaves
+from .._common.text import dtype_text
+from .._common.thread_state import autocast_states
+from ..batches.microbatch import Microbatch
+from ..errors import RankError
+from ..stages.plan import StagePlan
+from .build import CutForward
+from .engine import FOR_ANY_NUMBER, Engine, places, takes
+from .stage_places import StagePlaces
+
+_KEPT = 8  # kinds of micro-batches
+
+
+class Engines:
+    """The engines of this process's stages, and the recorded forwards that they are made from.
+
+    Args:
+        model: the user's.
+        plan: stages that override the marks.
+        device: the one that this process's stages are on.
+        group: the processes; ``None``: all.
+        loss_fn: as for :func:`build_schedule`.
+
+    Attributes:
+        first: the forward of the sample.
+        places: where its stages are.
+    """
+
+    first: CutForward
+    places: StagePlaces
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: StagePlan | None,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        loss_fn: Callable[[tuple[Tensor, ...], Any], Tensor],
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._device = device
+        self._group = group
+        self._loss_fn = loss_fn
+        self._cuts: dict[str, CutForward] = {}
+        self._engines: dict[str, Engine] = {}
+
+    def start(self, sample: Microbatch, schedule: str) -> None:
+        """Record the sample, and find where its stages are."""
+        self.first = self._cut(sample)
+        ranks = places(schedule, self.first.tape.route, dist.get_world_size(self._group))
+        self.places = StagePlaces(ranks, self._group)
+
+    def engine(self, part: list[Microbatch], schedule: str, chunks: int) -> Engine:
+        """Return the engine for micro-batches of one kind; made once.
+
+        Args:
+            part: the micro-batches.
+            schedule: the user's.
+            chunks: how many micro-batches the user asked for.
+        """
+        name, ranks = schedule, self.places.ranks
+        if not takes(name, len(part), ranks) and takes(name, chunks, ranks):
+            name = FOR_ANY_NUMBER[name]  # the rest of a batch that does not divide
+        key = f"{self._key(part[0])} {len(part)} {name}"
+        if key not in self._engines:
+            for old in [*self._engines][: max(0, len(self._engines) - _KEPT + 1)]:
+                del self._engines[old]
+            cut = self._cut(part[0])
+            if cut.tape.route != self.first.tape.route:
+                raise RankError(
+                    f"expected the route of the sample, {self.first.tape.route}, got "
+                    f"{cut.tape.route} ({users_line()}); make a pipeline for each"
+                )
+            self._engines[key] = Engine(cut, name, len(part), self._group, self._loss_fn)
+        return self._engines[key]
+
+    def _cut(self, microbatch: Microbatch) -> CutForward:
+        """The cut forward of a micro-batch's kind; recorded once."""
+        key = self._key(microbatch)
+        if key not in self._cuts:
+            for old in [*self._cuts][: max(0, len(self._cuts) - _KEPT + 1)]:
+                del self._cuts[old]
+            self._cuts[key] = CutForward(
+                self._model, microbatch.args, microbatch.kwargs, self._plan, self._device
+            )
+        return self._cuts[key]
+
+    def _key(self, microbatch: Microbatch) -> str:
+        modes = "".join(str(int(module.training)) for module in self._model.modules())
+        trained = "".join(str(int(p.requires_grad)) for p in self._model.parameters())
+        named = arguments_in_words(microbatch.args, microbatch.kwargs)
+        return f"{named} {modes} {trained} {torch.is_grad_enabled()} {autocast_states()}"
+
+
+def arguments_in_words(args: Any, kwargs: dict[str, Any]) -> str:
+    """Return arguments in words that are the same for two calls of one kind, and for no others."""
+    given = (args, dict(sorted(kwargs.items())))
+    names = leaf_names(given, "")
+    return ", ".join(f"{n}: {_leaf(x)}" for n, x in zip(names, leaves(given), strict=True))
+
+
+def _leaf(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{dtype_text(leaf.dtype)}{list(leaf.shape)}"
+    is_plain = isinstance(leaf, bool | int | float | complex | str | bytes | None)
+    return repr(leaf) if is_plain else type(leaf).__name__

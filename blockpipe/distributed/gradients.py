@@ -1,0 +1,81 @@
+"""The gradients of a pipeline's stages: summed where several processes have a parameter, and
+clipped by the norm of all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .replicas import StageReplicas
+from .stage_values import StageValues
+from .tied import TiedParameters
+
+
+class StageGradients:
+    """The gradients of the stages that are in this process.
+
+    Args:
+        values: the parameters.
+        tied: those of them that other stages have too.
+        replicas: the processes that have the same stages; ``None``: there are none.
+        group: the processes of the pipeline; ``None``: all.
+        device: where tensors for them are.
+    """
+
+    def __init__(
+        self,
+        values: StageValues,
+        tied: TiedParameters,
+        replicas: StageReplicas | None,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self._values = values
+        self._tied = tied
+        self._replicas = replicas
+        self._group = group
+        self._device = device
+
+    @contextlib.contextmanager
+    def summing(self) -> Iterator[None]:
+        """Sum a step's gradients over those processes that have the same parameters, and then add
+        them to those of before."""
+        shared = self._tied.parameters
+        if self._replicas is not None:
+            shared = [*self._values.parameters()]
+        before = [parameter.grad for parameter in shared]
+        for parameter in shared:
+            parameter.grad = None
+        yield
+        self._tied.sum_gradients()
+        if self._replicas is not None:
+            self._replicas.sum_gradients(shared, self._device)
+        for parameter, earlier in zip(shared, before, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+
+    @torch.no_grad()
+    def clip_norm(self, max_norm: float, norm_type: float) -> Tensor:
+        """Scale the gradients of all stages so that their norm is at most ``max_norm``; return the
+        norm before."""
+        own = [p.grad for p in self._values.parameters() if p.grad is not None]
+        counted = [
+            p.grad
+            for p in self._values.parameters()
+            if p.grad is not None and id(p) not in self._tied.copies
+        ]
+        norm = nn.utils.get_total_norm(counted, norm_type).to(self._device, torch.float64)
+        if norm_type == float("inf"):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
+        else:
+            norm = norm**norm_type
+            dist.all_reduce(norm, group=self._group)
+            norm = norm ** (1.0 / norm_type)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in own:
+            gradient.mul_(scale.to(gradient.device, gradient.dtype))
+        return norm.to(torch.get_default_dtype())

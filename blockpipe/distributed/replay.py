@@ -1,0 +1,333 @@
+"""A stage as a module: its part of the tape, run again with the process's own parameters.
+
+Modules that the tape calls are the user's own, called as ever; parameters keep the names that they
+have in the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._common.nested import leaves, map_leaves, tensors
+from .._torch.modules import buffers_of, children_of, parameters_of, unsaved_buffers_of
+from .._torch.tensors import is_view
+from ..errors import RouteError
+from .cutting import StageTape
+from .taping.tape import (
+    Entry,
+    Held,
+    Meta,
+    Outside,
+    Reference,
+    Slice,
+    StageDevice,
+    Tape,
+    Value,
+    references,
+)
+
+Environment = list[Any]
+_Reader = Callable[[Environment], Any]
+
+
+class StageModule(nn.Module):
+    """One stage of a model, for :class:`torch.distributed.pipelining.PipelineStage`.
+
+    ``forward`` takes the tensors of the boundary before it (the first stage: the model's tensor
+    arguments, see :meth:`arguments`), and returns a tuple of those of the boundary after it (the
+    last stage: the tensors of the model's output, which :meth:`output` puts together).
+
+    Args:
+        model: the user's; the modules that the stage calls are shared with it.
+        tape: of a forward.
+        stage: the part of it that is this stage's.
+        names: for each of the model's parameters and buffers, by first name, all its names.
+        unread: names of tensors that no call reads, and that are this stage's to keep.
+        device: the stage's.
+
+    Attributes:
+        leads_to_inputs: whether each result is made to depend on an input. torch's zero-bubble
+            schedules find the parameters by the paths from results to inputs, and drop the
+            gradients of those that lie on none.
+        microbatch: the number of the next micro-batch, for errors.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tape: Tape,
+        stage: StageTape,
+        names: Mapping[str, list[str]],
+        unread: list[str],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.index = stage.index
+        self.stage = stage.stage
+        self.input_metas = stage.input_metas
+        self.output_metas = stage.output_metas
+        self._taken = tape.inputs
+        self._stage = stage
+        self._device = device
+        self._size = len(tape.made)
+        self._called = {path: model.get_submodule(path) for path in stage.modules}
+        self._attach(model, names, unread)
+        if stage.result is not None:
+            self.output_metas = [self._meta_of(r, tape) for r in _tensor_references(stage.result)]
+        self.training = model.training
+        self.leads_to_inputs = False
+        self.microbatch = 0
+        self._grad = tape.grad
+        self._steps = [self._step(entry) for entry in stage.entries]
+        self._drops = _drops(stage)
+        self._result = self._reader(stage.result)
+
+    # --- what it has
+
+    def _attach(self, model: nn.Module, names: Mapping[str, list[str]], unread: list[str]) -> None:
+        """Register what the stage calls and reads, under the names that it has in the model."""
+        for path in sorted(self._called, key=lambda p: p.count(".")):
+            self._attach_module(model, path)
+        for first in (*self._stage.held, *unread):
+            for name in names.get(first, [first]):
+                path, _, key = name.rpartition(".")
+                owner, own = model.get_submodule(path), self._container(path, model)
+                if key in parameters_of(own) or key in buffers_of(own):
+                    continue
+                if key in parameters_of(owner):
+                    parameters_of(own)[key] = parameters_of(owner)[key]
+                else:
+                    buffers_of(own)[key] = buffers_of(owner)[key]
+                    unsaved_buffers_of(own).update({key} & unsaved_buffers_of(owner))
+
+    def _attach_module(self, model: nn.Module, path: str) -> None:
+        if not path:  # the model itself: its parts under their names
+            for name, child in model.named_children():
+                children_of(self)[name] = child
+            for slots in (parameters_of, buffers_of):
+                for key, tensor in slots(model).items():
+                    slots(self)[key] = tensor
+            unsaved_buffers_of(self).update(unsaved_buffers_of(model))
+            return
+        outer, _, name = path.rpartition(".")
+        container = self._container(outer, model)
+        children_of(container).setdefault(name, model.get_submodule(path))
+
+    def _container(self, path: str, model: nn.Module) -> nn.Module:
+        own: nn.Module = self
+        for name in path.split(".") if path else ():
+            inside = children_of(own).get(name)
+            if inside is None:
+                inside = children_of(own)[name] = nn.Module()
+            own = inside
+        return own
+
+    def _meta_of(self, reference: Reference, tape: Tape) -> Meta:
+        if isinstance(reference, Value):
+            return tape.metas[-1][reference.index]
+        tensor = reference.tensor if isinstance(reference, Outside) else self._tensor(reference)
+        return Meta.of(tensor)
+
+    def _tensor(self, reference: Reference) -> Tensor:
+        assert isinstance(reference, Held)
+        path, _, key = reference.name.rpartition(".")
+        found: Tensor = getattr(self.get_submodule(path), key)
+        return found
+
+    # --- what it does
+
+    def arguments(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Return the tensors of the model's arguments that the stages use, in the first stage's
+        order."""
+        found = {}
+        recorded = list(leaves(self._taken))
+        given = leaves((args, dict(sorted(kwargs.items()))))
+        for reference, leaf in zip(recorded, given, strict=True):
+            if isinstance(reference, Value):
+                found[reference.index] = leaf
+        return tuple(found[value] for value in self._stage.inputs)
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """Run the stage."""
+        microbatch, self.microbatch = self.microbatch, self.microbatch + 1
+        try:
+            return self._run(given)
+        except Exception as error:
+            error.add_note(f"blockpipe: in stage {self.stage}, micro-batch {microbatch}")
+            raise
+
+    def _run(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        environment: Environment = [None] * self._size
+        for value, tensor in zip(self._stage.inputs, given, strict=True):
+            # A leaf that needs a gradient must not be written to, nor what its sender may keep.
+            environment[value] = tensor.clone() if value in self._stage.written else tensor
+        for step, dropped in zip(self._steps, self._drops, strict=True):
+            step(environment)
+            for value in dropped:
+                environment[value] = None
+        if self._stage.result is not None:
+            results = list(tensors(self._result(environment)))
+            seen: set[int] = set()
+            found = [_own(t, id(t) in seen or _adds(seen, t, given)) for t in results]
+        else:
+            shared = self._stage.shared
+            found = [_own(environment[v], v in shared) for v in self._stage.outputs]
+        lead = next((t for t in given if t.requires_grad), None) if self.leads_to_inputs else None
+        if lead is not None:
+            found = [_Led.apply(t, lead) if t.requires_grad else t for t in found]
+        return tuple(found)
+
+    def output(self, results: tuple[Tensor, ...]) -> Any:
+        """Put the model's output together from what the last stage returns."""
+        values = iter(results)
+        return map_leaves(
+            lambda leaf: next(values) if isinstance(leaf, Reference) else leaf, self._stage.result
+        )
+
+    def _step(self, entry: Entry) -> Callable[[Environment], None]:
+        args = [self._reader(arg) for arg in entry.args]
+        kwargs = {name: self._reader(arg) for name, arg in entry.kwargs.items()}
+        function = entry.function
+        if entry.module is not None:
+            module = self._called[entry.module]
+            function = module.forward if entry.has_hooks else module
+            if entry.has_hooks:  # as the module has it when it runs
+                function = partial(_call_forward, module)
+        assert function is not None
+        results, name, where, shapes = entry.results, entry.name, entry.where, entry.shapes
+
+        def step(environment: Environment) -> None:
+            result = function(
+                *[read(environment) for read in args],
+                **{name: read(environment) for name, read in kwargs.items()},
+            )
+            found = [result] if isinstance(result, Tensor) else list(tensors(result))
+            if len(found) != len(results):
+                raise RouteError(
+                    f"expected {len(results)} tensors from {name} ({where}), as when it was "
+                    f"recorded, got {len(found)}; what a module returns may depend on data only "
+                    "inside of tensors"
+                )
+            if shapes is not None:
+                _check_shapes(shapes, found, f"{name} ({where})")
+            for value, tensor in zip(results, found, strict=True):
+                if value is not None:
+                    environment[value] = tensor
+
+        if entry.grad and entry.autocast is None:
+            return step
+        return partial(_in_state, step, entry, self._grad)
+
+    def _reader(self, argument: Any) -> _Reader:
+        """A function that gets an argument's value."""
+        if isinstance(argument, Value):
+            return itemgetter(argument.index)
+        if isinstance(argument, Held):
+            path, _, key = argument.name.rpartition(".")
+            return partial(_held, self.get_submodule(path), key)
+        if isinstance(argument, Outside):
+            outside = argument.tensor.to(self._device)
+            return lambda _: outside
+        if isinstance(argument, StageDevice):
+            return lambda _: self._device
+        if isinstance(argument, Slice):
+            parts = [self._reader(part) for part in argument.parts]
+            return lambda environment: slice(*[part(environment) for part in parts])
+        if type(argument) is list:
+            return _gather(list, [self._reader(item) for item in argument])
+        if type(argument) is tuple:
+            return _gather(tuple, [self._reader(item) for item in argument])
+        if type(argument) is dict:
+            readers = {key: self._reader(item) for key, item in argument.items()}
+            return lambda environment: {k: read(environment) for k, read in readers.items()}
+        if not any(True for _ in references(argument)):
+            return lambda _: argument
+        return lambda environment: map_leaves(
+            lambda leaf: self._reader(leaf)(environment) if isinstance(leaf, Reference) else leaf,
+            argument,
+        )
+
+
+def _check_shapes(expected: list[tuple[int, ...]], found: list[Tensor], whose: str) -> None:
+    got = [tuple(tensor.shape) for tensor in found]
+    if got != expected:
+        raise RouteError(
+            f"expected results of shapes {expected} from {whose}, as when it was recorded, got "
+            f"{got}; sizes that depend on data must not leave the module"
+        )
+
+
+class _Led(torch.autograd.Function):
+    """A tensor as it is, which depends on another one that gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, lead: Tensor) -> Tensor:
+        """Return the tensor; no view, for the engine detaches it in place."""
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient as it is."""
+        return gradients[0], None
+
+
+def _gather(kind: Callable[[list[Any]], Any], readers: list[_Reader]) -> _Reader:
+    return lambda environment: kind([read(environment) for read in readers])
+
+
+def _held(module: nn.Module, key: str, _: Environment) -> Any:
+    return getattr(module, key)
+
+
+def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module.forward(*args, **kwargs)
+
+
+def _in_state(
+    step: Callable[[Environment], None], entry: Entry, grad: bool, environment: Environment
+) -> None:
+    """Run an entry whose code was under ``no_grad``, or under another autocast."""
+    with ExitStack() as stack:
+        if not entry.grad:
+            stack.enter_context(torch.set_grad_enabled(not grad))
+        for kind, is_on, dtype in entry.autocast or ():
+            stack.enter_context(torch.autocast(kind, dtype, enabled=is_on))
+        step(environment)
+
+
+def _drops(stage: StageTape) -> list[list[int]]:
+    """After each entry, the values that nobody needs any more."""
+    kept = set(stage.outputs)
+    kept.update(r.index for r in references(stage.result) if isinstance(r, Value))
+    found: list[list[int]] = [[] for _ in stage.entries]
+    for at in range(len(stage.entries) - 1, -1, -1):
+        entry = stage.entries[at]
+        read = [r.index for r in references((entry.args, entry.kwargs)) if isinstance(r, Value)]
+        for value in (*read, *(v for v in entry.results if v is not None)):
+            if value not in kept:
+                kept.add(value)
+                found[at].append(value)
+    return found
+
+
+def _tensor_references(value: Any) -> Iterator[Reference]:
+    return (r for r in references(value) if isinstance(r, Value | Held | Outside))
+
+
+def _adds(seen: set[int], tensor: Tensor, given: tuple[Tensor, ...]) -> bool:
+    """Note a result; returns whether it is an input, or a parameter."""
+    seen.add(id(tensor))
+    return tensor.is_leaf and (tensor.requires_grad or any(tensor is one for one in given))
+
+
+def _own(tensor: Tensor, is_shared: bool) -> Tensor:
+    """A contiguous tensor that is nobody else's, and no view: the engine detaches it in place."""
+    found = tensor.contiguous()
+    return found.clone() if found is tensor and (is_shared or is_view(found)) else found

@@ -1,0 +1,63 @@
+"""Replicas of a stage in other processes: one value, and one gradient of all shares of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel has it
+
+
+class StageReplicas:
+    """The processes that have the same stages, each with its share of the batch.
+
+    Args:
+        group: these processes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def broadcast(self, held: Iterable[Tensor]) -> None:
+        """Give every replica the first one's values."""
+        for tensor in held:
+            dist.broadcast(tensor.data, dist.get_global_rank(self._group, 0), group=self._group)
+
+    def total(self, number: float, device: torch.device) -> float:
+        """Sum a number over the replicas."""
+        found = torch.tensor(number, dtype=torch.float64, device=device)
+        dist.all_reduce(found, group=self._group)
+        return found.item()
+
+    def sum_gradients(self, parameters: Sequence[Tensor], device: torch.device) -> None:
+        """Sum gradients over the replicas, in buckets; what has one nowhere stays without."""
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+        has = has.to(device)
+        dist.all_reduce(has, dist.ReduceOp.MAX, group=self._group)
+        for parameter, any_has in zip(parameters, has.tolist(), strict=True):
+            if any_has and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat, group=self._group)
+            sizes = [gradient.numel() for gradient in bucket]
+            for gradient, summed in zip(bucket, flat.split(sizes), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients of one dtype each, of at most :data:`_BUCKET` bytes or a single one."""
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        bucket: list[Tensor] = []
+        for gradient in gradients:
+            if gradient.dtype != dtype:
+                continue
+            if bucket and sum(g.nbytes for g in bucket) + gradient.nbytes > _BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(gradient)
+        if bucket:
+            yield bucket

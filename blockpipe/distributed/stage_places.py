@@ -1,0 +1,35 @@
+"""Where the stages of a pipeline are: the rank of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class StagePlaces:
+    """The ranks of the stages of one pipeline.
+
+    Args:
+        ranks: by stage, in the order of the chain, the rank in the group.
+        group: the processes; ``None``: all.
+
+    Attributes:
+        own: the stages of this process.
+    """
+
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
+        self.ranks = ranks
+        self.group = group
+        self.own = [stage for stage in range(len(ranks)) if self.is_own(stage)]
+
+    def is_own(self, stage: int) -> bool:
+        """Return whether a stage is in this process."""
+        return self.ranks[stage] == dist.get_rank(self.group)
+
+    def broadcast(self, tensor: Tensor, stage: int) -> None:
+        """Send a tensor from the process of one stage to all; ``-1`` is the last one."""
+        home = self.ranks[stage]
+        source = home if self.group is None else dist.get_global_rank(self.group, home)
+        dist.broadcast(tensor, source, group=self.group)

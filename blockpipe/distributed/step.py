@@ -1,0 +1,143 @@
+"""One step of a distributed pipeline: its losses and outputs arise in the last stage's process, and
+are sent to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batches.batch_dims import BatchDims
+from ..batches.joining import join, output_dim
+from ..batches.losses import checked_loss, computed_loss
+from ..batches.microbatch import LossReduction, Microbatch, weights_of
+from ..execution.step_result import StepLoss
+from .engine import Engine
+from .replicas import StageReplicas
+from .stage_places import StagePlaces
+
+Run = tuple[Engine, list[Microbatch]]
+
+
+class Step:
+    """What one step collects in the last stage's process.
+
+    Args:
+        loss_fn: the user's; ``None``: the model returns its loss; :func:`no_loss`: there is none.
+        device: of this process's stages.
+        asks_outputs: whether any process asks for the outputs.
+
+    Attributes:
+        engine: the one that runs.
+    """
+
+    def __init__(
+        self, loss_fn: Callable[..., Any] | None, device: torch.device, *, asks_outputs: bool
+    ) -> None:
+        self.asks_outputs = asks_outputs
+        self.engine: Engine | None = None
+        self._loss_fn = loss_fn
+        self._device = device
+        self._microbatch = -1  # the last one whose loss was asked for
+        self._losses: list[Tensor] = []
+        self._outputs: list[tuple[Tensor, ...]] = []
+
+    def loss(self, results: tuple[Tensor, ...], given: tuple[float, Any]) -> Tensor:
+        """Compute the weighted loss of a micro-batch, given its weight and its target."""
+        weight, target = given
+        assert self.engine is not None
+        if self.asks_outputs:
+            self._outputs.append(tuple(result.detach() for result in results))
+        if self._loss_fn is no_loss:
+            return torch.zeros((), device=self._device)
+        output = self.engine.last.output(results)
+        self._microbatch += 1
+        if not weight:  # it counts for nothing, also where its loss is no number
+            nothing: Tensor = _Nothing.apply(*[r for r in results if r.requires_grad])
+            return nothing
+        try:
+            loss = checked_loss(computed_loss(output, target, self._loss_fn)) * weight
+        except Exception as error:
+            error.add_note(f"blockpipe: in the loss of micro-batch {self._microbatch}")
+            raise
+        self._losses.append(loss.detach())
+        total: Tensor = loss.sum()  # 0-d, and no view: the engine detaches it in place
+        return total
+
+    def shared_loss(self, places: StagePlaces, replicas: StageReplicas | None) -> Tensor:
+        """Return the batch's loss, from the last stage's process to all."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for part in self._losses:
+            total += part.reshape(())
+        places.broadcast(total, -1)
+        if replicas is not None and self._loss_fn is not no_loss:
+            total.fill_(replicas.total(total.item(), self._device))
+        loss: Tensor = total.to(torch.get_default_dtype()).as_subclass(StepLoss)
+        return loss
+
+    def shared_outputs(
+        self, runs: list[Run], weights: list[float], dims: BatchDims, places: StagePlaces
+    ) -> Any:
+        """Return the joined outputs, from the last stage's process to all."""
+        results, given = [], iter(self._outputs)
+        for engine, part in runs:
+            for _ in part:
+                metas = engine.last.output_metas
+                if engine.has_last:
+                    found = next(given)
+                else:
+                    found = tuple(meta.example(self._device).detach() for meta in metas)
+                for tensor in found:
+                    places.broadcast(tensor, -1)
+                results.append(engine.last.output(found))
+        sizes = [m.size for _, part in runs for m in part]
+        dim = output_dim(dims, results, sizes)
+        return join(results, sizes, weights, self._device, dim)[0]
+
+
+def no_loss(*_: Any) -> None:
+    """Stands for the loss of a call without one."""
+
+
+def loss_weights(
+    microbatches: list[Microbatch],
+    reduction: LossReduction,
+    replicas: StageReplicas | None,
+    device: torch.device,
+    *,
+    is_last: bool,
+) -> list[float]:
+    """Return the weights of the micro-batches' losses in the batch of all replicas.
+
+    Args:
+        microbatches: of this replica.
+        reduction: the user's.
+        replicas: the processes that have the same stages; ``None``: there are none.
+        device: where tensors for them are.
+        is_last: whether this process computes the losses, and has the target.
+    """
+    weights = weights_of(microbatches, reduction) if is_last else [1.0] * len(microbatches)
+    if replicas is None or reduction == "sum":
+        return weights
+    own = float(sum(m.size for m in microbatches))
+    if is_last and callable(reduction):
+        own = float(sum(reduction(m.args, m.kwargs, m.target) for m in microbatches))
+    share = own / replicas.total(own, device)
+    return [weight * share for weight in weights]
+
+
+class _Nothing(torch.autograd.Function):
+    """A loss of zero, whose gradients are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, *results: Tensor) -> Tensor:
+        """Return zero."""
+        ctx.shapes = [(r.shape, r.dtype, r.device) for r in results]
+        return torch.zeros((), device=results[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        """Return zeros."""
+        return tuple(torch.zeros(s, dtype=d, device=w) for s, d, w in ctx.shapes)

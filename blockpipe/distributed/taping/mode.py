@@ -1,0 +1,349 @@
+"""The mode that writes a tape.
+
+What the glue asks of tensors is answered as it is (a tape is for one set of shapes), and what
+depends on values is refused: a tape has no branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..._common.callsite import users_line
+from ..._common.modules import named_slots
+from ..._common.nested import leaves, map_leaves, tensors
+from ..._common.thread_state import (
+    autocast_states,
+    call_under,
+    enter_modes,
+    in_thread,
+    leave_modes,
+)
+from ..._torch.modes import how_many_function_modes
+from ..._torch.modules import buffers_of, parameters_of
+from ..._torch.tensors import FakeTensor, storage_of, version_of
+from ...crossing.interception import is_question
+from ...errors import CrossingError, RecordingError
+from ...recording.recording import Recording
+from ...stages.cursor import Cursor
+from .operation_watch import InsideMode, OperationWatch, python_draws
+from .tape import REMEDY, Entry, Held, Meta, Outside, Slice, StageDevice, Tape, Value
+
+_SIZES = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in ("shape", "nbytes")),
+        *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__),
+        torch.numel,
+    ]
+)
+_HOOKS = frozenset(
+    [Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook]
+)
+_GRAPH_NODE: Any = getattr(Tensor, "grad_fn").__get__  # noqa: B009 - for mypy it is a node
+_BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.layout),
+    *(torch.memory_format, torch.Generator, type, type(Ellipsis), slice, range, Enum),
+)
+
+
+class TapingMode(TorchFunctionMode):
+    """Writes every operation of the glue on a tape."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recording: Recording,
+        cursor: Cursor,
+        device: torch.device,
+        *,
+        fake: bool,
+    ) -> None:
+        super().__init__()
+        self.tape = Tape([], None, grad=torch.is_grad_enabled())
+        self.inside = False  # of a sealed module; what is patched of torch's asks for it
+        self.hop = -1
+        self.sealed = recording.sealed
+        self.cursor = cursor
+        self.watch = OperationWatch()  # type: ignore[no-untyped-call]
+        self._inside = InsideMode()
+        self._device = device
+        self._fake = fake
+        self._autocast = tuple(autocast_states())
+        self._held = {
+            id(tensor): name
+            for slots in (buffers_of, parameters_of)
+            for name, tensor in reversed([*named_slots(model, slots)])
+        }
+        self._numbers: dict[int, int] = {}  # by the id of a tensor, its value
+        self._tensors: list[Tensor] = []  # by value; alive, so that no other gets the id of one
+        self._constant: set[int] = set()  # values that depend on nothing that changes
+        self._python = python_draws()
+
+    def __enter__(self) -> TapingMode:
+        self._outer = in_thread.mode
+        in_thread.mode = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        in_thread.mode = self._outer
+
+    def is_on(self) -> bool:
+        """Whether it sees what is called here."""
+        return not self.inside
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        modes: Sequence[TorchFunctionMode] = (),
+    ) -> Any:
+        if how_many_function_modes():
+            around = leave_modes()
+            try:
+                theirs = [mode for mode in around if mode is not self]
+                return self.__torch_function__(func, types, args, kwargs, theirs)
+            finally:
+                enter_modes(around)
+        kwargs = dict(kwargs or {})
+        if func == _GRAPH_NODE:
+            self._refuse("a look at the graph (grad_fn)")
+        if is_question(func) and func not in _HOOKS:
+            if func in _SIZES:
+                self._check_sized(args[0] if args else kwargs.get("input"))
+            return call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
+        if func in _BACKWARDS:
+            self._refuse("a backward inside of the forward")
+
+        def call() -> Any:
+            return call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
+
+        return self.note(func, None, args, kwargs, call)
+
+    # --- what is patched of torch's calls these
+
+    def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
+        """A custom autograd function is about to be called."""
+
+    def call_sealed(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Write a call down as one, and nothing of what it does."""
+        return self.apart(function, None, args, kwargs, function)
+
+    def apart(
+        self,
+        function: Callable[..., Any] | None,
+        path: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: Callable[..., Any],
+        *,
+        has_hooks: bool = False,
+    ) -> Any:
+        """Run a call without this mode, and write it down."""
+        self.checkpython_draws()
+        around = leave_modes()
+        theirs = [mode for mode in around if mode is not self]
+        self.inside = True
+        self._inside.path = str(path or getattr(function, "__qualname__", ""))
+
+        def call() -> Any:
+            with self._inside:
+                if theirs:
+                    return call_under(theirs, forward, args, kwargs)
+                return forward(*args, **kwargs)
+
+        try:
+            return self.note(function, path, args, kwargs, call, has_hooks=has_hooks)
+        finally:
+            self.inside = False
+            self._python = python_draws()
+            enter_modes(around)
+
+    # --- the tape
+
+    def arrive(self) -> int:
+        """Be on the hop that the cursor asks for."""
+        stage = self.cursor.stage
+        if self.hop < 0 or stage != self.tape.route[-1]:
+            self.hop += 1
+            self.tape.route.append(stage)
+            self.note_metas()
+        return self.hop
+
+    def next_hop(self) -> int:
+        """The hop that the next operation will be on."""
+        return self.hop + (self.hop < 0 or self.cursor.stage != self.tape.route[-1])
+
+    def note_metas(self) -> None:
+        """Note what all values are at the beginning of a hop, or at the end."""
+        self.tape.metas.append({i: Meta.of(t) for i, t in enumerate(self._tensors)})
+
+    def take_input(self, leaf: Any) -> Any:
+        """Take an argument of the forward; parameters and buffers stay what they are."""
+        if isinstance(leaf, Tensor) and id(leaf) not in self._held:
+            self._number(leaf, -1)
+        return leaf
+
+    def encoded(self, value: Any) -> Any:
+        """A nested value with references in the place of tensors."""
+        return map_leaves(self._reference, value)
+
+    def note(
+        self,
+        function: Callable[..., Any] | None,
+        path: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Callable[[], Any],
+        *,
+        has_hooks: bool = False,
+    ) -> Any:
+        """Run a call, and write it down."""
+        given = list(_tensors_in((args, kwargs)))
+        names = self.encoded(args), self.encoded(kwargs)
+        versions = [version_of(tensor) for tensor in given]
+        self.watch.begin()
+        result = call()
+        made = list(tensors(result))
+        if not given and not made:
+            return result  # the state of torch: it is noted with each entry
+        entry = Entry(function, path, *names, [], self.arrive(), users_line())
+        entry.grad, entry.has_hooks = torch.is_grad_enabled() == self.tape.grad, has_hooks
+        autocast = tuple(autocast_states())
+        entry.autocast = None if autocast == self._autocast else autocast
+        written = [t for t, v in zip(given, versions, strict=True) if version_of(t) != v]
+        entry.writes = [self._numbers[id(t)] for t in written if id(t) in self._numbers]
+        self._check_written(written)
+        is_constant = path is None and not self.watch.drew and all(map(self._is_constant, given))
+        if not is_constant:
+            self._check_result(entry, result)
+            self._constant.difference_update(entry.writes)
+        unsized = path is None and (self.watch.made_unsized or any(map(self._unsized, given)))
+        if path is not None and self.watch.made_unsized:
+            entry.shapes = [tuple(tensor.shape) for tensor in made]
+        for tensor in made:
+            known = id(tensor) in self._numbers or id(tensor) in self._held
+            entry.results.append(None if known else self._number(tensor, entry.hop))
+            if not known:
+                number = self._numbers[id(tensor)]
+                if is_constant:
+                    self._constant.add(number)
+                if unsized:
+                    self.tape.unsized[number] = users_line()
+        self.tape.entries.append(entry)
+        return result
+
+    def _number(self, tensor: Tensor, hop: int) -> int:
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            number = self._numbers[id(tensor)] = len(self._tensors)
+            self._tensors.append(tensor)
+            self.tape.made.append(hop)
+            self.tape.storages.append(_storage(tensor))
+        return number
+
+    def _reference(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self._reference_to(leaf)
+        if isinstance(leaf, slice):
+            parts = tuple(map(self._reference, (leaf.start, leaf.stop, leaf.step)))
+            is_plain = all(isinstance(part, _PLAIN) for part in parts)
+            return leaf if is_plain else Slice(parts)
+        if isinstance(leaf, torch.device):
+            return StageDevice() if leaf == self._device else leaf
+        if isinstance(leaf, _PLAIN) or (callable(leaf) and not isinstance(leaf, nn.Module)):
+            return leaf
+        raise RecordingError(
+            "expected tensors and plain values as arguments between modules, got "
+            f"{type(leaf).__name__} ({users_line()}), which would be the same object for every "
+            f"micro-batch; leave it out (use_cache=False, for a cache of keys and values), or "
+            f"{REMEDY}"
+        )
+
+    def _reference_to(self, tensor: Tensor) -> Value | Held | Outside:
+        number = self._numbers.get(id(tensor))
+        if number is not None:
+            return Value(number)
+        name = self._held.get(id(tensor))
+        if name is not None:
+            return Held(name)
+        inside = self._inside.made.get(tensor)
+        if inside is not None or (self._fake and isinstance(tensor, FakeTensor)):
+            by = "that no operation returned" if inside is None else f"that {inside!r} made"
+            raise RecordingError(
+                f"expected tensors that calls return, got one {by} ({users_line()}), read as a "
+                "state of something else; return it"
+            )
+        if tensor.requires_grad:
+            raise CrossingError(
+                "expected parameters that a module registers, got a tensor that needs a gradient, "
+                f"of shape {tuple(tensor.shape)}, from outside of the model ({users_line()}); "
+                "register it as a parameter"
+            )
+        return Outside(tensor)
+
+    # --- what a tape cannot hold
+
+    def _check_result(self, entry: Entry, result: Any) -> None:
+        """Numbers that an operation returns are of its tensors' values."""
+        if entry.module is not None and not self.watch.read_value:
+            return  # sizes: a module without a look at values returns them anew each time
+        for leaf in leaves(result):
+            if isinstance(leaf, bool | int | float | complex) or type(leaf).__name__ == "ndarray":
+                self._refuse(f"a tensor's value ({entry.name})")
+
+    def _check_sized(self, tensor: object) -> None:
+        if isinstance(tensor, Tensor) and self._unsized(tensor):
+            self._refuse("a size that depends on data")
+
+    def _check_written(self, written: Iterable[Tensor]) -> None:
+        for tensor in written:
+            if id(tensor) not in self._numbers and id(tensor) not in self._held:
+                self._refuse("a write to a tensor that no module registered")
+
+    def checkpython_draws(self) -> None:
+        """Refuse random numbers of Python's or NumPy's that the glue has drawn."""
+        if not self.inside and python_draws() != self._python:
+            self._refuse("a random number of Python's or NumPy's")
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            return id(tensor) not in self._held
+        return number in self._constant
+
+    def _unsized(self, tensor: Tensor) -> bool:
+        return self._numbers.get(id(tensor), -1) in self.tape.unsized
+
+    def _refuse(self, what: str) -> None:
+        raise RecordingError(
+            "expected a forward whose code between modules does the same for every micro-batch of "
+            f"these shapes, got {what} at {users_line()}; {REMEDY}"
+        )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments, those in slices too."""
+    for leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, slice):
+            yield from _tensors_in((leaf.start, leaf.stop, leaf.step))
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return storage_of(tensor)
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has none
+        return -id(tensor)

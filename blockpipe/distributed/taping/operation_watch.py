@@ -1,0 +1,82 @@
+"""What operations do that the function which calls them does not tell: they draw, they read values,
+they make tensors inside of a sealed module."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..._common.nested import tensors
+from ..._torch.modes import DispatchMode
+from ..._torch.tensors import OpOverload
+from ...crossing.interception import is_question
+
+
+class InsideMode(TorchFunctionMode):
+    """Knows the tensors that are made inside of sealed modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = ""
+        self.made = WeakIdKeyDictionary()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not is_question(func):
+            for tensor in tensors(result):
+                self.made[tensor] = self.path
+        return result
+
+
+class OperationWatch(DispatchMode):
+    """Notes which operations draw random numbers, which read a tensor's value, and which make
+    tensors of sizes that depend on data; the function that calls them does not tell."""
+
+    def begin(self) -> None:
+        """Forget what was noted."""
+        self.drew = self.made_unsized = self.read_value = False
+
+    drew = made_unsized = read_value = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if isinstance(func, OpOverload):
+            self.read_value = self.read_value or torch.Tag.data_dependent_output in func.tags
+            self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+            if torch.Tag.dynamic_output_shape in func.tags and not _is_by_numbers(func, args):
+                self.made_unsized = True
+        return func(*args, **(kwargs or {}))
+
+
+def _is_by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this is an index whose result has a size that follows from its arguments' sizes."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return all(index.dtype not in (torch.bool, torch.uint8) for index in tensors(args[1]))
+
+
+def python_draws() -> Any:
+    """Return the states of Python's and NumPy's random numbers."""
+    numpy = sys.modules.get("numpy")
+    legacy = None
+    if numpy is not None:
+        state = numpy.random.get_state()
+        legacy = state[1].tobytes(), state[2]
+    return random.getstate(), legacy

@@ -1,0 +1,120 @@
+"""The taping of a forward: one more watched run, in which sealed modules are single calls.
+
+It follows a recording, which says what is sealed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._common.callsite import users_line
+from ..._common.modules import OwnHook, StandIn
+from ..._common.nested import map_leaves
+from ..._torch.modules import forward_hooks_of, forward_pre_hooks_of
+from ...crossing.torch_patches import Backwards, CustomFunctions, ScriptFunctions
+from ...errors import RecordingError
+from ...recording.plan_resolution import planned_stage
+from ...recording.recording import Recording
+from ...recording.sample import RecordRequest
+from ...stages.cursor import Cursor, set_cursor
+from ...stages.marks import mark_of
+from .left_behind import StatesBefore
+from .mode import TapingMode
+from .tape import Tape
+
+
+def taped(
+    request: RecordRequest, recording: Recording, device: torch.device, *, fake: bool
+) -> Tape:
+    """Run a forward, and write down what its glue does.
+
+    Args:
+        request: the forward, in surroundings that are put back afterwards.
+        recording: of the same forward.
+        device: the one that the model's tensors are on meanwhile.
+        fake: whether they are fake ones.
+
+    Raises:
+        RecordingError: the glue does what a tape cannot hold.
+    """
+    model = request.model
+    cursor = Cursor(follow_marks=request.planned is None)
+    mode = TapingMode(model, recording, cursor, device, fake=fake)
+    stages = {} if request.planned is None else request.planned.stages
+    before = set_cursor(cursor)
+    states = StatesBefore(model, recording)
+    places = []
+    try:
+        for path, module in model.named_modules():
+            forward = _TapedForward(module.forward, path, module, mode, stages.get(path))
+            places.append((module.__dict__, module.__dict__.get("forward")))
+            module.__dict__["forward"] = forward
+        args, kwargs = map_leaves(mode.take_input, (request.args, request.kwargs))
+        mode.tape.inputs = mode.encoded((args, kwargs))
+        with ExitStack() as stack:
+            for watch in (Backwards(), CustomFunctions(), ScriptFunctions(), mode.watch):
+                stack.enter_context(watch)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(mode)
+            output = model(*args, **kwargs)
+        mode.checkpython_draws()
+        if mode.hop < 0:
+            mode.arrive()
+        mode.tape.output = mode.encoded(output)
+    finally:
+        set_cursor(before)
+        for names, own in places:
+            names.pop("forward", None)
+            if own is not None:
+                names["forward"] = own
+    states.check()
+    mode.note_metas()
+    if mode.tape.route != recording.route:
+        raise RecordingError(
+            f"expected the recorded route {recording.route} again, got {mode.tape.route} "
+            f"({users_line()}); a forward that takes another way each time has no fixed stages"
+        )
+    return mode.tape
+
+
+class _TapedForward(StandIn):
+    """Stands around every module's forward: a sealed one is written down as one call."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        path: str,
+        module: nn.Module,
+        mode: TapingMode,
+        stages: Mapping[int | None, int] | None,
+    ) -> None:
+        self.forward = forward
+        self.path = path
+        self.module = module
+        self.mode = mode
+        self.stages = stages
+        self._calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode, call = self.mode, self._calls
+        self._calls += 1
+        if mode.inside:
+            return self.forward(*args, **kwargs)
+        if self.stages is not None:
+            mode.cursor.move(planned_stage(self.stages, call, mode.cursor.stage), None)
+        if mode.next_hop() in mode.sealed.get(self.path, ()):
+            hooked = has_users_hooks(self.module)
+            return mode.apart(None, self.path, args, kwargs, self.forward, has_hooks=hooked)
+        return self.forward(*args, **kwargs)
+
+
+def has_users_hooks(module: nn.Module) -> bool:
+    """Whether hooks other than a mark run around a module's forward."""
+    hooks = [*forward_pre_hooks_of(module).values(), *forward_hooks_of(module).values()]
+    theirs = [hook for hook in hooks if not isinstance(hook, OwnHook)]
+    return len(theirs) > (mark_of(module) is not None)

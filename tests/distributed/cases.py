@@ -1,0 +1,378 @@
+"""What several processes run together: pipelines against the plain model on the whole batch."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import blockpipe as bp
+from blockpipe._torch.processes import shared_store
+from blockpipe.distributed import DistributedPipeline
+from blockpipe.testing import split
+
+from .models import Integers, UNet, gpt, ids, llama, resnet, t5
+
+
+def compare(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    target: Any = None,
+    loss_fn: Any = None,
+    weights: list[float] | None = None,
+    steps: int = 1,
+    **options: Any,
+) -> DistributedPipeline:
+    """A step's loss, outputs and gradients are those of the plain loop over the micro-batches."""
+    kwargs = kwargs or {}
+    plain = copy.deepcopy(model)
+    pipe = DistributedPipeline(model, sample=(args, kwargs), **options)
+    chunks = options["chunks"]
+    parts = split(args, kwargs, target, chunks, options.get("batch_dims"))
+    size = sum(part.size for part in parts)
+    shares = weights or [part.size / size for part in parts]
+    expected, outputs = 0.0, []
+    for _ in range(steps):
+        expected = 0.0
+        for part, share in zip(parts, shares, strict=True):
+            output = plain(*part.args, **part.kwargs)
+            if not share:
+                continue
+            loss = output.loss if loss_fn is None else loss_fn(output, part.target)
+            (loss * share).backward()
+            expected += loss.item() * share
+            outputs.append(output)
+    for _ in range(steps):
+        result = pipe.forward_backward(*args, target=target, loss_fn=loss_fn, **kwargs)
+    torch.testing.assert_close(result.loss.item(), expected, rtol=1e-5, atol=1e-6)
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        wanted = gradients[name]
+        if wanted is None:
+            assert parameter.grad is None or not parameter.grad.any(), name
+        else:
+            assert parameter.grad is not None, name
+            torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-6)
+    return pipe
+
+
+def mean_square(output: Any, target: Tensor) -> Tensor:
+    out = output["out"] if isinstance(output, dict) else output
+    return F.mse_loss(out, target)
+
+
+def deep(stages: int, frozen: int = 0, *, apart: bool = False) -> nn.Module:
+    """As many layers as stages; the first ones are frozen, the second stage embeds: apart from what
+    it is given, if that is asked for."""
+    torch.manual_seed(0)
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(stages))
+            self.embedding = nn.Embedding(5, 6)
+            for layer in self.layers[:frozen]:
+                layer.requires_grad_(False)
+
+        def forward(self, x: Tensor, index: Tensor) -> Tensor:
+            first = x
+            for number, layer in enumerate(self.layers):
+                with bp.Block(number):
+                    x = torch.tanh(layer(x))
+                    if number == 1:
+                        embedded = self.embedding(index)
+                        x = x if apart else x + embedded
+            return x + first + embedded if apart else x + first
+
+    return Deep()
+
+
+def _batch(size: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 6, generator=generator)
+    index = torch.randint(0, 5, (size,), generator=generator)
+    return (x, index), torch.randn(size, 6, generator=generator)
+
+
+def _schedule(name: str, per_rank: int, frozen: int = 0, *, apart: bool = False) -> Any:
+    def case(rank: int, ranks: int) -> None:
+        args, target = _batch(16)
+        model = deep(ranks * per_rank, frozen, apart=apart)
+        compare(model, args, target=target, loss_fn=mean_square, chunks=8, schedule=name)
+
+    return case
+
+
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "looped-bfs": 2,
+    "interleaved": 2,
+    "zb-h1": 2,
+    "zb-v": 2,
+    "dualpipe-v": 2,
+}
+for _name, _per_rank in SCHEDULES.items():
+    for _frozen in (0, 1):
+        _title = f"schedule_{_name.replace('-', '_')}_frozen_{_frozen}"
+        globals()[_title] = _schedule(_name, _per_rank, _frozen)
+
+
+for _name in ("zb-h1", "zb-v", "dualpipe-v"):
+    _title = f"schedule_{_name.replace('-', '_')}_embeds_apart"
+    globals()[_title] = _schedule(_name, 2, apart=True)
+
+
+def uneven(rank: int, ranks: int) -> None:
+    args, target = _batch(15)
+    compare(deep(ranks), args, target=target, loss_fn=mean_square, chunks=4)
+
+
+def two_steps(rank: int, ranks: int) -> None:
+    args, target = _batch(8)
+    compare(deep(ranks), args, target=target, loss_fn=mean_square, chunks=4, steps=2)
+
+
+def weighed(rank: int, ranks: int) -> None:
+    """One micro-batch counts for nothing, and its loss is no number."""
+
+    def count(args: Any, kwargs: Any, target: Tensor) -> float:
+        return float((target[:, 0] == target[:, 0]).sum())
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        is_counted = target[:, 0] == target[:, 0]
+        return (output - target)[is_counted].square().mean()
+
+    args, target = _batch(8)
+    target[2:4] = torch.nan
+    target[4] = torch.nan
+    shares = [2 / 5, 0.0, 1 / 5, 2 / 5]
+    options: dict[str, Any] = {"chunks": 4, "loss_reduction": count}
+    compare(deep(ranks), args, target=target, loss_fn=loss, weights=shares, **options)
+
+
+def _on(ranks: int) -> dict[str, Any]:
+    """Options for the models of four stages."""
+    return {"chunks": 4, "schedule": "1f1b" if ranks == 4 else "interleaved"}
+
+
+def unet(rank: int, ranks: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3, 8, 8), torch.randn(8, 3, 8, 8)
+    compare(UNet(), (x,), target=y, loss_fn=mean_square, **_on(ranks))
+
+
+def integers(rank: int, ranks: int) -> None:
+    torch.manual_seed(0)
+    model = Integers()
+    x, y, index = torch.randn(8, 4), torch.randn(8, 8), torch.randint(0, 10, (8,))
+    compare(model, (x,), {"index": index}, target=y, loss_fn=mean_square, **_on(ranks))
+
+
+def residual(rank: int, ranks: int) -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    compare(resnet(), (x,), target=y, loss_fn=F.cross_entropy, **_on(ranks))
+
+
+def tied_gpt(rank: int, ranks: int) -> None:
+    """Its tied weight is on two processes, or twice on one."""
+    given = {"input_ids": ids(8), "labels": ids(8)}
+    compare(gpt(), (), given, steps=2, **_on(ranks))
+
+
+def tied_gpt_zero_bubble(rank: int, ranks: int) -> None:
+    given = {"input_ids": ids(8), "labels": ids(8)}
+    if ranks == 2:
+        compare(gpt(), (), given, chunks=4, schedule="zb-v")
+
+
+def rotary_llama(rank: int, ranks: int) -> None:
+    mask = torch.ones(8, 8, dtype=torch.long)
+    given = {"input_ids": ids(8), "labels": ids(8), "attention_mask": mask}
+    compare(llama(), (), given, **_on(ranks))
+
+
+def encoder_decoder(rank: int, ranks: int) -> None:
+    compare(t5(), (), {"input_ids": ids(8), "labels": ids(8)}, **_on(ranks))
+
+
+def values_of_one_process_count(rank: int, ranks: int) -> None:
+    """A tied weight that differs at the start is the first stage's."""
+    model = gpt()
+    if rank:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(3)
+    pipe = DistributedPipeline(
+        model, sample=((), {"input_ids": ids(8), "labels": ids(8)}), **_on(ranks)
+    )
+    state = pipe.state_dict()
+    expected = gpt().state_dict()
+    assert state.keys() == expected.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def state_goes_both_ways(rank: int, ranks: int) -> None:
+    """A gathered state dict is the plain model's, and is loaded stage by stage."""
+    model = deep(ranks)
+    args, _ = _batch(8)
+    expected = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    pipe = DistributedPipeline(model, sample=args, chunks=4)
+    pipe.load_state_dict(expected)
+    found = pipe.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    plain = deep(ranks)
+    plain.load_state_dict(found)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(*args), plain(*args))
+        pipe.eval()
+        torch.testing.assert_close(pipe(*args), plain.eval()(*args))
+        try:
+            pipe.load_state_dict({"no": torch.zeros(())})
+        except bp.BlockpipeError as error:
+            assert "expected the names of Deep" in str(error)
+        else:
+            raise AssertionError("not refused")
+
+
+def outputs_where_they_are_asked_for(rank: int, ranks: int) -> None:
+    """The loss is everywhere."""
+    model = deep(ranks)
+    plain = copy.deepcopy(model)
+    args, target = _batch(10)
+    pipe = DistributedPipeline(model, sample=args, chunks=4)
+    result = pipe.forward_backward(
+        *args, target=target, loss_fn=mean_square, return_outputs=rank == 0
+    )
+    if rank == 0:
+        torch.testing.assert_close(result.outputs, plain(*args))
+    else:
+        assert result.outputs is None
+    expected = mean_square(plain(*args), target).detach()
+    torch.testing.assert_close(result.loss.item(), expected.item())
+
+
+def clipped(rank: int, ranks: int) -> None:
+    """The norm counts a tied weight once."""
+    for norm_type in (2.0, float("inf")):
+        model = gpt()
+        plain = copy.deepcopy(model)
+        given = {"input_ids": ids(8), "labels": ids(8)}
+        pipe = DistributedPipeline(model, sample=((), given), **_on(ranks))
+        pipe.forward_backward(**given)
+        plain(**given).loss.backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+        torch.testing.assert_close(pipe.clip_grad_norm_(0.1, norm_type), expected)
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-7)
+
+
+def _raises(what: str, function: Any) -> None:
+    try:
+        function()
+    except bp.BlockpipeError as error:
+        assert what in str(error), str(error)
+    else:
+        raise AssertionError(f"not refused: {what}")
+
+
+def other_shapes_are_found_before_anything_is_sent(rank: int, ranks: int) -> None:
+    """In every process, and the next step works."""
+    args, _ = _batch(8)
+    pipe = DistributedPipeline(deep(ranks), sample=args, chunks=4)
+    wrong, other = _batch(8 + 4 * rank)
+    _raises(
+        "expected all processes to do the same",
+        lambda: pipe.forward_backward(*wrong, target=other, loss_fn=mean_square),
+    )
+    again, wanted = _batch(12)  # another size, for all: recorded anew
+    pipe.forward_backward(*again, target=wanted, loss_fn=mean_square)
+
+
+def a_process_that_fails_before_a_step_ends_it_for_all(rank: int, ranks: int) -> None:
+    args, target = _batch(8)
+    pipe = DistributedPipeline(deep(ranks), sample=args, chunks=4)
+    bad = target[:5] if rank == ranks - 1 else target
+    what = "target" if rank == ranks - 1 else f"rank {ranks - 1} failed before the step began"
+    _raises(what, lambda: pipe.forward_backward(*args, target=bad, loss_fn=mean_square))
+    assert not shared_store().check([f"{pipe._failures._prefix}/{rank}"])  # for a later one to find
+    pipe.forward_backward(*args, target=target, loss_fn=mean_square)
+
+
+def stages_that_do_not_fit_are_refused_everywhere(rank: int, ranks: int) -> None:
+    args, _ = _batch(8)
+    _raises(
+        f"expected as many stages as processes for schedule '1f1b', got {ranks + 1} stages",
+        lambda: DistributedPipeline(deep(ranks + 1), sample=args, chunks=4),
+    )
+    _raises(
+        "at least as many micro-batches as stages",
+        lambda: DistributedPipeline(deep(ranks), sample=args, chunks=1).forward_backward(
+            *args, loss_fn=torch.sum
+        ),
+    )
+
+
+def replicas_of_a_pipeline(rank: int, ranks: int) -> None:
+    """Two replicas with uneven shares are one process with the whole batch; also a second step."""
+    mesh = init_device_mesh("cpu", (2, ranks // 2))
+    model = deep(ranks // 2)
+    if ranks == 2:
+        model.embedding.requires_grad_(False)  # the second stage's
+    plain = copy.deepcopy(model)
+    args, target = _batch(10)
+    replica = rank // (ranks // 2)
+    if replica:
+        with torch.no_grad():
+            model.layers[0].weight.add_(1)  # it gets the first replica's value
+    share = slice(0, 6) if replica == 0 else slice(6, 10)
+    own = tuple(a[share] for a in args)
+    pipe = DistributedPipeline(model, sample=own, mesh=mesh, chunks=2)
+    for _ in range(2):
+        found = pipe.forward_backward(*own, target=target[share], loss_fn=mean_square).loss
+        loss = mean_square(plain(*args), target)
+        loss.backward()
+        torch.testing.assert_close(found.item(), loss.item())
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        if gradients[name] is not None:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+class Fails(nn.Module):
+    """Does something in the third micro-batch of a step."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.what = what
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and type(x) in (Tensor, nn.Parameter):
+            self.calls += 1
+            if self.calls == 3:
+                self.what()
+        return self.linear(x)
+
+
+def failing(rank: int, ranks: int, what: Any, *expected: str) -> None:
+    """The last process does something in its third micro-batch; the others hear of it."""
+    net = nn.Sequential(*[Fails(what if at == ranks - 1 else int) for at in range(ranks)])
+    bp.begin_blocks(net, {str(at): at for at in range(ranks)})
+    args = (torch.randn(8, 6),)
+    pipe = DistributedPipeline(net, sample=args, chunks=4)
+    try:
+        pipe.forward_backward(*args, loss_fn=torch.sum)
+    except bp.BlockpipeError as error:
+        for text in expected:
+            assert text in str(error), str(error)
+    else:
+        raise AssertionError("it went on")

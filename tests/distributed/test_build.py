@@ -1,0 +1,248 @@
+"""Stages as modules: the plain model's numbers from a chain of them, in one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import blockpipe as bp
+from blockpipe.distributed import build_stage
+
+from .chains import assert_like_plain
+from .models import Integers, UNet, gpt, ids, llama, resnet, t5
+
+
+def test_a_unet_with_long_skips_is_the_plain_one():
+    """A skip goes through the stages between."""
+    stages = assert_like_plain(UNet(), torch.randn(2, 3, 8, 8))
+    assert [len(stage.input_metas) for stage in stages] == [1, 2, 3, 4]
+
+
+def test_integers_go_past_stages_that_do_not_use_them():
+    """They are handed on, and the tensors that need a gradient are trained."""
+    assert_like_plain(Integers(), torch.randn(2, 4), index=torch.tensor([1, 3]))
+
+
+@pytest.mark.slow
+def test_a_residual_network_is_cut_inside_of_a_block():
+    """Batch norm's running statistics are the plain model's as well."""
+    stages = assert_like_plain(resnet(), torch.randn(2, 3, 64, 64))
+    assert dict(stages[3].named_parameters()).keys() == {"fc.weight", "fc.bias"}
+
+
+def test_a_gpt_with_tied_weights_has_them_on_both_stages():
+    """Under both names."""
+    stages = assert_like_plain(gpt(), input_ids=ids(2), labels=ids(2))
+    first, last = (dict(s.named_parameters(remove_duplicate=False)) for s in (stages[0], stages[3]))
+    assert first["transformer.wte.weight"] is last["lm_head.weight"]
+
+
+@pytest.mark.slow
+def test_llama_with_rotary_embeddings_is_the_plain_one():
+    """Their tables, and the mask, go to every stage."""
+    mask = torch.ones(2, 8, dtype=torch.long)
+    assert_like_plain(llama(), input_ids=ids(2), labels=ids(2), attention_mask=mask)
+
+
+@pytest.mark.slow
+def test_t5_hands_the_encoders_result_to_every_decoder_stage():
+    """With dropout, whose numbers are drawn in the same order here."""
+    assert_like_plain(t5(dropout_rate=0.1), input_ids=ids(2), labels=ids(2))
+
+
+class Experts(nn.Module):
+    """Depends on data inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, 0] > 0
+        out = torch.zeros_like(x)
+        if mask.any():
+            out[mask] = self.a(x[mask])
+        rest = (~mask).nonzero()[:, 0]
+        return out.index_add(0, rest, self.b(x[rest]))
+
+
+def test_a_module_that_depends_on_data_is_called_live():
+    """It takes another way with other data than those that were recorded."""
+    net = nn.Sequential(nn.Linear(4, 4), Experts(), nn.Linear(4, 4))
+    bp.begin_blocks(net, {"1": 1, "2": 2})
+    stages = assert_like_plain(net, torch.randn(6, 4))
+    x = torch.randn(6, 4)
+    for given in (x, -x, x.abs()):
+        handed: tuple[Tensor, ...] = (given,)
+        for stage in stages:
+            handed = stage(*handed)
+        assert torch.equal(handed[0], net(given))
+
+
+class Chooses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x[:, 0] > 0]
+
+
+def test_a_size_that_depends_on_data_must_not_leave_its_module():
+    """It is found when another micro-batch has another one."""
+    net = nn.Sequential(nn.Linear(4, 4), Chooses(), nn.Linear(4, 4))
+    bp.begin_blocks(net, {"1": 1, "2": 2})
+    with torch.no_grad():
+        net[0].weight.copy_(torch.eye(4))
+        net[0].bias.zero_()
+    chosen = build_stage(net, 1, torch.ones(3, 4))
+    assert chosen(torch.ones(3, 4))[0].shape == (3, 4)
+    with pytest.raises(
+        bp.BlockpipeError, match=r"shapes \[\(3, 4\)\] from module '1'.*got \[\(0, 4"
+    ):
+        chosen(-torch.ones(3, 4))
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
+        ctx.by = by
+        return x * by
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 3 * ctx.by, None
+
+
+class Glue(nn.Module):
+    """Two layers, and code of a test's between them."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = self.between(self, h)
+        with bp.Block(1):
+            return self.second(h)
+
+
+def test_custom_functions_in_the_glue_keep_their_backward():
+    """They are one call."""
+    assert_like_plain(Glue(lambda _, h: Scaled.apply(h, 2.0)), torch.randn(3, 4))
+
+
+def test_autocast_in_the_glue_is_there_again():
+    """For the operations under it, and for no others."""
+
+    def between(_: Any, h: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            product = h @ h.T
+        return product.float() @ h
+
+    assert_like_plain(Glue(between), torch.randn(3, 4))
+
+
+def test_what_is_computed_from_constants_may_be_read():
+    """``linspace(…).tolist()`` is the same for every micro-batch."""
+
+    def between(_: Any, h: Tensor) -> Tensor:
+        rates = [r.item() for r in torch.tensor([0.5, 1.0])]
+        return h * rates[0] + rates[1]
+
+    assert_like_plain(Glue(between), torch.randn(3, 4))
+
+
+def test_users_hooks_around_a_module_run_once():
+    """On the tape, where they are glue, and not again with the module."""
+    net = Glue(lambda _, h: h)
+    net.first.register_forward_hook(lambda module, args, output: output * 2)
+    assert_like_plain(net, torch.randn(3, 4))
+
+
+def test_an_outer_tensor_is_taken_along():
+    """One that no module registered."""
+    outside = torch.randn(4)
+    assert_like_plain(Glue(lambda _, h: h + outside), torch.randn(3, 4))
+
+
+def _random(_: Any, h: Tensor) -> Tensor:
+    import random
+
+    return h * random.random()
+
+
+def _counts(net: Any, h: Tensor) -> Tensor:
+    net.calls = getattr(net, "calls", 0) + 1
+    return h
+
+
+class Keeps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x * 2
+        return x + 1
+
+
+_keeps = Keeps()
+
+
+@pytest.mark.parametrize(
+    ("between", "what"),
+    [
+        (lambda _, h: h * 2 if h.sum() > 0 else h, "a tensor's value"),
+        (lambda _, h: h * h.max().item(), "a tensor's value"),
+        (lambda _, h: h + torch.as_tensor(h.detach().numpy() * 2), "a tensor's value"),
+        (lambda _, h: h + h[h > 0].shape[0], "a size that depends on data"),
+        (lambda _, h: h * torch.rand(()).item(), "a tensor's value"),
+        (_random, "a random number of Python's"),
+        (_counts, "leaves nothing behind between modules, got one that sets 'calls'"),
+        (lambda _, h: h + torch.autograd.grad(h.sum(), h)[0], "a backward inside of the forward"),
+    ],
+)
+def test_glue_that_cannot_be_replayed_is_refused(between: Any, what: str) -> None:
+    """With the line, where there is one."""
+    with pytest.raises(bp.BlockpipeError, match=what) as caught:
+        build_stage(Glue(between), 0, torch.randn(3, 4))
+    assert "test_build.py:" in str(caught.value)
+
+
+def test_a_write_to_one_of_two_views_that_cross_is_refused():
+    """In another process they are no views of one memory."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            flat = h.view(-1)
+            with bp.Block(1):
+                flat.mul_(2)
+                return h + 1
+
+    with pytest.raises(
+        bp.BlockpipeError, match="written in place on a later stage through another view"
+    ):
+        build_stage(Views(), 0, torch.randn(3, 4))
+
+
+def test_a_model_on_the_meta_device_gets_one_stages_values():
+    """The others' stay there."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    bp.begin_blocks(net, {"1": 1})
+    last = build_stage(net, -1, torch.zeros(3, 4), init="reset_parameters")
+    assert {n: p.device.type for n, p in net.named_parameters()} == {
+        "0.weight": "meta",
+        "0.bias": "meta",
+        "1.weight": "cpu",
+        "1.bias": "cpu",
+    }
+    assert last(torch.zeros(3, 8))[0].shape == (3, 2)
+
+
+def test_a_stage_that_is_not_there_is_an_error():
+    """With those that are."""
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), {"1": 1})
+    with pytest.raises(bp.BlockpipeError, match="expected a stage from 0 to 1, got 2"):
+        build_stage(net, 2, torch.zeros(3, 4))

@@ -1,0 +1,39 @@
+"""Pipelines over processes, against the plain model; cases.py has what each process runs."""
+
+import inspect
+
+import pytest
+
+from . import cases, ranks
+
+pytestmark = pytest.mark.cpu("the processes have no simulated accelerator")
+
+NAMES = [
+    name
+    for name, case in vars(cases).items()
+    if inspect.isfunction(case) and [*inspect.signature(case).parameters] == ["rank", "ranks"]
+]
+
+# What depends on how many processes there are, and not on what else is asked of them.
+WITH_FOUR = [name for name in NAMES if name.endswith("frozen_1")]
+WITH_FOUR += ["unet", "integers", "tied_gpt", "rotary_llama", "encoder_decoder"]
+WITH_FOUR += ["clipped", "replicas_of_a_pipeline", "values_of_one_process_count"]
+
+
+def test_uneven_micro_batches_in_two_processes() -> None:
+    """The one case that also runs where slow tests are left out."""
+    ranks.check(ranks.run_cases(cases.__name__, ["uneven"], 2))
+
+
+@pytest.mark.slow
+@pytest.mark.every
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("processes", "names"), [(2, NAMES), (4, WITH_FOUR)], ids=["2", "4"])
+def test_processes_give_the_plain_numbers_or_an_error(processes: int, names: list[str]) -> None:
+    """On every rank. One test for each launch: parallel workers would each start their own."""
+    ranks.check(ranks.run_cases(cases.__name__, names, processes, seconds=800, patience=120))
+
+
+def test_every_case_is_run():
+    """A case that nobody finds proves nothing."""
+    assert len(NAMES) > 25
