@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.pipelining import schedules as torchs
 
 from .._common.callsite import users_line
 from .._common.checks import did_you_mean
-from ..errors import PlanError, ScheduleError
+from ..errors import PlanError, ScheduleError, UsageError
 from .build import CutForward
 from .replay import StageModule
 
@@ -250,6 +251,11 @@ class Engine:
         """
         for module in self.modules.values():
             module.microbatch = first
+        if "arg_mbs" not in inspect.signature(self._schedule.step).parameters:
+            raise UsageError(
+                f"expected a torch whose schedules take micro-batches, got {torch.__version__}; "
+                "install a newer one (2.15 has been tried)"
+            )
         given = {"arg_mbs": inputs, "target_mbs": targets if self.has_last else None}
         if backward:
             self._schedule.step(**given, return_outputs=False)

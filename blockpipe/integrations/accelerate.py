@@ -14,9 +14,10 @@ from torch import Tensor, nn
 try:
     from accelerate import Accelerator
 except ImportError as error:
-    raise ImportError(
+    raise ModuleNotFoundError(
         f"blockpipe.integrations.accelerate needs the package accelerate ({error}); "
-        "pip install accelerate"
+        "pip install accelerate",
+        name=error.name,
     ) from error
 
 from .._common.callsite import remembers_caller, users_line

@@ -13,9 +13,10 @@ from torch import nn
 try:
     from lightning.pytorch.strategies import SingleDeviceStrategy
 except ImportError as error:
-    raise ImportError(
+    raise ModuleNotFoundError(
         f"blockpipe.integrations.lightning needs the package lightning ({error}); "
-        "pip install lightning"
+        "pip install lightning",
+        name=error.name,
     ) from error
 
 from .._common.callsite import users_line
