@@ -232,6 +232,11 @@ class Engine:
             for m in self.modules.values()
         ]
         self._schedule = build_schedule(name, stages, microbatches, loss_fn)
+        if "arg_mbs" not in inspect.signature(self._schedule.step).parameters:
+            raise UsageError(
+                f"expected a torch whose schedules take micro-batches, got {torch.__version__}; "
+                "install a newer one (2.15 has been tried)"
+            )
 
     def run(
         self,
@@ -251,11 +256,6 @@ class Engine:
         """
         for module in self.modules.values():
             module.microbatch = first
-        if "arg_mbs" not in inspect.signature(self._schedule.step).parameters:
-            raise UsageError(
-                f"expected a torch whose schedules take micro-batches, got {torch.__version__}; "
-                "install a newer one (2.15 has been tried)"
-            )
         given = {"arg_mbs": inputs, "target_mbs": targets if self.has_last else None}
         if backward:
             self._schedule.step(**given, return_outputs=False)
