@@ -8,7 +8,7 @@ import logging
 import os
 import types
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,24 +155,15 @@ class OutsideState:
 
     def _named(self, holder: Holder, key: Any) -> str:
         owner = holder.owner
-        kind = type(owner).__name__
-        article = "an" if kind[0].lower() in "aeiou" else "a"
-        if id(owner) in self._paths:
-            path = self._paths[id(owner)]
-            return f"{path}.{key}" if path else f"attribute {key!r} of the model"
         if id(owner) in self._tensors:
             return f"attribute {key!r} of {self._tensors[id(owner)][0]!r}"
         if isinstance(owner, types.FunctionType):
             return f"{key!r}, which {owner.__qualname__} reads"
-        if isinstance(owner, type):
-            return f"{owner.__qualname__}.{key}"
         if owner is os.environ:
             return f"environment variable {os.fsdecode(key)!r}"
         if isinstance(owner, dict):
             return f"entry {key!r} of a dict"
-        if key is None or isinstance(holder, SetHolder):
-            return f"{article} {kind}"
-        return f"attribute {key!r} of {article} {kind}"
+        return in_words(owner, None if isinstance(holder, SetHolder) else key, self._paths)
 
     @property
     def collects(self) -> bool:
@@ -227,6 +218,25 @@ class OutsideState:
         return bool(names) and all(
             _is_plain_name(n) and reads.is_only_filled(str(n)) for n in names
         )
+
+
+def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attribute") -> str:
+    """Return a name for a member of an object.
+
+    Args:
+        owner: the object.
+        key: the name or key of the member; ``None``: the object as a whole is meant.
+        paths: the path of each module, by its id.
+        what: what kind of member it is.
+    """
+    if id(owner) in paths:
+        path = paths[id(owner)]
+        return f"{path}.{key}" if path else f"attribute {key!r} of the model"
+    if isinstance(owner, type):
+        return f"{owner.__qualname__}.{key}"
+    kind = type(owner).__name__
+    whole = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+    return whole if key is None else f"{what} {key!r} of {whole}"
 
 
 def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:

@@ -33,6 +33,7 @@ from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
 from ..calls import Call
+from ..outside_state import in_words
 from ..reads import Reads, libraries_code_reads
 from ..recording import Recording, SharedChange
 from .accesses import Access, Use, accesses_of, may_set, tests_of
@@ -376,21 +377,12 @@ class SharedValues:
 
     def _named(self, known: _Value) -> str:
         owner, key = known.owner, known.key
-        kind = type(owner).__name__
-        article = "an" if kind[0].lower() in "aeiou" else "a"
-        if id(owner) in self._paths:
-            path = self._paths[id(owner)]
-            return f"{path}.{key}" if path else f"attribute {key!r} of the model"
         if isinstance(owner, Names):
             return f"{owner.names.get('__name__')}.{key}"
-        if isinstance(owner, type):
-            return f"{owner.__qualname__}.{key}"
         if isinstance(owner, types.CellType):
             return f"variable {key!r} of a closure"
-        if key is ALL:
-            return f"{article} {kind}"
         what = "entry" if isinstance(owner, _CONTENTS) else "attribute"
-        return f"{what} {key!r} of {article} {kind}"
+        return in_words(owner, None if key is ALL else key, self._paths, what)
 
 
 def _is_by_microbatch(container: Any) -> bool:
