@@ -116,13 +116,15 @@ class theirs:  # noqa: N801
 
     def __enter__(self) -> None:
         self._modes = in_thread.modes
-        in_thread.modes = ()
-        enter_modes(self._modes)
+        if self._modes:  # seldom, and each micro-batch comes by here
+            in_thread.modes = ()
+            enter_modes(self._modes)
 
     def __exit__(self, *_: object) -> None:
-        for _mode in self._modes:
-            pop_function_mode()
-        in_thread.modes = self._modes
+        if self._modes:
+            for _mode in self._modes:
+                pop_function_mode()
+            in_thread.modes = self._modes
 
 
 def take_forward_lock(forward_lock: "threading.Lock") -> None:

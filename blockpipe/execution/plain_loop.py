@@ -38,6 +38,7 @@ class PlainLoop:
         self._request = state.request
         self._prepared = state.request.prepared
         self._first_stage = self._prepared.route[0]
+        self._is_asynchronous = is_asynchronous(self._prepared.devices[self._first_stage])
 
     def run(self) -> None:
         """Run all micro-batches."""
@@ -74,7 +75,8 @@ class PlainLoop:
         """Run the model and its loss; the result is in the step's state."""
         state, caller, batch = self._state, self._request.caller, self._request.microbatches[m]
         state.randomness.enter(m, state.randomness.all_sources)
-        state.be_on(self._first_stage)
+        if self._is_asynchronous:
+            state.be_on(self._first_stage)
         args, kwargs, target = self._moved(m, (batch.args, batch.kwargs, batch.target))
         taken = state.whole_arguments.taken(batch, args, kwargs)
         with caller.uncached_autocast() if caller.autocasts else _NOTHING, theirs():
@@ -87,9 +89,8 @@ class PlainLoop:
         result = state.results[m] = MicrobatchResult(loss.detach())
         if "outputs" in self._request.want:
             result.outputs = detached(output)
-            stays = is_asynchronous(self._request.prepared.devices[self._request.prepared.route[0]])
             result.on_host = [
-                stays and isinstance(leaf, Tensor) and leaf.device.type == "cpu"
+                self._is_asynchronous and isinstance(leaf, Tensor) and leaf.device.type == "cpu"
                 for leaf in leaves(output)
             ]
         return loss

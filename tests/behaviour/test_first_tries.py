@@ -6,6 +6,7 @@ One row for each try that users were seen to make, and for those like it.
 import copy
 import inspect
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -268,8 +269,18 @@ def test_a_path_from_further_inside_is_found() -> None:
 def test_a_poptorch_model_prints_what_runs_it() -> None:
     model = poptorch.inferenceModel(linears(2), devices=stages(2))
     assert str(model) == "PoplarExecutor(Sequential): Options(), not called yet"
-    model(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one micro-batch keeps one of two devices at work
+        model(X)
     assert "PoplarExecutor(Sequential): Pipeline(Sequential" in str(model)
+
+
+@pytest.mark.skipif(not is_simulated(), reason="lanes of the CPU are one device")
+def test_one_micro_batch_on_several_devices_is_warned_of_in_poptorchs_words() -> None:
+    model = poptorch.inferenceModel(linears(2), devices=stages(2))
+    said = r"deviceIterations\(1\) with stages on 2 devices: only one works"
+    with pytest.warns(UserWarning, match=said):
+        model(X)
 
 
 # --- what means something, and does it

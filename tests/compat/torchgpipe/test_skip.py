@@ -305,7 +305,7 @@ def test_namespaces_keep_names_apart() -> None:
         ({"stash": ["a"]}, stash("b", None), r"Odd to stash 'a', got 'b' .*stash=\['b'\]"),
         ({"pop": ["a"]}, pop("b"), r"Odd to pop 'a', got 'b'"),
         ({"pop": ["a"]}, pop("a"), r"'a' to be stashed before Odd pops it"),
-        ({"stash": ["a", "b"]}, stash("a", None), r"Odd to stash 'b', as it is declared to"),
+        ({"stash": ["a", "b"]}, stash("a", None), r"Odd to stash 'b', as declared"),
     ],
 )
 def test_what_a_forward_does_wrong_is_a_runtime_error(
