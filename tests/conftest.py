@@ -208,6 +208,16 @@ def _lanes_for_small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "SMALL_HOP", 0.0)
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _rates_of_round_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is predicted must not depend on the machine: measuring has tests of its own."""

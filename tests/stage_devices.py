@@ -36,9 +36,9 @@ def device_type() -> str:
 
 
 def examples(count: int) -> int:
-    """So many examples of a property; a tenth of them where each operation is queued, and a fifth
+    """So many examples of a property; a tenth of them where each operation is queued, and an eighth
     where it shall be quick."""
-    return max(count // (10 if is_simulated() else 1) // (5 if is_quick else 1), 3)
+    return max(count // (10 if is_simulated() else 1) // (8 if is_quick else 1), 3)
 
 
 def host(value: Any) -> Any:
