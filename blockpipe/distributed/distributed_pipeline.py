@@ -70,6 +70,23 @@ class DistributedPipeline:
         RankError: another process failed, or has another model, other options or shapes.
 
     Source: ``torch.distributed.pipelining`` is the engine; the calls are :class:`Pipeline`'s.
+
+    Example:
+        One process with two stages; under ``torchrun``, ``init_process_group()`` needs no arguments
+        and each process makes the same pipeline.
+
+        >>> import torch, blockpipe as bp
+        >>> import torch.distributed as dist
+        >>> from blockpipe.distributed import DistributedPipeline
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> pipe = DistributedPipeline(net, sample=x, device="cpu", chunks=4, schedule="looped-bfs")
+        >>> result = pipe.forward_backward(x, target=y, loss_fn=torch.nn.functional.mse_loss)
+        >>> result.loss.shape, net[0].weight.grad.shape
+        (torch.Size([]), torch.Size([4, 4]))
+        >>> dist.destroy_process_group()
     """
 
     @remembers_caller

@@ -141,6 +141,18 @@ def make_stage(
         device: the stage's.
         group: the processes; ``None``: all.
         splits: whether its schedule splits the backward.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> import torch.distributed as dist
+        >>> from blockpipe.distributed import build_stage, make_stage
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> module = build_stage(net, 0, torch.ones(2, 4))
+        >>> stage = make_stage(module, 1, torch.device("cpu"), None, splits=False)
+        >>> stage.stage_index, stage.is_last
+        (0, True)
+        >>> dist.destroy_process_group()
     """
     # The engine takes the gradients of weights from what it finds between outputs and inputs.
     # Where no input needs a gradient it finds nothing: the backward is run whole.
@@ -185,6 +197,21 @@ def build_schedule(
 
     Raises:
         ScheduleError: the schedule does not take so many micro-batches.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> import torch.distributed as dist
+        >>> from blockpipe.distributed import build_schedule, build_stage, make_stage
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> module = build_stage(net, 0, torch.ones(2, 4))
+        >>> stage = make_stage(module, 1, torch.device("cpu"), None, splits=False)
+        >>> loss_fn = lambda outputs, target: torch.nn.functional.mse_loss(outputs[0], target)
+        >>> schedule = build_schedule("gpipe", [stage], 4, loss_fn)
+        >>> out = schedule.step(torch.ones(8, 4), target=torch.zeros(8, 2))
+        >>> out[0].shape, net[0].weight.grad.shape
+        (torch.Size([8, 2]), torch.Size([4, 4]))
+        >>> dist.destroy_process_group()
     """
     key = schedule_name(name)
     where = [stages[0].stage_index_to_group_rank[k] for k in range(stages[0].num_stages)]

@@ -53,6 +53,14 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # which has no types
     Raises:
         UsageError: both a pipeline and options; a model that the trainer has replaced; several
             processes, DeepSpeed or FSDP; an optimizer that steps within the backward.
+
+    Example:
+        >>> from transformers import Seq2SeqTrainer
+        >>> from blockpipe.integrations.transformers import PipelineTrainerMixin
+        >>> class PipelineSeq2SeqTrainer(PipelineTrainerMixin, Seq2SeqTrainer):
+        ...     pass
+        >>> [cls.__name__ for cls in PipelineSeq2SeqTrainer.__mro__[1:4]]
+        ['PipelineTrainerMixin', 'Seq2SeqTrainer', 'Trainer']
     """
 
     def __init__(

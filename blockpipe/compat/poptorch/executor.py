@@ -179,6 +179,15 @@ class PoplarExecutor:
         options: a copy, as they were when this was made.
 
     Source: ``poptorch.PoplarExecutor``.
+
+    Example:
+        >>> import torch
+        >>> from blockpipe.compat import poptorch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> _ = poptorch.BeginBlock(net[1], ipu_id=1)
+        >>> model = poptorch.inferenceModel(net.eval())
+        >>> isinstance(model, poptorch.PoplarExecutor), model(torch.ones(2, 4)).shape
+        (True, torch.Size([2, 1]))
     """
 
     def __init__(
