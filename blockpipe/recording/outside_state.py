@@ -31,6 +31,7 @@ from ..restoring.holders import (
 )
 from ..restoring.model_state import is_users, names_in
 from ..stages.cursor import is_of_microbatch
+from .calls import hops_by_path
 from .reads import Reads
 from .recording import Recording, SharedChange
 
@@ -187,11 +188,7 @@ class OutsideState:
         """
         if len(result.hops) < 2:
             return
-        on: dict[str, set[int]] = {}
-        for call in result.calls:
-            if call.hop is not None:
-                last = call.hop if call.last_hop is None else call.last_hop
-                on.setdefault(call.path, set()).update(range(call.hop, last + 1))
+        on = hops_by_path(result.calls)
         for change in self._changes.values():
             may_be_read = change.is_shared
             if change.path is not None:  # it is read where its module is called, or by who holds it

@@ -16,6 +16,7 @@ from .._common.callsite import users_line
 from .._torch.modes import is_in_forward_mode
 from .._torch.modules import COMPILED_CALL, SLOTS, caches_parametrizations
 from ..restoring.process_state import process_state
+from .calls import hops_by_path
 from .reads import Reads
 from .recording import Recording, SharedChange, TensorInfo
 
@@ -131,18 +132,16 @@ class SharedChanges:
         result.changing = {f"{path}.{name}" for path, name in self._changed}
         result.changing |= set(self._rebound())
         modules = dict(self._model.named_modules())
-        hops: dict[str, set[int]] = {}
-        where: dict[str, str] = {}
-        for call in result.calls:
-            if not call.is_function and call.hop is not None:
-                hops.setdefault(call.path, set()).add(call.hop)
-                where.setdefault(call.path, call.where)
+        # Changes are looked for where calls start. Within one call that spans hops, OutsideState
+        # compares what is set and read.
+        hops = hops_by_path(result.calls, starts=True)
+        where = {c.path: c.where for c in reversed(result.calls) if c.hop is not None}  # the first
         for (path, name), tensor in sorted(self._changed.items(), key=lambda item: item[0]):
             readers = set(held[id(tensor)].hops) if id(tensor) in held else set()
             seen = sorted(hops.get(path, set()) | readers)
             if tensor is None and reads.is_unread(name, type(modules[path])):
                 continue
-            if len(seen) > 1 and path in where:
+            if len(seen) > 1 and path in hops:
                 remedy = _LOCAL if tensor is None else _OWN
                 what = f"{path}.{name}"
                 settles = tensor is None and (path, name) in self._at_first
