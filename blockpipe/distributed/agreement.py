@@ -1,7 +1,7 @@
-"""What processes agree on before anything is sent: that they do the same, and that none has failed.
+"""Check before a step that all processes do the same and that none has failed.
 
-torch's engine finds nothing of this: where shapes differ, values come back wrong, or a process
-waits for ever.
+torch's engine does not check that. If shapes differ between processes, it returns wrong values or a
+process waits for ever.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _SHOWN = 1000  # bytes of each process's text
 
 
 class Agreement:
-    """Asks all processes of a group the same at the same time.
+    """A check that all processes of a group make together.
 
     Args:
-        group: the processes; ``None``: all.
-        device: where tensors for them are.
+        group: the processes; ``None`` takes all of them.
+        device: the device of the tensors that are exchanged.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -34,11 +34,10 @@ class Agreement:
 
     @contextmanager
     def at_end(self, kind: Callable[[], str], asks: int = 0) -> Iterator[list[int]]:
-        """See that all processes say the same, and that none has failed, after what each does for
-        itself.
+        """Check at the end of a block that all processes do the same and that none has failed.
 
         Args:
-            kind: says what this process is about to do, as for :meth:`check`.
+            kind: returns a description of the next action, as for :meth:`check`.
             asks: bits that this process asks for.
 
         Yields:
@@ -54,19 +53,19 @@ class Agreement:
         asked.append(self.check(what, asks, failure))
 
     def check(self, what: str, asks: int = 0, failure: BaseException | None = None) -> int:
-        """See that all processes say the same.
+        """Check that all processes pass the same description.
 
         Args:
-            what: what this process is about to do, in words that are the same in all of them.
+            what: a description of the next action, with the same words in all processes.
             asks: bits that this process asks for.
-            failure: why this process cannot go on.
+            failure: the error because of which this process cannot go on.
 
         Returns:
             The bits that any process asks for.
 
         Raises:
             BaseException: the failure, in the process that has it.
-            RankError: another process has failed, or says something else.
+            RankError: another process has failed, or passes another description.
         """
         digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
         given = torch.tensor([failure is not None, digest, asks], device=self._device)

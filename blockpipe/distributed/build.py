@@ -1,4 +1,4 @@
-"""From a marked model and a sample to the modules of its stages."""
+"""Build the modules of a marked model's stages from a sample."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class CutForward:
     """A forward of a model, recorded, taped and cut: the same data in every process.
 
     Args:
-        model: the user's; marked, unless there is a plan.
+        model: the user's model; marked, unless there is a plan.
         args: the forward's positional arguments, of one micro-batch.
         kwargs: its keyword arguments.
         plan: stages that override the marks.
-        device: the one that this process's stages are on.
+        device: the device of this process's stages.
 
     Attributes:
-        recording: what is on which stage.
-        tape: what the glue does.
+        recording: the recording, with the stage of each call.
+        tape: the calls of the glue.
         stages: the pieces of the tape, one for each hop of the route.
 
     Raises:
@@ -82,8 +82,8 @@ class CutForward:
         return StageModule(self.model, self.tape, stage, self._names, unread, self.device)
 
     def place(self, index: int) -> None:
-        """Move the tensors of one stage to its device, in the model: all that is built of it later
-        shares them. Those without values stay as they are."""
+        """Move the tensors of one stage to its device, in the model itself, so that modules built
+        later share them. Tensors without values stay as they are."""
         found = self.module(index)
         for _, weight in found.named_parameters():
             if weight.device != self.device and not weight.is_meta:
@@ -94,7 +94,7 @@ class CutForward:
                 buffers_of(self.model.get_submodule(path))[key] = buffer.to(self.device)
 
     def parameters_of(self, index: int) -> set[str]:
-        """The first names of the parameters that a stage has."""
+        """Return the first names of the parameters that a stage has."""
         stage = self.stages[index]
         first = {id(t): name for name, t in reversed([*named_slots(self.model, parameters_of)])}
         found = {name for name in (*stage.held, *self._unread(stage)) if name in first.values()}
@@ -104,7 +104,7 @@ class CutForward:
         return found
 
     def tied(self) -> dict[str, list[int]]:
-        """The stages that have a parameter, by first name, of those that several have."""
+        """Return the stages of each parameter that several stages have, by its first name."""
         found: dict[str, list[int]] = {}
         for stage in self.stages:
             for name in self.parameters_of(stage.index):
@@ -112,7 +112,7 @@ class CutForward:
         return {name: found[name] for name in sorted(found) if len(found[name]) > 1}
 
     def _unread(self, stage: StageTape) -> list[str]:
-        """Parameters and buffers that no call reads, and that live on this stage."""
+        """Return the parameters and buffers that live on this stage and that no call reads."""
         if stage.stage in (before.stage for before in self.stages[: stage.index]):
             return []
         held = (*self.recording.parameters, *self.recording.buffers)
@@ -134,28 +134,29 @@ def build_stage(
     """Build one stage of a marked model as a module for ``torch.distributed.pipelining``.
 
     Its forward takes the tensors that cross from the stage before and returns those that cross to
-    the next: skip connections, inputs and integers are handed on through the stages between. It
-    has the parameters of its own stage, under the names that they have in the model.
+    the next. The stages between pass on skip connections, inputs and integers. The module has the
+    parameters of its own stage, under the names that they have in the model.
 
     Args:
-        model: marked, and otherwise unmodified; on the meta device if ``weights`` or ``init`` is
-            given: then the tensors of other stages stay there.
-        stage: its place in the chain of stages; ``-1`` is the last one.
-        args: the positional arguments of a forward, of one micro-batch. The stage is for these
-            shapes, for the model's mode (train or eval), and for gradients being on or off.
+        model: the model, marked and otherwise unmodified. If ``weights`` or ``init`` is given, it
+            is on the meta device, and the tensors of other stages stay there.
+        stage: the stage's place in the chain of stages; ``-1`` is the last one.
+        args: the positional arguments of a forward, of one micro-batch. The stage works for these
+            shapes, in the model's present mode (train or eval), with gradients as they are now (on
+            or off).
         kwargs: its keyword arguments.
         plan: stages that override the marks.
-        device: the stage's; ``None``: the CPU.
+        device: the stage's device; ``None`` is the CPU.
         weights: as for :func:`blockpipe.materialize`.
         init: as for :func:`blockpipe.materialize`.
 
     Returns:
-        The stage. Modules that lie on one stage as a whole are the model's own; the code between
+        The stage. Modules that are on one stage as a whole are the model's own. The code between
         them is replayed from a recording.
 
     Raises:
-        RecordingError: the code between modules does what cannot be replayed: it branches on a
-            tensor's value, draws random numbers of Python's, or has sizes that depend on data.
+        RecordingError: the code between modules cannot be replayed: it branches on a tensor's
+            value, draws Python's random numbers, or has sizes that depend on data.
         PlanError, StateError, CrossingError: the stages cannot be in different processes.
 
     Source: ``torch.distributed.pipelining.Pipe.build_stage``.
@@ -194,7 +195,7 @@ def fill_own(
     weights: Weights | None,
     init: Init | None,
 ) -> None:
-    """Give the tensors of some stages values, where they are asked for."""
+    """Give the tensors of some stages their values from ``weights`` and ``init``, if given."""
     if weights is not None or init is not None:
         devices = [device] * recording.num_stages
         materialize(model, recording, devices, weights=weights, init=init, stages=[*stages])
@@ -204,7 +205,7 @@ def fill_own(
 @as_ours
 @counting_writes()
 def _taped(request: RecordRequest, recording: Recording) -> Tape:
-    """Tape a forward in the surroundings of its recording."""
+    """Tape a forward under the same settings as its recording."""
     model, place = request.model, torch.device("cpu")
 
     def watch(given: RecordRequest, holders: Collection[Holder], *, fake: bool) -> Tape:
@@ -227,7 +228,7 @@ def _taped(request: RecordRequest, recording: Recording) -> Tape:
 
 
 def _check(recording: Recording) -> None:
-    """Refuse what stages share and a forward changes: each process has a copy of its own."""
+    """Refuse state that stages share and a forward changes, because each process has a copy."""
     recording.check()
     problems = [
         f"{held.name!r} is written by the forward and read on stages "

@@ -1,8 +1,8 @@
-"""A tape in pieces: what each stage runs, and which tensors go from one to the next.
+"""Cut a tape into the calls of each stage, and find the tensors that go from one to the next.
 
-Boundary k is every tensor that was made before stage k + 1 and is used on it or later, arguments
-of the forward included: an engine in which stages talk to their neighbours alone hands everything
-on. Parameters do not cross: each stage that reads one has it.
+Boundary k is every tensor that is made before stage k + 1 and used on it or later, including the
+arguments of the forward, because torch's engine sends tensors only from a stage to the next.
+Parameters do not cross: each stage that reads one has it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .taping.tape import Entry, Held, Meta, Tape, Value, references
 
 @dataclass
 class StageTape:
-    """What one stage runs.
+    """The calls of one stage, and the values that it takes and returns.
 
     Attributes:
-        index: its place in the chain of stages.
-        stage: its number in the marks.
-        entries: its calls.
-        inputs: the values that it is given, in order.
-        outputs: the values that it returns, in order; of the last stage, empty.
-        input_metas: what they are.
-        output_metas: what its results are.
-        result: of the last stage, the forward's result with references.
+        index: the stage's place in the chain of stages.
+        stage: the stage's number in the marks.
+        entries: the calls.
+        inputs: the values that it takes, in order.
+        outputs: the values that it returns, in order; empty for the last stage.
+        input_metas: the shapes and dtypes of ``inputs``.
+        output_metas: the shapes and dtypes of its results.
+        result: for the last stage, the forward's result with references.
         held: first names of the parameters and buffers that its glue reads.
         modules: paths of the modules that it calls.
         written: the inputs that it writes to.
@@ -87,7 +87,7 @@ def cut(tape: Tape) -> list[StageTape]:
 
 
 def _last_uses(tape: Tape) -> dict[int, int]:
-    """By value, the last hop that uses it; values that nobody uses are left out."""
+    """Return the last hop that uses each value; unused values are left out."""
     found: dict[int, int] = {}
     for entry in tape.entries:
         for reference in references((entry.args, entry.kwargs)):
@@ -100,7 +100,7 @@ def _last_uses(tape: Tape) -> dict[int, int]:
 
 
 def _sharing(tape: Tape, inputs: list[int], outputs: list[int]) -> set[int]:
-    """Outputs that are inputs, or have the memory of an input or of an earlier output."""
+    """Return the outputs that share memory with an input or with an earlier output."""
     taken = {tape.storages[v] for v in inputs}
     found = set()
     for value in outputs:

@@ -1,4 +1,5 @@
-"""A pipeline whose stages are in processes of their own, with the calls of ``Pipeline``."""
+"""The class ``DistributedPipeline``: stages in separate processes, with the calls of
+``Pipeline``."""
 
 from __future__ import annotations
 
@@ -40,17 +41,17 @@ _OUTPUTS = 1  # a process asks for them
 class DistributedPipeline:
     """A marked model, one or several of whose stages run in this process.
 
-    Every process makes one, of the same model and with the same options, and calls the same methods
-    at the same time, with arguments of the same shapes. The values of a batch count in the process
-    of the first stage, those of the target in that of the last one.
+    Every process makes one from the same model with the same options, and calls the same methods at
+    the same time with arguments of the same shapes. The values of a batch matter only in the
+    process of the first stage, and those of the target in the process of the last one.
 
     Args:
-        model: marked as for :class:`Pipeline`; on the meta device if ``weights`` or ``init`` is
-            given: then each process has the values of its own stages only.
-        sample: ``(args, kwargs)`` of a batch, or its only argument: shapes count.
-        device: where this process's stages are; ``None``: the current accelerator of torch's
+        model: the model, marked as for :class:`Pipeline`. If ``weights`` or ``init`` is given, it
+            is on the meta device, and each process has the values of its own stages only.
+        sample: ``(args, kwargs)`` of a batch, or its only argument; only shapes and dtypes matter.
+        device: the device of this process's stages; ``None`` is the current accelerator of torch's
             process group, or the CPU.
-        group: the processes of the pipeline; ``None``: all.
+        group: the processes of the pipeline; ``None`` takes all of them.
         mesh: instead of a group, a mesh of two dims: replicas, and the processes of each one's
             pipeline. Each replica is passed a share of the batch; the loss and the gradients are
             those of all shares together.
@@ -65,11 +66,28 @@ class DistributedPipeline:
         init: as for :class:`Pipeline`.
 
     Raises:
-        RecordingError: the code between modules does what cannot be replayed.
+        RecordingError: the code between modules cannot be replayed.
         ScheduleError: the schedule does not take so many stages or micro-batches.
         RankError: another process failed, or has another model, other options or shapes.
 
     Source: ``torch.distributed.pipelining`` is the engine; the calls are :class:`Pipeline`'s.
+
+    Example:
+        One process with two stages; under ``torchrun``, ``init_process_group()`` needs no arguments
+        and each process makes the same pipeline.
+
+        >>> import torch, blockpipe as bp
+        >>> import torch.distributed as dist
+        >>> from blockpipe.distributed import DistributedPipeline
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> pipe = DistributedPipeline(net, sample=x, device="cpu", chunks=4, schedule="looped-bfs")
+        >>> result = pipe.forward_backward(x, target=y, loss_fn=torch.nn.functional.mse_loss)
+        >>> result.loss.shape, net[0].weight.grad.shape
+        (torch.Size([]), torch.Size([4, 4]))
+        >>> dist.destroy_process_group()
     """
 
     @remembers_caller

@@ -1,4 +1,4 @@
-"""torch's engine: its schedules by name, where their stages are, and a stage as they take it."""
+"""Use torch's engine: its schedules by name, the ranks of their stages, its class for a stage."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ FOR_ANY_NUMBER = {
     "zb-h1": "looped-bfs",
     "dualpipe-v": "zb-v",
 }
-"""For schedules that refuse some numbers of micro-batches, one with the same places that takes
-any."""
+"""For each schedule that refuses some numbers of micro-batches, a schedule with the same ranks of
+stages that takes any number."""
 
 
 def schedule_name(name: object) -> str:
     """Return the name of one of torch's schedules, in Blockpipe's words.
 
     Raises:
-        ScheduleError: there is none of this name.
+        ScheduleError: there is no schedule of this name.
     """
     key = str(name).lower()
     found = _TORCHS_NAMES.get(key.removeprefix("schedule"), key.removeprefix("schedule"))
@@ -74,13 +74,13 @@ def places(name: str, route: Sequence[int], ranks: int) -> list[int]:
     """Return the rank of each stage in the chain.
 
     Args:
-        name: of the schedule.
+        name: the schedule's name.
         route: the stage's number in the marks, hop by hop.
-        ranks: how many processes there are.
+        ranks: the number of processes.
 
     Raises:
         ScheduleError: the schedule does not take so many stages.
-        PlanError: the forward comes back to a stage, and its rank is another one then.
+        PlanError: the forward returns to a stage that would be on another rank then.
     """
     count = len(route)
     rest = count % ranks
@@ -114,8 +114,8 @@ def takes(name: str, microbatches: int, places: Sequence[int]) -> bool:
     """Return whether a schedule takes so many micro-batches.
 
     Args:
-        name: of the schedule.
-        microbatches: how many there are.
+        name: the schedule's name.
+        microbatches: the number of micro-batches.
         places: the rank of each stage.
     """
     if name in ("1f1b", "dualpipe-v"):
@@ -133,17 +133,29 @@ def make_stage(
     *,
     splits: bool,
 ) -> PipelineStage:
-    """Make a stage of torch's engine, with what every tensor is.
+    """Make a stage of torch's engine, with the shapes and dtypes of its tensors.
 
     Args:
         module: the stage.
-        count: how many stages there are.
-        device: the stage's.
-        group: the processes; ``None``: all.
-        splits: whether its schedule splits the backward.
+        count: the number of stages.
+        device: the stage's device.
+        group: the processes; ``None`` takes all of them.
+        splits: whether the schedule splits the backward.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> import torch.distributed as dist
+        >>> from blockpipe.distributed import build_stage, make_stage
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> module = build_stage(net, 0, torch.ones(2, 4))
+        >>> stage = make_stage(module, 1, torch.device("cpu"), None, splits=False)
+        >>> stage.stage_index, stage.is_last
+        (0, True)
+        >>> dist.destroy_process_group()
     """
-    # The engine takes the gradients of weights from what it finds between outputs and inputs.
-    # Where no input needs a gradient it finds nothing: the backward is run whole.
+    # The engine looks for weights on the paths from outputs to inputs. If no input needs a
+    # gradient there are no such paths, so the backward runs as a whole.
     needs_grad = any(meta.requires_grad for meta in module.input_metas)
     whole = splits and module.index > 0 and not needs_grad
     module.leads_to_inputs = splits
@@ -164,7 +176,7 @@ def _whole() -> Callable[..., None]:
 
 
 def _nothing(*_: Any) -> None:
-    """The weights' part of a backward that was run as a whole."""
+    """Stand for the weights' part of a backward that has run as a whole."""
 
 
 def build_schedule(
@@ -178,13 +190,29 @@ def build_schedule(
     Args:
         name: ``"gpipe"``, ``"1f1b"``, ``"looped-bfs"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"``
             or ``"dualpipe-v"``, or torch's own name of it.
-        stages: of this process, in order, from :func:`make_stage`.
-        microbatches: how many there are.
-        loss_fn: ``(tensors, target) -> loss``, of what the last stage returns. Gradients are not
-            divided by the number of micro-batches: their weight belongs into the loss.
+        stages: this process's stages, in order, from :func:`make_stage`.
+        microbatches: the number of micro-batches.
+        loss_fn: ``(tensors, target) -> loss``, for the tuple of tensors that the last stage
+            returns. Gradients are not divided by the number of micro-batches, so their weights
+            belong in the loss.
 
     Raises:
         ScheduleError: the schedule does not take so many micro-batches.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> import torch.distributed as dist
+        >>> from blockpipe.distributed import build_schedule, build_stage, make_stage
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> module = build_stage(net, 0, torch.ones(2, 4))
+        >>> stage = make_stage(module, 1, torch.device("cpu"), None, splits=False)
+        >>> loss_fn = lambda outputs, target: torch.nn.functional.mse_loss(outputs[0], target)
+        >>> schedule = build_schedule("gpipe", [stage], 4, loss_fn)
+        >>> out = schedule.step(torch.ones(8, 4), target=torch.zeros(8, 2))
+        >>> out[0].shape, net[0].weight.grad.shape
+        (torch.Size([8, 2]), torch.Size([4, 4]))
+        >>> dist.destroy_process_group()
     """
     key = schedule_name(name)
     where = [stages[0].stage_index_to_group_rank[k] for k in range(stages[0].num_stages)]
@@ -205,9 +233,9 @@ class Engine:
 
     Args:
         cut: the forward of such a micro-batch.
-        name: of the schedule.
-        microbatches: how many there are.
-        group: the processes; ``None``: all.
+        name: the schedule's name.
+        microbatches: the number of micro-batches.
+        group: the processes; ``None`` takes all of them.
         loss_fn: as for :func:`build_schedule`.
     """
 

@@ -1,4 +1,5 @@
-"""The engines of a pipeline: one for each kind of micro-batches, made when it is first met."""
+"""Make the engines of a pipeline, one for each kind of micro-batches, when they are first
+needed."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ class Engines:
     """The engines of this process's stages, and the recorded forwards that they are made from.
 
     Args:
-        model: the user's.
+        model: the user's model.
         plan: stages that override the marks.
-        device: the one that this process's stages are on.
-        group: the processes; ``None``: all.
+        device: the device of this process's stages.
+        group: the processes; ``None`` takes all of them.
         loss_fn: as for :func:`build_schedule`.
 
     Attributes:
         first: the forward of the sample.
-        places: where its stages are.
+        places: the ranks of its stages.
     """
 
     first: CutForward

@@ -1,8 +1,8 @@
-"""Failures in the middle of a step: who failed, told to those who wait for a tensor of it.
+"""Report a failure in the middle of a step to the processes that wait for a tensor of it.
 
-A process whose neighbour has ended hears only that a connection is closed, or that time is up. The
-process that failed therefore leaves a report where all look: in the store by which torch's
-processes found each other. Nobody watches while all goes well: no thread, and nothing to send.
+A process whose neighbour has ended only sees a closed connection or a timeout. So the process that
+failed leaves a report in the store through which torch's processes found each other, and the others
+look there. While nothing fails, there is no thread and nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import RankError
 
 _PATIENCE = 5.0  # seconds that others have to leave a report once a connection is lost
 _POLL = 0.1  # seconds
-# What gloo, NCCL and the store say where another process is gone or late.
+# Parts of the messages of gloo, NCCL and the store about a process that is gone or late.
 _LOST = ("connection", "timed out", "timeout", "peer", "gloo", "nccl", "socket")
 
 
@@ -29,8 +29,8 @@ class Failures:
     """The reports of the processes of one pipeline.
 
     Args:
-        group: the processes; ``None``: all.
-        device: where tensors for them are.
+        group: the processes; ``None`` takes all of them.
+        device: the device of the tensors that are exchanged.
 
     Attributes:
         began: whether the step under way has sent anything.

@@ -1,5 +1,4 @@
-"""The gradients of a pipeline's stages: summed where several processes have a parameter, and
-clipped by the norm of all."""
+"""Sum the gradients of parameters that several processes have, and clip by the norm of all."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ class StageGradients:
 
     Args:
         values: the parameters.
-        tied: those of them that other stages have too.
-        replicas: the processes that have the same stages; ``None``: there are none.
-        group: the processes of the pipeline; ``None``: all.
-        device: where tensors for them are.
+        tied: the parameters that other stages have too.
+        replicas: the processes that have the same stages; ``None`` if there are none.
+        group: the processes of the pipeline; ``None`` takes all of them.
+        device: the device of the tensors that are exchanged.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""A stage as a module: its part of the tape, run again with the process's own parameters.
+"""The module of a stage, which replays its part of the tape with the process's own parameters.
 
-Modules that the tape calls are the user's own, called as ever; parameters keep the names that they
-have in the model.
+Modules that the tape calls are the user's own and run as always. Parameters keep the names that
+they have in the model.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class StageModule(nn.Module):
     last stage: the tensors of the model's output, which :meth:`output` puts together).
 
     Args:
-        model: the user's; the modules that the stage calls are shared with it.
-        tape: of a forward.
-        stage: the part of it that is this stage's.
-        names: for each of the model's parameters and buffers, by first name, all its names.
-        unread: names of tensors that no call reads, and that are this stage's to keep.
-        device: the stage's.
+        model: the user's model, which shares the modules that the stage calls.
+        tape: the tape of a forward.
+        stage: this stage's part of the tape.
+        names: all names of each parameter and buffer of the model, by its first name.
+        unread: names of tensors that no call reads, and that this stage keeps.
+        device: the stage's device.
 
     Attributes:
         leads_to_inputs: whether each result is made to depend on an input. torch's zero-bubble

@@ -1,4 +1,4 @@
-"""Replicas of a stage in other processes: one value, and one gradient of all shares of a batch."""
+"""Keep the replicas of a stage equal, which run in other processes on shares of the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StageReplicas:
     """The processes that have the same stages, each with its share of the batch.
 
     Args:
-        group: these processes.
+        group: the processes.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline are: the rank of each."""
+"""The rank of each stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class StagePlaces:
     """The ranks of the stages of one pipeline.
 
     Args:
-        ranks: by stage, in the order of the chain, the rank in the group.
-        group: the processes; ``None``: all.
+        ranks: the rank in the group of each stage, in the order of the chain.
+        group: the processes; ``None`` takes all of them.
 
     Attributes:
         own: the stages of this process.

@@ -20,7 +20,7 @@ class StageValues:
 
     Args:
         cut: a forward of the model.
-        places: where its stages are.
+        places: the ranks of its stages.
 
     Raises:
         UsageError: a parameter has no values.

@@ -1,5 +1,5 @@
-"""One step of a distributed pipeline: its losses and outputs arise in the last stage's process, and
-are sent to all."""
+"""One step of a distributed pipeline, whose losses and outputs the last stage's process
+computes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ Run = tuple[Engine, list[Microbatch]]
 
 
 class Step:
-    """What one step collects in the last stage's process.
+    """The losses and outputs of one step, collected in the last stage's process.
 
     Args:
-        loss_fn: the user's; ``None``: the model returns its loss; :func:`no_loss`: there is none.
-        device: of this process's stages.
+        loss_fn: the user's loss function; ``None`` if the model returns its loss; :func:`no_loss`
+            if there is none.
+        device: the device of this process's stages.
         asks_outputs: whether any process asks for the outputs.
 
     Attributes:
-        engine: the one that runs.
+        engine: the engine that runs.
     """
 
     def __init__(

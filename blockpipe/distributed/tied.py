@@ -1,4 +1,4 @@
-"""Parameters that several stages have, each in its own process: one value, one gradient."""
+"""Keep parameters equal that stages in several processes share, and sum their gradients."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class TiedParameters:
     """The parameters that stages of several processes have.
 
     Args:
-        tied: by name, the stages that have the parameter.
+        tied: the stages that have each such parameter, by its name.
         places: the rank of each stage.
-        parameters: this process's own, by name.
-        group: the processes; ``None``: all.
+        parameters: this process's parameters, by name.
+        group: the processes; ``None`` takes all of them.
     """
 
     def __init__(

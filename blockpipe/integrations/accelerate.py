@@ -1,9 +1,9 @@
-"""Hugging Face Accelerate: an ``Accelerator`` that takes a pipeline for a model.
+"""Hugging Face Accelerate: an ``Accelerator`` that takes a pipeline as the model.
 
 ``Accelerator.prepare`` moves a model to one device and puts autocast around its ``forward``. A
-pipeline has several devices, and a step that runs the backward as well does not go through
-``forward``. So here it is the pipeline's model that is prepared, and stays where it is: autocast is
-then inside each micro-batch's forward, as the plain model has it.
+pipeline has several devices, and a step that includes the backward does not go through ``forward``.
+So the pipeline's inner model is prepared instead, and not moved: autocast is then inside each
+micro-batch's forward, as it is for the plain model.
 """
 
 from collections.abc import Callable
@@ -63,17 +63,18 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """As Accelerate's; a pipeline is not moved, whatever ``device_placement`` says.
+        """Prepare a model as Accelerate does; a pipeline is never moved.
 
         Raises:
-            UsageError: a pipeline, and several processes, ``torch.compile`` or fp8.
+            UsageError: the model is a pipeline, and there are several processes, ``torch.compile``
+                or fp8.
         """
         if not isinstance(model, Pipeline):
             prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
             return prepared
         self._check_pipelines()
         if model not in self._models:
-            # For evaluation only: what training adds is for several processes.
+            # As for evaluation: preparation for training only adds wrappers for several processes.
             super().prepare_model(model.module, device_placement=False, evaluation_mode=True)
             self._models[-1] = model
         return model
@@ -111,7 +112,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
             )
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """As Accelerate's; a pipeline's model is what is inside it."""
+        """Unwrap a model as Accelerate does; of a pipeline, return the model inside it."""
         model = model.module if isinstance(model, Pipeline) else model
         unwrapped: nn.Module = super().unwrap_model(model, *args, **kwargs)
         return unwrapped
@@ -121,8 +122,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _check_pipelines(self) -> None:
-        """Raise :class:`UsageError` for what Accelerate would do to a model, and cannot to one in a
-        pipeline."""
+        """Raise :class:`UsageError` for settings that do not work for a model in a pipeline."""
         if self.num_processes > 1:
             raise UsageError(
                 f"expected one process for a pipeline, got {self.num_processes} ({users_line()}): "

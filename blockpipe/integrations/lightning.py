@@ -1,7 +1,7 @@
-"""Lightning: a strategy for modules that have a pipeline in them.
+"""Lightning: a strategy for modules that contain a pipeline.
 
-Lightning's own strategies move the whole module to one device and back to the CPU in the end. A
-pipeline's stages have devices of their own, so this one moves the rest of the module only.
+Lightning's own strategies move the whole module to one device, and back to the CPU at the end. A
+pipeline's stages have devices of their own, so this one moves only the rest of the module.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,15 +32,16 @@ class PipelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """A strategy for a ``LightningModule`` with a :class:`~blockpipe.Pipeline`, which is not moved.
 
     The rest of the module (losses with parameters, metrics) and the batches are on the device of
-    the last stage, where outputs are. With ``precision="16-mixed"`` gradients of
-    ``forward_backward`` are scaled, as Lightning scales those of a loss that it gets.
+    the last stage, where outputs are. With ``precision="16-mixed"``, gradients of
+    ``forward_backward`` are scaled as Lightning scales those of a loss that ``training_step``
+    returns.
 
     Args:
-        device: where the rest of the module is; ``None`` takes the last stage's device.
+        device: the device of the rest of the module; ``None`` takes the last stage's device.
         **options: as for Lightning's ``SingleDeviceStrategy``.
 
     Raises:
-        UsageError: when a run begins: the module has no pipeline.
+        UsageError: the module has no pipeline when a run begins.
 
     Source: ``lightning.pytorch.strategies.SingleDeviceStrategy``.
 
@@ -55,7 +56,7 @@ class PipelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().__init__("cpu" if device is None else device, **options)
 
     def setup_environment(self) -> None:
-        """As Lightning's, when the device of the last stage is known."""
+        """Set up as Lightning does, once the device of the last stage is known."""
         pipes = self._pipelines()
         if not pipes:
             raise UsageError(
@@ -69,16 +70,15 @@ class PipelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().setup_environment()
 
     def model_to_device(self) -> None:
-        """Move what is not in a pipeline."""
+        """Move the parts of the module that are not in a pipeline."""
         with self._without_pipelines():
             super().model_to_device()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; steps of pipelines have scaled gradients where its precision asks for
-        them.
+        """Run a training step; if the precision scales gradients, pipelines do so too.
 
         Raises:
-            UsageError: Lightning is to run the backward of a loss of ``forward_backward``.
+            UsageError: the step returned a loss of ``forward_backward``, which has no graph.
         """
         scaler = getattr(self.precision_plugin, "scaler", None)
         with nullcontext() if scaler is None else scaled_gradients(scaler.scale):
@@ -93,13 +93,13 @@ class PipelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return output
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load each optimizer's state to where its parameters are."""
+        """Load each optimizer's state onto the devices of its parameters."""
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
-        """As Lightning's, but nothing is moved to the CPU."""
+        """Tear down as Lightning does, without moving anything to the CPU."""
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -111,7 +111,7 @@ class PipelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @contextmanager
     def _without_pipelines(self) -> Iterator[None]:
-        """While entered, pipelines and their models are not in the module."""
+        """Take pipelines and their models out of the module during a block."""
         pipes = self._pipelines()
         left = {*pipes, *(pipe.module for pipe in pipes)}
         places: list[tuple[nn.Module, str, nn.Module]] = [

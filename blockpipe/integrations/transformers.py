@@ -1,13 +1,13 @@
 """Hugging Face's ``Trainer``, with a pipeline in the place of the model.
 
-The trainer keeps the plain model: it is what callbacks see, what is saved, and whose parameters are
-optimized. The pipeline stands where ``Trainer`` has ``DataParallel``, as the *wrapped* model that
-runs. To pass the pipeline as the model itself was no alternative: ``Trainer`` looks at the model's
+The trainer keeps the plain model, which callbacks see, which is saved, and whose parameters are
+optimized. The pipeline takes the place of ``DataParallel``, as the *wrapped* model that runs. To
+pass the pipeline as the model itself was no alternative, because ``Trainer`` looks at the model's
 class for its labels, its loss and the way to save it.
 
-A model's own loss is computed for each micro-batch, in ``forward_backward``. A loss of the user's
-(``compute_loss``, ``compute_loss_func``, label smoothing) is computed once, on the joined outputs:
-nobody can say of an unknown function how its values for the micro-batches add up.
+A model's own loss is computed for each micro-batch, in ``forward_backward``. A loss of the user
+(``compute_loss``, ``compute_loss_func``, label smoothing) is computed once, on the joined outputs,
+because it is not known how the values of an arbitrary function for the micro-batches add up.
 """
 
 from collections.abc import Mapping
@@ -33,26 +33,34 @@ __all__ = ["PipelineTrainer", "PipelineTrainerMixin"]
 
 
 class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # which has no types
-    """Makes any trainer that derives from ``Trainer`` run its model as a pipeline.
+    """A mixin with which any trainer that derives from ``Trainer`` runs its model as a pipeline.
 
     Write it before that trainer: ``class PipelineSFTTrainer(PipelineTrainerMixin, SFTTrainer)``.
 
     Args:
         model: the model, marked or not, or a :class:`Pipeline`. Anything else that the trainer
             takes in its place (``None`` with ``model_init``, a name) works too.
-        *args: the trainer's.
+        *args: the trainer's arguments.
         pipeline: options of :class:`Pipeline` (``devices``, ``chunks``, ``schedule``, ``plan`` …),
-            and ``stages``: blocks to mark, as for :func:`begin_blocks`. Not with a
-            :class:`Pipeline`.
-        **kwargs: the trainer's.
+            and ``stages``, the blocks to mark, as for :func:`begin_blocks`. It must not be given
+            together with a :class:`Pipeline`.
+        **kwargs: the trainer's keyword arguments.
 
     ``trainer.model`` is the plain model, ``trainer.pipe`` its pipeline. ``num_items_in_batch`` is
     shared out among the micro-batches by the labels that they have; ``loss_reduction`` is set
     accordingly, unless it is ``"sum"``. One process runs all devices.
 
     Raises:
-        UsageError: both a pipeline and options; a model that the trainer has replaced; several
-            processes, DeepSpeed or FSDP; an optimizer that steps within the backward.
+        UsageError: there are both a pipeline and options; the trainer has replaced the model; there
+            are several processes, DeepSpeed or FSDP; the optimizer steps within the backward.
+
+    Example:
+        >>> from transformers import Seq2SeqTrainer
+        >>> from blockpipe.integrations.transformers import PipelineTrainerMixin
+        >>> class PipelineSeq2SeqTrainer(PipelineTrainerMixin, Seq2SeqTrainer):
+        ...     pass
+        >>> [cls.__name__ for cls in PipelineSeq2SeqTrainer.__mro__[1:4]]
+        ['PipelineTrainerMixin', 'Seq2SeqTrainer', 'Trainer']
     """
 
     def __init__(
@@ -176,7 +184,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # which has no types
 class PipelineTrainer(PipelineTrainerMixin):
     """``Trainer``, with a pipeline in the place of the model.
 
-    See :class:`PipelineTrainerMixin` for the arguments that ``Trainer`` has not.
+    See :class:`PipelineTrainerMixin` for the arguments that ``Trainer`` does not have.
 
     Example:
         >>> import tempfile, torch
@@ -204,13 +212,13 @@ class PipelineTrainer(PipelineTrainerMixin):
 class PipelinedModel(nn.DataParallel[nn.Module]):
     """The model that a trainer's loop runs: the plain model's parameters, and the pipeline's calls.
 
-    It is a ``DataParallel`` in name, so that Accelerate and all that build on it know how to
-    unwrap it; nothing of that class is run.
+    It is a ``DataParallel`` in name only, so that Accelerate and libraries on top of it can unwrap
+    it; no method of that class runs.
 
     Args:
         pipe: the pipeline.
-        accelerator: says what is computed in which precision.
-        device: where the trainer wants outputs and losses, as it has its inputs there.
+        accelerator: the trainer's accelerator, which decides on mixed precision.
+        device: the trainer's device, which has its inputs, outputs and losses.
         shifts: whether the model's loss does not use the first label of each row.
     """
 

@@ -30,6 +30,13 @@ class StageShare:
         memory: the predicted peak in bytes.
         received: the bytes of a micro-batch that come from other stages.
         limit: the bytes that the stage may need; ``None`` if no limit was given.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> share = bp.balance(net, torch.zeros(8, 4), 2, "parameters").shares[1]
+        >>> share.stage, share.begins, share.elements, share.parameters
+        (1, '2', 40, 160)
     """
 
     stage: int

@@ -1,17 +1,17 @@
-"""Values that somebody sets between steps, and by which the forward turns.
+"""Watch the plain values that user code sets between steps and that the forward branches on.
 
-``net.step = i`` in a training loop, or ``config.mode = "distill"``, and ``if self.step >=
-self.warm_up`` in a forward: the step in which that turns is another one than the recorded. So a
-recording is known by the values that have ever changed, wherever the forward may read them: on
-modules, in configurations, dictionaries and globals, in the environment.
+If a training loop sets ``net.step = i`` or ``config.mode = "distill"``, and a forward has ``if
+self.step >= self.warm_up``, a later step may take another branch than the recorded one. So the key
+of a recording includes all values that have ever changed between steps, wherever the forward may
+read them: on modules, in configurations, dictionaries and globals, in the environment.
 
-To record at every change of a number would be to record at every step, so the recording gives the
-forward numbers that remember what they were asked, and each step asks the same again. A float with
-such an integer on its right (``0.1 * self.step``) computes a plain number: Python asks the integer
-nothing there.
+A number may change in every step, and to record at every change would be to record in every step.
+So the recording gives the forward numbers that remember the comparisons made with them, and each
+step makes the same comparisons again. A float with such an integer on its right (``0.1 *
+self.step``) computes a plain number, because Python does not call the integer's methods there.
 
-A function counts as a value too, and so does the class of an object of the user's: ``net.activation
-= clipped`` and ``net.strategy = Distill()`` choose what runs.
+A function counts as a value too, and so does the class of a user's object: ``net.activation =
+clipped`` and ``net.strategy = Distill()`` choose what runs.
 """
 
 import dis
@@ -45,14 +45,14 @@ from ..restoring.holders import (
 from ..restoring.model_state import ModelState, is_users
 from .watched_numbers import Question, Steps, Where, done, watched
 
-MOST_VALUES = 2_000  # the nearest: they are compared before and after each step
-_MOST_MEMBERS = 256  # of a dictionary: a larger one is a vocabulary
+MOST_VALUES = 2_000  # the nearest ones; they are compared before and after each step
+_MOST_MEMBERS = 256  # of a dictionary; a larger one is probably a vocabulary
 _MOST_IN_ORDER = 32  # of a list, a tuple or a set
-_MOST_RETURNS = 8  # values of one place that is no number: then it counts, or says the time
-_STEPS = 2  # that show what the forward sets itself
-_MOST_NEW = 4  # names that came or went in one object
+_MOST_RETURNS = 8  # distinct values of one place; one with more is a counter or a clock
+_STEPS = 2  # the steps that show which values the forward itself sets
+_MOST_NEW = 4  # names that may be added to or removed from one object
 _TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
-_CODE = ("forward", COMPILED_CALL)  # of a module: Fingerprint compares it
+_CODE = ("forward", COMPILED_CALL)  # a module's, which Fingerprint compares
 _MOST_NESTED = 3  # functions in the closure of a function
 _UNSET = object()
 _SWITCHES = {bool, type(None)}
@@ -61,7 +61,7 @@ _PLAIN = frozenset([bool, int, float, str, bytes, type(None), type(_UNSET)])
 
 @dataclass
 class _Place:
-    """A place whose value was seen to change."""
+    """A place whose value has changed at least once."""
 
     holder: Holder  # keeps its object alive, so that no other one gets its id
     key: Hashable
@@ -78,30 +78,30 @@ class _Place:
 
 
 class Steering:
-    """The plain values that a model's forwards may read, and what they have asked of them.
+    """The plain values that a model's forwards may read, and the comparisons made with them.
 
     Args:
-        model: the user's.
+        model: the user's model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules: set[int] = set()  # by id
         self._holders: list[Holder] = []
-        self._members: list[dict[Hashable, Any]] = []  # of each, the plain ones
-        self._reads: list[Callable[[Any], tuple[Any, ...]]] = []  # of each, given its space
+        self._members: list[dict[Hashable, Any]] = []  # each holder's plain members
+        self._reads: list[Callable[[Any], tuple[Any, ...]]] = []  # of members, by holder
         self._spaces: list[Any] = []
-        self._sized: list[Any] = []  # of those that may be given other names
+        self._sized: list[Any] = []  # the spaces of holders that may get other names
         self._values = self._now()
-        self._own: set[Where] = set()  # what the forward sets itself
-        self._steps = 0  # since all of it was found
-        self._places: dict[Where, _Place] = {}  # those that have turned
+        self._own: set[Where] = set()  # the places that the forward itself sets
+        self._steps = 0  # since the last look_around()
+        self._places: dict[Where, _Place] = {}  # the places whose values have changed
         self._questions: dict[Question, None] = {}
-        self._came: Counter[int] = Counter()  # of each object, names that came and went
+        self._came: Counter[int] = Counter()  # by object, the names that were added or removed
         self._has_turned = False
 
     def look_around(self) -> None:
-        """Before a recording: find the values that a forward may read."""
+        """Find the values that a forward may read; called before a recording."""
         modules = list(self._model.modules())
         self._modules = {id(module) for module in modules}
         torchs = {id(v) for module in modules for k, v in vars(module).items() if k in _TORCHS}
@@ -110,7 +110,7 @@ class Steering:
         self._holders, self._members, count, seen = [], [], 0, set[Any]()
         self._own, self._steps = set(), 0
         for holder in (environment, *state.holders):
-            holder.before = []  # it may be as large as the model
+            holder.before = []  # the saved members may be as large as the model
             if id(holder.owner) in torchs or not _is_read(holder):
                 continue
             members = {
@@ -143,21 +143,23 @@ class Steering:
         return {k: value for k, value in found.items() if not _is_known(owner, k, value)}
 
     def _now(self) -> tuple[list[int], list[Any]]:
-        # For most steps this is all: a few loops that Python runs in C.
+        # Most steps do no more than this: a few loops that Python runs in C.
         return [*map(len, self._sized)], [*map(operator.call, self._reads, self._spaces)]
 
     def has_turned(self) -> bool:
-        """Whether a value has changed that never did before, since this was asked last: what was
-        recorded until now does not say by which value of it."""
+        """Return whether, since the last call, a value has changed for the first time. The keys of
+        the recordings made so far do not include that value."""
         self._look(by_forward=False)
         has_turned, self._has_turned = self._has_turned, False
         return has_turned
 
     def step_is_over(self) -> None:
-        """After a step: what has changed since :meth:`has_turned`, the forward has set itself.
+        """Note the values that the forward itself has set, which have changed since
+        :meth:`has_turned`.
 
-        It counts, or keeps the last of something. But a switch that it turns leads the next forward
-        another way. The first steps show all of that, and later ones are not held up by it.
+        Such a value is a counter, or keeps the last of something, and does not count. A boolean
+        does count: it leads the next forward another way. The first steps show all such values, and
+        later steps do not spend time on this.
         """
         if self._steps < _STEPS:
             self._steps += 1
@@ -171,7 +173,7 @@ class Steering:
                 return
             pairs = zip(now, self._values, strict=True)
             same = [*map(operator.and_, *(map(operator.eq, *pair) for pair in pairs))]
-        except Exception:  # a name is gone, or what is there now cannot be compared
+        except Exception:  # a name was removed, or a new value cannot be compared
             same = [False] * len(self._holders)
         for index, holder in enumerate(self._holders):
             if not same[index]:
@@ -198,7 +200,7 @@ class Steering:
         where = _id_of(holder), key
         if where in self._places or where in self._own:
             return
-        if is_new:  # or gone: it is a history, if there are many of them
+        if is_new:  # or removed; an object with many such names is a history
             self._came[where[0]] += 1
             if not _has_names(holder) or self._came[where[0]] > _MOST_NEW:
                 return
@@ -206,8 +208,8 @@ class Steering:
         self._has_turned = True
 
     def known_by(self) -> tuple[Hashable, ...]:
-        """What a recording is known by: the values that have ever changed, and the answers to what
-        forwards have asked of the numbers among them."""
+        """Return the key of a recording: the values that have ever changed, and for the numbers
+        among them the results of the comparisons that forwards have made."""
         if not self._places:
             return ()
         labels = []
@@ -225,12 +227,12 @@ class Steering:
             for step in steps:
                 value = done(value, step)
             return bool(value)
-        except Exception:  # it is no such number any more
+        except Exception:  # it is no number any more
             return False
 
     @contextmanager
     def asked(self) -> Iterator[None]:
-        """While entered, those numbers remember what they are asked; for a recording."""
+        """Replace those numbers, during a recording, by ones that remember comparisons."""
         before = []
         try:
             for where, place in self._places.items():
@@ -249,8 +251,7 @@ class Steering:
 
 
 def _is_read(holder: Holder) -> bool:
-    """Whether a forward may read plain values there: objects of libraries hold none of the
-    user's."""
+    """Whether a forward may read the user's plain values there. Objects of libraries hold none."""
     owner = holder.owner
     if isinstance(holder, ContentHolder):
         return False
@@ -260,8 +261,8 @@ def _is_read(holder: Holder) -> bool:
 
 
 def _is_known(module: nn.Module, key: Hashable, value: Any) -> bool:
-    """Whether a module's attribute is looked at elsewhere (:class:`Fingerprint`), or is torch's:
-    of torch's own layers nobody sets more than numbers."""
+    """Whether a module's attribute is torch's, or compared elsewhere (:class:`Fingerprint`). On
+    torch's own layers, users set only numbers."""
     is_layers = type(module).__module__.startswith("torch.nn.")
     is_torchs = key in _TORCHS or (is_layers and type(value) not in (int, float, _Code))
     is_ours = str(key).startswith("_blockpipe_") or key in _CODE
@@ -269,7 +270,7 @@ def _is_known(module: nn.Module, key: Hashable, value: Any) -> bool:
 
 
 def _has_names(holder: Holder) -> bool:
-    """Whether it may be given another name between steps."""
+    """Whether other names may be added to the object between steps."""
     return isinstance(holder, DictHolder | ClassHolder)
 
 
@@ -292,7 +293,7 @@ def _plain_members(holder: Holder) -> dict[Hashable, Any]:
 
 
 class _Code(tuple[Any, ...]):
-    """The code behind a function, or behind an object of the user's; it keeps no object alive."""
+    """The code of a function, or of a user's object. It keeps no object alive."""
 
     __slots__ = ()
 
@@ -302,8 +303,8 @@ def _has_code(members: dict[Hashable, Any]) -> bool:
 
 
 def _seen(value: Any, depth: int = 0) -> Any:
-    """Return what is compared of a value: a plain one itself, the code of a function and of
-    those in its closure, and the class of an object of the user's; else ``_UNSET``."""
+    """Return the part of a value that is compared: a plain value itself, the code of a function
+    and of those in its closure, or the class of a user's object; otherwise ``_UNSET``."""
     if _is_plain(value):
         return value
     kind = type(value)
@@ -330,7 +331,7 @@ _is_users_module = functools.lru_cache(1_000)(is_users)
 
 
 def _frozen(holder: Holder) -> frozenset[Any] | None:
-    """What is in a set of plain values."""
+    """Return the members of a small set of plain values; ``None`` for any other set."""
     members = [member for _, member in holder.now()]
     few = len(members) <= _MOST_IN_ORDER
     return frozenset(members) if few and all(map(_is_plain, members)) else None
@@ -349,7 +350,7 @@ def _is_numpys(value: Any) -> bool:
 
 @functools.lru_cache(1_000)
 def _globals_in(code: types.CodeType) -> frozenset[str]:
-    """The globals that a function reads; its other names are attributes."""
+    """Return the globals that a function reads; its other names are attributes."""
     found: set[str] = set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -360,13 +361,13 @@ def _globals_in(code: types.CodeType) -> frozenset[str]:
 
 
 def _id_of(holder: Holder) -> int:
-    """By which a global is known, whichever function reads it."""
+    """Return an id that is the same for a global whichever function reads it."""
     space = None if isinstance(holder, ClassHolder) else holder.namespace()
     return id(holder.owner if space is None else space)
 
 
 def _reader(holder: Holder, members: dict[Hashable, Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """What reads the values of these names, given the holder's namespace."""
+    """Return a function that reads the values of these names from the holder's namespace."""
     keys = tuple(members)
     if isinstance(holder, SetHolder):
         return lambda _: (_frozen(holder),)
@@ -376,12 +377,12 @@ def _reader(holder: Holder, members: dict[Hashable, Any]) -> Callable[[Any], tup
         if not _has_code(members):
             return lambda _: tuple(map(dict(holder.now()).__getitem__, keys))
         return lambda _: tuple(map(_seen, map(dict(holder.now()).__getitem__, keys)))
-    read = operator.itemgetter(*keys, keys[0])  # one key twice: it gives a tuple also of one
+    read = operator.itemgetter(*keys, keys[0])  # one key twice, for a tuple even of one
     return (lambda space: (*map(_seen, read(space)),)) if _has_code(members) else read
 
 
 def _is_torchs(variable: Hashable) -> bool:
-    """Return whether torch sets an environment variable itself, when a part of it is first used."""
+    """Whether torch itself sets an environment variable when a part of it is first used."""
     return isinstance(variable, bytes) and variable.startswith((b"TORCH", b"PYTORCH"))
 
 
@@ -390,7 +391,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _label(value: Any) -> Hashable:
-    """What a value is known by. Of a number that is its type: it is asked."""
+    """Return a value's part of the key. For a number that is its type; comparisons do the rest."""
     kind = type(value)
     if kind is tuple:
         return tuple(map(_label, value))

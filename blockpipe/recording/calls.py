@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..costs.work import Work
@@ -79,6 +79,20 @@ class Call:
         """Note that it is not sealed; the first reason counts."""
         self.sealed = False
         self.opened = self.opened or why
+
+
+def hops_by_path(calls: Iterable[Call], *, starts: bool = False) -> dict[str, set[int]]:
+    """Return the hops on which each module or function runs; one that does nothing is left out.
+
+    Args:
+        calls: the calls of a recording.
+        starts: count only the hop on which each call starts, not those that it goes on to.
+    """
+    found: dict[str, set[int]] = {}
+    for call in calls:
+        if call.hop is not None:
+            found.setdefault(call.path, set()).update([call.hop] if starts else call.hops)
+    return found
 
 
 @dataclass

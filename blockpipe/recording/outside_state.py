@@ -1,7 +1,8 @@
-"""What a forward changes outside of its modules while it runs: the user's own objects.
+"""Watch the changes that a forward makes to the user's own objects while it runs.
 
-A context manager that pushes a number on a list, a scratch dictionary, a flag on a class: micro-
-batches under way at once would change it for each other. What is only collected is left alone.
+Examples are a context manager that pushes a number on a list, a scratch dictionary, or a flag on a
+class. Micro-batches under way at once would change them for each other. Objects that only collect
+values are left alone.
 """
 
 import logging
@@ -31,13 +32,14 @@ from ..restoring.holders import (
 )
 from ..restoring.model_state import is_users, names_in
 from ..stages.cursor import is_of_microbatch
+from .calls import hops_by_path
 from .reads import Reads
 from .recording import Recording, SharedChange
 
-MOST_OBJECTS = 2_000  # the nearest: each is looked at for every operation of the user's code
+MOST_OBJECTS = 2_000  # the nearest; each is compared at every operation of the user's code
 TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 _OURS = "_blockpipe_"  # attributes of tensors
-_MOST_BYTES = 10_000  # of an array, or a file in memory, whose values are looked at
+_MOST_BYTES = 10_000  # of an array or a file in memory; larger ones are not compared
 _MOST_DOTS = 3  # of a name such as torch.nn.functional.relu
 _UNSET = object()
 _REMEDY = (
@@ -49,14 +51,14 @@ _NAMED = (ClassHolder, FunctionHolder, NamesHolder)  # any code may read what th
 
 @dataclass
 class _Change:
-    """One member of one object, changed."""
+    """A changed member of an object."""
 
     name: str
     path: str | None  # of the module that it is an attribute of
-    is_shared: bool  # whether any code may read it: a global, a closure's variable, a class's
-    first: Any  # what was there when the forward began
+    is_shared: bool  # any code may read it: a global, or a variable of a closure or class
+    first: Any  # the value when the forward began
     last: Any
-    attribute: tuple[str, type | None] | None  # its name, and whose, if any code reads it by that
+    attribute: tuple[str, type | None] | None  # the name by which code reads it, and its class
     owner: Any
     key: Any
     hops: set[int] = field(default_factory=set)
@@ -65,11 +67,11 @@ class _Change:
 
 
 class OutsideState:
-    """Watches the user's objects during one forward.
+    """Watch the user's objects during one forward.
 
     Args:
-        holders: of all that can be reached from the model, the nearest first.
-        modules: the model's, by path.
+        holders: the holders of all objects that can be reached from the model, the nearest first.
+        modules: the model's modules, by path.
     """
 
     def __init__(self, holders: Collection[Holder], modules: dict[str, nn.Module]) -> None:
@@ -108,7 +110,7 @@ class OutsideState:
         self._changes: dict[tuple[int, Any], _Change] = {}
 
     def look(self, hop: int) -> None:
-        """The user's code is about to run something on a hop."""
+        """Compare all objects; called when the user's code is about to run something on a hop."""
         for index, holder in enumerate(self._holders):
             now, before = _members(holder), self._members[index]
             if len(now) == len(before) and all(now[key] is before.get(key, _UNSET) for key in now):
@@ -122,7 +124,7 @@ class OutsideState:
         if _is_same(then, now) or (isinstance(owner, dict) and is_of_microbatch(key)):
             return
         if isinstance(holder, CacheHolder):
-            self._watch(now)  # its own business, but for what is in it
+            self._watch(now)  # the cache may change, but not the objects in it
             return
         change = self._changes.get((id(owner), key))
         if change is None:
@@ -144,7 +146,8 @@ class OutsideState:
             self._watch(member)
 
     def _watch(self, value: Any) -> None:
-        """The forward has made an object of its own, and kept it: it may go on changing it."""
+        """Watch an object that the forward has made and stored, because it may go on changing
+        it."""
         holder = container_of(value)
         if holder is None and _is_object(value):
             holder = DictHolder(vars(value), value)
@@ -167,37 +170,33 @@ class OutsideState:
 
     @property
     def collects(self) -> bool:
-        """Whether several hops add to something: the next forward may empty it first."""
+        """Whether several hops add to one object, which the next forward may empty first."""
         return any(len(change.grown_on) > 1 for change in self._changes.values())
 
     def changed(self) -> Iterator[tuple[Any, Any, set[int], str]]:
-        """What was changed, on which hops and where first: an object, and a name or key in it, or
-        ``None`` for its content."""
+        """Yield each changed object, a name or key in it (``None`` for its content), the hops that
+        changed it, and the first line that did."""
         for change in self._changes.values():
             is_content = isinstance(change.owner, set)
             key = None if is_content else change.key
             yield change.owner, key, change.hops | change.grown_on, change.where
 
     def found(self, result: Recording, reads: Reads) -> Iterator[SharedChange]:
-        """What micro-batches under way at once would change for each other.
+        """Yield the changes that micro-batches under way at once would make for each other.
 
         Args:
-            result: with its hops and calls.
-            reads: what the user's code reads of it.
+            result: the recording, with its hops and calls.
+            reads: the names that the user's code reads.
         """
         if len(result.hops) < 2:
             return
-        on: dict[str, set[int]] = {}
-        for call in result.calls:
-            if call.hop is not None:
-                last = call.hop if call.last_hop is None else call.last_hop
-                on.setdefault(call.path, set()).update(range(call.hop, last + 1))
+        on = hops_by_path(result.calls)
         for change in self._changes.values():
             may_be_read = change.is_shared
-            if change.path is not None:  # it is read where its module is called, or by who holds it
+            if change.path is not None:  # calls of its module read it, or code that holds that
                 may_be_read = not on.get(change.path, {-1}) <= change.hops
             is_put_back = bool(change.hops) and _is_same(change.last, change.first)
-            # What one hop empties, or sets back, and another one adds to, is not only collected.
+            # An object that one hop empties or resets, and another adds to, does not only collect.
             hops = sorted(change.hops | change.grown_on if change.hops else ())
             if not (len(hops) > 1 or (is_put_back and may_be_read)):
                 continue
@@ -225,9 +224,9 @@ def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attrib
 
     Args:
         owner: the object.
-        key: the name or key of the member; ``None``: the object as a whole is meant.
+        key: the name or key of the member; ``None`` for the object as a whole.
         paths: the path of each module, by its id.
-        what: what kind of member it is.
+        what: the kind of member.
     """
     if id(owner) in paths:
         path = paths[id(owner)]
@@ -240,7 +239,7 @@ def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attrib
 
 
 def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:
-    """The name by which code reads a member, and whose it is; an entry or an element needs none."""
+    """Return the name by which code reads a member, and its class; ``None`` for an entry."""
     if isinstance(owner, dict) or not isinstance(key, str) or not key.isidentifier():
         return None
     if isinstance(owner, types.FunctionType):
@@ -250,12 +249,12 @@ def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:
 
 
 def _is_plain_name(name: Any) -> bool:
-    """Whether code has to say it: Python reads ``__kwdefaults__`` itself."""
+    """Whether code reads it by this name only. Python itself reads ``__kwdefaults__``."""
     return isinstance(name, str) and not name.startswith("__")
 
 
 def _torchs_of(module: nn.Module) -> Iterator[Any]:
-    """The dictionaries that torch keeps in every module."""
+    """Yield the dictionaries that torch keeps in every module."""
     yield from (value for name, value in vars(module).items() if name in TORCHS)
 
 
@@ -266,14 +265,14 @@ def _is_watched(holder: Holder) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether it is one of a class of the user's."""
+    """Whether it is an instance of a user's class."""
     kind = type(value)
     is_module = isinstance(value, nn.Module | Tensor | type)
     return not is_module and is_users(kind.__module__) and hasattr(value, "__dict__")
 
 
 def _members(holder: Holder) -> dict[Any, Any]:
-    """What an object holds, each under a name."""
+    """Return an object's members by name or key."""
     if isinstance(holder, SequenceHolder):
         return {None: _Content(tuple(member for _, member in holder.now()))}
     if isinstance(holder, CacheHolder):
@@ -290,26 +289,25 @@ def _members(holder: Holder) -> dict[Any, Any]:
 
 
 def _content(holder: ContentHolder) -> Any:
-    """A file in memory may grow, as a list may; an array of numpy's is compared as a whole."""
+    """Return what is compared: a file in memory may grow, as a list may; a numpy array may not."""
     ((_, content),) = holder.now()
     if isinstance(holder.owner, logging.Logger) or content is None:
         return str(content)
     if isinstance(content, tuple):
-        content = content[0]  # a text, without the position in it
+        content = content[0]  # the text, without the position
     is_array = type(holder.owner).__module__ == "numpy"
     return None if len(content) > _MOST_BYTES else content if is_array else _Content(tuple(content))
 
 
 class _ModuleHolder(Holder):
-    """A module's plain attributes, its mode, its forward where it is not its class's, and how many
-    hooks of each kind it has."""
+    """A module's plain attributes, its mode, a forward of its own, and its numbers of hooks."""
 
     def now(self) -> list[tuple[str, Any]]:
         return list(_of_module(self.owner))
 
 
 class _NamespacesHolder(Holder):
-    """What a function may read from modules that are not the user's: ``F.relu``."""
+    """The values that a function may read from modules that are not the user's: ``F.relu``."""
 
     def now(self) -> list[tuple[str, Any]]:
         function = self.owner
@@ -335,7 +333,7 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _of_namespace(
     name: str, module: types.ModuleType, function: types.FunctionType
 ) -> Iterator[tuple[str, Any]]:
-    """What a function may read from a module that it knows: ``F.relu``."""
+    """Yield the values that a function may read from a module that it names: ``F.relu``."""
     for attribute in function.__code__.co_names:
         if attribute in vars(module):
             path, value = f"{name}.{attribute}", vars(module)[attribute]
@@ -351,7 +349,7 @@ class _Content:
         self.members = members
 
     def starts(self, other: "_Content") -> bool:
-        """Whether the other one begins with these."""
+        """Return whether the other list begins with these members."""
         own, longer = self.members, other.members
         return len(own) <= len(longer) and all(map(_is_same, own, longer))
 
@@ -365,7 +363,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _is_growth(then: Any, now: Any) -> bool:
-    """Whether something has only collected more, or counted up."""
+    """Whether a list has only grown, or a number has only been counted up."""
     if isinstance(then, _Content) and isinstance(now, _Content):
         return then.starts(now)
     return type(then) is int and type(now) is int and now > then

@@ -1,8 +1,8 @@
-"""Tensors that no module registered and no forward made: which hops read them, and write to them.
+"""Watch which hops read and write tensors that no module registered and no forward made.
 
-A running mean in an object of the user's, in a list or a global. Modules that run untouched in a
-step read such tensors too, and so nothing would notice there that another micro-batch has written
-to one in the meantime: the recording, which sees every operation, has to.
+An example is a running mean in a user's object, in a list or in a global. Sealed modules read such
+tensors too, and in a step nothing would notice there that another micro-batch has written to one in
+the meantime. So the recording, which sees every operation, has to find them.
 """
 
 import weakref
@@ -19,20 +19,20 @@ _REMEDY = "register it as a buffer of the module that writes to it, and pass on 
 
 
 class OutsideTensors:
-    """Watches them during one forward."""
+    """Watch such tensors during one forward."""
 
     def __init__(self) -> None:
         self._known: dict[int, OutsideTensor] = {}  # by id
         self._versions: dict[int, int] = {}
-        self._latest: list[int] = []  # that the operation under way was given
+        self._latest: list[int] = []  # the arguments of the operation under way
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether it was read before."""
+        """Return whether the tensor was read before."""
         known = self._known.get(id(tensor))
         return known is not None and known.tensor is not None and known.tensor() is tensor
 
     def read(self, tensor: Tensor, hop: int) -> None:
-        """An operation is given such a tensor."""
+        """Note that an operation on a hop takes such a tensor."""
         key = id(tensor)
         if not self.knows(tensor):
             shape, where = tuple(tensor.shape), users_line()
@@ -43,13 +43,13 @@ class OutsideTensors:
         self._latest.append(key)
 
     def wrote(self, tensor: Tensor) -> None:
-        """An operation wrote to one without counting up its version."""
+        """Note that an operation wrote to such a tensor without a new version."""
         if self.knows(tensor):
             self._known[id(tensor)].written = True
 
     def look(self) -> None:
-        """An operation is over: has it written to any? Views made from one tensor count together,
-        but only those are written that overlap with what the operation was given."""
+        """Note the tensors that an operation has written to, at its end. Views of one tensor share
+        a version, but only those count that overlap with the operation's arguments."""
         changed = {}
         for key, known in self._known.items():
             tensor = None if known.tensor is None else known.tensor()
@@ -63,11 +63,11 @@ class OutsideTensors:
                 self._known[key].written = True
 
     def found(self) -> list[OutsideTensor]:
-        """All of them, the first that was read first."""
+        """Return all of them in the order in which they were first read."""
         return list(self._known.values())
 
     def shared(self) -> Iterator[SharedChange]:
-        """Those that are written to, and of which several hops know."""
+        """Yield those that the forward writes to and that several hops use."""
         for found in self.found():
             if found.written and len(found.hops) > 1:
                 yield SharedChange(found.name, "reads it", found.hops, found.where, _REMEDY)
@@ -81,7 +81,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor, and the one behind its last, by its storage."""
+    """Return the offsets in its storage of a tensor's first byte and of the byte after its last."""
     begin, size = int(tensor.storage_offset()), tensor.element_size()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = begin + sum((int(length) - 1) * int(step) for length, step in steps)

@@ -1,9 +1,9 @@
-"""Which of the names that a forward's code sets nobody reads: timers, statistics, logged values.
+"""Find the names that a forward's code sets but never reads: timers, statistics, logged values.
 
-What is only written does no harm to the numbers, whoever writes it first. It is told by the code
-and not by a run: in one forward nobody may read what the next one turns by. A read whose value goes
-only to another such name (``self.seconds += clock() - self.began``) is none. Where code cannot be
-looked into, or reads attributes by names that it computes, everything may be read.
+A value that is only written does not affect the results, whichever micro-batch writes it first. The
+code decides that and not a run, because a forward may read a name only in another branch. A read
+whose value goes only to another such name (``self.seconds += clock() - self.began``) does not
+count. If code has no source, or reads attributes by computed names, every name counts as read.
 """
 
 import ast
@@ -40,19 +40,19 @@ _THROUGH = (
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice),
     *(ast.List, ast.Tuple, ast.Dict, ast.Set, ast.Starred, ast.FormattedValue, ast.JoinedStr),
 )
-# By these, code reads attributes whose names it does not say.
+# With these, code reads attributes without naming them.
 _READERS = frozenset(
     ["vars", "eval", "exec", "globals", "locals", "attrgetter", "asdict", "astuple", "__dict__"]
 )
-_SAYS = frozenset(["__repr__", "__str__", "extra_repr"])  # for people
+_SAYS = frozenset(["__repr__", "__str__", "extra_repr"])  # text for people
 
 
 class Reads:
-    """What the user's code in reach of a model reads.
+    """The names that the user's code around a model reads.
 
     Args:
-        objects: all that can be reached from it; some may come twice.
-        modules: its modules, whose classes may be a library's.
+        objects: all objects that can be reached from the model; there may be duplicates.
+        modules: the model's modules, whose classes may be a library's.
     """
 
     def __init__(self, objects: Iterable[object], modules: Iterable[nn.Module]) -> None:
@@ -66,19 +66,19 @@ class Reads:
         self._names = [frozenset(_mentioned(f.__code__)) for f in self._functions]
 
     def is_unread(self, name: str, kind: type | None = None) -> bool:
-        """Whether no code reads an attribute, or a variable, of this name.
+        """Return whether no code reads an attribute or a variable of this name.
 
         Args:
-            name: of either.
-            kind: the class of the object that has the attribute; ``None``: it is a variable.
+            name: the name of the attribute or variable.
+            kind: the class of the object that has the attribute; ``None`` for a variable.
         """
         if self._libraries_read(name, kind) or self._reads_any:
             return False
         return self._is_unread(name, frozenset(), is_variable=kind is None)
 
     def is_only_filled(self, name: str) -> bool:
-        """Whether a container that is known by a name alone is never looked into: all that code
-        does with it is to set entries, and to add to it."""
+        """Return whether code never reads the content of a container that only this name refers to:
+        it only sets entries, or adds to it."""
         if self._libraries_read(name, None) or self._reads_any:
             return False
         return all(
@@ -88,13 +88,13 @@ class Reads:
         )
 
     def _libraries_read(self, name: str, kind: type | None) -> bool:
-        """Whether the code of a library's module may read it, or that of the object's class."""
+        """Return whether code of a library's module, or of the object's class, may read it."""
         kinds = self._kinds | ({kind} if kind is not None else set())
         return any(libraries_code_reads(one, name) for one in kinds)
 
     @functools.cached_property
     def _reads_any(self) -> bool:
-        """Whether any code reads attributes by names that it does not say."""
+        """Return whether any code reads attributes without naming them."""
         for function, names in zip(self._functions, self._names, strict=True):
             if names & _READERS:
                 return True
@@ -132,7 +132,7 @@ class Reads:
 
 
 def libraries_code_reads(kind: type, name: object) -> bool:
-    """Whether a class has a name in the code that it inherits from a library."""
+    """Return whether the code that a class inherits from a library has a name."""
     return any(not is_users(b.__module__) and name in _names_of(b) for b in kind.__mro__)
 
 
@@ -157,7 +157,7 @@ def _only_fills(function: types.FunctionType, name: str) -> bool:
 
 
 def _mentioned(code: types.CodeType) -> Iterator[str]:
-    """Names and strings in a function, and in those inside of it."""
+    """Yield the names and strings in a function and in the functions inside of it."""
     yield from names_in(code)
     for inner in (code, *_inner(code)):
         yield from inner.co_freevars
@@ -176,7 +176,7 @@ def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @functools.cache
 def _names_of(kind: type) -> frozenset[str]:
-    """Names in the code of a class."""
+    """Return the names in the code of a class."""
     functions = (f for f in vars(kind).values() if isinstance(f, types.FunctionType))
     return frozenset(name for f in functions for name in _mentioned(f.__code__))
 
@@ -192,7 +192,7 @@ def _tree_of(function: types.FunctionType) -> ast.AST | None:
 def _walk(
     node: ast.AST, outer: tuple[ast.AST, ...]
 ) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
-    """Every node, with those around it, from the outside in."""
+    """Yield every node with the nodes around it, from the outside in."""
     yield node, outer
     for child in ast.iter_child_nodes(node):
         yield from _walk(child, (*outer, node))
@@ -222,7 +222,7 @@ def _asks_by_name(tree: ast.AST) -> bool:
 
 
 def _only_target(node: ast.AST, outer: tuple[ast.AST, ...]) -> str | None:
-    """The one attribute that a value goes to, and nowhere else."""
+    """Return the attribute that a value goes to, if it goes nowhere else; otherwise ``None``."""
     inner = node
     for around in reversed(outer):
         if isinstance(around, ast.Assign | ast.AugAssign):

@@ -1,8 +1,8 @@
-"""What a forward changes for a while, and several of its hops see: micro-batches that are under way
-at once would change it for each other.
+"""Find temporary changes of a forward that several hops see: modules' attributes, torch's switches.
 
-Looked for whenever a module is called and an operation runs, for what is put back before the
-forward ends (``functional_call``, ``sdpa_kernel``) leaves nothing to find afterwards.
+Micro-batches under way at once would make such changes for each other. The search runs at each
+module call and operation, because a change that is undone before the forward ends
+(``functional_call``, ``sdpa_kernel``) leaves no trace afterwards.
 """
 
 from collections import Counter
@@ -16,11 +16,12 @@ from .._common.callsite import users_line
 from .._torch.modes import is_in_forward_mode
 from .._torch.modules import COMPILED_CALL, SLOTS, caches_parametrizations
 from ..restoring.process_state import process_state
+from .calls import hops_by_path
 from .reads import Reads
 from .recording import Recording, SharedChange, TensorInfo
 
 _UNSET = object()
-_INTERCEPTED = ("forward", COMPILED_CALL)  # ours, during a recording
+_INTERCEPTED = ("forward", COMPILED_CALL)  # Blockpipe's, during a recording
 _SETS_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 _CACHED = "torch.nn.utils.parametrize.cached()"  # one cache for all micro-batches
@@ -62,10 +63,10 @@ _AROUND = "change it around the whole step instead"
 
 
 class SharedChanges:
-    """Watches one forward for such changes.
+    """Watch one forward for such changes.
 
     Args:
-        model: as it is when the forward begins.
+        model: the model, in its state before the forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -74,14 +75,14 @@ class SharedChanges:
         self._slots = {path: _slots(module) for path, module in model.named_modules()}
         self._switches, self._process = _switches(), process_state()
         self.changes_process = False
-        self._changed: dict[tuple[str, str], Tensor | None] = {}  # (path, name): what was there
+        self._changed: dict[tuple[str, str], Tensor | None] = {}  # by path and name
         self._calls = Counter[str]()
-        self._at_first: set[tuple[str, str]] = set()  # those that a module's first call changed
+        self._at_first: set[tuple[str, str]] = set()  # the ones changed in a module's first call
         self._toggled: dict[int, str] = {}  # id of a parameter: the line
         self._switched: dict[str, tuple[set[int], str]] = {}  # the hops, and the first line
 
     def at_call(self, path: str, module: nn.Module) -> None:
-        """A module is called: is anything of it other than when the forward began?"""
+        """Compare a module, when it is called, with its state before the forward."""
         if path in self._slots:
             self._compare(path, self._attributes[path], _attributes(module))
             self._compare(path, self._slots[path], _slots(module))
@@ -97,7 +98,7 @@ class SharedChanges:
                 self._changed.setdefault((path, name), held)
 
     def at_operation(self, hop: int) -> None:
-        """An operation runs: under which of torch's switches?"""
+        """Note the torch switches under which an operation runs."""
         self.changes_process = self.changes_process or process_state() != self._process
         now = _switches()
         if now == self._switches:
@@ -107,7 +108,7 @@ class SharedChanges:
                 self._switched.setdefault(name, (set(), users_line()))[0].add(hop)
 
     def at_function(self, function: object, args: tuple[Any, ...]) -> None:
-        """A torch function is called: does it say what gets gradients?"""
+        """Note a torch function that changes whether a parameter gets a gradient."""
         if function in _SETS_REQUIRES_GRAD and args[0].is_leaf:
             asked = args[1] if len(args) > 1 else True
             if args[0].requires_grad != asked:
@@ -116,33 +117,31 @@ class SharedChanges:
     def found(
         self, result: Recording, held: Mapping[int, TensorInfo], reads: Reads
     ) -> Iterator[SharedChange]:
-        """What several hops see of it, when the forward is over.
+        """Yield the changes that several hops see; called when the forward is over.
 
         Args:
-            result: with its hops and calls.
+            result: the recording, with its hops and calls.
             held: the parameters and buffers by id, with the hops that read them.
-            reads: what the user's code reads of the modules' attributes.
+            reads: the names that the user's code reads.
         """
         for path, module in self._model.named_modules():
-            # What was not put back; parameters and buffers that stay replaced are state.
+            # Changes that were not undone. Parameters and buffers that stay replaced are state.
             if path in self._attributes:
                 self._compare(path, self._attributes[path], _attributes(module))
         result.changes_process = self.changes_process
         result.changing = {f"{path}.{name}" for path, name in self._changed}
         result.changing |= set(self._rebound())
         modules = dict(self._model.named_modules())
-        hops: dict[str, set[int]] = {}
-        where: dict[str, str] = {}
-        for call in result.calls:
-            if not call.is_function and call.hop is not None:
-                hops.setdefault(call.path, set()).add(call.hop)
-                where.setdefault(call.path, call.where)
+        # Changes are looked for where calls start. Within one call that spans hops, OutsideState
+        # compares what is set and read.
+        hops = hops_by_path(result.calls, starts=True)
+        where = {c.path: c.where for c in reversed(result.calls) if c.hop is not None}  # the first
         for (path, name), tensor in sorted(self._changed.items(), key=lambda item: item[0]):
             readers = set(held[id(tensor)].hops) if id(tensor) in held else set()
             seen = sorted(hops.get(path, set()) | readers)
             if tensor is None and reads.is_unread(name, type(modules[path])):
                 continue
-            if len(seen) > 1 and path in where:
+            if len(seen) > 1 and path in hops:
                 remedy = _LOCAL if tensor is None else _OWN
                 what = f"{path}.{name}"
                 settles = tensor is None and (path, name) in self._at_first
@@ -160,7 +159,7 @@ class SharedChanges:
                     yield SharedChange(name, "runs under it", sorted(on), line, remedy)
 
     def _rebound(self) -> Iterator[str]:
-        """Parameters and buffers that the forward has assigned anew, by name."""
+        """Yield the names of parameters and buffers that the forward has replaced."""
         for path, module in self._model.named_modules():
             now, before = _slots(module), self._slots.get(path, {})
             for name, value in before.items():
@@ -169,13 +168,13 @@ class SharedChanges:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's plain attributes."""
+    """Return a module's plain attributes."""
     outside = (*_INTERCEPTED, *SLOTS)
     return {name: value for name, value in vars(module).items() if name not in outside}
 
 
 def _slots(module: nn.Module) -> dict[str, Any]:
-    """Its parameters, buffers and submodules."""
+    """Return a module's parameters, buffers and submodules."""
     return {name: value for slots in SLOTS for name, value in vars(module)[slots].items()}
 
 
@@ -186,7 +185,7 @@ def _switches() -> dict[str, object]:
 def _or_none(look: Callable[[], object]) -> object:
     try:
         return look()
-    except RuntimeError:  # of two ways to set a precision one has been used, and this is the other
+    except RuntimeError:  # a precision was set by torch's other way to set it
         return None
 
 

@@ -50,6 +50,18 @@ class Trial:
         bubble: the predicted share of the lanes' time in which they idle, 0 to 1.
         memory: the predicted bytes of the device that needs the most.
         why_not: the reason why it was not measured: over the limit, out of memory, an error.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> loss = torch.nn.functional.mse_loss
+        >>> report = pipe.find_chunks(x, target=y, loss_fn=loss, candidates=[2], repeats=1)
+        >>> trial = report.trials[0]
+        >>> trial.schedule, trial.microbatches, trial.seconds > 0
+        ('1f1b', 2, True)
     """
 
     schedule: str
@@ -71,6 +83,17 @@ class ChunksReport:
         trials: one entry for each candidate and schedule.
         samples: the number of samples in the batch.
         repeats: the number of steps of each trial.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> loss = torch.nn.functional.mse_loss
+        >>> report = pipe.find_chunks(x, target=y, loss_fn=loss, candidates=[2, 4], repeats=1)
+        >>> [trial.microbatches for trial in report.trials], report.best in report.trials
+        ([2, 4], True)
     """
 
     trials: list[Trial]

@@ -1,5 +1,5 @@
-"""What is in objects of Python's, torch's and numpy's that hold no others: bytes, files in memory,
-arrays, the level of a logger, the state of a generator of random numbers.
+"""Save and restore the content of objects that hold no other objects: bytes, files in memory,
+arrays, loggers' levels, states of random generators.
 """
 
 import functools
@@ -17,7 +17,7 @@ from .holders import ContentHolder
 
 
 def content_of(value: Any) -> ContentHolder | None:
-    """What keeps the content of an object; ``None`` for objects of other classes."""
+    """Return a holder of an object's content; ``None`` for objects of other classes."""
     if isinstance(value, bytearray | array):
         base: Any = bytearray if isinstance(value, bytearray) else array
         everything = slice(None)
@@ -64,7 +64,7 @@ def _set_level(logger: logging.Logger) -> Callable[[tuple[int, bool]], None]:
 
 
 def kept_otherwise(value: Any) -> Callable[[], object] | None:
-    """What puts back a generator of random numbers, or an array of objects."""
+    """Return a function that restores a random generator or an array of objects, or ``None``."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
@@ -91,7 +91,7 @@ def kept_otherwise(value: Any) -> Callable[[], object] | None:
 
 
 def in_array(value: Any) -> Iterable[Any]:
-    """The objects in one of numpy's arrays of objects."""
+    """Return the objects in a numpy array of objects; nothing for any other value."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype != object:
         return ()

@@ -1,8 +1,7 @@
-"""What holds other objects by name or place: containers, classes, functions, modules, slots; and
-what can be changed without holding any.
+"""Save and restore the members of containers, classes, functions, modules and slots.
 
-Each is put back in place, only where it has changed, and by the methods of the built-in classes: a
-subclass may refuse its own (a frozen dictionary) or do more in them.
+Each is restored in place, only where it has changed, and by the methods of the built-in classes,
+because a subclass may refuse its own (a frozen dictionary) or do more in them.
 """
 
 import gc
@@ -18,7 +17,7 @@ _DEFAULTS = ("__defaults__", "__kwdefaults__")  # of a function
 
 
 class Holder:
-    """What an object held when this was made.
+    """The members that an object had when the holder was made.
 
     Args:
         owner: the object, as the user's code knows it.
@@ -29,19 +28,20 @@ class Holder:
         self.before = self.now()
 
     def now(self) -> list[tuple[Any, Any]]:
-        """What it holds: keys and values."""
+        """Return the members that the object has now, as keys and values."""
         raise NotImplementedError
 
     def namespace(self) -> Any:
-        """What its keys can be looked up in at once; ``None``: in nothing."""
+        """Return the object in which a key can be looked up directly, or ``None`` if there is
+        none."""
         return None
 
     def put(self, key: Any, value: Any) -> None:
-        """Make it hold another value under a key, or nothing any more (``_UNSET``)."""
+        """Store a value under a key, or remove the key (``_UNSET``)."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Make it hold what it did."""
+        """Give the object its members of before."""
         now = dict(self.now())
         for key in now.keys() - dict(self.before).keys():
             self.put(key, _UNSET)
@@ -50,7 +50,7 @@ class Holder:
                 self.put(key, value)
 
     def lend(self, stand_ins: StandIns) -> None:
-        """Put copies in the place of iterators, until it is restored."""
+        """Replace iterators by copies until the holder is restored."""
         for key, value in self.before:
             stand_in = stand_ins.of(value)
             if stand_in is not value:
@@ -58,11 +58,11 @@ class Holder:
 
 
 class DictHolder(Holder):
-    """A dictionary: also its keys and their order.
+    """A dictionary, including the order of its keys.
 
     Args:
         value: the dictionary.
-        owner: the object whose attributes are in it, if it is such a one.
+        owner: the object whose attributes it holds, if it is an object's ``__dict__``.
     """
 
     def __init__(self, value: dict[Any, Any], owner: Any = None) -> None:
@@ -132,12 +132,12 @@ class SetHolder(Holder):
             set.update(self._value, [member for _, member in self.before])
 
     def lend(self, stand_ins: StandIns) -> None:
-        """Nobody advances what he has no name for."""
+        """Do nothing: code cannot advance an iterator in a set without a name for it."""
 
 
 class CacheHolder(Holder):
-    """The results that a ``functools.lru_cache`` keeps: the user's code may change one of them. The
-    cache itself stays as it is."""
+    """The results in a ``functools.lru_cache``, which the user's code may change. The cache itself
+    is not restored."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -156,19 +156,19 @@ class CacheHolder(Holder):
         return list(enumerate(found))
 
     def restore(self) -> None:
-        """Only time would be lost, or gained."""
+        """Do nothing: an entry more or less in a cache only costs or saves time."""
 
     def lend(self, stand_ins: StandIns) -> None:
-        """A copy of an iterator would stay in the cache."""
+        """Do nothing: a copy of an iterator would stay in the cache."""
 
 
 class ContentHolder(Holder):
-    """What holds no other objects: bytes, a file in memory, an array, the level of a logger.
+    """The content of an object that holds no others: bytes, a file in memory, a logger's level.
 
     Args:
         owner: the object.
-        get: gives what is in it.
-        put: puts that back.
+        get: returns its content.
+        put: writes such a content back.
     """
 
     def __init__(self, owner: Any, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
@@ -184,11 +184,11 @@ class ContentHolder(Holder):
             self._put(before)
 
     def lend(self, stand_ins: StandIns) -> None:
-        """There is no iterator in it."""
+        """Do nothing: there is no iterator in it."""
 
 
 class ClassHolder(Holder):
-    """A class's own attributes, whatever its metaclass makes of ``__setattr__``."""
+    """A class's own attributes. They are set even if its metaclass overrides ``__setattr__``."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -208,7 +208,7 @@ class ClassHolder(Holder):
 
 
 class NamesHolder(Holder):
-    """Names of a module that a function reads. A module that was imported in the meantime stays."""
+    """The globals that a function reads. A module that was imported in the meantime stays."""
 
     def __init__(
         self, names: dict[str, Any], read: frozenset[str], function: types.FunctionType
@@ -230,7 +230,7 @@ class NamesHolder(Holder):
 
 
 class FunctionHolder(Holder):
-    """A function's default arguments, and what is in its closure."""
+    """A function's default arguments, and the values in its closure."""
 
     def __init__(self, function: types.FunctionType) -> None:
         names, cells = function.__code__.co_freevars, function.__closure__ or ()
@@ -259,7 +259,7 @@ def content_of_cell(cell: types.CellType) -> Any:
 
 
 class SlotsHolder(Holder):
-    """An object's slots, whatever its class makes of ``__setattr__``."""
+    """An object's slots. They are set even if its class overrides ``__setattr__``."""
 
     def __init__(self, value: Any, slots: tuple[types.MemberDescriptorType, ...]) -> None:
         self._value, self._slots = value, slots
@@ -284,7 +284,7 @@ def _slot(slot: Any, value: Any) -> Any:
 
 
 def container_of(value: Any) -> Holder | None:
-    """What keeps the members of a container; ``None`` for other objects."""
+    """Return a holder of a container's members; ``None`` for other objects."""
     if isinstance(value, dict):
         return DictHolder(value)
     if isinstance(value, list | deque):

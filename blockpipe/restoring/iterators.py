@@ -1,8 +1,9 @@
-"""Iterators that a forward advances: a recording is lent copies, for none of them can be put back.
+"""Copies of the iterators that a forward advances: a recording uses them, because no iterator can
+be set back.
 
-A copy shares nothing that advances with its original: not the iterators that this one reads from,
-nor what it has stored. A generator cannot be copied, so what stands in for one raises an error as
-soon as it is advanced, and the generator stays where it was.
+A copy shares nothing that advances with its original, neither the iterators that it reads from nor
+the values that it has stored. A generator cannot be copied, so its stand-in raises an error as soon
+as it is advanced, and the generator stays where it was.
 """
 
 import functools
@@ -19,27 +20,29 @@ _BOUND = (types.MethodWrapperType, types.BuiltinMethodType)
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether it is one of Python's own, generators too: what a class of the user's made has
-    attributes, which can be put back."""
+    """Whether it is one of Python's own iterators or a generator. An iterator of a user's class has
+    attributes, which can be restored."""
     kind = type(value)
     return kind.__module__ in _MODULES and hasattr(kind, "__next__")
 
 
 def bound_iterator(value: Any) -> Any:
-    """The iterator that a method is bound to (``itertools.count().__next__``); None: to no such."""
+    """Return the iterator that a method is bound to (``itertools.count().__next__``), or
+    ``None``."""
     owner = value.__self__ if isinstance(value, _BOUND) else None
     return owner if is_iterator(owner) else None
 
 
 class StandIns:
-    """What stands in for iterators while a forward is recorded: one for each, however often it is
-    held."""
+    """The stand-ins for iterators while a forward is recorded. Each iterator has one, even if
+    several objects hold it."""
 
     def __init__(self) -> None:
-        self._made: dict[int, Any] = {}  # by the original's id: whoever asks keeps it alive
+        self._made: dict[int, Any] = {}  # by the original's id; callers keep the original alive
 
     def of(self, value: Any) -> Any:
-        """What stands in for a value: the value itself, unless an iterator is in it."""
+        """Return the stand-in for a value, which is the value itself unless it holds an
+        iterator."""
         kind = type(value)
         if kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
             members = [self.of(member) for member in value]
@@ -67,9 +70,9 @@ class StandIns:
             return _refusing(f"the generator {what}") if is_suspended else iterator
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, in Python 3.12
+                warnings.simplefilter("ignore", DeprecationWarning)  # in Python 3.12
                 make, args, *state = iterator.__reduce__()
-        except Exception:  # no copies of its kind, or of one whose dictionary has changed since
+        except Exception:  # such iterators cannot be copied, or its dictionary has changed
             return _refusing(f"an iterator, {type(iterator).__qualname__}")
         copy = make(*self.of(args))
         if state and state[0] is not None:
@@ -77,14 +80,14 @@ class StandIns:
         return copy
 
     def _state(self, state: Any) -> Any:
-        """Of its own: ``cycle`` goes on adding to the list in it."""
+        """Return a copy of an iterator's state: ``cycle`` goes on adding to the list in it."""
         if isinstance(state, tuple):
             return tuple(self._state(member) for member in state)
         return list(state) if isinstance(state, list) else self.of(state)
 
 
 class _refusing:  # noqa: N801 - a value that reads as a participle
-    """Raises an error when it is advanced in any way that an iterator, or a generator, can be."""
+    """Return a stand-in that raises an error however it is advanced."""
 
     def __init__(self, what: str) -> None:
         self._what = what

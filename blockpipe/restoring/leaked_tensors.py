@@ -1,9 +1,9 @@
-"""Tensors of a recording that are still alive after it, and who holds them.
+"""Find tensors of a recording that are still alive after it, and the objects that hold them.
 
-A recording puts back what it can find (:mod:`blockpipe.restoring.model_state`). This is the net
-below that: a fake tensor that stays in somebody's hands would be read by the next step, which then
-computes nothing, without an error. What functions cache by their arguments is not state: a table
-that a ``functools.lru_cache`` keeps is made anew.
+A recording restores all state that it can find (:mod:`blockpipe.restoring.model_state`). This check
+finds the rest: the next step would read a fake tensor that was left behind, and compute nothing,
+without an error. Caches are not state: a ``functools.lru_cache`` with such a tensor is emptied, and
+fills again.
 """
 
 import functools
@@ -21,7 +21,7 @@ from ..errors import RecordingError
 
 _DEPTH = 4
 _OURS = __name__.partition(".")[0] + "."
-# What leads on from a function's values to everything else that there is.
+# These values of a function lead on to all other objects.
 _NO_VALUES = (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)
 
 
@@ -38,7 +38,7 @@ class TrackedFakes(FakeTensorMode):
         return result
 
     def check_nothing_is_left(self) -> None:
-        """Raise :class:`RecordingError` for a tensor that somebody holds."""
+        """Raise :class:`RecordingError` for a tensor that an object still holds."""
         if not self._is_any_left():
             return
         gc.collect()
@@ -47,7 +47,7 @@ class TrackedFakes(FakeTensorMode):
         self.empty_caches(gc.get_objects())
         for made in self._made:
             tensor = made()
-            # What no object holds is torch's own (autocast's cache of casts, by parameter).
+            # A tensor that no object holds is torch's own (autocast's cache of casts).
             if tensor is not None and (holder := _holder(tensor)):
                 raise RecordingError(
                     f"the forward left a tensor of shape {tuple(tensor.shape)} of the recording in "
@@ -57,10 +57,10 @@ class TrackedFakes(FakeTensorMode):
                 )
 
     def empty_caches(self, among: Iterable[object]) -> None:
-        """Empty each ``functools.lru_cache`` that keeps one of the tensors: only time is lost.
+        """Empty each ``functools.lru_cache`` that keeps one of the tensors, which only costs time.
 
         Args:
-            among: where to look for caches.
+            among: the caches to look into.
         """
         for found in among:
             if type(found) is functools._lru_cache_wrapper and self._is_in(found):
@@ -70,7 +70,7 @@ class TrackedFakes(FakeTensorMode):
         return any(made() is not None for made in self._made)
 
     def _is_in(self, cache: object) -> bool:
-        """Whether a tensor is among what a function has returned, or its arguments."""
+        """Whether a tensor is among the values that a function returned, or among its arguments."""
         level = gc.get_referents(cache)
         for _ in range(_DEPTH):
             if any(isinstance(held, FakeTensor) and held.fake_mode is self for held in level):
@@ -80,7 +80,7 @@ class TrackedFakes(FakeTensorMode):
 
 
 def _holder(value: object) -> str:
-    """In words: what holds it, and what holds that; empty where no object of Python's does."""
+    """Describe the chain of objects that hold it; empty if no Python object does."""
     steps: list[str] = []
     for _ in range(_DEPTH):
         found = _holding(value)
@@ -95,7 +95,7 @@ def _holder(value: object) -> str:
                 return ", in ".join([*steps, f"{type(owner).__name__}.{key}"])
             steps.append(f"a dict under {key!r}")
         elif isinstance(found, tuple) and not steps:
-            return ""  # of arguments: of a call under way, in another thread perhaps
+            return ""  # the arguments of a running call, maybe in another thread
         elif type(found).__module__.startswith(_OURS):
             return ""  # our own, held by another thread's call that waits for the recording's end
         else:
@@ -105,7 +105,7 @@ def _holder(value: object) -> str:
 
 
 def _holding(value: object) -> Any:
-    """One of the objects that hold another, but no call under way."""
+    """Return one of the objects that hold another; frames of running calls do not count."""
     for found in gc.get_referrers(value):
         if not isinstance(found, types.FrameType):
             return found

@@ -1,11 +1,11 @@
-"""What a recording changes, put back: all state that can be reached from the model's modules.
+"""Save and restore all state that can be reached from a model's modules.
 
-A forward counts, caches and draws; a recording must leave no trace of that, nor fake tensors which
-the next real call would read. What is kept is found by walking: attributes and slots of the user's
-objects, of their classes and of tensors, containers in containers, what functions hold in their
-closures and read from their modules, generators of random numbers, arrays. Only what has changed is
-put back, and by the methods of the built-in classes, for a subclass may refuse its own (a frozen
-dictionary) or do more in them. Iterators cannot be put back: the forward is lent copies of them.
+A forward counts, caches and draws. A recording must leave no trace of that, and no fake tensor that
+the next real call would read. The state is found by a walk over attributes and slots of the user's
+objects, of their classes and of tensors, nested containers, closures of functions and the globals
+that they read, random generators, and arrays. Only changed values are written back, and by the
+methods of the built-in classes, because a subclass may refuse its own (a frozen dictionary) or do
+more in them. Iterators cannot be set back, so the forward gets copies of them.
 """
 
 import functools
@@ -38,12 +38,12 @@ from .iterators import StandIns, bound_iterator, is_iterator
 
 MOST_OBJECTS = 200_000  # a trainer may be in reach, and with it a data set
 _NO_STATE = frozenset([str, bytes, int, float, complex, bool, type(None)])
-# Objects of these packages are no state of a forward's: locks, handlers, our own marks.
+# Objects of these packages are not a forward's state: locks, handlers, our own marks.
 _FOREIGN = (
     *(f"{name}." for name in ("torch", "threading", "logging", "multiprocessing", "concurrent")),
     *(f"{name}." for name in ("asyncio", "_io", "numpy", __name__.partition(".")[0])),
 )
-# These have no attributes, or such as nobody sets; an object of a class made of them may.
+# These have no attributes that user code sets; an object of a subclass may.
 _PLAIN = (
     *(dict, OrderedDict, list, deque, set, frozenset, tuple, bytearray, array),
     *(types.FunctionType, types.MethodType, functools.partial),
@@ -51,25 +51,27 @@ _PLAIN = (
 
 
 class ModelState:
-    """What modules hold, however deep. It is put back at the end of a block, which may be entered
+    """The state of modules, however deep. The end of a block restores it; the block may be entered
     several times.
 
     Args:
-        modules: whose; that of the modules inside of them too.
-        values: the values of tensors too, but for those of parameters (:class:`WritesUndone`).
-        contents: what is in bytes, arrays and generators too: without it, nothing is put back.
+        modules: the modules; those inside of them are included.
+        values: whether to save the values of tensors too, except those of parameters
+            (:class:`WritesUndone`).
+        contents: whether to save the content of bytes, arrays and generators too; without it,
+            nothing is restored.
     """
 
     def __init__(self, *modules: nn.Module, values: bool, contents: bool = True) -> None:
         self._values, self._contents = values, contents
-        self.holders: list[Holder] = []  # of all that was found, what is near first
-        self._restores: list[Callable[[], object]] = []  # of what holds no other objects
+        self.holders: list[Holder] = []  # of all objects found, the nearest first
+        self._restores: list[Callable[[], object]] = []  # for objects that hold no others
         self._seen: dict[int, Any] = {}  # alive, so that no other object gets its id
         self._slots: dict[type, tuple[Any, ...]] = {}
         self._has_iterators = self._lends = False
         self.caches: list[object] = []  # each functools.lru_cache in reach
         level: list[Any] = [inner for module in modules for inner in module.modules()]
-        while level:  # what is near comes first
+        while level:  # breadth first, so that the nearest objects come first
             level = [found for value in level for found in self._look_at(value)]
 
     def restore(self) -> None:
@@ -95,7 +97,7 @@ class ModelState:
         self.restore()
 
     def _look_at(self, value: Any) -> Iterable[Any]:
-        """Keep what one object holds; gives what to look at next."""
+        """Save one object's members, and return the objects to look at next."""
         if type(value) in _NO_STATE or isinstance(value, types.ModuleType):
             return ()
         if id(value) in self._seen:
@@ -130,7 +132,7 @@ class ModelState:
             return self._hold(CacheHolder(value))
         if is_iterator(value):
             self._has_iterators = True
-            # A generator stays where it is, and with it what it holds.
+            # A generator is not advanced, so the objects that it holds do not change.
             return () if isinstance(value, types.GeneratorType) else gc.get_referents(value)
         if (iterator := bound_iterator(value)) is not None:
             return (iterator,)
@@ -163,7 +165,7 @@ class ModelState:
         return restore
 
     def _look_at_class(self, kind: type) -> Iterable[Any]:
-        """What a class of the user's holds for all of its objects, and what its functions read."""
+        """Save a user class's own attributes, and the values that its functions read."""
         if not is_users(kind.__module__):
             return ()
         special = [m for m in vars(kind).values() if isinstance(m, types.FunctionType)]
@@ -171,8 +173,8 @@ class ModelState:
         return [type(kind), *kind.__bases__, *held, *special]
 
     def _look_at_function(self, function: types.FunctionType) -> Iterable[Any]:
-        """Its closure and its attributes; what it reads from its module and from others of the
-        user's."""
+        """Save a function's closure, its attributes, and the globals that it reads from the user's
+        modules."""
         found = self._hold(FunctionHolder(function))
         if is_users(function.__module__):
             read, seen = frozenset(names_in(function.__code__)), set[int]()
@@ -211,13 +213,13 @@ class ModelState:
 
 
 def _spaces_of(values: Iterable[Any]) -> list[dict[str, Any]]:
-    """The names of the modules among some values, if they are the user's own."""
+    """Return the namespaces of the user's own modules among some values."""
     modules = (value for value in values if isinstance(value, types.ModuleType))
     return [vars(module) for module in modules if is_users(module.__name__)]
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """Names that a function may read from its module, or set there."""
+    """Yield the names that a function may read from its module, or set there."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -226,7 +228,8 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 
 @functools.cache
 def is_users(module: str | None) -> bool:
-    """Whether a module is the user's own: what installed packages keep there is theirs."""
+    """Whether a module is the user's own, and not the standard library's or an installed
+    package's."""
     package = (module or "").partition(".")[0]
     if package in sys.stdlib_module_names and package != "__main__":
         return False
@@ -236,26 +239,27 @@ def is_users(module: str | None) -> bool:
 
 
 def _unwrapped(member: Any) -> tuple[Any, ...]:
-    """The functions behind a member of a class."""
+    """Return the functions behind a member of a class."""
     if isinstance(member, staticmethod | classmethod):
         return (member.__func__,)
     return (member.fget, member.fset) if isinstance(member, property) else (member,)
 
 
 def slot_members(kind: type) -> tuple[Any, ...]:
-    """What sets each slot, whatever the class makes of ``__setattr__``, or an exception's
-    arguments."""
-    bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]  # not of C
+    """Return the descriptors that set each slot even if the class overrides ``__setattr__``; of an
+    exception, also the one of its arguments."""
+    # Classes that are written in C have no __slots__.
+    bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     members = (member for base in bases for member in base.values())
     slots = tuple(m for m in members if isinstance(m, types.MemberDescriptorType))
     return (*slots, BaseException.args) if issubclass(kind, BaseException) else slots
 
 
 class _Undone(DispatchMode):
-    """While entered, the watched tensors may be written to; then they are as before.
+    """Restore watched tensors at the end of a block in which they may be written to.
 
-    A copy is made of what is written, before it is: a forward that writes to none of them needs no
-    memory for it.
+    A tensor is copied just before it is written to, so a forward that writes to none of them needs
+    no memory for it.
     """
 
     supports_higher_order_operators = True
@@ -265,7 +269,7 @@ class _Undone(DispatchMode):
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def watched(self, tensor: Tensor) -> Tensor | None:
-        """What to make a copy of before a tensor is written to."""
+        """Return the tensor to copy before a tensor is written to, or ``None``."""
         raise NotImplementedError
 
     def __torch_dispatch__(
@@ -298,15 +302,16 @@ class _Undone(DispatchMode):
 
 
 class RealWritesUndone(_Undone):
-    """Undoes the writes to real tensors of a forward on fake ones: torch computes some operations
-    on them in place even then (``self.count += 1``, where ``count`` is a plain attribute)."""
+    """Undo a forward's writes to real tensors while it runs on fake ones. torch computes some
+    in-place operations on them even then (``self.count += 1``, where ``count`` is a plain
+    attribute)."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: set[tuple[Any, ...]] = set()
 
     def watched(self, tensor: Tensor) -> Tensor | None:
-        """A tensor that is not fake, once."""
+        """Return a tensor that is not fake, the first time."""
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
             return None
         key = storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -317,10 +322,10 @@ class RealWritesUndone(_Undone):
 
 
 class WritesUndone(_Undone):
-    """Undoes the writes to parameters and to their gradients.
+    """Undo the writes to parameters and to their gradients.
 
     Args:
-        model: whose parameters.
+        model: the model that has the parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -340,7 +345,7 @@ class WritesUndone(_Undone):
                 yield gradient
 
     def watched(self, tensor: Tensor) -> Tensor | None:
-        """The parameter, or the gradient, that a tensor is a view of; once."""
+        """Return the parameter or gradient that a tensor is a view of, the first time."""
         return self._watched.pop(storage_of(tensor), None)
 
     def __exit__(self, *failure: Any) -> None:

@@ -1,8 +1,8 @@
-"""A model as it was: for steps that are run to look at it, and are not a part of its training.
+"""Keep a model unchanged by steps that measure or verify it, and are not a part of its training.
 
-A recording puts back what a forward changes (:mod:`blockpipe.restoring.model_state`). A step
-changes more: gradients, parameters (``nn.Embedding(max_norm=…)`` writes to its weight), generators;
-and hooks that update parameters in the backward would train the model.
+A recording restores what a forward changes (:mod:`blockpipe.restoring.model_state`). A step changes
+more: gradients, parameters (``nn.Embedding(max_norm=…)`` writes to its weight) and random
+generators. Hooks that update parameters in the backward would even train the model.
 """
 
 import copy
@@ -20,11 +20,11 @@ from .model_state import ModelState
 
 
 class PreservedModel:
-    """What some modules were when this was made.
+    """The state of some modules when this was made.
 
     Args:
-        modules: the model, and what else has parameters (a loss).
-        sources: the generators that a step may draw from, besides Python's and numpy's.
+        modules: the model, and any other module with parameters, such as a loss.
+        sources: the generators that a step may draw from; Python's and numpy's are added.
     """
 
     def __init__(self, modules: Sequence[nn.Module], sources: Sequence[Source]) -> None:
@@ -33,7 +33,7 @@ class PreservedModel:
         self.sources: list[Source] = [*dict.fromkeys([*sources, *host])]
         parameters = {id(p): p for module in modules for p in module.parameters()}.values()
         self._gradients = [(p, p.grad) for p in parameters]
-        # On the host: beside a model that nearly fills its devices there is no room for another.
+        # On the host, because a model may nearly fill its devices.
         self._values = [
             (p, p.data, p.detach().to("cpu", copy=True)) for p in parameters if not p.is_inference()
         ]
@@ -43,7 +43,7 @@ class PreservedModel:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """A run that begins without gradients; all is as it was at its end, failed or not."""
+        """Run a block that begins without gradients, and restore everything even if it fails."""
         steppers = [dict(hooks) for hooks in self._steppers]
         with preserve_rng(self.sources), self._state:
             try:
@@ -60,7 +60,7 @@ class PreservedModel:
                     hooks.update(before)
 
     def _put_back_values(self) -> None:
-        # Whether a forward has written to them no version says: it may be by way of .data.
+        # A version does not say whether a forward has written to them: it may write to .data.
         with torch.no_grad():
             for parameter, data, value in self._values:
                 if parameter.data_ptr() != data.data_ptr():
@@ -70,11 +70,13 @@ class PreservedModel:
 
 
 def moved_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a module with all of its tensors on a device; they are never twice on their own.
+    """Return a copy of a module with all of its tensors on a device.
+
+    Each tensor is copied once, straight to the device; the old device needs no room for a copy.
 
     Args:
-        module: what to copy; itself comes back if all of it is there already.
-        device: where to.
+        module: the module to copy; it is returned itself if all of its tensors are there already.
+        device: the device of the copy.
     """
     slots = [*module.parameters(), *module.buffers()]
     if all(tensor.device == device for tensor in slots):
@@ -89,7 +91,7 @@ def moved_copy(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def fresh_copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a leaf with a tensor's values: a forward may write to its inputs, and runs again.
+    """Return a leaf with a tensor's values, for a forward that may write to its inputs.
 
     Args:
         tensor: the tensor to copy; the copy needs a gradient if it does.

@@ -1,7 +1,8 @@
-"""What of the process a forward may change for a while, and no number depends on.
+"""Save and restore the process's output streams and warning filters.
 
-``redirect_stdout`` and ``catch_warnings`` put back what they found. Of several threads in them at
-once the last one puts back what another has set, and all that the program prints later is gone.
+A forward may change them for a while with ``redirect_stdout`` and ``catch_warnings``, which restore
+what they found. If several threads are in them at once, the last one to leave restores another
+thread's setting, and everything that the program prints later is lost.
 """
 
 import sys
@@ -10,14 +11,15 @@ from typing import Any
 
 
 def process_state() -> tuple[Any, ...]:
-    """Where the process prints to, and its filters of warnings."""
+    """Return the process's output streams and warning filters."""
     return sys.stdout, sys.stderr, tuple(warnings.filters)
 
 
 class kept_process_state:  # noqa: N801 - a context manager that reads as a participle
-    """At the end, the process prints to where it did before, and warns of what it did.
+    """Restore the process's output streams and warning filters at the end of a block.
 
-    Only for forwards that were seen to change it: another thread of the user's may as well.
+    It is used only for forwards that were seen to change them, because another thread of the user
+    may change them on purpose.
     """
 
     def __enter__(self) -> None:
@@ -29,4 +31,4 @@ class kept_process_state:  # noqa: N801 - a context manager that reads as a part
         sys.stdout, sys.stderr, filters = self._before
         warnings.filters[:] = filters  # type: ignore[index]
         with warnings.catch_warnings():
-            pass  # it tells what has remembered the filters
+            pass  # it invalidates caches of the filters

@@ -1,9 +1,9 @@
-"""A call that fails leaves its thread as it was, wherever an interrupt came.
+"""Restore a thread's modes after a call that fails, wherever an interrupt arrives.
 
-Each context manager puts back what it changed; but a ``KeyboardInterrupt`` may come between the
-change and the line that would see to its undoing. So the outermost call knows what was there
-before it changed anything, and puts that back if it fails. It does so twice: one interrupt can
-spoil one of them.
+Each context manager restores what it changed, but a ``KeyboardInterrupt`` may arrive between the
+change and the ``try`` that would undo it. So the outermost call saves the state before it changes
+anything, and restores it if it fails. It does so twice, because one interrupt can break off one of
+the two.
 """
 
 import functools
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 
 class _Before:
-    """What a thread has; put back at the end of a block that fails."""
+    """The state of a thread, which the end of a block restores if the block fails."""
 
     def __init__(self) -> None:
         self._cursor = current_cursor()
@@ -84,9 +84,9 @@ class _Before:
 
 
 def _interrupt_behind(error: BaseException) -> BaseException | None:
-    """What really came, where a function mode that it had kept from being there was missed."""
+    """Return the interrupt that led to an error about a missing function mode, or ``None``."""
     if not isinstance(error, IndexError | RuntimeError):
-        return None  # a class of the user's own may have no text
+        return None  # str() of a user's own class may raise
     if "pop from empty mode stack" not in str(error):
         return None
     behind = error.__context__
@@ -96,7 +96,7 @@ def _interrupt_behind(error: BaseException) -> BaseException | None:
 
 
 def leaves_intact(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorates what runs forwards and backwards in the caller's thread."""
+    """Decorate a function that runs forwards and backwards in the caller's thread."""
 
     @functools.wraps(call)
     def outermost(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -51,6 +51,15 @@ class Assignment:
             the first call inside; :meth:`assign` moves it with all inside.
         kind: the name of the module's class, if known.
         inside: the calls within this one, in execution order.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> plan = bp.record(net, torch.ones(8, 4)).plan
+        >>> last = plan.assignments[-1]
+        >>> last.assign(1)
+        >>> last
+        Assignment(path='1', call=0, stage=1, kind='Linear')
     """
 
     path: str

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .._common.callsite import users_line
 from .._common.modules import paths_around
 from .._torch.modules import (
     IncompatibleKeys,
@@ -55,7 +56,7 @@ class StateDictMismatch:
     wrong: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     uncopyable: list[str] = field(default_factory=list)
-    hint: str = ""  # what explains them all
+    hint: str = ""  # one explanation of them all
 
     def lines(self) -> list[str]:
         """Return all lines of the message."""
@@ -71,9 +72,10 @@ class StateDictMismatch:
         """Raise one :class:`WeightsError` for all of them, if there are any."""
         lines = self.lines()
         if lines:
+            listed = "\n  ".join(lines)
             raise WeightsError(
-                f"expected a checkpoint of {type(model).__name__}, got {what}, which does not fit"
-                f"{self.hint}:\n  " + "\n  ".join(lines) + f"\nNothing was changed; {remedy}"
+                f"expected a checkpoint of {type(model).__name__}, got {what}, which does not fit "
+                f"({users_line()}){self.hint}:\n  {listed}\nNothing was changed; {remedy}"
             )
 
 
@@ -114,8 +116,7 @@ def compare_state_dict(
 
 
 def _prefix_hint(model: Collection[str], checkpoint: Collection[str]) -> str:
-    """Return the prefix that all names of one have and those of the other have not, as a wrapper
-    leaves it."""
+    """Return a sentence on a prefix that only one side's names have, as a wrapper leaves it."""
     for longer, shorter, whose in (
         (checkpoint, model, "checkpoint"),
         (model, checkpoint, "model"),
@@ -126,8 +127,8 @@ def _prefix_hint(model: Collection[str], checkpoint: Collection[str]) -> str:
         ]
         if prefix and all(name.startswith(prefix) for name in longer):
             return (
-                f" (every name of the {whose} begins with {prefix!r}, and none of the other's: "
-                "pass a mapping with the names changed)"
+                f"; every name of the {whose} begins with {prefix!r}, and none of the other's: "
+                "pass a mapping with the names changed"
             )
     return ""
 

@@ -3,8 +3,10 @@
 import ast
 import contextlib
 import doctest
+import enum
 import importlib
 import importlib.util
+import inspect
 import io
 import pkgutil
 import re
@@ -112,6 +114,21 @@ def test_docstring_examples_run(name: str) -> None:
     for test in finder.find(module, name):
         runner.run(test, out=report.append)
     assert not runner.failures, "".join(report)
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_class_and_function_has_an_example(module: str) -> None:
+    """Only exceptions, which the page on errors shows, and enumerations may have none."""
+    public = importlib.import_module(module)
+    values = {name: getattr(public, name) for name in public.__all__}
+    missing = [
+        name
+        for name, value in values.items()
+        if isinstance(value, type) or inspect.isroutine(value)
+        if not (isinstance(value, type) and issubclass(value, (Exception, enum.Enum)))
+        if ">>>" not in value.__doc__
+    ]
+    assert missing == []
 
 
 def _is_public(path: str) -> bool:

@@ -71,9 +71,10 @@ def test_load_weights_checks_first(tmp_path):
     before = copies(pipe.state_dict())
     state = {**make().state_dict(), "0.bias": torch.zeros(3)}
     torch.save(state, tmp_path / "x.pt")
-    with pytest.raises(
-        WeightsError, match=r"x.pt, which does not fit:\n  wrong shape: '0.bias' .stage 0."
-    ):
+    fits_not = (
+        r"x.pt, which does not fit \(.*test_save.py:\d+\):\n  wrong shape: '0.bias' .stage 0."
+    )
+    with pytest.raises(WeightsError, match=fits_not):
         pipe.load_weights(tmp_path / "x.pt")
     assert same_state(pipe.state_dict(), before)
 

@@ -39,7 +39,11 @@ from .saved_models import make, pipeline, read
         ('{"a":{"dtype":"F32","shape":"","data_offsets":[0,4]}}', 4, "are lists"),
         ('{"a":{"dtype":"F32","shape":{},"data_offsets":[0,4]}}', 4, "are lists"),
         ('{"a":{"dtype":"F32","shape":[1],"data_offsets":{"0":0,"4":4}}}', 4, "are lists"),
-        ('{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', 4, "there twice"),
+        (
+            '{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            4,
+            "the name .dtype. twice",
+        ),
         ('{"\\ud800":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', 4, "surrogates"),
         (f'{{"__metadata__":{"[" * 999}{"]" * 999}}}', 0, "nested more than 200 deep"),
         (f'{{"a":{{"dtype":"F32","shape":[{"9" * 5000}],"data_offsets":[0,4]}}}}', 4, "100 digits"),

@@ -1,8 +1,8 @@
 """PopTorch's names, so that a script for IPUs runs with one import changed.
 
-In: a model with PopTorch's blocks, its ``Options``, an optimizer. Out: a model to call, each call a
-whole training step; underneath are ``Pipeline`` and ``Replicas``. Read first: ``executor``, then
-``strategies``, how blocks become stages. ``docs/how-to/from-poptorch.md`` is the users' page.
+In: a model with PopTorch's blocks, its ``Options``, an optimizer. Out: a model each call of which
+is a whole training step, by ``Pipeline`` and ``Replicas``. Read first: ``executor``, then
+``strategies``, which makes stages of blocks. ``docs/how-to/from-poptorch.md`` is the users' page.
 """
 
 from typing import NoReturn
@@ -67,7 +67,7 @@ MISSING = {
     "set_overlap_for_input": "leave it out: copies overlap with computation",
     "set_overlap_for_output": "leave it out: copies overlap with computation",
 }
-"""What PopTorch has and this module has not, and what to do instead."""
+"""PopTorch's names that this module does not have, and what to use instead."""
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Blocks under PopTorch's two names for one: ``user_id``, and the IPU ``ipu_id`` that it is on.
+"""PopTorch's blocks, which have a name (``user_id``) and the IPU that they are on (``ipu_id``).
 
-Both are kept at the core's mark: the IPU in the place of its stage, the ``user_id`` as its name.
-Which stage that is the strategy of the options says, when a forward comes to the mark.
+The mark of the core keeps both: the IPU as its stage, and the ``user_id`` as its name. The strategy
+of the options turns them into a stage when a forward reaches the mark.
 """
 
 from collections.abc import Callable
@@ -23,16 +23,16 @@ class Block(marks.Block):
     """A region of a forward, by the IPU that it is on or by a name.
 
     Args:
-        user_id: its name; blocks of one name are on one stage. ``None``: the number of the block
-            among those without a name, as text.
-        ipu_id: the IPU, from 0 on, and with the default strategy the stage. ``None``: the stage
-            of its name, a new one at first.
+        user_id: its name; blocks of one name are on one stage. ``None`` takes the number of the
+            block among those without a name, as text.
+        ipu_id: the IPU, from 0 on; with the default strategy also the stage. ``None`` takes the
+            stage of its name, which is a new one the first time.
 
     Raises:
-        MarkError: ``ipu_id`` is no whole number from 0 on.
+        MarkError: ``ipu_id`` is not a non-negative integer.
 
-    Nested blocks work: leaving the inner one restores the outer one. After a block the forward
-    stays where it is.
+    Blocks may be nested; leaving the inner one restores the outer one. After the outermost block
+    the forward stays on its stage.
 
     Source: ``poptorch.Block``.
 
@@ -54,12 +54,12 @@ class Block(marks.Block):
 
     @staticmethod
     def useAutoId() -> None:  # noqa: N802 - PopTorch's name
-        """Count blocks without a name from 0 on again. Each forward begins so by itself."""
+        """Count blocks without a name from 0 again, as each forward does at its start."""
         restart_auto_ids()
 
     @staticmethod
     def start(user_id: str | int | None = None, ipu_id: int | None = None) -> None:
-        """Be in this block from here on, until the next one begins."""
+        """Enter this block until the next one begins."""
         Block(user_id, ipu_id).begin()
 
 
@@ -74,9 +74,9 @@ def BeginBlock(  # noqa: N802 - PopTorch's name
         ipu_id: as for :class:`Block`.
 
     Raises:
-        MarkError: neither module nor callable; marked already.
+        MarkError: it is neither a module nor a callable, or it is marked already.
 
-    Source: ``poptorch.BeginBlock``; there a callable that is no module is deprecated.
+    Source: ``poptorch.BeginBlock``, in which a callable that is no module is deprecated.
 
     Example:
         >>> import torch
@@ -97,7 +97,7 @@ def BlockFunction(  # noqa: N802 - PopTorch's name
         user_id: as for :class:`Block`.
         ipu_id: as for :class:`Block`.
 
-    Source: ``poptorch.BlockFunction``, which keeps none of the three.
+    Source: ``poptorch.BlockFunction``, which keeps neither name, signature nor docstring.
 
     Example:
         >>> from blockpipe.compat import poptorch
@@ -112,7 +112,7 @@ def BlockFunction(  # noqa: N802 - PopTorch's name
 
 
 def removeBlocks(module: nn.Module) -> None:  # noqa: N802 - PopTorch's name
-    """Take off every mark that BeginBlock put into a module, at any depth.
+    """Remove every mark that BeginBlock put on a module or inside it, at any depth.
 
     Example:
         >>> import torch
@@ -130,16 +130,16 @@ def removeBlocks(module: nn.Module) -> None:  # noqa: N802 - PopTorch's name
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:  # noqa: N802 - PopTorch's name
-    """The tensors as they are, with a warning: what is recomputed is chosen by block.
+    """Return the tensors unchanged, with a warning, because recomputation is chosen by block.
 
     Args:
-        *tensors: or a single list or tuple of them.
+        *tensors: the tensors, or a single list or tuple of them.
 
     Returns:
         A single tensor as itself, several as a tuple, a list or tuple as such.
 
     Raises:
-        UsageError: something that is no tensor.
+        UsageError: an argument is not a tensor.
 
     Example:
         >>> import torch, warnings

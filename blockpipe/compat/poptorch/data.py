@@ -1,4 +1,4 @@
-"""PopTorch's ``DataLoader``: torch's, whose batches are those of a whole call."""
+"""PopTorch's ``DataLoader``: torch's loader with batches for a whole call of the model."""
 
 from typing import Any
 
@@ -12,16 +12,17 @@ class DataLoader(data.DataLoader[Any]):
     """torch's loader, with batches as large as a call of the model takes.
 
     Args:
-        options: those of the model.
-        dataset: as for torch's.
-        batch_size: of one micro-batch. A batch has as many of them as ``deviceIterations``,
-            ``replicationFactor`` and ``gradientAccumulation`` say, multiplied. ``None``: the
-            dataset gives whole batches.
-        shuffle: as for torch's.
-        num_workers: as for torch's.
-        drop_last: as for torch's, but true by default. The model takes a smaller last batch too.
-        persistent_workers: ``None``: if there are workers.
-        **kwargs: of torch's loader. PopTorch's own (``mode``, ``async_options``,
+        options: the model's options.
+        dataset: as for torch's loader.
+        batch_size: the samples of one micro-batch. The number of micro-batches in a batch is the
+            product of ``deviceIterations``, ``replicationFactor`` and ``gradientAccumulation``.
+            ``None`` if the dataset gives whole batches.
+        shuffle: as for torch's loader.
+        num_workers: as for torch's loader.
+        drop_last: as for torch's loader, but true by default. The model takes a smaller last batch
+            too.
+        persistent_workers: as for torch's loader; ``None`` is true if there are workers.
+        **kwargs: other arguments of torch's loader. PopTorch's own (``mode``, ``async_options``,
             ``auto_distributed_partitioning``, ``rebatched_worker_size``) are accepted with a
             warning.
 

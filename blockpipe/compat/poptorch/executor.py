@@ -1,7 +1,7 @@
-"""A model under PopTorch's options: each call is a whole training step, or inference.
+"""A model under PopTorch's options, each call of which is a whole training step, or inference.
 
-There is nothing of a pipeline's own here: a call names the blocks' stages, finds the devices, and
-hands its batch to a :class:`Pipeline` or to several (:class:`Replicas`).
+A call numbers the blocks' stages, finds the devices, and passes its batch to a :class:`Pipeline` or
+to several of them (:class:`Replicas`), which do all the work.
 """
 
 import copy
@@ -49,21 +49,22 @@ def trainingModel(  # noqa: N802 - PopTorch's name
     optimizer: torch.optim.Optimizer | None = None,
     **pipeline: Any,
 ) -> "PoplarExecutor":
-    """A model of which each call is a training step: forward, backward, and the optimizer's step.
+    """Make a model each call of which is a training step: forward, backward, optimizer step.
 
     Args:
-        model: returns its loss: alone, as the only 0-d floating-point tensor among its outputs
-            (``return out, loss``), or marked by :func:`identity_loss`.
-        options: taken as they are now.
-        optimizer: any of torch's; ``None``: plain SGD with a learning rate of 0.01.
-        **pipeline: what PopTorch has no word for: ``devices=``, one for each IPU, of all copies in
-            a row, and options of :class:`Pipeline` such as ``checkpoint="except_last"``.
+        model: a model that returns its loss: alone, as the only 0-d floating-point tensor among its
+            outputs (``return out, loss``), or marked by :func:`identity_loss`.
+        options: the options, which are copied now.
+        optimizer: any of torch's optimizers; ``None`` is plain SGD with a learning rate of 0.01.
+        **pipeline: options that PopTorch does not have: ``devices=``, one for each IPU, for all
+            copies in a row, and options of :class:`Pipeline` such as ``checkpoint="except_last"``.
 
     Returns:
         A :class:`PoplarExecutor`.
 
     Raises:
-        UsageError: no module, options or optimizer; an option that ``options`` decide.
+        UsageError: an argument is not a module, options or an optimizer, or ``**pipeline`` has an
+            option that ``options`` decide.
 
     Source: ``poptorch.trainingModel``.
 
@@ -92,15 +93,14 @@ def trainingModel(  # noqa: N802 - PopTorch's name
 def inferenceModel(  # noqa: N802 - PopTorch's name
     model: nn.Module, options: Options | None = None, **pipeline: Any
 ) -> "PoplarExecutor":
-    """A model of which each call is a forward without gradients.
+    """Make a model each call of which is a forward without gradients.
 
-    A call has ``deviceIterations`` micro-batches in each copy. The mode stays the model's, and
-    the training model's, if they share one: call ``model.eval()`` before, and ``model.train()``
-    after.
+    A call has ``deviceIterations`` micro-batches in each copy. It does not change the model's mode,
+    which a training model may share: call ``model.eval()`` before, and ``model.train()`` after.
 
     Args:
-        model: as for any forward.
-        options: taken as they are now.
+        model: the model.
+        options: the options, which are copied now.
         **pipeline: as for :func:`trainingModel`.
 
     Returns:
@@ -131,10 +131,10 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
         reduction: ``"mean"``, ``"sum"``, or ``"none"`` for one element.
 
     Returns:
-        The loss, 0-d unless ``"none"``; it has to be among what the forward returns.
+        The loss, 0-d unless ``"none"``; the forward must return it.
 
     Raises:
-        UsageError: no such reduction, or ``"none"`` for several elements.
+        UsageError: there is no such reduction, or it is ``"none"`` for several elements.
 
     Source: ``poptorch.identity_loss``.
 
@@ -159,7 +159,7 @@ def _loss_of(output: Any) -> Any:
     return marked[-1] if marked else own_loss(output)
 
 
-# What the options decide: not to be passed along besides.
+# The options decide these, so they must not be passed as well.
 _DECIDED = {
     "batch_dims": "the batch is dimension 0 of every tensor",
     "chunks": "call options.Training.gradientAccumulation(n)",
@@ -169,16 +169,25 @@ _DECIDED = {
 
 
 class PoplarExecutor:
-    """What :func:`trainingModel` and :func:`inferenceModel` return.
+    """The model that :func:`trainingModel` and :func:`inferenceModel` return.
 
-    Anything that is not here is the model's own (``state_dict``, ``train``, ``eval``): its
-    parameters are trained in place, and nothing has to be copied back.
+    Other methods and attributes are the model's own (``state_dict``, ``train``, ``eval``). Its
+    parameters are trained in place, so nothing has to be copied back.
 
     Attributes:
-        model: the user's.
-        options: a copy, as they were when this was made.
+        model: the user's model.
+        options: a copy of the options, as they were when this was made.
 
     Source: ``poptorch.PoplarExecutor``.
+
+    Example:
+        >>> import torch
+        >>> from blockpipe.compat import poptorch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> _ = poptorch.BeginBlock(net[1], ipu_id=1)
+        >>> model = poptorch.inferenceModel(net.eval())
+        >>> isinstance(model, poptorch.PoplarExecutor), model(torch.ones(2, 4)).shape
+        (True, torch.Size([2, 1]))
     """
 
     def __init__(
@@ -224,16 +233,16 @@ class PoplarExecutor:
 
     @remembers_caller
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A training step, or inference.
+        """Run a training step, or inference.
 
         Args:
-            *args: the model's; dim 0 of every tensor has the samples of all iterations, copies and
-                micro-batches. It need not be a multiple of their number.
-            **kwargs: the model's.
+            *args: the model's arguments. Dim 0 of every tensor has the samples of all iterations,
+                copies and micro-batches, and need not be a multiple of their number.
+            **kwargs: the model's keyword arguments.
 
         Returns:
-            What the forward returns, as ``outputMode`` says, on the CPU and without graphs: rows
-            of several micro-batches one behind the other, 0-d tensors of several as one row.
+            The forward's results that ``outputMode`` selects, on the CPU and without graphs. Rows
+            of several micro-batches are concatenated; 0-d tensors of several become one row.
         """
         mode, trains = self.options.output_mode, self._training
         if mode is OutputMode.Default:
@@ -271,9 +280,9 @@ class PoplarExecutor:
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline underneath, of the first copy: for its summary, profile, timeline.
+        """The pipeline of the first copy, for its summary, profile and timeline.
 
-        Stages that the strategy lists by name are known in calls of this model only.
+        Stages that the strategy lists by name are known only in calls of this model.
 
         Raises:
             UsageError: the model has not been called yet.
@@ -292,7 +301,7 @@ class PoplarExecutor:
         return self._runner
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipeline | Replicas:
-        """On devices for the stages that a first recording finds."""
+        """Make the runner, on devices for the stages that a first recording finds."""
         options, training = self.options, self.options.Training
         each = training.gradient_accumulation if self._training else options.device_iterations
         whole = each * options.replication_factor
@@ -323,7 +332,7 @@ class PoplarExecutor:
         return Pipeline(self.model, devices=groups[0], **given)
 
     def _groups(self, ipus: list[int]) -> list[list[Any]]:
-        """The devices of each copy's stages, by the IPUs that the stages are to be on."""
+        """Return the devices of each copy's stages, by the IPUs that the stages name."""
         copies, size = self.options.replication_factor, max(ipus) + 1
         devices = self._given if self._given is not None else default_devices()
         if devices is None:  # on the CPU a number is a thread
@@ -342,15 +351,15 @@ class PoplarExecutor:
             copies = 1
         return [[devices[copy * size + ipu] for ipu in ipus] for copy in range(copies)]
 
-    # --- what scripts call besides
+    # --- other methods that scripts call
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: N802
         """Use this optimizer from the next call on.
 
-        After a change in place (a scheduler's step) it is not needed: the optimizer is the same.
+        It is not needed after a change in place, such as a scheduler's step.
 
         Raises:
-            UsageError: no optimizer, or a model for inference.
+            UsageError: it is not an optimizer, or this is a model for inference.
         """
         if not self._training:
             raise UsageError(
@@ -370,27 +379,27 @@ class PoplarExecutor:
         return self._runner is not None
 
     def destroy(self) -> None:
-        """Move the model back to where it was, and end the threads. A next call starts anew."""
+        """Move the model back to its old device, and end the threads. The next call starts anew."""
         if self._runner is not None:
             self._runner.unplace()
             self._runner.close()
         self._runner = None
 
     def detachFromDevice(self) -> None:  # noqa: N802
-        """As :meth:`destroy`."""
+        """Do the same as :meth:`destroy`."""
         self.destroy()
 
     def attachToDevice(self) -> None:  # noqa: N802
-        """Nothing: a call does it."""
+        """Do nothing: a call attaches to the devices itself."""
 
     def copyWeightsToHost(self) -> None:  # noqa: N802
-        """Nothing: the weights are the model's own."""
+        """Do nothing: the weights are the model's own."""
 
     def copyWeightsToDevice(self) -> None:  # noqa: N802
         """Nothing: the weights are the model's own."""
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        """As the model's."""
+        """Load a state dict into the model, with its own method."""
         return self.model.load_state_dict(state_dict, strict)
 
 

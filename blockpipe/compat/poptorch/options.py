@@ -1,8 +1,8 @@
-"""PopTorch's ``Options``: what a step is, and what only an IPU knows.
+"""PopTorch's ``Options``, which define a step, and its options for IPUs alone.
 
-An option that has no meaning on these devices is accepted with one warning, if the script's result
-is the same without it, and refused with the reason if not. The two tables are data: the page of
-the door is checked against them.
+An option without a meaning on these devices is accepted with one warning if the script's result is
+the same without it, and refused with the reason if not. The tables are data, against which a test
+checks the users' page.
 """
 
 import enum
@@ -67,7 +67,7 @@ REFUSED = {
     "updatableNamedBuffers": "buffers are the model's: write to them between two calls",
     "useOfflineIpuTarget": "there is nothing to compile without a device",
 }
-"""Options without which the script would do something else, and what to do instead."""
+"""Options that would change the script's result, and what to do instead."""
 
 REFUSED_IN_TRAINING = {
     "setAutomaticLossScaling": "train in bfloat16 by torch.autocast, which needs no scaling",

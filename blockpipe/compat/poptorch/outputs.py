@@ -15,7 +15,7 @@ Part = tuple[int, Any]
 
 
 class OutputMode(enum.Enum):
-    """Which results of a call come back; each has the rows of one micro-batch."""
+    """The results that a call returns; each has the rows of one micro-batch."""
 
     Final = "the last of each copy"
     EveryN = "every n-th of each copy"
@@ -25,7 +25,7 @@ class OutputMode(enum.Enum):
 
 
 def chosen(parts: Sequence[Part], mode: OutputMode, period: int) -> list[Any]:
-    """The results that a mode returns.
+    """Select the results that a mode returns.
 
     Args:
         parts: of all micro-batches, in the order of the batch.

@@ -1,8 +1,8 @@
-"""How blocks become stages: the strategies of PopTorch's options.
+"""The strategies of PopTorch's options, which turn blocks into stages.
 
-There a block has two numbers, its stage and its IPU. Here a stage is a number, and the device that
-it is on is another list's. So a strategy numbers the blocks when a forward comes to them, and notes
-which IPU each stage is to be on.
+In PopTorch a block has two numbers, its stage and its IPU. A stage of Blockpipe is a number, and a
+separate list has its device. So a strategy numbers the blocks when a forward reaches them, and
+notes the IPU of each stage.
 """
 
 import enum
@@ -17,7 +17,7 @@ _AUTO = "poptorch auto id"  # in what a cursor has noted: how many blocks withou
 
 
 class AutoStage(enum.Enum):
-    """Which stage a block is on that no :class:`Stage` names."""
+    """The rule for the stage of a block that no :class:`Stage` names."""
 
     SameAsIpu = "as its IPU has it; a new one for each name where it has no IPU"
     AutoIncrement = "a new one for each name"
@@ -30,7 +30,7 @@ class Stage:
         *block_ids: the blocks' ``user_id``.
 
     Raises:
-        PlanError: no text.
+        PlanError: a name is not a string.
 
     Source: ``poptorch.Stage``.
 
@@ -51,7 +51,7 @@ class Stage:
         self.on_ipu: int | None = None
 
     def ipu(self, ipu: int) -> "Stage":
-        """Say which IPU it is on, whatever its blocks say; returns the stage."""
+        """Set the stage's IPU, whichever IPU its blocks name, and return the stage."""
         self.on_ipu = ipu
         return self
 
@@ -60,11 +60,11 @@ class PipelinedExecution:
     """All stages at work at once, each on another micro-batch.
 
     Args:
-        *stages: in order: a :class:`Stage`, the name of a block, or a list of names; or one
-            :class:`AutoStage`. None: ``AutoStage.SameAsIpu``.
+        *stages: the stages in order, each a :class:`Stage`, the name of a block, or a list of
+            names; or one :class:`AutoStage`. Without any it is ``AutoStage.SameAsIpu``.
 
     Raises:
-        PlanError: a block in two stages, or what is no stage.
+        PlanError: a block is in two stages, or an argument is not a stage.
 
     Source: ``poptorch.PipelinedExecution``.
 
@@ -96,10 +96,10 @@ class PipelinedExecution:
                 self.number_of[block] = number
 
     def stage(self, block_id: str) -> Stage:
-        """The stage that a block is listed in.
+        """Return the stage that a block is listed in.
 
         Raises:
-            PlanError: it is in none.
+            PlanError: it is not listed.
         """
         if block_id not in self.number_of:
             raise PlanError(
@@ -131,13 +131,13 @@ class ShardedExecution(PipelinedExecution):
 
 
 class Numbering:
-    """The stage of each mark that a forward comes to, for :func:`numbered_by`.
+    """The stage of each mark that a forward reaches, for :func:`numbered_by`.
 
     Args:
-        strategy: says which.
+        strategy: the strategy that decides.
 
     Attributes:
-        ipus: the IPU that each stage is to be on, of the marks seen so far.
+        ipus: the IPU of each stage, for the marks reached so far.
     """
 
     def __init__(self, strategy: PipelinedExecution) -> None:
@@ -159,17 +159,17 @@ class Numbering:
 
 
 def restart_auto_ids() -> None:
-    """Of the forward under way here, if there is one."""
+    """Count blocks without a name from 0 again in the present forward, if there is one."""
     cursor = current_cursor()
     if cursor is not None:
         cursor.noted.pop(_AUTO, None)
 
 
 def _name_of(cursor: Cursor, mark: Mark) -> str:
-    """A block's ``user_id``, or its number among those without.
+    """Return a block's ``user_id``, or its number among blocks without one.
 
-    A module under BeginBlock has one mark and one number, however often it is called; a ``with
-    Block()`` is another block each time. The mark is kept too, so that its ``id`` is no other's.
+    A module under BeginBlock has one mark and one number, however often it is called. A ``with
+    Block()`` is another block each time. The mark is kept alive, so that no other gets its ``id``.
     """
     if mark.name is not None:
         return mark.name

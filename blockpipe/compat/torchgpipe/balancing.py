@@ -30,6 +30,13 @@ def balance_by_time(
         The number of layers in each partition.
 
     Source: ``torchgpipe_balancing.balance_by_time``.
+
+    Example:
+        >>> import torch
+        >>> from blockpipe.compat.torchgpipe.balancing import balance_by_time
+        >>> net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> sum(balance_by_time(net, torch.rand(8, 64), partitions=2))
+        4
     """
     return balance.balance_by_time(partitions, module, sample, **options)
 
@@ -54,5 +61,12 @@ def balance_by_size(
         The number of layers in each partition.
 
     Source: ``torchgpipe_balancing.balance_by_size``.
+
+    Example:
+        >>> import torch
+        >>> from blockpipe.compat.torchgpipe.balancing import balance_by_size
+        >>> net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> balance_by_size(net, torch.rand(8, 64), partitions=2)
+        [2, 2]
     """
     return balance.balance_by_size(partitions, module, sample, **options)

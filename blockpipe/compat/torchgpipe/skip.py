@@ -29,7 +29,20 @@ _KEPT = "torchgpipe.skip"
 
 @dataclass(frozen=True, order=True)
 class Namespace:
-    """A namespace for skips of the same name; see :meth:`Skippable.isolate`. Copies are equal."""
+    """A namespace for skips of the same name; see :meth:`Skippable.isolate`. Copies are equal.
+
+    Example:
+        >>> import torch
+        >>> from blockpipe.compat.torchgpipe.skip import Namespace, skippable, stash
+        >>> @skippable(stash=["skip"])
+        ... class Stash(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         yield stash("skip", x)
+        ...         return x
+        >>> ns = Namespace()
+        >>> list(Stash().isolate(ns).stashable()) == [(ns, "skip")]
+        True
+    """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -46,6 +59,17 @@ class stash:  # noqa: N801 - torchgpipe's name
         tensor: the tensor to keep; ``None`` may be kept too.
 
     Source: ``torchgpipe.skip.stash``.
+
+    Example:
+        >>> import torch
+        >>> from blockpipe.compat.torchgpipe.skip import skippable, stash
+        >>> @skippable(stash=["skip"])
+        ... class Stash(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         yield stash("skip", x)
+        ...         return x
+        >>> Stash()(torch.ones(2))
+        tensor([1., 1.])
     """
 
     name: str
@@ -60,6 +84,21 @@ class pop:  # noqa: N801 - torchgpipe's name
         name: the name as declared with :func:`skippable`.
 
     Source: ``torchgpipe.skip.pop``.
+
+    Example:
+        >>> import torch
+        >>> from blockpipe.compat.torchgpipe.skip import pop, skippable, stash
+        >>> @skippable(stash=["skip"])
+        ... class Stash(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         yield stash("skip", x)
+        ...         return 2 * x
+        >>> @skippable(pop=["skip"])
+        ... class Add(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x + (yield pop("skip"))
+        >>> torch.nn.Sequential(Stash(), Add())(torch.ones(2))
+        tensor([3., 3.])
     """
 
     name: str
@@ -96,6 +135,17 @@ class Skippable(nn.Module):
     Raises:
         RecordingError: in a call, a name is not declared, was not stashed before, or is declared
             and not used. A ``RuntimeError``, as in torchgpipe.
+
+    Example:
+        >>> import torch
+        >>> from blockpipe.compat.torchgpipe.skip import Skippable, skippable, stash
+        >>> @skippable(stash=["skip"])
+        ... class Stash(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         yield stash("skip", x)
+        ...         return x
+        >>> issubclass(Stash, Skippable), list(Stash().stashable())
+        (True, [(None, 'skip')])
     """
 
     module_cls: ClassVar[type[nn.Module]]

@@ -1,4 +1,4 @@
-"""What a forward leaves behind in open modules, between the calls of sealed ones."""
+"""Refuse a forward that sets attributes of open modules, which a tape would not set again."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from .tape import REMEDY
 
 
 class StatesBefore:
-    """What open modules hold before a forward, to see that it leaves nothing of its own there: the
-    tape would not do it again."""
+    """The attributes of open modules before a forward, to compare with those after it."""
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
         sealed = recording.sealed.keys()

@@ -1,7 +1,7 @@
-"""The mode that writes a tape.
+"""The function mode that writes a tape.
 
-What the glue asks of tensors is answered as it is (a tape is for one set of shapes), and what
-depends on values is refused: a tape has no branches.
+If the glue asks for a tensor's shape, the answer is written as a constant, because a tape works for
+one set of shapes. If it asks for a value, it is refused, because a tape has no branches.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What operations do that the function which calls them does not tell: they draw, they read values,
-they make tensors inside of a sealed module."""
+"""Watch operations below torch functions: whether they draw random numbers or read values, and the
+tensors that they make inside of sealed modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...crossing.interception import is_question
 
 
 class InsideMode(TorchFunctionMode):
-    """Knows the tensors that are made inside of sealed modules."""
+    """A mode that knows the tensors made inside of sealed modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class InsideMode(TorchFunctionMode):
 
 
 class OperationWatch(DispatchMode):
-    """Notes which operations draw random numbers, which read a tensor's value, and which make
-    tensors of sizes that depend on data; the function that calls them does not tell."""
+    """A mode that notes the operations that draw random numbers, read a tensor's value, or make
+    tensors of sizes that depend on data. The names of torch functions do not tell that."""
 
     def begin(self) -> None:
         """Forget what was noted."""

@@ -1,9 +1,9 @@
-"""A tape: what the glue of a forward does, as data that can be run again.
+"""The data of a tape: the calls of a forward's glue, which can be replayed.
 
-One entry is one call: of a torch function, or of a module as a whole, which the tape knows nothing
-more of. Its arguments refer to values that earlier entries made, to the model's parameters and
-buffers by name, or are plain Python values. A list of such calls was chosen over ``torch.fx``,
-because a module's inside has no place on it: it stays Python.
+One entry is one call, either of a torch function or of a whole module, whose inside the tape does
+not know. Its arguments are references to values that earlier entries made, references to the
+model's parameters and buffers by name, or plain Python values. A list of such calls was chosen over
+``torch.fx``, because the inside of a module stays Python.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ REMEDY = "move it into a module that stays on one stage, whose inside is Python 
 
 
 class Reference:
-    """What stands in an argument for something that each run has anew. No dataclass: those are
-    containers, and this is a leaf."""
+    """A placeholder in an argument for a value that each run makes anew. It is no dataclass,
+    because dataclasses count as containers and this is a leaf."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ class Reference:
 
 
 class Value(Reference):
-    """A tensor that the forward was given or made, by its number."""
+    """A tensor that is an argument of the forward or was made by it, by its number."""
 
     __slots__ = ("index",)
 
@@ -91,16 +91,16 @@ class Entry:
         function: the function; ``None``: a module is called.
         module: the path of the module that is called.
         args: its positional arguments, with references in the place of tensors.
-        kwargs: its keyword arguments, the same.
-        results: for each tensor in its result, the value that it is; ``None``: it was there before.
+        kwargs: its keyword arguments, likewise.
+        results: for each tensor in its result, its value; ``None`` if it existed before.
         hop: the hop that it runs on.
         where: the user's line.
-        grad: whether gradients are on, where they are on around the forward.
-        autocast: the state of autocast; ``None``: the same as around the forward.
+        grad: whether gradients are on, if they are on around the forward.
+        autocast: the state of autocast; ``None`` if it is the same as around the forward.
         has_hooks: whether the user's hooks around the module's forward have entries of their own.
         writes: the values among its arguments that it writes to in place.
-        shapes: of a module's results, where something inside of it has a size that depends on
-            data: theirs must not, for the glue has seen them.
+        shapes: the shapes of a module's results, if a size inside of it depends on data. Those of
+            the results must not, because the glue has seen them.
     """
 
     function: Callable[..., Any] | None
@@ -126,7 +126,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Meta:
-    """What the receiver of a tensor has to know of it."""
+    """The shape, dtype and gradient flag of a tensor, for its receiver."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -146,7 +146,7 @@ class Meta:
 
 @dataclass
 class Tape:
-    """What one forward does.
+    """The calls of one forward.
 
     Attributes:
         route: the stage of each hop.
@@ -154,10 +154,10 @@ class Tape:
             tensors.
         output: its result, the same.
         entries: its calls, in order.
-        made: by value, the hop that made it; ``-1``: it is an argument.
-        metas: by hop and value, what the value was when the hop began; the last one, beyond the
-            hops: when the forward was over.
-        storages: by value, which storage it has.
+        made: the hop that made each value; ``-1`` for an argument.
+        metas: for each hop, the metadata of all values at its beginning; the entry after the last
+            hop has them at the end of the forward.
+        storages: the storage of each value.
         unsized: values whose sizes depend on data.
         grad: whether gradients were on around the forward.
     """

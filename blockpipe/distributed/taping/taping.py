@@ -1,6 +1,6 @@
-"""The taping of a forward: one more watched run, in which sealed modules are single calls.
+"""Tape a forward in one more watched run, in which sealed modules are single calls.
 
-It follows a recording, which says what is sealed.
+It follows a recording, which says which modules are sealed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def taped(
     """Run a forward, and write down what its glue does.
 
     Args:
-        request: the forward, in surroundings that are put back afterwards.
-        recording: of the same forward.
-        device: the one that the model's tensors are on meanwhile.
-        fake: whether they are fake ones.
+        request: the forward, under settings that are restored afterwards.
+        recording: the recording of the same forward.
+        device: the device of the model's tensors during the run.
+        fake: whether the tensors are fake.
 
     Raises:
-        RecordingError: the glue does what a tape cannot hold.
+        RecordingError: a tape cannot hold the glue.
     """
     model = request.model
     cursor = Cursor(follow_marks=request.planned is None)

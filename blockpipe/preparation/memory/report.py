@@ -27,6 +27,16 @@ class StageMemory:
         working: memory of operations while they run; between accelerators also a micro-batch's
             copies that arrive before they are read, and the gradients that go back.
         measured: the measured peak; ``None`` where nothing was measured.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> adam = torch.optim.Adam(net.parameters())
+        >>> first = pipe.memory(torch.ones(8, 4), optimizer=adam).stages[0]
+        >>> first.parameters, first.gradients, first.optimizer
+        (80, 80, 160)
     """
 
     stage: int

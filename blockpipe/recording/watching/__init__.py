@@ -1,6 +1,8 @@
-"""One watched run of a forward, and the parts that watch it.
+"""Watch one run of a forward: its operations, module calls, tensors and plain values.
 
-In: a forward, as operations and calls happen. Out: entries of a :class:`Recording`. Read first:
-``watched_run``, which puts everything around a forward, then ``recorder``, the listener, which uses
-the others. ``calls`` are the calls under way; ``mode`` stands between the forward and the recorder.
+In: the operations and calls of a forward. Out: entries of a :class:`Recording`. Read first:
+``watched_run``, which puts the watchers around a forward, then ``recorder``, the listener, which
+uses the others. ``calls`` has the calls under way; ``mode`` intercepts for the recorder; reasons to
+refuse a crossing are raised where it is watched: of tensors in ``custom_functions``, of plain
+values in ``shared_values``.
 """

@@ -1,8 +1,7 @@
-"""What an instruction of the user's code does with values that outlive it: the attribute, entry or
-variable that it reads or sets, told by the source.
+"""Find the attribute, entry or variable that an instruction of the user's code reads or sets.
 
-Bytecode has the order and the positions, but not the expressions: those are looked up in the syntax
-tree of the whole file, by the place where each of them ends.
+Bytecode has the order and the positions, but not the expressions. Those are looked up in the syntax
+tree of the whole file, by the position at which each of them ends.
 """
 
 import ast
@@ -15,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Methods of containers, by what they do to the content.
+# Methods of containers, by their effect on the content.
 _WRITES = frozenset(
     [
         *("append", "appendleft", "extend", "extendleft", "insert", "clear", "remove", "reverse"),
@@ -37,7 +36,7 @@ _SETTERS = ("setattr", "delattr", "__setattr__", "__delattr__")
 
 
 class Use(enum.Enum):
-    """What becomes of a value that is read, if it is one that can change."""
+    """The use that code makes of a mutable value that it reads."""
 
     NONE = enum.auto()  # it is given another name, or handed to a function
     READ = enum.auto()
@@ -51,11 +50,11 @@ class Access:
 
     Attributes:
         node: an attribute, a name, a subscript, or a call of ``getattr`` and the like.
-        reads: whether it reads what is there.
-        writes: whether it sets it, or deletes it.
-        counts: whether what it reads only goes back to the same place: ``self.n += 1``.
-        use: what becomes of what it reads.
-        given_to: the functions that it is handed to.
+        reads: whether it reads the value.
+        writes: whether it sets or deletes the value.
+        counts: whether the value only goes back to the same place: ``self.n += 1``.
+        use: the use that code makes of the value.
+        given_to: the functions that take it as an argument.
         is_said: whether it is only printed or logged.
     """
 
@@ -69,10 +68,10 @@ class Access:
 
 
 def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
-    """The accesses of a function's code, by the offsets of its instructions.
+    """Return the accesses of a function's code, by the offsets of its instructions.
 
     Args:
-        code: the code. Without its source there are none.
+        code: the code. If its source is not available, there are none.
     """
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
     found = defaultdict(list)
@@ -89,7 +88,7 @@ def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
 
 @functools.lru_cache(10_000)
 def may_set(code: types.CodeType) -> bool:
-    """Whether a function's code may set what outlives a call of it."""
+    """Return whether a function's code may set a value that outlives its call."""
     if code.co_name in _CONSTRUCTORS:
         return False
     if not _CHANGES.isdisjoint(code.co_names):
@@ -101,7 +100,7 @@ def may_set(code: types.CodeType) -> bool:
 
 
 def tests_of(code: types.CodeType) -> list[ast.expr]:
-    """The questions by which a function's code turns."""
+    """Return the conditions on which a function's code branches."""
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
     lines = {line for _, _, line in code.co_lines() if line is not None}
     return [test for test in nodes.tests if test.lineno in lines]
@@ -122,7 +121,7 @@ class _Nodes:
     """The expressions of a file.
 
     Attributes:
-        by_end: of each, and what is around it from the inside out.
+        by_end: by its end, each expression and the nodes around it from the inside out.
         tests: the conditions of branches and loops.
     """
 
@@ -143,7 +142,7 @@ def _nodes_of(source: str) -> _Nodes:
             found.by_end[node.end_lineno, node.end_col_offset].append((node, outer))
         elif isinstance(node, ast.If | ast.While | ast.IfExp):
             found.tests.append(node.test)
-        # A statement is as far as any question goes.
+        # No question reaches beyond a statement.
         inner = (node,) if isinstance(node, ast.stmt) else (node, *outer)
         level += ((child, inner) for child in ast.iter_child_nodes(node))
     return found
@@ -183,11 +182,11 @@ def _call(node: ast.Call, is_said: bool) -> Access | None:
 
 
 def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | None]:
-    """What becomes of a value, and the function that it is handed to.
+    """Return the use of a value, and the function that takes it as an argument.
 
     Args:
         node: the expression.
-        outer: what is around it, from the inside out.
+        outer: the nodes around it, from the inside out.
     """
     around = outer[0] if outer else None
     if isinstance(around, ast.Attribute):
@@ -217,7 +216,8 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
 
 
 def _goes_back(node: ast.expr, outer: tuple[ast.AST, ...]) -> bool:
-    """``self.n = self.n + 1`` and ``self.most = max(self.most, x)``."""
+    """Whether a value goes back to its place: ``self.n = self.n + 1``, ``self.n = max(self.n,
+    x)``."""
     through = (
         *(ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare),
         *(ast.List, ast.Tuple, ast.Starred, ast.Subscript),

@@ -1,4 +1,4 @@
-"""The calls of modules and functions that a recorded forward is inside of, from the outside in."""
+"""The calls of modules and functions that are under way in a recorded forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .saved_tensors import Activations
 
 
 class RecordedTag(Tag):
-    """A tag that knows inside which calls its tensor was made, and which of them returned it.
+    """A tag that also holds the calls in which its tensor was made, and those that returned it.
 
     Args:
         key: the recording's run.
@@ -52,14 +52,14 @@ class RecordedTag(Tag):
 
 
 class CallsUnderWay:
-    """The calls that the forward is inside of, and what each of them was given.
+    """The calls under way, from the outside in, and the arguments of each.
 
     Args:
         run: the run that is watched.
-        result: where every call is written down.
-        segments: begins one with each call.
-        activations: notices what autograd saves.
-        unhookable: paths of calls in which autograd bears no saved-tensor hooks.
+        result: the recording that each call is added to.
+        segments: the segments; each call begins one.
+        activations: the tensors that autograd saves.
+        unhookable: paths of calls in which autograd allows no saved-tensor hooks.
 
     Attributes:
         compiled: paths of compiled modules.
@@ -91,12 +91,12 @@ class CallsUnderWay:
         return (call for call, _, _ in self._stack)
 
     def not_given(self, *tensors_: int) -> Iterator[Call]:
-        """Return the calls that were given none of these tensors, which are named by their ids."""
+        """Return the calls whose arguments include none of these tensors, given by their ids."""
         return (call for call, given, _ in self._stack if given.isdisjoint(tensors_))
 
     def given_inside(self) -> set[int]:
-        """Return the ids of the tensors that calls inside of the model's own were given. Where
-        these calls are sealed, they have copies of them."""
+        """Return the ids of the tensor arguments of calls inside of the model's own. Sealed calls
+        among them have copies of these tensors."""
         return set().union(*(given for _, given, _ in self._stack[1:]))
 
     @property
@@ -181,8 +181,7 @@ class CallsUnderWay:
             call.last_hop = hop
 
     def read_unreturned(self, tag: RecordedTag, where: str) -> None:
-        """Note that a tensor is read that left a call by another way than its result: as state, or
-        in a list."""
+        """Note that a tensor is read that a call did not return, but left as state or in a list."""
         for call in tag.calls - tag.returned_by:
             if not call.under_way:
                 call.open(f"it makes a tensor that it does not return, read at {where}")

@@ -1,4 +1,4 @@
-"""The work that a recorded forward does, and what is known of its backward."""
+"""Add up the work of a recorded forward and of its backward."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .calls import CallsUnderWay, is_made_by
 
 
 class Costs:
-    """Adds up the work of each hop, segment and call.
+    """The work of each hop, segment and call, added up.
 
     Args:
         run: the run that is watched.
-        result: where it is written down.
-        segments: the segment that the run is in counts it, too.
-        calls: the calls that the run is inside of.
+        result: the recording that the work is added to.
+        segments: the segments; the current one counts the work too.
+        calls: the calls under way.
 
     Attributes:
-        kernels: how many have run.
+        kernels: the number of kernels that have run.
         function: the name of the torch function that is running.
     """
 
@@ -48,7 +48,7 @@ class Costs:
 
         Args:
             work: the work.
-            made: how many bytes it made.
+            made: the bytes that it made.
         """
         kernels = work.forward.total()
         self.kernels += kernels
@@ -84,8 +84,8 @@ def note_split_backwards(run: MicrobatchRun, result: Recording, output: Any) -> 
 
     Args:
         run: the run that was watched.
-        result: where it is written down.
-        output: what the forward returned.
+        result: the recording that is changed.
+        output: the forward's result.
     """
     graphs = run.gradients.graphs
     roots: dict[int, list[Root]] = {}

@@ -1,7 +1,7 @@
-"""Custom autograd functions of a recorded forward: what they read that is no argument of theirs.
+"""Find tensors that a forward's custom autograd functions read without taking them as arguments.
 
-The backward of such a function is code of the user's, which runs as one, on one stage. A tensor of
-another stage could only be handed over by its arguments.
+The backward of such a function is the user's code and runs as a whole, on one stage. Only its
+arguments can carry a tensor of another stage there.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class CustomFunctions:
 
     Args:
         run: the run that is watched.
-        calls: the calls that it is inside of.
+        calls: the calls under way.
 
     Attributes:
-        applied: the name of each, and the call that it was in.
-        failures: what no pipeline can do, and the call that it was in. In a sealed call it does no
-            harm.
+        applied: the name of each function, and the call that it was applied in.
+        failures: errors about such functions, each with the call that it was applied in; only those
+            outside of sealed calls are raised.
     """
 
     def __init__(self, run: MicrobatchRun, calls: CallsUnderWay) -> None:
@@ -38,20 +38,20 @@ class CustomFunctions:
 
     @property
     def last(self) -> str:
-        """The name of the one that was applied last."""
+        """The name of the function that was applied last."""
         return self.applied[-1][0] if self.applied else ""
 
     def apply(self, name: str) -> None:
-        """Note that one is applied."""
+        """Note that a function is applied."""
         self.applied.append((name, self._calls.innermost))
 
     def fail(self, error: CrossingError) -> None:
-        """Note what no pipeline can do outside of a sealed call, where the forward is now."""
+        """Note an error, which is raised unless the forward is in a sealed call now."""
         self.failures.append((error, self._calls.innermost))
 
     def read_parameter(self, held: TensorInfo) -> None:
-        """Note that one reads a parameter that it was not given: its backward may add to the
-        parameter's gradient, where the parameter lives."""
+        """Note that a function reads a parameter that is not its argument. Its backward may add to
+        the parameter's gradient, on the stage where the parameter lives."""
         stage = self._run.stage
         if held.stage == stage or not held.trainable:
             return
@@ -66,8 +66,8 @@ class CustomFunctions:
         )
 
     def read(self, tensor: Tensor) -> None:
-        """Note that one reads a tensor, perhaps one of another stage that it was not given: then
-        what its backward adds would go around the cut."""
+        """Note that a function reads a tensor. If that is another stage's and not an argument, the
+        gradients of its backward would bypass the cut."""
         if not self._run.step.graphs.cut:
             return  # there are no copies: an argument cannot be told from other tensors
         tag: Tag | None = getattr(tensor, TAG, None)

@@ -1,4 +1,4 @@
-"""The random numbers that a recorded forward draws: on which hops, and in which calls."""
+"""Note the hops and calls of a recorded forward that draw random numbers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class RandomDraws:
 
     Args:
         run: the run that is watched.
-        result: where it is written down.
-        calls: the calls that the run is inside of.
+        result: the recording that the draws are added to.
+        calls: the calls under way.
 
     Attributes:
-        generators: by id, how each generator of the user's own is used.
+        generators: the uses of each generator of the user, by its id.
     """
 
     def __init__(self, run: MicrobatchRun, result: Recording, calls: CallsUnderWay) -> None:
@@ -33,12 +33,12 @@ class RandomDraws:
         self._host_states: dict[Any, Any] = {}
 
     def begin(self) -> None:
-        """Note the generators' states as the forward begins."""
+        """Note the generators' states when the forward begins."""
         self._host_states = current(host_sources())
 
     def look(self) -> None:
-        """Note whether the hop drew from Python's or numpy's generator since the last look: no
-        function mode sees that."""
+        """Note whether the hop has drawn from Python's or numpy's generator since the last look,
+        which no function mode sees."""
         if self._result.hops:
             draws = self._result.hops[max(self._run.hop, 0)].draws
             draws.update(map(str, moved(self._host_states)))
@@ -48,7 +48,7 @@ class RandomDraws:
         """Note that an operation drew random numbers.
 
         Args:
-            generator: the user's own, if the operation was given one.
+            generator: the user's generator, if the operation takes one.
         """
         if generator is not None:
             self._calls.refuse(f"it draws from a generator of its own ({line()})")

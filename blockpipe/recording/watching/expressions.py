@@ -1,5 +1,6 @@
-"""The values of the user's expressions, in a frame that is running, without running any of his
-code: no property, no ``__getattr__``, no call.
+"""Evaluate the user's expressions in a running frame without running any of the user's code.
+
+So no property, no ``__getattr__`` and no function is called.
 """
 
 import ast
@@ -18,7 +19,7 @@ from ...restoring.holders import CacheHolder
 from ...restoring.model_state import slot_members
 from .accesses import Access
 
-UNKNOWN: Any = object()  # no value of the user's
+UNKNOWN: Any = object()  # not known
 
 ALL: Any = object()  # the key of a whole container
 
@@ -35,7 +36,7 @@ class Names:
     """The global variables of a module.
 
     Args:
-        names: by name.
+        names: the module's namespace.
     """
 
     def __init__(self, names: dict[str, Any]) -> None:
@@ -43,15 +44,15 @@ class Names:
 
 
 class Frame:
-    """A frame of the user's that is running.
+    """A running frame of the user's code.
 
     Args:
         frame: the frame.
-        functions: the user's, by the id of their code: for what is in their closures.
-        returned: the code that returned to it last, and what that gave.
+        functions: the user's functions by the id of their code, to look into their closures.
+        returned: the code that returned to the frame last, and its result.
 
     Attributes:
-        kept: what a ``functools.lru_cache`` keeps, of what was evaluated.
+        kept: the evaluated values that a ``functools.lru_cache`` keeps.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Frame:
         self.kept: list[Any] = []
 
     def evaluated(self, node: ast.expr) -> Any:
-        """The value of an expression; ``UNKNOWN`` where only running it would tell."""
+        """Return the value of an expression; ``UNKNOWN`` if code would have to run for it."""
         match node:
             case ast.Constant():
                 return node.value
@@ -103,14 +104,14 @@ class Frame:
         return self._given(function)
 
     def _given(self, function: Any) -> Any:
-        """What a function of the user's has just returned."""
+        """Return the value that a user's function has just returned."""
         code = getattr(function, "__code__", None)
         if self._returned is None or code is not self._returned[0]:
             return UNKNOWN
         return self._returned[1]
 
     def owner_of(self, access: Access) -> tuple[Any, Any, Any]:
-        """What holds the value that an access is about, under which key, and the value."""
+        """Return the object that holds an access's value, the value's key in it, and the value."""
         node = access.node
         if isinstance(node, ast.Name):
             return self._owner_of_name(node.id, self.evaluated(node))
@@ -144,7 +145,7 @@ class Frame:
         return _unless_code(Names(self.frame.f_globals), name, value)
 
     def _asked_by_name(self, node: ast.Call) -> tuple[Any, Any]:
-        """``getattr`` and ``setattr``, also that of an object or a class."""
+        """Evaluate ``getattr`` and ``setattr``, and the methods of an object or class for them."""
         args = [*map(self.evaluated, node.args)]
         if isinstance(node.func, ast.Attribute):
             base = self.evaluated(node.func.value)
@@ -153,7 +154,7 @@ class Frame:
         return args[0], args[1]
 
     def _cell(self, name: str, value: Any) -> types.CellType | None:
-        """The variable of a closure, if only one of the functions with this code may be running."""
+        """Return a closure's variable, if only one function with this code can be running."""
         found: dict[int, types.CellType] = {}
         for function in self._functions.get(id(self.code), ()):
             names, cells = function.__code__.co_freevars, function.__closure__ or ()
@@ -174,7 +175,7 @@ def _unless_code(owner: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
 
 
 def owners_of(owner: Any, key: Any) -> Iterator[Any]:
-    """Who may say what is read there: an object, and the class that it has the attribute from."""
+    """Return the objects that a read may be about: an object, and the class of the attribute."""
     yield owner
     if isinstance(key, str) and not isinstance(owner, Names | types.CellType | dict):
         bases = owner.__mro__[1:] if isinstance(owner, type) else type(owner).__mro__
@@ -185,7 +186,7 @@ def owners_of(owner: Any, key: Any) -> Iterator[Any]:
 
 
 def member_of(owner: Any, key: Any) -> Any:
-    """An attribute, an entry, or a variable."""
+    """Return an attribute, an entry, or a variable."""
     if owner is UNKNOWN or key is UNKNOWN or isinstance(owner, Tensor):
         return UNKNOWN
     if key is ALL:
@@ -216,7 +217,7 @@ def member_of(owner: Any, key: Any) -> Any:
 
 
 def _content(owner: Any) -> Any:
-    """What is in a container, as a value to compare."""
+    """Return the content of a container as a value to compare."""
     if type(owner) in (list, deque):
         return [*owner]
     return UNKNOWN

@@ -1,11 +1,11 @@
-"""A value as it is now, to be compared later."""
+"""Snapshots of values, to be compared later."""
 
 import enum
 from typing import Any
 
 from .expressions import UNKNOWN
 
-_MOST_MEMBERS = 256  # of a container that is compared
+_MOST_MEMBERS = 256  # of a container; larger ones are compared by identity
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
 
 
@@ -22,7 +22,7 @@ class _Identity:
 
 
 def frozen(value: Any) -> Any:
-    """Return a value as it is now, to be compared later."""
+    """Return a snapshot of a value, to be compared later."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if type(value) in (list, tuple) and len(value) <= _MOST_MEMBERS:

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model that is recorded."""
+"""List the parameters and buffers of a model that is recorded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def held_tensors(model: nn.Module, result: Recording) -> dict[int, TensorInfo]:
 
     Args:
         model: the model that is recorded.
-        result: where they are written down.
+        result: the recording that they are added to.
 
     Returns:
-        The same by the id of each.
+        The same entries, by the id of the tensor.
     """
     found: dict[int, TensorInfo] = {}
     for is_buffer, slots in ((False, parameters_of), (True, buffers_of)):

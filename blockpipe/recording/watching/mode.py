@@ -1,5 +1,4 @@
-"""What stands between the user's ``forward`` and the recorder: a function mode for the operations,
-and a forward for each module."""
+"""Intercept a forward for the recorder: operations by a function mode, modules by stand-ins."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class RecordingMode(CrossingMode):
     """A mode that intercepts every operation of the recorded forward, in modules too.
 
     Args:
-        recorder: writes them down.
+        recorder: the listener that is told of them.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -82,10 +81,10 @@ class RecordingMode(CrossingMode):
 
 
 class RecordedForward(StandIn):
-    """A stand-in for a module's forward, which writes the call down.
+    """A stand-in for a module's forward, which reports the call to the recorder.
 
-    A call of another thread is the user's own, and none of the recording: it waits until the
-    recording is over, for the parameters are fake ones meanwhile.
+    A call in another thread is not a part of the recording. It waits until the recording is over,
+    because the parameters are fake until then.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The listener of the recording's run: it writes down what the run does.
+"""The listener that writes down a recorded run as entries of a :class:`Recording`.
 
-The run itself is one like every other, with every operation intercepted, inside modules too; so it
-does what the runs of a step will do.
+The run itself is a run like every other, so it does the same as the runs of a step. The difference
+is that operations are intercepted inside of modules too.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Recorder:
     """The listener of the recording's run, which writes down what the run does.
 
     Args:
-        step: of the recording; its route grows as the run goes on.
-        cursor: moved by the marks of the forward.
-        result: where all of it is written down.
-        activations: notices what autograd saves.
-        unhookable: paths of calls in which autograd bears no saved-tensor hooks.
+        step: the recording's step; its route grows as the run goes on.
+        cursor: the cursor, which the forward's marks move.
+        result: the recording that all entries are added to.
+        activations: the tensors that autograd saves.
+        unhookable: paths of calls in which autograd allows no saved-tensor hooks.
 
     Attributes:
         run: the run that is watched.

@@ -1,8 +1,8 @@
-"""What autograd saves of a forward: which storages, on which hop, inside of which call.
+"""Collect the storages that autograd saves in a forward, by hop and by call.
 
-Seen through saved-tensor hooks in the recording: the tensors are fake, but which of them share a
-storage is not, so what is counted is what stays in memory. Adding up what operations make was no
-alternative: much of that is gone as soon as the next operation has run.
+The recording sees them through saved-tensor hooks. Its tensors are fake, but they share storages as
+the real ones do, so the count is that of the memory in use. To add up the results of all operations
+was no alternative, because many of them are freed as soon as the next operation has run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...crossing.recompute import Recomputable
 from ..calls import Call, Saved
 from ..recording import ActivationBytes, Hop
 
-_Key = int  # which storage
+_Key = int  # a storage's
 _FEW = 8  # storages whose sizes are kept
 
 
@@ -29,14 +29,14 @@ class Activations:
     """The storages that autograd saves, collected while the hooks are on.
 
     Args:
-        skipped: parameters and buffers, which are there anyway.
+        skipped: parameters and buffers, which are in memory anyway.
     """
 
     def __init__(self, skipped: Iterable[Tensor]) -> None:
         self._skipped = {key for t in skipped if (key := _key_of(t)) is not None}
-        self._storages: dict[_Key, tuple[Any, int]] = {}  # kept alive, so that a key stays its own
+        self._storages: dict[_Key, tuple[Any, int]] = {}  # kept alive, so that keys stay unique
         self._saved: list[tuple[int, Call | None, _Key, int]] = []
-        self._given: dict[int, set[_Key]] = {}  # from the id of a call to what it was given
+        self._given: dict[int, set[_Key]] = {}  # a call's arguments, by its id
         self._sharing: set[int] = set()  # ids of calls that were given views of one storage
         self._versions: list[tuple[Call, Tensor, int]] = []
         self._inputs: set[_Key] = set()
@@ -45,11 +45,11 @@ class Activations:
         self._segment = 0
 
     def put_on(self) -> None:
-        """Hook into what autograd saves in this thread from here on."""
+        """Hook into autograd's saving in this thread from here on."""
         push_saved_tensor_hooks(self._pack, _unpack)
 
     def take_off(self) -> None:
-        """Take the hooks off, which are the last that were put on."""
+        """Remove the hooks, which must be the last that were added."""
         pop_saved_tensor_hooks()
 
     def inputs(self, tensors: Iterable[Tensor]) -> None:
@@ -62,7 +62,7 @@ class Activations:
                 self._inputs.add(key)
 
     def at(self, hop: int, call: Call | None, segment: int) -> None:
-        """Note where the next tensors are saved."""
+        """Note the place at which the next tensors are saved."""
         self._hop, self._call, self._segment = max(hop, 0), call, segment
 
     def given(self, call: Call, tensors: Iterable[Tensor]) -> None:
@@ -97,11 +97,11 @@ class Activations:
     def conclude(
         self, hops: list[Hop], sealed_call_of: Mapping[int, Call]
     ) -> dict[str, Recomputable]:
-        """Fill in what the hops keep; return by path what running sealed calls again takes.
+        """Fill in the bytes that hops keep; return by path the data to recompute sealed calls.
 
         Args:
             hops: the hops of the route.
-            sealed_call_of: from the id of a call to the sealed call that it is, or is inside of.
+            sealed_call_of: the sealed call that a call is, or is inside of, by the call's id.
         """
         sealed_forwards = list(
             {id(sealed_call): sealed_call for sealed_call in sealed_call_of.values()}.values()
@@ -111,14 +111,14 @@ class Activations:
         for sealed_call in sealed_forwards:
             known = about.setdefault(sealed_call.path, Recomputable())
             known.keeps_inputs |= id(sealed_call) in written
-            # Which call drew from Python's or numpy's generator is not known, but on which hop.
+            # Only the hop that drew from Python's or numpy's generator is known, and not the call.
             known.buffers |= sealed_call.buffers
             known.draws |= sealed_call.draws or bool(hops[sealed_call.hop or 0].draws - {"torch"})
             known.refuses = known.refuses or sealed_call.refuses
             if id(sealed_call) in written and id(sealed_call) in self._sharing:
                 known.refuses = "it writes to arguments that share memory"
         for sealed_call, saved, freed in self._gains(sealed_forwards, sealed_call_of):
-            # Running it again has to gain something: a convolution saves its input alone.
+            # Recomputation must save memory: a convolution saves nothing but its input.
             about[sealed_call.path].pays |= 20 * freed > saved > 0
         for sealed_call in sealed_forwards:
             sealed_call.is_recomputed = about[sealed_call.path].is_recomputed
@@ -126,10 +126,10 @@ class Activations:
         return about
 
     def by_call(self) -> None:
-        """Fill in what the calls save.
+        """Fill in the bytes that the calls save.
 
-        A storage that several calls of a hop save is there once, and counts in the first of them.
-        So what a call saves is the sum of what the calls in it do, and of its own.
+        A storage that several calls of a hop save counts once, for the first of them. So the bytes
+        of a call are the sum of those of the calls inside of it and of its own.
         """
         first: dict[tuple[int, _Key], Call | None] = {}
         for hop, call, key, _ in self._saved:
@@ -139,7 +139,7 @@ class Activations:
                 call.saved_bytes += self._storages[key][1]
 
     def by_segments(self) -> list[Saved]:
-        """Return what is saved in which segments; tensors saved in the same ones stand together."""
+        """Return the bytes that are saved, added up over tensors that the same segments save."""
         segments: dict[_Key, set[int]] = {}
         for _, _, key, segment in self._saved:
             segments.setdefault(key, set()).add(segment)

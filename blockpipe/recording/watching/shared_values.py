@@ -1,11 +1,11 @@
-"""Plain values that one hop sets and another one reads: a number on an object that modules of two
-stages hold, a global, an entry of a dictionary.
+"""Find plain values that one hop sets and another one reads.
 
-A tensor carries a tag that says which micro-batch made it; a number carries none, so the recording
-has to see who reads it. No object can be asked for that, and no code can be asked which stage it
-runs on: while the forward runs, Python calls a trace function at each instruction of the user's
-code, and the source says what that one reads or sets. Only values that outlive the forward count,
-and of those only plain ones: the rest are tensors, which are looked at when they are read.
+Examples are a number on an object that modules of two stages hold, a global, or an entry of a
+dictionary. A tensor carries a tag that says which micro-batch made it. A number carries none, and
+objects do not report reads, so the recording has to trace them: while the forward runs, Python
+calls a trace function at each instruction of the user's code, and the source says which value that
+instruction reads or sets. Only plain values that outlive the forward count, because tensors are
+checked when they are read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Where = tuple[int, Any]  # an object by its id, and a name or key in it
 
 @dataclass
 class _Value:
-    """What is at one place, and who had to do with it."""
+    """The value at one place, and the hops and lines that read or set it."""
 
     owner: Any
     key: Any
@@ -73,7 +73,7 @@ class _Value:
 
 @dataclass
 class _Pending:
-    """An instruction that sets something, and is not over yet."""
+    """An instruction that sets a value, and has not ended yet."""
 
     owner: Any
     key: Any
@@ -83,14 +83,14 @@ class _Pending:
 
 
 class SharedValues:
-    """Watches one forward for values that hops share.
+    """Watch one forward for values that hops share.
 
     Args:
-        holders: of all that can be reached from the model.
-        modules: the model's, by path.
-        hop: says on which hop the forward is.
-        fake: whether it runs on fake tensors: then no value is of the data.
-        traces: whether to trace it also if no code in reach of the model seems to set anything.
+        holders: the holders of all objects that can be reached from the model.
+        modules: the model's modules, by path.
+        hop: returns the hop that the forward is on.
+        fake: whether it runs on fake tensors; then no value depends on the data.
+        traces: whether to trace it even if no code around the model seems to set a value.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The cursor of the forward that is recorded: it reports what marks do to it."""
+"""The cursor of a recorded forward, which reports marks and moves."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ class WatchedCursor(Cursor):
     """A cursor that reports each mark, and each move, before it happens.
 
     Attributes:
-        on_mark: is called with a mark that begins.
-        on_tell_apart: is called where the forward keeps state of its own for each micro-batch.
-        on_leave: is called with the stage that the cursor is about to move to.
+        on_mark: called with each mark that begins.
+        on_tell_apart: called when the forward keeps separate state for each micro-batch.
+        on_leave: called with the stage that the cursor is about to move to.
         moves: the number of moves so far.
-        is_marked: whether a mark has placed the forward; a plan does so without one.
+        is_marked: whether a mark, and not a plan, has placed the forward.
     """
 
     on_mark: Callable[[Mark], None] | None = None

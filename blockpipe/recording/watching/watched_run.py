@@ -1,4 +1,4 @@
-"""One watched run of a forward: what is put around the model, and taken off again."""
+"""Run a forward once with all watchers around the model, and remove them again."""
 
 from __future__ import annotations
 
@@ -41,22 +41,23 @@ from .watched_cursor import WatchedCursor
 
 
 def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
-    """Record once, or twice where the forward changes what several hops see. The second time begins
-    with the state that the first one left: an object that the forward makes once and keeps does no
-    harm, nor does one that it empties before it adds to it.
+    """Record once, or twice if the forward changes state that several hops see.
+
+    The second run begins with the state that the first one left. So an object that the forward
+    makes once and keeps is no error, and neither is one that it empties before it adds to it.
 
     Args:
-        run: records, and puts nothing back; it is told whether this is the second time.
+        run: records without restoring any state; its argument is true the second time.
     """
     first = run(False)
     if not (first.shared_changes or first.collects or first.carried or first.changes_unseen):
         return first
     try:
         second = run(True)
-    except Exception:  # of what the first one left: a tensor with a gradient path, say
+    except Exception:  # the first run may have left a tensor with a gradient path
         return first
     recompute = {change.what for change in second.shared_changes}
-    # In a run for real a number may be of the data, and the same only for the same sample.
+    # In a real run a number may depend on the data, and be equal only for the same sample.
     made_once = [c for c in first.shared_changes if c.settles and c.what not in recompute]
     first.settles = first.fake and bool(made_once)
     before = [c for c in first.shared_changes if not first.settles or c not in made_once]
@@ -75,9 +76,9 @@ def run_watched(
 
     Args:
         request: the forward.
-        is_second: whether it is for what the first run has changed.
-        fake: whether its tensors are fake ones.
-        holders: the user's objects that the model reaches.
+        is_second: whether it looks at the changes of a first run.
+        fake: whether its tensors are fake.
+        holders: the holders of the user's objects around the model.
     """
     model, planned = request.model, request.planned
     result = Recording(type(model).__name__, fake, planned=planned is not None)
@@ -111,7 +112,7 @@ def run_watched(
 
 
 def _watching(request: RecordRequest, result: Recording, holders: Collection[Holder]) -> Recorder:
-    """Make what watches a forward; it knows the model's parameters, and has put nothing on it."""
+    """Make the watchers of a forward, which know the model's parameters and do not run yet."""
     model = request.model
     graphs = Graphs(differentiable=torch.is_grad_enabled(), cut=request.cut, split=True)
     step = StepContext([], {}, request.devices, graphs, KnownForward())
@@ -140,7 +141,7 @@ def _watch_calls(model: nn.Module, recorder: Recorder, stages: Stages) -> None:
 
 
 def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues) -> Any:
-    """Call the model while everything watches; returns its output."""
+    """Call the model while all watchers run, and return its output."""
     args, kwargs = inputs
     spent, waited = recorder.costs.spent, recorder.costs.waited
     meter = Meter(spent, waited, recorder.draws.drew, recorder.wrote, recorder.given)
@@ -158,7 +159,7 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
 def _note_state(
     model: nn.Module, recorder: Recorder, values: SharedValues, holders: Collection[Holder]
 ) -> None:
-    """Write down what the forward has changed, and what it has left unread."""
+    """Write down the state that the forward has changed, and the values that it does not read."""
     result = recorder.result
     recorder.outside.look(recorder.hop)
     reads = Reads((holder.owner for holder in holders), model.modules())
@@ -189,7 +190,7 @@ def _unread(model: nn.Module, reads: Reads) -> Iterator[str]:
 
 
 def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
-    """Yield the tensors that a forward returns, by the key or position of what they are in."""
+    """Yield the tensors that a forward returns, with the key or position that leads to each."""
     loss = own_loss_or_none(output)
     named: Iterable[tuple[Any, Any]] = [("the output", output)]
     if isinstance(output, Mapping):
@@ -213,8 +214,7 @@ def _unreached(model: nn.Module, called: Container[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def counting_writes() -> Iterator[None]:
-    """Record under no gradients instead of inference mode, whose tensors do not count what is
-    written to them."""
+    """Record without gradients instead of in inference mode, whose tensors count no versions."""
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         yield
@@ -229,7 +229,7 @@ class HooksRefusedError(Exception):
 
 
 def hooked(attempt: Callable[[frozenset[str]], Recording]) -> Recording:
-    """Record, without saved-tensor hooks in those calls that turn out not to bear them."""
+    """Record, without saved-tensor hooks in those calls that turn out not to allow them."""
     unhookable: frozenset[str] = frozenset()
     while True:
         try:

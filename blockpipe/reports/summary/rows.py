@@ -48,6 +48,14 @@ class ModuleRow:
         outputs: the shapes that the calls return, each once.
         where: the line of the first call.
         device: the stages' devices; ``None`` if they are not known.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> row = bp.record(net, torch.ones(8, 4)).summary().modules[1]
+        >>> row.name, row.kind, row.stages, row.parameters, row.flops
+        ('0', 'Linear', [0], 20, 256.0)
     """
 
     paths: list[str]
@@ -92,6 +100,14 @@ class StageRow:
         backward_seconds: the predicted time of the backward.
         restore_seconds: the predicted time of recomputation.
         peak_bytes: the predicted peak of memory in a step; ``None`` if no step is known.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> row = bp.record(net, torch.ones(8, 4)).summary().stages[1]
+        >>> row.stage, row.hops, row.parameters, row.bytes, row.flops
+        (1, [1], 10, 40, 128.0)
     """
 
     stage: int

@@ -35,6 +35,12 @@ class Event(NamedTuple):
         end: the time of the end.
         source: the hop that a copy comes from; -1 is the caller.
         bytes: the size of the tensor that is copied, even if it is only aliased.
+
+    Example:
+        >>> from blockpipe.reports import Event
+        >>> event = Event("F", lane=0, hop=1, stage=1, microbatch=2, step=0, start=0.5, end=0.75)
+        >>> str(event), event.duration
+        ('F1.2', 0.25)
     """
 
     kind: EventKind
@@ -68,6 +74,17 @@ class Lane:
     Attributes:
         name: a name to show, such as ``"cuda:0"`` or ``"cpu, stage 1"``.
         device: its device; empty for a schedule that has not run.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> with pipe.profile() as trace:
+        ...     loss = pipe.forward_backward(x, target=y, loss_fn=torch.nn.functional.mse_loss).loss
+        >>> trace.lanes[1]
+        Lane(name='cpu, stage 1', device='cpu')
     """
 
     name: str
@@ -85,6 +102,16 @@ class StepInfo:
         inline: whether one thread ran all lanes.
         forward_only: whether there was no backward.
         failed: whether an action did not end.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> with torch.no_grad(), pipe.profile() as trace:
+        ...     out = pipe(torch.ones(8, 4))
+        >>> trace.steps[0].forward_only, trace.steps[0].failed
+        (True, False)
     """
 
     schedule: Schedule
@@ -107,6 +134,18 @@ class LaneTotals:
         copied: the bytes that were copied to it.
         waits: the time that runs waited for their turns on it, added up.
         stalls: the time that it stood still in actions.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> with pipe.profile() as trace:
+        ...     loss = pipe.forward_backward(x, target=y, loss_fn=torch.nn.functional.mse_loss).loss
+        >>> first = trace.totals(0)[0]
+        >>> 0 < first.busy <= trace.span(0), first.by_kind["R"]
+        (True, 0.0)
     """
 
     busy: float = 0.0

@@ -106,6 +106,12 @@ class Divergence:
         microbatch: the micro-batch; ``None`` where it is not known.
         apart: an estimate of the distance, relative to the norm in the plain run.
         why: a sentence that says what still agrees, and where to look.
+
+    Example:
+        >>> from blockpipe.reports import Divergence
+        >>> why = "its arguments still agree"
+        >>> print(Divergence("forward", "1", 0, stage=1, microbatch=2, apart=1e-3, why=why))
+        forward of micro-batch 2, '1' (call 0) on stage 1: its arguments still agree
     """
 
     phase: str

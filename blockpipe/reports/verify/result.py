@@ -28,6 +28,16 @@ class Difference:
         verdict: ``"exact"`` (to the bit), ``"within tolerance"`` or ``"different"``.
         relative: the norm of the difference over that of the plain run's value; for a gradient,
             over the norm of all gradients.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> found = pipe.verify(x, target=y, loss_fn=torch.nn.functional.mse_loss)
+        >>> [one for one in found.differences if one.kind == "loss"]
+        [Difference(kind='loss', name='loss', verdict='exact', relative=0.0)]
     """
 
     kind: str
@@ -45,6 +55,16 @@ class WholeBatch:
         rtol: the relative tolerance; a sum over micro-batches rounds in another order.
         cause: the first thing to check where a difference exceeds it.
         notes: further notes.
+
+    Example:
+        >>> import torch, blockpipe as bp
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> whole = pipe.verify(x, target=y, loss_fn=torch.nn.functional.mse_loss).whole
+        >>> whole.ok, whole.cause
+        (True, None)
     """
 
     differences: list[Difference]
