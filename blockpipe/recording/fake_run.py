@@ -253,10 +253,12 @@ def _with_fakes(
     model, fakes = request.model, _Fakes(mode)
     state = ModelState(model, values=False)
     on_meta = is_on_meta(model)
+    real = dict((*named_slots(model, parameters_of), *named_slots(model, buffers_of)))
     swapped = {
         name: fakes.of(tensor, None if homes is None else homes.get(name))
-        for name, tensor in (*named_slots(model, parameters_of), *named_slots(model, buffers_of))
+        for name, tensor in real.items()
     }
+    stand_ins = {id(tensor): swapped[name] for name, tensor in real.items()}
     with ExitStack() as stack:
         stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
         stack.enter_context(state)
@@ -269,7 +271,7 @@ def _with_fakes(
         args, kwargs = map_tensors(
             lambda t: fakes.of(t, sample_device), (request.args, request.kwargs)
         )
-        faked = replace(request, args=args, kwargs=kwargs)
+        faked = replace(request, args=args, kwargs=kwargs, stand_ins=stand_ins)
 
         def run() -> R:
             with mode, _quiet(), RealWritesUndone():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class RecordRequest:
         devices: where the stages of a placed model are.
         cut: whether autograd is cut between the stages.
         unhookable: paths of calls that do not run under saved-tensor hooks.
+        stand_ins: by the id of each parameter and buffer, the fake one in its place. Code that has
+            a parameter in a plain list of its own still finds the real one there.
     """
 
     model: nn.Module
@@ -46,6 +48,7 @@ class RecordRequest:
     devices: list[torch.device] | None = None
     cut: bool = True
     unhookable: frozenset[str] = frozenset()
+    stand_ins: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 _SHOWN = 8  # of a container's members, or a forward's parameters

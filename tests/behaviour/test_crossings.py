@@ -297,6 +297,28 @@ def test_a_handled_row_without_gradients_is_as_plain(name, mode, isolate):
     torch.testing.assert_close(found.cpu(), expected.cpu())
 
 
+class Borrows(nn.Module):
+    """A layer that has another one's weight in a plain list, so that it is no parameter of it."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.own, self.borrowed = nn.Linear(4, 4), [other.weight]
+
+    def forward(self, x):
+        return F.linear(self.own(x), self.borrowed[0])
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "sequential"])
+def test_a_module_may_hold_a_parameter_of_another_stage_in_a_list(schedule, isolate):
+    """The recording took it for a constant, sealed the module, and each gradient of the weight was
+    added in the order in which stages came to it; with a device each it failed."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net.append(Borrows(net[0]))
+    bp.begin_blocks(net, {"2": 1, "3": 2})
+    check_alike(net, torch.randn(6, 4), schedule=schedule, isolate=isolate)
+
+
 def test_running_state_on_one_stage_is_ordinary():
     """An EMA that is written and read on one stage is as in the plain loop."""
 

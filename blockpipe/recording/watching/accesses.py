@@ -9,6 +9,7 @@ import dis
 import enum
 import functools
 import linecache
+import re
 import types
 from collections import defaultdict
 from collections.abc import Mapping
@@ -76,9 +77,8 @@ def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
     found = defaultdict(list)
     for instruction in dis.get_instructions(code) if nodes.by_end else ():
-        positions, operation = instruction.positions, instruction.opname
-        assert positions is not None
-        for node, outer in nodes.by_end.get((positions.end_lineno, positions.end_col_offset), ()):
+        operation = instruction.opname
+        for node, outer in nodes.of(instruction):
             if any(name in operation for name in _INSTRUCTIONS[type(node)]):
                 access = _access(node, outer, operation)
                 if access is not None:
@@ -108,6 +108,8 @@ def tests_of(code: types.CodeType) -> list[ast.expr]:
 
 _CHANGES = _WRITES | _DOES_BOTH | {*_SETTERS, "next"}
 _Node = ast.Attribute | ast.Subscript | ast.Name | ast.Call
+_LOADS_TWO = re.compile("_FAST(_BORROW)?_LOAD_FAST")
+_Place = tuple[_Node, tuple[ast.AST, ...]]  # an expression, and what is around it
 _INSTRUCTIONS: dict[type[ast.AST], tuple[str, ...]] = {
     ast.Attribute: ("_ATTR", "LOAD_METHOD"),
     ast.Subscript: ("SUBSCR", "SLICE", "BINARY_OP"),
@@ -122,16 +124,31 @@ class _Nodes:
 
     Attributes:
         by_end: by its end, each expression and the nodes around it from the inside out.
+        on_line: the names, by the line that they are on.
         tests: the conditions of branches and loops.
     """
 
-    by_end: dict[tuple[int | None, int | None], list[tuple[_Node, tuple[ast.AST, ...]]]]
+    by_end: dict[tuple[int | None, int | None], list[_Place]]
+    on_line: dict[int | None, list[tuple[ast.Name, tuple[ast.AST, ...]]]]
     tests: list[ast.expr]
+
+    def of(self, instruction: dis.Instruction) -> list[_Place]:
+        """The expressions that end where an instruction says it is, and the second variable of
+        those that load two (from 3.13 on), which say where the first one is."""
+        positions = instruction.positions
+        assert positions is not None
+        line, column = positions.end_lineno, positions.end_col_offset
+        found = self.by_end.get((line, column), [])
+        if not _LOADS_TWO.search(instruction.opname):
+            return found
+        second = [place for place in self.on_line[line] if place[0].id == instruction.argval[1]]
+        second.sort(key=lambda place: abs(place[0].col_offset - (column or 0)))
+        return [*found, *second[:1]]
 
 
 @functools.lru_cache(64)
 def _nodes_of(source: str) -> _Nodes:
-    found = _Nodes(defaultdict(list), [])
+    found = _Nodes(defaultdict(list), defaultdict(list), [])
     try:
         level: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(ast.parse(source), ())]
     except (SyntaxError, ValueError):
@@ -140,6 +157,8 @@ def _nodes_of(source: str) -> _Nodes:
         node, outer = level.pop()
         if isinstance(node, _Node):
             found.by_end[node.end_lineno, node.end_col_offset].append((node, outer))
+            if isinstance(node, ast.Name):
+                found.on_line[node.lineno].append((node, outer))
         elif isinstance(node, ast.If | ast.While | ast.IfExp):
             found.tests.append(node.test)
         # No question reaches beyond a statement.

@@ -6,7 +6,7 @@ is that operations are intercepted inside of modules too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ class Recorder:
         self.result = result
         self.begun_by: str | None = None  # the call with which a plan moved the cursor last
         self.held: dict[int, TensorInfo] = {}
+        self.stand_ins: Mapping[int, Tensor] = {}  # see RecordRequest
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
         self.checkpointed_in: list[Call | None] = []
         self.keepers: list[str] = []
@@ -220,6 +221,7 @@ class Recorder:
 
     def read(self, tensor: Tensor, reads: Reads) -> Tensor:
         """Note that an operation reads a tensor, and read it."""
+        tensor = self.stand_ins.get(id(tensor), tensor)
         self._note_origin(tensor)
         is_untagged = getattr(tensor, TAG, None) is None
         if is_untagged and self.step.graphs.cut:

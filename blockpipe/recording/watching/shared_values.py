@@ -159,6 +159,7 @@ class SharedValues:
             self._codes[id(code)] = code, accesses_of(code) if is_traced else None
         if self._codes[id(code)][1] is None:
             return None
+        frame.f_trace = self._ran  # before the next line, which has no effect on 3.13.0 otherwise
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         self._hops.setdefault(id(frame), {-1: self._hop()})
         return self._ran

@@ -121,7 +121,7 @@ def _watching(request: RecordRequest, result: Recording, holders: Collection[Hol
     recorder = Recorder(step, cursor, result, activations, request.unhookable)
     modules = dict(model.named_modules())
     recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
-    recorder.held = held_tensors(model, result)
+    recorder.held, recorder.stand_ins = held_tensors(model, result), request.stand_ins
     recorder.changes = SharedChanges(model)
     recorder.outside = OutsideState(holders, modules)
     recorder.users = {p for p, module in modules.items() if is_users(type(module).__module__)}

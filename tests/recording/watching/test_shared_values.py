@@ -208,6 +208,12 @@ def _unpacks(state: State, h: Tensor) -> Tensor:
     return h * k * other
 
 
+def _reads_beside_another(state: State, h: Tensor) -> Tensor:
+    numbers = state.numbers
+    count = 1
+    return h * heapq.nlargest(count, numbers)[0]  # one instruction for both, from 3.13 on
+
+
 def _matches(state: State, h: Tensor) -> Tensor:
     match state:
         case State(k=k):
@@ -236,6 +242,7 @@ PAIRS = [
     (_sets_entry, lambda state, h: h * sum(state.table.values()), "entry 'k'"),
     (_sets_element, lambda state, h: h * state.numbers[-2], "a list"),
     (_sets_element, _unpacks, "a list"),
+    (_sets_element, _reads_beside_another, "a list"),
     (_appends, lambda state, h: h * max(state.recent), "a deque"),
     (_pushes, lambda state, h: h * state.numbers[0], "a list"),
     (_sets_array, lambda state, h: h * float(state.array[0]), "a ndarray"),
