@@ -22,6 +22,7 @@ from .batches.microbatch import LossReduction
 from .devices.devices import Devices
 from .errors import UsageError
 from .execution.lanes.thread_pool import close_idle_threads
+from .execution.scaled_gradients import current_scale
 from .execution.step_result import StepResult
 from .execution.step_runner import runs_model
 from .preparation.batch_norm import synchronized
@@ -319,7 +320,7 @@ class Pipeline(ReportMethods, ModuleInterface):
             micro-batch and the line. ``.grad`` may then hold part of the step.
         """
         check_loss(loss_fn, target, kwargs)
-        self._check_forward()
+        self._check_forward(is_scaled=current_scale() is not None)
         kwargs = joined_kwargs(kwargs, model_kwargs)
         check_reduction(loss_fn, kwargs, self.loss_reduction, self.chunks)
         return self._runner.forward_backward(

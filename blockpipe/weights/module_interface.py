@@ -113,15 +113,28 @@ class ModuleInterface(RefusesWrappers):
         fails, and what to do instead."""
         raise UsageError(_NOT_IN[wrapper].format(where=users_line()))
 
-    def _check_forward(self) -> None:
-        """Raise :class:`UsageError` if the pipeline's own ``forward`` was replaced, by a loop that
-        puts autocast around it: a step that runs the backward does not go through it."""
+    def _check_forward(self, *, is_scaled: bool) -> None:
+        """Raise :class:`UsageError` if a loop around the pipeline has put something around its
+        ``forward`` or ``backward``: a step goes through neither.
+
+        Args:
+            is_scaled: whether the gradients of the step are scaled as the loop has it.
+        """
         if "forward" in self.__dict__:
             raise UsageError(
                 "expected the pipeline's own forward, got one that was put in its place, which "
                 f"forward_backward does not go through ({users_line()}); put it around "
                 "pipe.module.forward, which each micro-batch calls; with Accelerate, use "
                 "blockpipe.integrations.accelerate.PipelineAccelerator, which does that"
+            )
+        if "_is_accelerate_prepared" in self.__dict__ and not is_scaled:
+            raise UsageError(
+                "expected accelerator.forward_backward(pipe, …) for a pipeline that Accelerate has "
+                f"prepared, got a call of the pipeline's own forward_backward ({users_line()}), "
+                "whose gradients are not divided by gradient_accumulation_steps, nor scaled for "
+                "float16; make the accelerator by "
+                "blockpipe.integrations.accelerate.PipelineAccelerator(…), which has that method, "
+                "or call accelerator.backward(loss) with a loss of pipe(x)"
             )
 
     def __getattr__(self, name: str) -> Any:
