@@ -26,6 +26,7 @@ from ..errors import UsageError
 from ..execution.scaled_gradients import scaled_gradients
 from ..execution.step_result import StepResult
 from ..pipeline import Pipeline
+from ..weights.accelerate_hooks import PREPARED
 
 __all__ = ["PipelineAccelerator"]
 
@@ -77,7 +78,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
             # For evaluation only: what training adds is for several processes.
             super().prepare_model(model.module, device_placement=False, evaluation_mode=True)
             self._models[-1] = model
-            model._is_accelerate_prepared = True  # as Accelerate marks what it has prepared
+            setattr(model, PREPARED, True)
         return model
 
     @remembers_caller
