@@ -88,7 +88,10 @@ class Pipeline(ReportMethods, ModuleInterface):
         batch_dims: the dim on which each argument is split; see :func:`blockpipe.testing.split`.
             ``None`` splits on dim 0 every tensor that has the batch's size there.
         loss_reduction: ``"mean"``, ``"sum"``, or a callable ``(args, kwargs, target) -> number``
-            that returns what a micro-batch's mean is taken over (its number of tokens, say).
+            that returns what a micro-batch's mean is taken over (its number of tokens, say). With
+            ``"mean"``, micro-batches count by their samples, or by the class weights of their
+            targets where the loss function is torch's ``CrossEntropyLoss`` or ``NLLLoss`` with
+            ``weight``.
         weights: the values of a model on the meta device, read when it is placed: a path of
             safetensors (a file, or a sharded checkpoint's directory or index) or for
             ``torch.load``, or a mapping from names to tensors. See :func:`materialize`. A model

@@ -167,7 +167,7 @@ class RefusesWrappers(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """As a module's."""
         self._refuse_caller(sys._getframe(1))
-        return super().named_modules(memo, prefix, remove_duplicate)
+        yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As a module's."""
