@@ -22,6 +22,7 @@ from .batches.microbatch import LossReduction
 from .devices.devices import Devices
 from .errors import UsageError
 from .execution.lanes.thread_pool import close_idle_threads
+from .execution.scaled_gradients import current_scale
 from .execution.step_result import StepResult
 from .execution.step_runner import runs_model
 from .preparation.batch_norm import synchronized
@@ -87,7 +88,10 @@ class Pipeline(ReportMethods, ModuleInterface):
         batch_dims: the dim on which each argument is split; see :func:`blockpipe.testing.split`.
             ``None`` splits on dim 0 every tensor that has the batch's size there.
         loss_reduction: ``"mean"``, ``"sum"``, or a callable ``(args, kwargs, target) -> number``
-            that returns what a micro-batch's mean is taken over (its number of tokens, say).
+            that returns what a micro-batch's mean is taken over (its number of tokens, say). With
+            ``"mean"``, micro-batches count by their samples, or by the class weights of their
+            targets where the loss function is torch's ``CrossEntropyLoss`` or ``NLLLoss`` with
+            ``weight``.
         weights: the values of a model on the meta device, read when it is placed: a path of
             safetensors (a file, or a sharded checkpoint's directory or index) or for
             ``torch.load``, or a mapping from names to tensors. See :func:`materialize`. A model
@@ -319,7 +323,7 @@ class Pipeline(ReportMethods, ModuleInterface):
             micro-batch and the line. ``.grad`` may then hold part of the step.
         """
         check_loss(loss_fn, target, kwargs)
-        self._check_forward()
+        self._check_forward(is_scaled=current_scale() is not None)
         kwargs = joined_kwargs(kwargs, model_kwargs)
         check_reduction(loss_fn, kwargs, self.loss_reduction, self.chunks)
         return self._runner.forward_backward(

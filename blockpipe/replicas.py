@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from ._common.callsite import remembers_caller, users_line
 from ._common.thread_state import CallerState, intra_operation_threads
 from .batches.batch_dims import dims_of_call
+from .batches.class_weights import reduction_for
 from .batches.joining import join, output_dim
-from .batches.losses import computed_loss
+from .batches.losses import WeightedLoss
 from .batches.microbatch import Microbatch, split, weights_of
 from .devices.devices import is_asynchronous, is_on_meta
 from .devices.rng_streams import Source, diverted, host_sources, torchs_of
@@ -108,21 +109,17 @@ class Replicas:
         check_loss(loss_fn, target)
         kwargs = joined_kwargs(kwargs, model_kwargs)
         shares = self._shares(args, kwargs, target)
-        weights = weights_of(shares, self.pipes[0].loss_reduction)
+        weights = weights_of(shares, reduction_for(loss_fn, self.pipes[0].loss_reduction))
 
         def step(pipe: Pipeline, share: Microbatch, weight: float) -> StepResult:
             if not weight:  # it counts for nothing, also where its loss is no number
                 with torch.no_grad():
                     output = pipe(*share.args, **share.kwargs)
                 return StepResult(torch.zeros((), device=pipe.output_device), output)
-
-            def weighted(output: Any, target: Any = None) -> Any:
-                return computed_loss(output, target, loss_fn) * weight
-
             return pipe.forward_backward(
                 *share.args,
                 target=share.target,
-                loss_fn=weighted,
+                loss_fn=WeightedLoss(loss_fn, weight),
                 return_outputs=return_outputs,
                 model_kwargs=share.kwargs,
             )

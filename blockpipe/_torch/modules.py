@@ -102,13 +102,20 @@ Wrapper = Literal[
     "FullyShardedDataParallel",
     "fully_shard",
     "torch.jit.script",
+    "peft",
 ]
 
-# By the function that asks a module for its tensors or modules before it has changed anything.
+# By the function that asks a module for its tensors or modules before it has changed anything. Some
+# ask each module inside of the wrapped one.
 _ASKING: dict[tuple[str, str], Wrapper] = {
     ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",
+    ("torch.nn.parallel.distributed", "_build_params_for_reducer"): "DistributedDataParallel",
     ("torch.distributed.fsdp._init_utils", "_get_ignored_modules"): "FullyShardedDataParallel",
+    ("torch.distributed.fsdp._init_utils", "_move_module_to_device"): "FullyShardedDataParallel",
+    ("torch.distributed.fsdp._fully_shard._fsdp_init", "_get_managed_states"): "fully_shard",
     ("torch.distributed._composable.contract", "wrapper"): "fully_shard",
+    ("peft.mapping_func", "get_peft_model"): "peft",
+    ("peft.tuners.tuners_utils", "inject_adapter"): "peft",
 }
 
 
@@ -138,7 +145,11 @@ class RefusesWrappers(nn.Module):
         # What DataParallel makes its copies with, on every call.
         self._refuse_wrapper("DataParallel")
 
-    def _refuse_caller(self, frame: FrameType) -> None:
+    def _refuse_caller(self, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_name == "<listcomp>":  # before Python 3.12
+            frame = frame.f_back
+        if frame is None:
+            return
         wrapper = _ASKING.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
         if wrapper is not None:
             self._refuse_wrapper(wrapper)
@@ -147,6 +158,16 @@ class RefusesWrappers(nn.Module):
         """As a module's."""
         self._refuse_caller(sys._getframe(1))
         return super().modules(*args, **kwargs)
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As a module's."""
+        self._refuse_caller(sys._getframe(1))
+        yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As a module's."""

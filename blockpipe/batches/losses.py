@@ -1,6 +1,7 @@
 """A micro-batch's loss: the user's function of the output, or the model's own."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +48,23 @@ def checked_loss(loss: Any) -> Tensor:
             "a `loss` field or key, a 0-d first element, or the only 0-d floating-point one)"
         )
     return loss
+
+
+@dataclass(frozen=True)
+class WeightedLoss:
+    """A loss function whose result counts for a part of the batch's.
+
+    Args:
+        loss_fn: the user's; ``None``: the model's own loss counts.
+        weight: the part.
+    """
+
+    loss_fn: Callable[..., Any] | None
+    weight: float
+
+    def __call__(self, output: Any, target: Any = None) -> Any:
+        """Return the loss, weighted."""
+        return computed_loss(output, target, self.loss_fn) * self.weight
 
 
 def own_loss(output: Any) -> Any:

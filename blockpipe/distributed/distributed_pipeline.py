@@ -16,6 +16,7 @@ from .._common.checks import expected
 from .._common.nested import map_tensors, tensors
 from .._common.thread_state import autocast_states
 from ..batches.batch_dims import BatchDims, dims_of_call
+from ..batches.class_weights import reduction_for
 from ..batches.microbatch import LossReduction, Microbatch, split, weights_of
 from ..errors import UsageError
 from ..execution.step_result import StepResult
@@ -248,10 +249,11 @@ class DistributedPipeline:
             is_last = backward and runs[0][0].has_last
             weights = [1.0] * len(microbatches)
             if is_last:
-                weights_of(microbatches, self.loss_reduction)  # for its errors
+                reduction = reduction_for(loss_fn, self.loss_reduction)
+                weights_of(microbatches, reduction)  # for its errors
         self._failures.began = True
         if backward:
-            reduction, replicas = self.loss_reduction, self._replicas
+            reduction, replicas = reduction_for(loss_fn, self.loss_reduction), self._replicas
             weights = loss_weights(microbatches, reduction, replicas, self._device, is_last=is_last)
         asks_outputs = bool(asked[0] & _OUTPUTS)
         step = Step(loss_fn if backward else no_loss, self._device, asks_outputs=asks_outputs)

@@ -15,6 +15,7 @@ from .._common.nested import leaves, map_tensors
 from .._common.thread_state import CallerState, ours, theirs
 from .._torch.modes import how_many_dispatch_modes, is_in_forward_mode, is_in_transform
 from ..batches.batch_dims import dims_of_call
+from ..batches.class_weights import reduction_for
 from ..batches.joining import JoinedLeaf, join, output_dim, weighted_sum
 from ..batches.losses import warn_of_some_without_a_number
 from ..batches.microbatch import InputPlace, Microbatch, input_places, weights_of
@@ -87,7 +88,8 @@ class StepRunner:
             (args, kwargs, target), cut_off = _cut_off((args, kwargs, target))
         microbatches = self.split(args, kwargs, target)
         with theirs():
-            weights = weights_of(microbatches, self.options.loss_reduction)
+            reduction = reduction_for(loss_fn, self.options.loss_reduction)
+            weights = weights_of(microbatches, reduction)
         prepared = self.preparer.prepare(microbatches[0], self.options)
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(prepared.devices[prepared.route[-1]])

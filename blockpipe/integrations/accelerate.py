@@ -26,6 +26,7 @@ from ..errors import UsageError
 from ..execution.scaled_gradients import scaled_gradients
 from ..execution.step_result import StepResult
 from ..pipeline import Pipeline
+from ..weights.accelerate_hooks import PREPARED
 
 __all__ = ["PipelineAccelerator"]
 
@@ -36,10 +37,11 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
     The pipeline is prepared in place and stays on its stages' devices. Everything else is as in
     Accelerate: optimizers, loaders and schedulers, ``accumulate``, ``clip_grad_norm_``,
     ``save_state`` and ``load_state``, ``backward`` after ``pipe(x)``. In the place of a forward and
-    ``backward`` there is :meth:`forward_backward`, which can hold fewer activations.
+    ``backward`` there is :meth:`forward_backward`, which can hold fewer activations. A prepared
+    pipeline's own ``forward_backward`` is refused, because its gradients are not scaled.
 
-    Mixed precision is inside each micro-batch's forward, so that ``pipe.forward_backward`` has it
-    too; it holds in ``pipe.module`` from then on. Several processes are refused.
+    Mixed precision is inside each micro-batch's forward; it holds in ``pipe.module`` from then on.
+    Several processes are refused.
 
     Source: ``accelerate.Accelerator``, whose arguments it takes.
 
@@ -77,6 +79,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
             # As for evaluation: preparation for training only adds wrappers for several processes.
             super().prepare_model(model.module, device_placement=False, evaluation_mode=True)
             self._models[-1] = model
+            setattr(model, PREPARED, True)
         return model
 
     @remembers_caller

@@ -5,7 +5,6 @@ methods of :class:`blockpipe.Pipeline` because their documentation is long.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from .._common.callsite import remembers_caller, users_line
@@ -20,6 +19,7 @@ from ..preparation.preparer import Preparer
 from ..recording.recording import Recording
 from ..schedules.builders import ScheduleOption
 from ..schedules.schedule import Schedule
+from .entered import only_entered
 from .find_chunks import ChunksReport, SearchOptions, find_chunks
 from .inspector import Inspector
 from .summary.summary import Summary
@@ -177,7 +177,7 @@ class ReportMethods:
         kwargs = joined_kwargs(kwargs, model_kwargs)
         return self._inspector.memory(args, kwargs, optimizer, limit)
 
-    @contextmanager
+    @only_entered("with pipe.measured_memory() as report: …")
     def measured_memory(self, optimizer: object = None) -> Iterator[MemoryReport]:
         """Measure the peak memory of the steps that run inside, beside the prediction.
 
@@ -337,7 +337,7 @@ class ReportMethods:
         options = SearchOptions(candidates, schedules, repeats, optimizer, limit)
         return find_chunks(self._runner, batch, options)
 
-    @contextmanager
+    @only_entered("with pipe.profile() as timeline: …")
     def profile(self) -> Iterator[Timeline]:
         """Record the times of actions, copies and waits in the steps that run inside.
 

@@ -15,6 +15,9 @@ from typing import Any
 
 from torch import nn
 
+PREPARED = "_is_accelerate_prepared"
+"""The attribute of a model that ``Accelerator.prepare`` has returned."""
+
 _HOOK, _OLD_FORWARD = "_hf_hook", "_old_forward"
 # `dispatch_model` also puts warnings in the place of the methods that move the model.
 _MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron")

@@ -23,6 +23,7 @@ from .._torch.tensors import arguments_of_to
 from ..devices.devices import is_on_meta, is_same_device
 from ..errors import UsageError
 from ..recording.recording import Recording
+from .accelerate_hooks import PREPARED
 from .materialize import PendingValues, load_in_place
 from .save import save_weights
 from .sources import Weights
@@ -56,6 +57,11 @@ _NOT_IN: dict[Wrapper, str] = {
     "torch.jit.script": (
         "torch.jit.script cannot see the stages of a pipeline ({where}); call unplace(), and give "
         "it pipe.module"
+    ),
+    "peft": (
+        "peft around a pipeline would save no adapters, because its names of modules are not those "
+        "of the state dict ({where}); put the pipeline around: model = "
+        "get_peft_model(pipe.unplace(), config); pipe = blockpipe.Pipeline(model, devices=…)"
     ),
 }
 
@@ -113,15 +119,28 @@ class ModuleInterface(RefusesWrappers):
         fails, and what to do instead."""
         raise UsageError(_NOT_IN[wrapper].format(where=users_line()))
 
-    def _check_forward(self) -> None:
-        """Raise :class:`UsageError` if the pipeline's own ``forward`` was replaced, by a loop that
-        puts autocast around it: a step that runs the backward does not go through it."""
+    def _check_forward(self, *, is_scaled: bool) -> None:
+        """Raise :class:`UsageError` if a loop around the pipeline has put something around its
+        ``forward`` or ``backward``: a step goes through neither.
+
+        Args:
+            is_scaled: whether the gradients of the step are scaled as the loop has it.
+        """
         if "forward" in self.__dict__:
             raise UsageError(
                 "expected the pipeline's own forward, got one that was put in its place, which "
                 f"forward_backward does not go through ({users_line()}); put it around "
                 "pipe.module.forward, which each micro-batch calls; with Accelerate, use "
                 "blockpipe.integrations.accelerate.PipelineAccelerator, which does that"
+            )
+        if PREPARED in self.__dict__ and not is_scaled:
+            raise UsageError(
+                "expected accelerator.forward_backward(pipe, …) for a pipeline that Accelerate has "
+                f"prepared, got a call of the pipeline's own forward_backward ({users_line()}), "
+                "whose gradients are not divided by gradient_accumulation_steps, nor scaled for "
+                "float16; make the accelerator by "
+                "blockpipe.integrations.accelerate.PipelineAccelerator(…), which has that method, "
+                "or call accelerator.backward(loss) with a loss of pipe(x)"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -140,11 +159,21 @@ class ModuleInterface(RefusesWrappers):
             f"pipe.module[{key!r}], or pipe.parameters() for an optimizer"
         )
 
+    def __len__(self) -> int:
+        raise UsageError(
+            f"a pipeline has no length, as its model may ({users_line()}); write "
+            "len(pipe.module), or len(pipe.devices) for the number of stages"
+        )
+
+    def __bool__(self) -> bool:  # or else __len__ would say it
+        return True
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # What `to`, `to_empty`, `cuda` and a module around the pipeline end in.
-        probe = fn(torch.empty(0))
-        if probe.device.type != "cpu":
-            self._check_device(probe.device)
+        for device in dict.fromkeys(self._stage_devices):
+            moved = fn(torch.empty(0, device=device)).device
+            if not is_same_device(moved, device):
+                self._check_device(moved)
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def _check_device(self, device: torch.device) -> None:

@@ -163,7 +163,22 @@ def fully_sharded(model):
 def in_fsdp(model):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a single process
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft")
+    model.layer = nn.Linear(2, 2)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["layer"]))
+
+
+def adapters_loaded(model):
+    """As ``PeftModel.from_pretrained`` begins."""
+    peft = pytest.importorskip("peft")
+    model.layer = nn.Linear(2, 2)
+    peft.PeftModel(model, peft.LoraConfig(target_modules=["layer"]))
 
 
 def data_parallel(model):
@@ -190,6 +205,11 @@ def scripted(model):
         ("DataParallel", data_parallel),
         ("FullyShardedDataParallel", lambda model: distributed(model, in_fsdp)),
         ("fully_shard", lambda model: distributed(model, fully_sharded)),
+        ("DistributedDataParallel", lambda model: distributed(nn.Sequential(model))),
+        ("FullyShardedDataParallel", lambda model: distributed(nn.Sequential(model), in_fsdp)),
+        ("fully_shard", lambda model: distributed(nn.Sequential(model), fully_sharded)),
+        ("peft", adapted),
+        ("peft", adapters_loaded),
         ("torch.jit.script", scripted),
     ],
 )

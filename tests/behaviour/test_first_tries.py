@@ -395,8 +395,11 @@ def test_a_device_that_is_not_that_of_all_stages_is_refused() -> None:
             UsageError, match=r"got 'simulated:0' .* on simulated:0, simulated:1, and"
         ):
             pipeline().to("simulated:0")
-        with pytest.raises(UsageError, match="got 'cpu'"):
-            pipeline().cpu()
+        pipe = pipeline()
+        pipe(X)
+        for module in (pipe, nn.Sequential(pipe)):
+            with pytest.raises(UsageError, match="got 'cpu'"):
+                module.cpu()
 
 
 def test_the_signature_of_a_pipelines_forward_is_the_models() -> None:

@@ -29,6 +29,27 @@ MODES = poptorch.OutputMode
 # --- the executor
 
 
+def test_the_backward_of_a_returned_loss_is_refused() -> None:
+    """The call has run it. The loss is an ordinary tensor otherwise."""
+    model = poptorch.trainingModel(WithLoss(two_stages()), accumulating(2))
+    _, loss = model(*batch(4))
+    for number in (loss, loss / 2):
+        with pytest.raises(UsageError, match=r"training model.*test_poptorch_executor\.py.*remove"):
+            number.backward()
+    assert not (loss + 1).requires_grad
+    assert f"{loss:.1f}" == f"{float(loss):.1f}"
+
+
+def test_the_module_of_optimizers_says_what_to_import() -> None:
+    for line in (
+        "import blockpipe.compat.poptorch.optim",
+        "from blockpipe.compat.poptorch import optim",
+        "from blockpipe.compat.poptorch.optim import AdamW",
+    ):
+        with pytest.raises(ImportError, match=r"use torch\.optim.*from torch\.optim import AdamW"):
+            exec(line)
+
+
 def test_an_executor_stands_for_its_model() -> None:
     net = WithLoss(two_stages())
     model = poptorch.trainingModel(net, accumulating(2))

@@ -66,6 +66,8 @@ def test_distributed_data_parallel_around_a_pipeline_is_refused() -> None:
     try:
         with pytest.raises(UsageError, match=r"DistributedDataParallel.*all-reduce"):
             nn.parallel.DistributedDataParallel(pipeline())
+        with pytest.raises(UsageError, match=rf"DistributedDataParallel.*{HERE}.*all-reduce"):
+            nn.parallel.DistributedDataParallel(nn.Sequential(pipeline(), nn.Linear(4, 4)))
         for wrapped in (
             nn.parallel.DistributedDataParallel(nn.Linear(4, 4)),
             nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(4, 4))),
@@ -77,6 +79,38 @@ def test_distributed_data_parallel_around_a_pipeline_is_refused() -> None:
             bp.Pipeline(sharded, devices=["cpu"] * 2, chunks=2)
     finally:
         dist.destroy_process_group()
+
+
+def test_the_length_of_a_pipeline_is_refused() -> None:
+    """It says what may be meant; a pipeline is true all the same."""
+    with pytest.raises(UsageError, match=rf"{HERE}\); write len\(pipe\.module\)"):
+        len(pipeline())
+    assert pipeline()
+
+
+@pytest.mark.parametrize(
+    ("manager", "meant"),
+    [
+        (lambda pipe: pipe.profile(), r"'events'; write with pipe\.profile\(\) as timeline"),
+        (lambda pipe: pipe.measured_memory(), r"write with pipe\.measured_memory\(\) as report"),
+    ],
+)
+def test_a_context_manager_that_is_not_entered_says_so(
+    manager: Callable[[bp.Pipeline], Any], meant: str
+) -> None:
+    found = manager(pipeline())
+    with pytest.raises(AttributeError, match=meant):
+        found.events  # noqa: B018
+    assert "write with pipe." in repr(found)
+
+
+def test_peft_around_a_pipeline_is_refused() -> None:
+    """It would save no adapters; the error says in which order it works."""
+    peft = pytest.importorskip("peft")
+    pipe = pipeline()
+    with unchanged(pipe.module):
+        with pytest.raises(UsageError, match=rf"peft around a pipeline.*{HERE}.*pipe\.unplace\(\)"):
+            peft.get_peft_model(pipe, peft.LoraConfig(target_modules=["0"]))
 
 
 def test_data_parallel_around_a_pipeline_is_refused() -> None:

@@ -275,7 +275,9 @@ def test_a_pipeline_that_has_run_is_recorded_anew_when_it_is_prepared() -> None:
     accelerator = PipelineAccelerator(cpu=True, mixed_precision="bf16")
     accelerator.prepare(pipe)
     dtypes.clear()
-    outputs = pipe.forward_backward(x, target=y, loss_fn=F.cross_entropy, return_outputs=True)
+    outputs = accelerator.forward_backward(
+        pipe, x, target=y, loss_fn=F.cross_entropy, return_outputs=True
+    )
     expected = {torch.bfloat16} if not is_simulated() else {torch.float32}  # autocast of the CPU
     assert set(dtypes) == expected
     assert outputs.outputs.dtype is torch.float32
@@ -303,6 +305,23 @@ def test_autocast_around_the_pipeline_alone_is_refused() -> None:
         bp.errors.UsageError, match=r"expected the pipeline's own forward.*test_acc"
     ):
         pipe.forward_backward(x, target=y, loss_fn=F.cross_entropy)
+
+
+@pytest.mark.parametrize("make", [PipelineAccelerator, Accelerator])
+def test_a_step_that_would_not_be_divided_is_refused(make: Any) -> None:
+    """``pipe.forward_backward`` knows nothing of gradient_accumulation_steps; the gradients would
+    be those of an undivided loss."""
+    accelerator = make(cpu=True, gradient_accumulation_steps=2)
+    pipe = accelerator.prepare_model(piped(make_net()), device_placement=False)
+    x, y = next(iter(make_loader()))
+    with (
+        accelerator.accumulate(pipe),
+        pytest.raises(
+            bp.errors.UsageError, match=r"accelerator\.forward_backward\(pipe, …\).*test_accelerate"
+        ),
+    ):
+        pipe.forward_backward(x, target=y, loss_fn=F.cross_entropy)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
 def test_what_cannot_be_in_a_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

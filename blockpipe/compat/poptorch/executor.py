@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..._common.callsite import remembers_caller, users_line, warn
-from ..._common.nested import tensors
+from ..._common.nested import map_tensors, tensors
 from ...batches.losses import own_loss
 from ...batches.microbatch import split
 from ...devices.devices import check_device, default_devices
 from ...errors import PlanError, UsageError
+from ...execution.step_result import StepLoss
 from ...pipeline import Pipeline
 from ...recording.record import record
 from ...replicas import Replicas
@@ -159,6 +160,25 @@ def _loss_of(output: Any) -> Any:
     return marked[-1] if marked else own_loss(output)
 
 
+class _CallLoss(StepLoss):
+    """A number that a training call returns: its ``backward`` raises an error with a remedy."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Raise an error, as a call of a training model has run the backward."""
+        if self.requires_grad:  # a tensor with a graph was added in place
+            return super().backward(*args, **kwargs)
+        raise UsageError(
+            "expected no backward after a call of a training model, got one of a number that it "
+            f"returned ({users_line()}): the call has run it, and the optimizer's step; remove "
+            "this call, and those of zero_grad() and step()"
+        )
+
+
+def _without_backward(tensor: Tensor) -> Tensor:
+    is_number = tensor.dim() == 0 and tensor.is_floating_point()
+    return tensor.as_subclass(_CallLoss) if is_number else tensor
+
+
 # The options decide these, so they must not be passed as well.
 _DECIDED = {
     "batch_dims": "the batch is dimension 0 of every tensor",
@@ -252,7 +272,8 @@ class PoplarExecutor:
             parts = (
                 self._train(runner, args, kwargs) if trains else self._infer(runner, args, kwargs)
             )
-        return together(chosen(parts, mode, self.options.output_return_period))
+        result = together(chosen(parts, mode, self.options.output_return_period))
+        return map_tensors(_without_backward, result) if trains else result
 
     def _train(self, runner: Pipeline | Replicas, args: Any, kwargs: Any) -> list[Part]:
         assert self._optimizer is not None

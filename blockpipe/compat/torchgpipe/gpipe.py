@@ -7,7 +7,7 @@ with another balance.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -168,6 +168,25 @@ class GPipe(Pipeline):
         if next(tensors(input), None) is None:
             raise UsageError(expected("a tensor or a tuple of tensors", input, for_="input"))
         return super().forward(input)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load as :meth:`blockpipe.Pipeline.load_state_dict`, by torchgpipe's names.
+
+        Raises:
+            WeightsError: every name and shape that does not fit.
+            UsageError: the names are those of the plain module.
+        """
+        plain = {name.split(".", 2)[2] for name in self.module.state_dict()}
+        if isinstance(state_dict, Mapping) and plain and plain <= state_dict.keys():
+            name = min(plain)
+            raise UsageError(
+                f"expected names with a partition, as in torchgpipe, got those of the plain module "
+                f"for state_dict, such as {name!r} ({users_line()}); load it into the module that "
+                "this GPipe was made of, whose layers these are: module.load_state_dict(…)"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
 
     def _check_device(self, device: torch.device) -> NoReturn:
         """Refuse every move, as torchgpipe does: to the device that all partitions are on, too."""

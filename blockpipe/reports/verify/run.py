@@ -15,6 +15,7 @@ from ..._common.nested import leaves, map_tensors, tensors
 from ..._common.thread_state import CallerState, intra_operation_threads, theirs
 from ..._torch.modules import is_compiled
 from ...batches.batch_dims import BatchDims, dims_of_call
+from ...batches.class_weights import reduction_for
 from ...batches.joining import join, output_dim
 from ...batches.losses import own_or_mean_square
 from ...batches.microbatch import split, weights_of
@@ -287,7 +288,8 @@ class Verifier:
         dims = dims_of_call(self.preparer.model, options.batch_dims, args, kwargs)
         microbatches = split(args, kwargs, target, chunks or options.chunks, dims, cut=False)
         with theirs():
-            weights = weights_of(microbatches, options.loss_reduction)
+            reduction = reduction_for(self.loss_fn, options.loss_reduction)
+            weights = weights_of(microbatches, reduction)
         sources = [*dict.fromkeys(s for hop in self.prepared.sources for s in hop)]
         sources = sources or (torchs_of(self.last) if self._loss_draws else [])
         streams = RngStreams(sources, len(microbatches))

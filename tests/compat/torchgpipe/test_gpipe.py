@@ -24,6 +24,20 @@ from .gpipe_models import MODES, gpipe, layers
 # --- attributes, and what is refused
 
 
+def test_the_plain_modules_checkpoint_is_refused_with_the_way() -> None:
+    """The module that the pipeline is made of takes it, before and afterwards."""
+    values = layers().state_dict()
+    net = layers()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    model = gpipe(net, [2, 2])
+    with pytest.raises(UsageError, match=r"got those of the plain module.*module\.load_state_dict"):
+        model.load_state_dict(values)
+    net.load_state_dict(values)
+    assert_close(list(model.parameters()), list(values.values()), rtol=0, atol=0)
+
+
 def test_attributes_are_coerced() -> None:
     """As torchgpipe does it: sequences to lists, 42.0 to 42, anything to a string."""
 
