@@ -126,7 +126,7 @@ class DistributedPipeline:
     def _tied(self, group: dist.ProcessGroup | None) -> TiedParameters:
         tied, own = self._engines.first.tied(), dict(self.named_parameters())
         by_name = {name: own[name] for name in tied if name in own}
-        return TiedParameters(tied, self._engines.places.ranks, by_name, group)
+        return TiedParameters(tied, self._engines.places.ranks, by_name, group, self._device)
 
     # --- what it has
 

@@ -39,13 +39,7 @@ def test_uneven_micro_batches_in_two_processes() -> None:
     ("processes", "names"),
     [
         pytest.param(2, NAMES, id="2"),
-        pytest.param(
-            *(4, WITH_FOUR),
-            id="4",
-            marks=pytest.mark.skip(
-                "stood still once, in encoder_decoder; the cause is not known yet"
-            ),
-        ),
+        pytest.param(4, WITH_FOUR, id="4"),
     ],
 )
 def test_processes_give_the_plain_numbers_or_an_error(processes: int, names: list[str]) -> None:
