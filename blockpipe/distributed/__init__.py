@@ -3,7 +3,8 @@
 In: a marked model and a sample. Out: stages for torch's engine, and ``DistributedPipeline``, which
 has the calls of ``Pipeline``. Read ``build.py`` first: it records (``recording``), tapes what the
 code between modules does (``taping``), cuts the tape (``cutting.py``) and makes modules of the
-pieces (``replay.py``). Then read ``distributed_pipeline.py`` and ``step.py``.
+pieces (``replay.py``). Then read ``distributed_pipeline.py`` and ``step.py``; ``rank_failures`` is
+for the case that a process fails.
 """
 
 from .build import build_stage

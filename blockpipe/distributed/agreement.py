@@ -7,33 +7,59 @@ process waits for ever.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from .._common.callsite import users_line
 from ..errors import RankError
+from .rank_failures.failures import Failures
 
-_SHOWN = 1000  # bytes of each process's text
+_SHOWN = 5  # differences in a message, and ranks of each
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a process is about to do, by names.
+
+    Attributes:
+        common: what is the same in all replicas.
+        own: what is the same in the processes of one pipeline: replicas may have other batches.
+    """
+
+    common: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, str] = field(default_factory=dict)
 
 
 class Agreement:
     """A check that all processes of a group make together.
 
     Args:
-        group: the processes; ``None`` takes all of them.
+        group: the processes of the pipeline; ``None`` takes all of them.
+        replicas: the processes that have the same stages as this one, if there are any. A check
+            of the pipeline's processes and then of these reaches all processes of all replicas.
         device: the device of the tensors that are exchanged.
+        failures: where agreement is noted.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
+        device: torch.device,
+        failures: Failures,
+    ) -> None:
         self._group = group
+        self._replicas = replicas
         self._device = device
-        self._ranks = dist.get_world_size(group)
+        self._failures = failures
 
     @contextmanager
-    def at_end(self, kind: Callable[[], str], asks: int = 0) -> Iterator[list[int]]:
+    def at_end(self, kind: Callable[[], Kind], asks: int = 0) -> Iterator[list[int]]:
         """Check at the end of a block that all processes do the same and that none has failed.
 
         Args:
@@ -44,65 +70,123 @@ class Agreement:
             A list, in which the bits that any process asks for are at the end.
         """
         asked: list[int] = []
-        what, failure = "", None
+        what, failure = Kind(), None
         try:
-            what = kind()
-            yield asked
+            with self._failures.progress.computing("what it does before a step"):
+                what = kind()
+                yield asked
         except Exception as error:
             failure = error
         asked.append(self.check(what, asks, failure))
 
-    def check(self, what: str, asks: int = 0, failure: BaseException | None = None) -> int:
+    def check(self, kind: Kind, asks: int = 0, failure: BaseException | None = None) -> int:
         """Check that all processes pass the same description.
 
         Args:
-            what: a description of the next action, with the same words in all processes.
+            kind: a description of the next action, with the same words in all processes.
             asks: bits that this process asks for.
             failure: the error because of which this process cannot go on.
 
         Returns:
-            The bits that any process asks for.
+            The bits that any process of the pipeline asks for.
 
         Raises:
             BaseException: the failure, in the process that has it.
             RankError: another process has failed, or passes another description.
         """
-        digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
-        given = torch.tensor([failure is not None, digest, asks], device=self._device)
-        found = [row.tolist() for row in self._gathered(given)]
-        if any(failed for failed, _, _ in found):
-            text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-            texts = self._texts(text)
-            if failure is not None:
-                raise failure
-            first = next(rank for rank, row in enumerate(found) if row[0])
-            raise RankError(
-                f"rank {first} failed before the step began, and nothing was sent "
-                f"({users_line()}): {texts[first]}"
-            )
-        others = [rank for rank, row in enumerate(found) if row[1] != found[0][1]]
-        if others:
-            texts = self._texts(what)
-            raise RankError(
-                f"expected all processes to do the same, got {texts[0]} on rank 0 and "
-                f"{texts[others[0]]} on rank {others[0]} ({users_line()}); pass arguments of the "
-                "same shapes everywhere (values count on the first stage's rank, those of the "
-                "target on the last stage's)"
-            )
+        self._failures.progress.done("what it does before a step")
+        common, own = _digest(kind.common), _digest(kind.own)
+        rows = self._rows([failure is not None, common, own, asks], self._group)
+        is_trouble = any(row[0] for row in rows) or any(row[1:3] != rows[0][1:3] for row in rows)
+        said = f"{type(failure).__name__}: {failure}" if failure is not None else ""
+        texts = []
+        if is_trouble:
+            texts = self._texts(said, kind.common, kind.own, self._group)
+        trouble = _trouble(texts)
+        if self._replicas is not None:
+            rows_of_replicas = self._rows([is_trouble, rows[0][1]], self._replicas)
+            first = rows_of_replicas[0]
+            if any(row[0] or row[1] != first[1] for row in rows_of_replicas):
+                texts = self._texts(trouble, kind.common, {}, self._replicas)
+                troubles = [text.failure for text in texts if text.failure]
+                trouble = troubles[0] if troubles else _trouble(texts)
+        self._failures.is_agreed = True
+        if failure is not None:
+            raise failure
+        if trouble:
+            raise RankError(trouble)
         bits = 0
-        for _, _, asked in found:
-            bits |= asked
+        for row in rows:
+            bits |= row[3]
         return bits
 
-    def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        rows = [torch.empty_like(tensor) for _ in range(self._ranks)]
-        dist.all_gather(rows, tensor, group=self._group)
+    def _rows(self, row: list[int], group: dist.ProcessGroup | None) -> list[list[int]]:
+        given = torch.tensor(row, dtype=torch.int64, device=self._device)
+        return [found.tolist() for found in self._gathered(given, group)]
+
+    def _gathered(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> list[torch.Tensor]:
+        rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rows, tensor, group=group)
         return rows
 
-    def _texts(self, text: str) -> list[str]:
-        encoded = text.encode()[:_SHOWN].ljust(_SHOWN, b"\0")
-        given = torch.tensor(list(encoded), dtype=torch.uint8, device=self._device)
-        return [
-            bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
-            for row in self._gathered(given)
-        ]
+    def _texts(
+        self,
+        failure: str,
+        common: Mapping[str, str],
+        own: Mapping[str, str],
+        group: dist.ProcessGroup | None,
+    ) -> list[_Text]:
+        """What each process of a group says."""
+        text = json.dumps([dist.get_rank(), failure, {**common, **own}]).encode()
+        longest = max(row[0] for row in self._rows([len(text)], group))
+        padded = list(text.ljust(longest))
+        given = torch.tensor(padded, dtype=torch.uint8, device=self._device)
+        return [_Text(*json.loads(bytes(row.tolist()))) for row in self._gathered(given, group)]
+
+
+@dataclass(frozen=True)
+class _Text:
+    rank: int
+    failure: str
+    values: dict[str, str]
+
+
+def _digest(values: Mapping[str, str]) -> int:
+    return int.from_bytes(hashlib.sha256(json.dumps([*values.items()]).encode()).digest()[:7])
+
+
+def _trouble(texts: list[_Text]) -> str:
+    """What is wrong, if anything is."""
+    for text in texts:
+        if text.failure:
+            return (
+                f"rank {text.rank} failed before the step began, and nothing was sent "
+                f"({users_line()}): {text.failure}"
+            )
+    names = dict.fromkeys(name for text in texts for name in text.values)
+    differing = []
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for text in texts:
+            ranks.setdefault(text.values.get(name, "nothing"), []).append(text.rank)
+        if len(ranks) > 1:
+            each = (f"{value} on {_named(on)}" for value, on in [*ranks.items()][:_SHOWN])
+            differing.append(f"{name}: {', '.join(each)}")
+    if not differing:
+        return ""
+    more = f"; and {len(differing) - _SHOWN} others" if len(differing) > _SHOWN else ""
+    return (
+        f"expected all processes to do the same, got {'; '.join(differing[:_SHOWN])}{more} "
+        f"({users_line()}); pass arguments of the same shapes everywhere (values count on the "
+        "first stage's rank, those of the target on the last stage's), with the same model, "
+        "options and versions"
+    )
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"ranks {shown}{', …' if len(ranks) > _SHOWN else ''}"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import __version__
 from .._common.callsite import remembers_caller, users_line
 from .._common.checks import expected
 from .._common.nested import map_tensors, tensors
@@ -25,18 +26,19 @@ from ..recording.recording import Recording
 from ..stages.plan import StagePlan
 from ..weights.materialize import Init
 from ..weights.sources import Weights
-from .agreement import Agreement
+from .agreement import Agreement, Kind
 from .build import fill_own
 from .engine import schedule_name
-from .engines import Engines, arguments_in_words
-from .failures import Failures
+from .engines import Engines, arguments_in_words, kind_of_forward
 from .gradients import StageGradients
+from .rank_failures.failures import Failures
 from .replicas import StageReplicas
 from .stage_values import StageValues
 from .step import Run, Step, loss_weights, no_loss
 from .tied import TiedParameters
 
 _OUTPUTS = 1  # a process asks for them
+_TIMEOUT = 600.0  # seconds, as NCCL's
 
 
 class DistributedPipeline:
@@ -65,6 +67,9 @@ class DistributedPipeline:
         loss_reduction: as for :class:`Pipeline`.
         weights: as for :class:`Pipeline`; each process reads its own stages' tensors.
         init: as for :class:`Pipeline`.
+        timeout: seconds for which no process may go on while one of them waits. One forward or
+            backward of a micro-batch, the first with its compilation, and what a script does
+            between two steps are to take less.
 
     Raises:
         RecordingError: the code between modules cannot be replayed.
@@ -107,6 +112,7 @@ class DistributedPipeline:
         loss_reduction: LossReduction = "mean",
         weights: Weights | None = None,
         init: Init | None = None,
+        timeout: float = _TIMEOUT,
     ) -> None:
         if not dist.is_initialized():
             raise UsageError(
@@ -119,20 +125,31 @@ class DistributedPipeline:
         self.schedule = schedule_name(schedule)
         self.batch_dims = batch_dims
         self.loss_reduction = loss_reduction
-        group, self._replicas = _groups(group, mesh)
+        group, replicas = _groups(group, mesh)
+        self._replicas = None if replicas is None else StageReplicas(replicas)
         self._device = _device_of(device)
-        self._agreement = Agreement(group, self._device)
-        self._failures = Failures(group, self._device)
-        self._engines = Engines(model, plan, self._device, group, self._compute_loss)
+        groups = [group] if replicas is None else [group, replicas]
+        members = dist.get_process_group_ranks(group)
+        if mesh is not None:
+            members = sorted(mesh.mesh.flatten().tolist())
+        self._failures = Failures(groups, members, self._device, timeout)
+        self._agreement = Agreement(group, replicas, self._device, self._failures)
+        self._engines = Engines(
+            model, plan, self._device, group, self._compute_loss, self._failures.progress
+        )
         self._step = Step(None, self._device, asks_outputs=False)
         args, kwargs = as_sample(sample)
-        with self._agreement.at_end(lambda: self._kind(args, kwargs, None)):
-            self._engines.start(self._split(args, kwargs, None)[0], self.schedule)
-            self._values = self._filled(weights, init)
-        tied = self._tied(group)
-        tied.broadcast()
-        if self._replicas is not None:
-            self._replicas.broadcast([*self._values.parameters(), *self._values.buffers()])
+        with self._failures.told():
+            with self._agreement.at_end(lambda: self._kind(args, kwargs, None)):
+                self._engines.start(self._split(args, kwargs, None)[0], self.schedule)
+                self._values = self._filled(weights, init)
+            self._agreement.check(kind_of_forward(self._engines.first))
+            self._failures.began = True
+            tied = self._tied(group)
+            tied.broadcast()
+            if self._replicas is not None:
+                held = [*self._values.parameters(), *self._values.buffers()]
+                self._replicas.broadcast(held)
         self._gradients = StageGradients(self._values, tied, self._replicas, group, self._device)
 
     def _filled(self, weights: Weights | None, init: Init | None) -> StageValues:
@@ -145,7 +162,7 @@ class DistributedPipeline:
     def _tied(self, group: dist.ProcessGroup | None) -> TiedParameters:
         tied, own = self._engines.first.tied(), dict(self.named_parameters())
         by_name = {name: own[name] for name in tied if name in own}
-        return TiedParameters(tied, self._engines.places.ranks, by_name, group)
+        return TiedParameters(tied, self._engines.places.ranks, by_name, group, self._device)
 
     # --- what it has
 
@@ -258,6 +275,7 @@ class DistributedPipeline:
         asks_outputs = bool(asked[0] & _OUTPUTS)
         step = Step(loss_fn if backward else no_loss, self._device, asks_outputs=asks_outputs)
         self._run_engines(step, runs, weights, backward=backward)
+        self._failures.progress.done("the last micro-batch")
         places, outputs = self._engines.places, None
         loss = step.shared_loss(places, self._replicas)
         if asks_outputs:
@@ -283,7 +301,8 @@ class DistributedPipeline:
 
     def _compute_loss(self, results: tuple[Tensor, ...], given: tuple[float, Any]) -> Tensor:
         """What the engine calls for each micro-batch, in the last stage's process."""
-        return self._step.loss(results, given)
+        with self._failures.progress.computing("a loss"):
+            return self._step.loss(results, given)
 
     # --- between steps
 
@@ -299,7 +318,8 @@ class DistributedPipeline:
         Returns:
             The norm of all gradients before, in every process.
         """
-        return self._gradients.clip_norm(max_norm, norm_type)
+        with self._failures.told(agreed=True):
+            return self._gradients.clip_norm(max_norm, norm_type)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's state dict, on the CPU, in every process.
@@ -307,7 +327,8 @@ class DistributedPipeline:
         The plain model, a :class:`Pipeline` and a pipeline with another number of stages load it.
         All processes call it together.
         """
-        return self._values.gathered()
+        with self._failures.told(agreed=True):
+            return self._values.gathered()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the tensors of this process's stages from the whole model's state dict.
@@ -319,17 +340,23 @@ class DistributedPipeline:
 
     # --- how
 
-    def _kind(self, args: Any, kwargs: Any, loss_fn: object) -> str:
+    def _kind(self, args: Any, kwargs: Any, loss_fn: object) -> Kind:
         """What a step is, in words that are the same in every process."""
-        named = arguments_in_words(args, kwargs)
-        mode = "train" if self.module.training else "eval"
-        loss = "own" if loss_fn is None else "given"
-        return (
-            f"{type(self.module).__name__}({named}), {mode}, gradients "
-            f"{torch.is_grad_enabled()}, {self.chunks} chunks, schedule {self.schedule!r}, "
-            f"loss {loss}, autocast {[kind for kind, on, _ in autocast_states() if on]}, "
-            f"torch {torch.__version__}"
-        )
+        reduction = self.loss_reduction
+        common = {
+            "model": type(self.module).__name__,
+            "mode": "train" if self.module.training else "eval",
+            "gradients": str(torch.is_grad_enabled()),
+            "schedule": self.schedule,
+            "loss": "the model's" if loss_fn is None else "loss_fn",
+            "loss_reduction": "a function" if callable(reduction) else str(reduction),
+            "autocast": str([(kind, str(dtype)) for kind, on, dtype in autocast_states() if on]),
+            "torch": str(torch.__version__),
+            "blockpipe": __version__,
+            **self._engines.modes(),
+        }
+        own = {"arguments": arguments_in_words(args, kwargs), "chunks": str(self.chunks)}
+        return Kind(common, own)
 
     def _split(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
         dims = dims_of_call(self.module, self.batch_dims, args, kwargs)
@@ -350,7 +377,7 @@ class DistributedPipeline:
 
 def _groups(
     group: dist.ProcessGroup | None, mesh: DeviceMesh | None
-) -> tuple[dist.ProcessGroup | None, StageReplicas | None]:
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """The processes of a pipeline, and those that have the same stages."""
     if mesh is None:
         return group, None
@@ -358,7 +385,7 @@ def _groups(
         what = "a mesh of two dims and no group"
         fix = "make it by init_device_mesh(kind, (replicas, processes of a pipeline))"
         raise UsageError(expected(what, f"{mesh.ndim} dims", for_="mesh", fix=fix))
-    return mesh.get_group(1), StageReplicas(mesh.get_group(0))
+    return mesh.get_group(1), mesh.get_group(0)
 
 
 def _device_of(device: Any) -> torch.device:

@@ -16,6 +16,8 @@ from .._common.callsite import users_line
 from .._common.checks import did_you_mean
 from ..errors import PlanError, ScheduleError, UsageError
 from .build import CutForward
+from .rank_failures.progress import Progress
+from .rank_failures.watched_stage import WatchedStage
 from .replay import StageModule
 
 # The words of Pipeline where it has one for the same thing.
@@ -132,7 +134,8 @@ def make_stage(
     group: dist.ProcessGroup | None,
     *,
     splits: bool,
-) -> PipelineStage:
+    progress: Progress | None = None,
+) -> WatchedStage:
     """Make a stage of torch's engine, with the shapes and dtypes of its tensors.
 
     Args:
@@ -141,6 +144,7 @@ def make_stage(
         device: the stage's device.
         group: the processes; ``None`` takes all of them.
         splits: whether the schedule splits the backward.
+        progress: where the stage notes what it does.
 
     Example:
         >>> import torch, blockpipe as bp
@@ -159,7 +163,7 @@ def make_stage(
     needs_grad = any(meta.requires_grad for meta in module.input_metas)
     whole = splits and module.index > 0 and not needs_grad
     module.leads_to_inputs = splits
-    return PipelineStage(
+    made = WatchedStage(
         module,
         module.index,
         count,
@@ -169,6 +173,8 @@ def make_stage(
         group=group,
         dw_builder=_whole if whole else None,
     )
+    made.progress = progress or Progress()
+    return made
 
 
 def _whole() -> Callable[..., None]:
@@ -237,6 +243,7 @@ class Engine:
         microbatches: the number of micro-batches.
         group: the processes; ``None`` takes all of them.
         loss_fn: as for :func:`build_schedule`.
+        progress: where the stages note what they do.
     """
 
     def __init__(
@@ -246,6 +253,7 @@ class Engine:
         microbatches: int,
         group: dist.ProcessGroup | None,
         loss_fn: Callable[[tuple[Tensor, ...], Any], Tensor],
+        progress: Progress,
     ) -> None:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         where = places(name, cut.tape.route, ranks)
@@ -255,11 +263,12 @@ class Engine:
         self.last = self.modules.get(count - 1) or cut.module(count - 1)
         self.first = self.modules.get(0)
         self.has_last = count - 1 in self.modules
-        stages = [
-            make_stage(m, count, device, group, splits=splits_backward(name))
+        splits = splits_backward(name)
+        self._stages = [
+            make_stage(m, count, device, group, splits=splits, progress=progress)
             for m in self.modules.values()
         ]
-        self._schedule = build_schedule(name, stages, microbatches, loss_fn)
+        self._schedule = build_schedule(name, self._stages, microbatches, loss_fn)
         if "arg_mbs" not in inspect.signature(self._schedule.step).parameters:
             raise UsageError(
                 f"expected a torch whose schedules take micro-batches, got {torch.__version__}; "
@@ -284,6 +293,8 @@ class Engine:
         """
         for module in self.modules.values():
             module.microbatch = first
+        for stage in self._stages:
+            stage.first = first
         given = {"arg_mbs": inputs, "target_mbs": targets if self.has_last else None}
         if backward:
             self._schedule.step(**given, return_outputs=False)

@@ -4,6 +4,7 @@ needed."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from .._common.thread_state import autocast_states
 from ..batches.microbatch import Microbatch
 from ..errors import RankError
 from ..stages.plan import StagePlan
+from .agreement import Kind
 from .build import CutForward
 from .engine import FOR_ANY_NUMBER, Engine, places, takes
+from .rank_failures.progress import Progress
 from .stage_places import StagePlaces
 
 _KEPT = 8  # kinds of micro-batches
@@ -33,6 +36,7 @@ class Engines:
         device: the device of this process's stages.
         group: the processes; ``None`` takes all of them.
         loss_fn: as for :func:`build_schedule`.
+        progress: where the stages note what they do.
 
     Attributes:
         first: the forward of the sample.
@@ -49,12 +53,14 @@ class Engines:
         device: torch.device,
         group: dist.ProcessGroup | None,
         loss_fn: Callable[[tuple[Tensor, ...], Any], Tensor],
+        progress: Progress,
     ) -> None:
         self._model = model
         self._plan = plan
         self._device = device
         self._group = group
         self._loss_fn = loss_fn
+        self._progress = progress
         self._cuts: dict[str, CutForward] = {}
         self._engines: dict[str, Engine] = {}
 
@@ -85,8 +91,16 @@ class Engines:
                     f"expected the route of the sample, {self.first.tape.route}, got "
                     f"{cut.tape.route} ({users_line()}); make a pipeline for each"
                 )
-            self._engines[key] = Engine(cut, name, len(part), self._group, self._loss_fn)
+            self._engines[key] = Engine(
+                cut, name, len(part), self._group, self._loss_fn, self._progress
+            )
         return self._engines[key]
+
+    def modes(self) -> dict[str, str]:
+        """Which modules are in training mode, and which parameters are trained."""
+        training = [module.training for module in self._model.modules()]
+        trained = [parameter.requires_grad for parameter in self._model.parameters()]
+        return {"modules in training mode": _flags(training), "trained parameters": _flags(trained)}
 
     def _cut(self, microbatch: Microbatch) -> CutForward:
         """The cut forward of a micro-batch's kind; recorded once."""
@@ -100,17 +114,35 @@ class Engines:
         return self._cuts[key]
 
     def _key(self, microbatch: Microbatch) -> str:
-        modes = "".join(str(int(module.training)) for module in self._model.modules())
-        trained = "".join(str(int(p.requires_grad)) for p in self._model.parameters())
+        modes = " ".join(self.modes().values())
         named = arguments_in_words(microbatch.args, microbatch.kwargs)
-        return f"{named} {modes} {trained} {torch.is_grad_enabled()} {autocast_states()}"
+        return f"{named} {modes} {torch.is_grad_enabled()} {autocast_states()}"
 
 
 def arguments_in_words(args: Any, kwargs: dict[str, Any]) -> str:
     """Return arguments in words that are the same for two calls of one kind, and for no others."""
     given = (args, dict(sorted(kwargs.items())))
-    names = leaf_names(given, "")
+    names = [*leaf_names(given[0], "args"), *leaf_names(given[1], "kwargs")]
     return ", ".join(f"{n}: {_leaf(x)}" for n, x in zip(names, leaves(given), strict=True))
+
+
+def kind_of_forward(cut: CutForward) -> Kind:
+    """Return the stages of a forward, what crosses between them, and their parameters."""
+    common, own = {"route": str(cut.tape.route)}, {}
+    for stage in cut.stages:
+        given = ", ".join(f"{dtype_text(m.dtype)}{list(m.shape)}" for m in stage.input_metas)
+        own[f"tensors into stage {stage.stage} (step {stage.index} of the route)"] = given
+        for name in sorted(cut.parameters_of(stage.index)):
+            common.setdefault(f"stage of {name!r}", str(stage.stage))
+    for name, parameter in cut.model.named_parameters():
+        common[f"parameter {name!r}"] = _leaf(parameter)
+    return Kind(common, own)
+
+
+def _flags(flags: list[bool]) -> str:
+    """As many words as there are changes."""
+    runs = [f"{len([*run])} {'yes' if flag else 'no'}" for flag, run in groupby(flags)]
+    return ", ".join(runs)
 
 
 def _leaf(leaf: Any) -> str:

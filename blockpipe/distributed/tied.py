@@ -1,12 +1,37 @@
-"""Keep parameters equal that stages in several processes share, and sum their gradients."""
+"""Keep parameters equal that stages in several processes share, and sum their gradients.
+
+They are sent to the first stage's process and back, by the sends of the pipeline's own group. A
+process group of the stages concerned would do the same by an all-reduce. But processes agree on the
+name of such a group by the number of groups that each has made, and that number differs as soon as
+another pipeline's parameters were tied between other processes: they then wait for each other for
+ever.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A parameter that this process shares with others.
+
+    Attributes:
+        at: its place among all such parameters, which is the same in every process.
+        parameter: this process's own.
+        home: the global rank of the first stage's process.
+        others: the global ranks of the other ones.
+    """
+
+    at: int
+    parameter: Tensor
+    home: int
+    others: list[int]
 
 
 class TiedParameters:
@@ -17,6 +42,10 @@ class TiedParameters:
         places: the rank of each stage.
         parameters: this process's parameters, by name.
         group: the processes; ``None`` takes all of them.
+        device: the device of the tensors that are exchanged.
+
+    Attributes:
+        copies: the ids of those parameters that count on another rank.
     """
 
     def __init__(
@@ -25,46 +54,78 @@ class TiedParameters:
         places: Sequence[int],
         parameters: Mapping[str, Tensor],
         group: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> None:
-        self._entries: list[tuple[Tensor, dist.ProcessGroup | None, int]] = []
-        self.copies: set[int] = set()  # ids of parameters that count on another rank
+        self._entries: list[_Entry] = []
+        self._group = group
+        self._device = device
+        self.copies: set[int] = set()
         rank = dist.get_rank(group)
-        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        for name, stages in tied.items():
-            members = tuple(sorted({places[stage] for stage in stages}))
-            if len(members) < 2 or rank not in members:
+        shared = [(name, [places[stage] for stage in tied[name]]) for name in sorted(tied)]
+        shared = [(name, ranks) for name, ranks in shared if len(set(ranks)) > 1]
+        self._count = len(shared)
+        for at, (name, ranks) in enumerate(shared):
+            if rank not in ranks:
                 continue
-            ranks = [_global(group, member) for member in members]
-            if members not in groups:
-                made = dist.new_group(ranks, use_local_synchronization=True)
-                assert not isinstance(made, int)  # it stands for no member
-                groups[members] = made
-            home = places[stages[0]]
-            self._entries.append((parameters[name], groups[members], _global(group, home)))
-            if home != rank:
-                self.copies.add(id(parameters[name]))
+            others = [_global(group, other) for other in sorted({*ranks} - {ranks[0]})]
+            entry = _Entry(at, parameters[name], _global(group, ranks[0]), others)
+            self._entries.append(entry)
+            if ranks[0] != rank:
+                self.copies.add(id(entry.parameter))
 
     def broadcast(self) -> None:
         """Give every process the value that the first of the stages has."""
-        for parameter, group, home in self._entries:
-            dist.broadcast(parameter.data, home, group=group)
+        for entry in self._entries:
+            self._send_home_to_others(entry, entry.parameter.data)
 
     @property
     def parameters(self) -> list[Tensor]:
         """Those of this process."""
-        return [parameter for parameter, _, _ in self._entries]
+        return [entry.parameter for entry in self._entries]
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over the processes."""
-        for parameter, group, _ in self._entries:
-            has_any = torch.tensor(
-                [parameter.grad is not None], dtype=torch.int32, device=parameter.device
-            )
-            dist.all_reduce(has_any, group=group)
-            if has_any.item():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=group)
+        """Sum the gradients over the processes; what has one nowhere stays without.
+
+        All processes of the pipeline call it together.
+        """
+        if not self._count:
+            return
+        has = torch.zeros(self._count, dtype=torch.int32, device=self._device)
+        for entry in self._entries:
+            has[entry.at] = entry.parameter.grad is not None
+        dist.all_reduce(has, dist.ReduceOp.MAX, group=self._group)
+        any_has = has.tolist()
+        for entry in self._entries:
+            if not any_has[entry.at]:
+                continue
+            if entry.parameter.grad is None:
+                entry.parameter.grad = torch.zeros_like(entry.parameter)
+            self._sum(entry, entry.parameter.grad)
+
+    def _sum(self, entry: _Entry, gradient: Tensor) -> None:
+        given = gradient.contiguous()
+        if dist.get_rank() == entry.home:
+            received = torch.empty_like(given)
+            for other in entry.others:
+                dist.recv(received, other, group=self._group)
+                given += received
+        else:
+            dist.send(given, entry.home, group=self._group)
+        self._send_home_to_others(entry, given)
+        if given is not gradient:
+            gradient.copy_(given)
+
+    def _send_home_to_others(self, entry: _Entry, tensor: Tensor) -> None:
+        """Every process goes through the parameters in one order, so none waits for another one
+        that waits for it."""
+        given = tensor.contiguous()
+        if dist.get_rank() == entry.home:
+            for other in entry.others:
+                dist.send(given, other, group=self._group)
+            return
+        dist.recv(given, entry.home, group=self._group)
+        if given is not tensor:
+            tensor.copy_(given)
 
 
 def _global(group: dist.ProcessGroup | None, rank: int) -> int:

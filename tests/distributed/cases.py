@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import blockpipe as bp
-from blockpipe._torch.processes import shared_store
-from blockpipe.distributed import DistributedPipeline
+from blockpipe.distributed import DistributedPipeline, distributed_pipeline
 from blockpipe.testing import split
 
 from .models import Integers, UNet, gpt, ids, llama, resnet, t5
+
+_TORCH = str(torch.__version__)
 
 
 def compare(
@@ -302,8 +304,49 @@ def a_process_that_fails_before_a_step_ends_it_for_all(rank: int, ranks: int) ->
     bad = target[:5] if rank == ranks - 1 else target
     what = "target" if rank == ranks - 1 else f"rank {ranks - 1} failed before the step began"
     _raises(what, lambda: pipe.forward_backward(*args, target=bad, loss_fn=mean_square))
-    assert not shared_store().check([f"{pipe._failures._prefix}/{rank}"])  # for a later one to find
     pipe.forward_backward(*args, target=target, loss_fn=mean_square)
+
+
+def what_differs_is_named_at_the_start(rank: int, ranks: int) -> None:
+    """With its values and their ranks, before any parameter is sent."""
+    args, _ = _batch(8)
+    last = rank == ranks - 1
+    others = "rank 0" if ranks == 2 else f"ranks {', '.join(map(str, range(ranks - 1)))}"
+
+    def differs(name: str, usual: object, other: object, model: Any = None, **options: Any) -> None:
+        text = f"{name}: {usual} on {others}, {other} on rank {ranks - 1}"
+        options = {"chunks": 4, "sample": args, **options}
+        _raises(text, lambda: DistributedPipeline(model or deep(ranks), **options))
+
+    differs("chunks", 4, 8, chunks=8 if last else 4)
+    differs("schedule", "1f1b", "gpipe", schedule="gpipe" if last else "1f1b")
+    differs("loss_reduction", "mean", "sum", loss_reduction="sum" if last else "mean")
+    double = (args[0].double(), args[1])
+    each = (
+        "args[0]: float32[8, 6], args[1]: int64[8]",
+        "args[0]: float64[8, 6], args[1]: int64[8]",
+    )
+    differs(
+        "arguments", *each, deep(ranks).double() if last else None, sample=double if last else args
+    )
+
+    wider = deep(ranks)
+    if last:
+        wider.embedding = nn.Embedding(7, 6)
+    differs("parameter 'embedding.weight'", "float32[5, 6]", "float32[7, 6]", wider)
+
+    with mock.patch.object(torch, "__version__", "0.1" if last else torch.__version__):
+        differs("torch", _TORCH, "0.1")
+    with mock.patch.object(distributed_pipeline, "__version__", "7" if last else "6"):
+        differs("blockpipe", 6, 7)
+    pipe = DistributedPipeline(deep(ranks), sample=args, chunks=4)
+    pipe.module.layers[0].requires_grad_(not last)
+    _raises(
+        "trained parameters: ",
+        lambda: pipe.forward_backward(*args, target=args[0], loss_fn=mean_square),
+    )
+    pipe.module.layers[0].requires_grad_(True)
+    pipe.forward_backward(*args, target=args[0], loss_fn=mean_square)
 
 
 def stages_that_do_not_fit_are_refused_everywhere(rank: int, ranks: int) -> None:
@@ -346,6 +389,26 @@ def replicas_of_a_pipeline(rank: int, ranks: int) -> None:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
 
 
+def a_replica_that_fails_before_a_step_ends_it_for_all(rank: int, ranks: int) -> None:
+    """The others, which have other processes for their stages, hear of it, and go on."""
+    mesh = init_device_mesh("cpu", (2, ranks // 2))
+    args, target = _batch(8)
+    model = deep(ranks // 2)
+    if ranks == 2:
+        model.embedding.requires_grad_(False)  # the second stage's
+    pipe = DistributedPipeline(model, sample=args, mesh=mesh, chunks=2)
+    bad = target[:5] if rank == ranks - 1 else target
+    what = "target" if rank == ranks - 1 else f"rank {ranks - 1} failed before the step began"
+    _raises(what, lambda: pipe.forward_backward(*args, target=bad, loss_fn=mean_square))
+    in_training = rank < ranks // 2
+    text = "mode: train on rank"
+    _raises(
+        text,
+        lambda: pipe.train(in_training).forward_backward(*args, target=target, loss_fn=mean_square),
+    )
+    pipe.train().forward_backward(*args, target=target, loss_fn=mean_square)
+
+
 class Fails(nn.Module):
     """Does something in the third micro-batch of a step."""
 
@@ -363,12 +426,16 @@ class Fails(nn.Module):
         return self.linear(x)
 
 
-def failing(rank: int, ranks: int, what: Any, *expected: str) -> None:
-    """The last process does something in its third micro-batch; the others hear of it."""
-    net = nn.Sequential(*[Fails(what if at == ranks - 1 else int) for at in range(ranks)])
+def failing(
+    rank: int, ranks: int, what: Any, *expected: str, first: bool = False, **options: Any
+) -> None:
+    """The last process, or the first one, does something in its third micro-batch; the others hear
+    of it."""
+    fails = 0 if first else ranks - 1
+    net = nn.Sequential(*[Fails(what if at == fails else int) for at in range(ranks)])
     bp.begin_blocks(net, {str(at): at for at in range(ranks)})
     args = (torch.randn(8, 6),)
-    pipe = DistributedPipeline(net, sample=args, chunks=4)
+    pipe = DistributedPipeline(net, sample=args, chunks=4, **options)
     try:
         pipe.forward_backward(*args, loss_fn=torch.sum)
     except bp.BlockpipeError as error:

@@ -3,10 +3,26 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from blockpipe._torch.processes import shared_store
+import torch
+from torch import Tensor, nn
+
+import blockpipe as bp
+from blockpipe.distributed import DistributedPipeline
 
 from .cases import failing
+
+SOON = 60  # seconds in which all have to end
+
+
+@contextmanager
+def soon() -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < SOON
 
 
 def _raise() -> None:
@@ -30,20 +46,117 @@ def raises(rank: int, ranks: int) -> None:
         assert any(f"on rank {rank}" in note for note in error.__notes__)
 
 
+class _FailsBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ValueError("no luck with gradients")
+
+
+class _FailingBackwards(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return _FailsBackwards.apply(super().forward(x))
+
+
+def raises_in_a_backward(rank: int, ranks: int) -> None:
+    net = nn.Sequential(_FailingBackwards(6, 6), *[nn.Linear(6, 6) for _ in range(ranks - 1)])
+    bp.begin_blocks(net, {str(at): at for at in range(ranks)})
+    args = (torch.randn(8, 6),)
+    pipe = DistributedPipeline(net, sample=args, chunks=4)
+    try:
+        with soon():
+            pipe.forward_backward(*args, loss_fn=torch.sum)
+    except (ValueError, RuntimeError) as error:
+        text = f"{error} {error.__cause__} {getattr(error.__cause__, '__notes__', '')}"
+        assert "no luck with gradients" in text, text
+        assert "in the backward of stage 0, micro-batch 0" in text, text
+    else:
+        raise AssertionError("it went on")
+
+
 def dies(rank: int, ranks: int) -> None:
-    """Without a word. The others hear of it by their connections, not when their patience ends."""
-    began = time.monotonic()
-    failing(rank, ranks, lambda: os.kill(os.getpid(), signal.SIGKILL), "has ended in a step")
-    assert time.monotonic() - began < 60
+    """Without a word. All others hear which, also those that wait for another one."""
+    with soon():
+        failing(
+            *(rank, ranks, _kill),
+            f"rank {ranks - 1} has ended in a step without a word",
+        )
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def first_dies(rank: int, ranks: int) -> None:
+    """It is the one that looks after all others."""
+    with soon():
+        failing(rank, ranks, _kill, "rank 0 has ended in a step without a word", first=True)
+
+
+def first_dies_with_the_store(rank: int, ranks: int) -> None:
+    """Where nobody can leave a word any more."""
+    with soon():
+        failing(rank, ranks, _kill, "torch's store is gone", first=True)
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(0.1)
 
 
 def hangs(rank: int, ranks: int) -> None:
-    """Until the others have ended their step."""
-    key = "tests/has ended"
+    """The others are shown where."""
+    last = ranks - 1
+    with soon():
+        failing(
+            *(rank, ranks, _hang, "no rank went on for 5 s"),
+            f"rank {last} is in the forward of stage {last}, micro-batch 2",
+            *("failing_cases.py", "in _hang", "rank 0 waits after"),
+            timeout=5,
+        )
 
-    def hang() -> None:
-        while not shared_store().check([key]):
-            time.sleep(0.1)
 
-    failing(rank, ranks, hang, "hangs")
-    shared_store().set(key, "")
+def stops(rank: int, ranks: int) -> None:
+    """It does nothing any more, in any thread, and keeps its connections."""
+    failing(rank, ranks, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def leaves(rank: int, ranks: int) -> None:
+    """One does fewer steps than the others."""
+    net = nn.Sequential(*[nn.Linear(6, 6) for _ in range(ranks)])
+    bp.begin_blocks(net, {str(at): at for at in range(ranks)})
+    args = (torch.randn(8, 6),)
+    pipe = DistributedPipeline(net, sample=args, chunks=4)
+    pipe.forward_backward(*args, loss_fn=torch.sum)
+    if rank:
+        return
+    try:
+        with soon():
+            pipe.forward_backward(*args, loss_fn=torch.sum)
+    except bp.BlockpipeError as error:
+        assert "rank 1 takes part no more" in str(error), str(error)
+    else:
+        raise AssertionError("it went on")
+
+
+class _Slow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            time.sleep(2)
+        return super().forward(x)
+
+
+def is_slow(rank: int, ranks: int) -> None:
+    """A step may take longer than what one operation may."""
+    net = nn.Sequential(
+        *[_Slow(6, 6) if at == ranks - 1 else nn.Linear(6, 6) for at in range(ranks)]
+    )
+    bp.begin_blocks(net, {str(at): at for at in range(ranks)})
+    args = (torch.randn(8, 6),)
+    pipe = DistributedPipeline(net, sample=args, chunks=4, timeout=6)
+    began = time.monotonic()
+    pipe.forward_backward(*args, loss_fn=torch.sum)
+    assert time.monotonic() - began > 6
