@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from .. import __version__
 from .._common.callsite import remembers_caller, users_line
@@ -34,6 +36,8 @@ from .gradients import StageGradients
 from .rank_failures.failures import Failures
 from .replicas import StageReplicas
 from .stage_values import StageValues
+from .state.files import save_stages
+from .state.sharded import ShardedState
 from .step import Run, Step, loss_weights, no_loss
 from .tied import TiedParameters
 
@@ -330,13 +334,61 @@ class DistributedPipeline:
         with self._failures.told(agreed=True):
             return self._values.gathered()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load the tensors of this process's stages from the whole model's state dict.
 
+        Args:
+            state_dict: of the plain model, or of a pipeline with any stages. A tied tensor may come
+                under one of its names alone.
+            strict: as for :meth:`Pipeline.load_state_dict`.
+
+        Returns:
+            What torch returns: the missing and the unexpected keys.
+
         Raises:
-            WeightsError: names are missing, or there are others.
+            WeightsError: every name and shape that does not fit, with its stage.
         """
-        self._values.load(state)
+        return self._values.load(state_dict, strict=strict)
+
+    def sharded_state(self, optimizer: Optimizer | None = None) -> ShardedState:
+        """Return the state of this process's stages for ``torch.distributed.checkpoint``.
+
+        Nothing is gathered: each process writes and reads its own part. The names are the model's,
+        so that a checkpoint is loaded by any number of stages, with the same kind of optimizer.
+
+        Args:
+            optimizer: of this process's parameters, whose state belongs to it.
+
+        Example:
+            >>> import torch.distributed.checkpoint as dcp
+            >>> def save(pipe, optimizer, path):  # in every process
+            ...     dcp.save({"train": pipe.sharded_state(optimizer)}, checkpoint_id=path)
+            >>> def load(pipe, optimizer, path):
+            ...     dcp.load({"train": pipe.sharded_state(optimizer)}, checkpoint_id=path)
+        """
+        return ShardedState(self.module, self._values, optimizer)
+
+    @remembers_caller
+    def save_weights(
+        self, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 1000**3
+    ) -> None:
+        """Save the whole model's weights as safetensors, as :meth:`Pipeline.save_weights` does.
+
+        All processes call it together; the one of the first stage writes, and has the tensors of
+        one file at a time in host memory. Of several replicas the first one does.
+
+        Args:
+            directory: where to; made if it is not there.
+            max_shard_bytes: of one file, unless a single tensor is larger.
+
+        Raises:
+            WeightsError: what safetensors cannot hold.
+            RankError: the process that writes has failed.
+        """
+        if self._replicas is None or self._replicas.is_first:
+            cut, places = self._engines.first, self._engines.places
+            whose = (self.module, cut.recording, self._values, places, self._agreement)
+            save_stages(*whose, directory, max_shard_bytes)
 
     # --- how
 

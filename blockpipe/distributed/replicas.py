@@ -21,6 +21,11 @@ class StageReplicas:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is of the first replica."""
+        return dist.get_rank(self._group) == 0
+
     def broadcast(self, held: Iterable[Tensor]) -> None:
         """Give every replica the first one's values."""
         for tensor in held:

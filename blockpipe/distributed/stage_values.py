@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._common.callsite import users_line
 from .._common.checks import expected
-from ..errors import UsageError, WeightsError
+from ..errors import UsageError
+from ..weights.validation import load_checked
 from .build import CutForward
 from .stage_places import StagePlaces
 
@@ -30,6 +31,7 @@ class StageValues:
         for stage in places.own:
             cut.place(stage)
         self._model = cut.model
+        self._recording = cut.recording
         self._device = cut.device
         self._places = places
         self._stages = [cut.module(stage) for stage in places.own]
@@ -68,43 +70,57 @@ class StageValues:
         for stage in self._stages:
             stage.zero_grad(set_to_none)
 
-    @torch.no_grad()
-    def gathered(self) -> dict[str, Tensor]:
-        """Return the whole model's state dict, on the CPU, in every process."""
-        own = {}
+    def own(self) -> dict[str, Any]:
+        """Return the state dict of this process's stages; the tensors are its own."""
+        found: dict[str, Any] = {}
         for stage in self._stages:
-            own.update(stage.state_dict())
-        found = {}
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            home = next((k for k, names in enumerate(self._names) if name in names), None)
-            if home is None or not isinstance(tensor, Tensor):
-                found[name] = tensor.detach().cpu() if isinstance(tensor, Tensor) else tensor
-                continue
-            is_home = self._places.is_own(home)
-            value = own[name].detach() if is_home else torch.empty_like(tensor, device=self._device)
-            value = value.contiguous()
-            self._places.broadcast(value, home)
-            found[name] = value.to("cpu", copy=True)
+            found.update(stage.state_dict())
         return found
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Load this process's part of the whole model's state dict.
+    def load_own(self, state: Mapping[str, Any]) -> None:
+        """Load the state dict of this process's stages."""
+        for name, value in self.own().items():
+            if isinstance(value, Tensor) and value is not state[name]:
+                value.copy_(state[name])
+
+    def gathered(self) -> dict[str, Any]:
+        """Return the whole model's state dict, on the CPU, in every process."""
+        return {
+            name: self.gathered_one(name, value) if isinstance(value, Tensor) else value
+            for name, value in self._model.state_dict(keep_vars=True).items()
+        }
+
+    @torch.no_grad()
+    def gathered_one(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor of the model's state dict, on the CPU, in every process.
+
+        Args:
+            name: in the state dict.
+            tensor: the model's, which has its shape.
+        """
+        home = next((stage for stage, names in enumerate(self._names) if name in names), None)
+        if home is None:
+            return tensor.detach().cpu()
+        if self._places.is_own(home):
+            value = tensor.detach().contiguous()
+        else:
+            value = torch.empty_like(
+                tensor, device=self._device, memory_format=torch.contiguous_format
+            )
+        self._places.broadcast(value, home)
+        return value.to("cpu", copy=True)
+
+    def load(self, state: Mapping[str, Any], *, strict: bool) -> Any:
+        """Load this process's part of the whole model's state dict, once all of it is checked.
 
         Raises:
-            WeightsError: names are missing, or there are others.
+            WeightsError: it does not fit.
         """
-        expected_names = self._model.state_dict(keep_vars=True).keys()
-        differing = sorted(expected_names ^ state.keys())
-        if differing:
-            raise WeightsError(
-                f"expected the names of {type(self._model).__name__}, got others: "
-                f"{differing[:5]} ({users_line()}); pass a state_dict() of this model"
-            )
-        for stage in self._stages:
-            for name, tensor in stage.state_dict(keep_vars=True).items():
-                if isinstance(tensor, Tensor):
-                    tensor.copy_(state[name])
+        with warnings.catch_warnings():
+            # Other stages' tensors may be on the meta device, which takes no values, torch says.
+            warnings.simplefilter("ignore")
+            return load_checked(self._model, state, strict=strict, recording=self._recording)
 
     def _first_name(self, parameter: Tensor, name: str) -> str:
         names = (n for n, p in self._model.named_parameters() if p is parameter)

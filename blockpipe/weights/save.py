@@ -8,7 +8,7 @@ was there.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -39,9 +39,44 @@ def save_weights(
         UsageError: an argument that cannot be.
         WeightsError: what safetensors cannot hold, or tensors without values.
     """
+    write_shards(directory, shards_of(model, stages, max_bytes))
+
+
+def shards_of(
+    model: nn.Module, stages: Mapping[str, int], max_bytes: int, *, has_values: bool = True
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of each file.
+
+    Args:
+        model: whose.
+        stages: from names to stages.
+        max_bytes: of one file, unless a single tensor is larger.
+        has_values: whether all of them must have values, and not only shapes.
+
+    Raises:
+        UsageError: no number of bytes.
+        WeightsError: what safetensors cannot hold, or tensors without values.
+    """
     if not is_integer(max_bytes, 1):
         raise UsageError(expected("a positive integer", max_bytes, for_="max_shard_bytes"))
-    shards = _shards(_savable(model, stages), max_bytes)
+    return _shards(_savable(model, stages, has_values=has_values), max_bytes)
+
+
+def write_shards(
+    directory: str | os.PathLike[str],
+    shards: list[dict[str, Tensor]],
+    read: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+) -> None:
+    """Write the files, one after the other.
+
+    Args:
+        directory: where to; made if it is not there.
+        shards: the tensors of each file.
+        read: gets the values of one file's tensors, where those in ``shards`` may have none.
+
+    Raises:
+        UsageError: the directory cannot be one.
+    """
     count = len(shards)
     names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     names = names if count > 1 else ["model.safetensors"]
@@ -60,7 +95,7 @@ def save_weights(
     written = {name: part_of(target / name) for name in names}
     try:
         for name, shard in zip(names, shards, strict=True):
-            write_tensors(written[name], shard)
+            write_tensors(written[name], read(shard))
         if count > 1:
             index = "model.safetensors.index.json"
             written[index] = part_of(target / index)
@@ -97,7 +132,7 @@ def _is_shard(name: str) -> bool:
     return "-of-" in name
 
 
-def _savable(model: nn.Module, stages: Mapping[str, int]) -> dict[str, Tensor]:
+def _savable(model: nn.Module, stages: Mapping[str, int], *, has_values: bool) -> dict[str, Tensor]:
     """Return the tensors by their first names, stage after stage."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -106,7 +141,8 @@ def _savable(model: nn.Module, stages: Mapping[str, int]) -> dict[str, Tensor]:
                 f"safetensors holds parameters and buffers, but {name!r} comes from a module's "
                 "get_extra_state; save it by torch.save(pipe.state_dict(), …)"
             )
-        check_savable(name, value)
+        if has_values or not value.is_meta:
+            check_savable(name, value)
         found.setdefault(id(value), (name, value))
     return dict(sorted(found.values(), key=lambda item: stages.get(item[0], 0)))
 

@@ -238,7 +238,7 @@ def state_goes_both_ways(rank: int, ranks: int) -> None:
         try:
             pipe.load_state_dict({"no": torch.zeros(())})
         except bp.BlockpipeError as error:
-            assert "expected the names of Deep" in str(error)
+            assert "expected a checkpoint of Deep" in str(error)
         else:
             raise AssertionError("not refused")
 

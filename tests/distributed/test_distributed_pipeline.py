@@ -1,6 +1,7 @@
 """Pipelines over processes, against the plain model; cases.py has what each process runs."""
 
 import inspect
+from types import ModuleType
 
 import pytest
 from torch.distributed.pipelining import ScheduleGPipe
@@ -15,11 +16,17 @@ pytestmark = [
     ),
 ]
 
-NAMES = [
-    name
-    for name, case in vars(cases).items()
-    if inspect.isfunction(case) and [*inspect.signature(case).parameters] == ["rank", "ranks"]
-]
+
+def cases_of(module: ModuleType) -> list[str]:
+    """Return the functions of a module that take a rank and the number of ranks."""
+    return [
+        name
+        for name, case in vars(module).items()
+        if inspect.isfunction(case) and [*inspect.signature(case).parameters] == ["rank", "ranks"]
+    ]
+
+
+NAMES = cases_of(cases)
 
 # What depends on how many processes there are, and not on what else is asked of them.
 WITH_FOUR = [name for name in NAMES if name.endswith("frozen_1")]
