@@ -124,7 +124,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for family in options.family or FAMILIES:
         path = options.into and options.into / f"{family}.md"
-        earlier = _read(path) if options.resume and path and path.exists() else {}
+        earlier = read_rows(path, CUTS) if options.resume and path and path.exists() else {}
         for lines in _tables(family, options, earlier):
             print(lines[-1], flush=True)
             if path:  # after each row: a sweep that is stopped can be resumed
@@ -145,11 +145,10 @@ def _tables(
         outcomes += [cells[cut] for cut in CUTS if cells[cut] != NOT_RUN]
         lines.append(f"| {entry.name} | {' | '.join(cells.values())} |")
         yield lines
-    good = sum(value == "exact" or _small(value) for value in outcomes)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES[family])
+    good = sum(map(is_equal, outcomes))
     summary = (
         f"{good} of {len(outcomes)} cuts of {len(entries)} models equal the plain run "
-        f"(Python {platform.python_version()}, {versions}, {datetime.date.today()})."
+        f"({versions_of(family)})."
     )
     if kept := sum(entry.name in earlier for entry in entries):
         summary += f" {kept} rows are from an earlier sweep."
@@ -174,27 +173,38 @@ def _cells(entry: Entry, options: argparse.Namespace) -> dict[str, str]:
             traceback.print_exc()
         found = dict.fromkeys(cuts, f"{type(error).__name__}: {error}")
     gc.collect()  # a model that failed is held by its error's traceback
-    cells = {cut: " ".join(found.get(cut, NOT_RUN).replace("|", "/").split())[:300] for cut in CUTS}
+    cells = {cut: in_cell(found.get(cut, NOT_RUN)) for cut in CUTS}
     return {**cells, "s": f"{time.perf_counter() - begun:.0f}"}
 
 
-def _read(path: Path) -> dict[str, dict[str, str]]:
+def read_rows(path: Path, columns: tuple[str, ...]) -> dict[str, dict[str, str]]:
     """The rows of a table that an earlier sweep wrote, but for those that failed."""
     lines = [line.strip("| ").split(" | ") for line in path.read_text().splitlines()]
     rows = {
-        line[0]: dict(zip((*CUTS, "s"), line[1:], strict=True)) for line in lines[2:] if line[1:]
+        line[0]: dict(zip((*columns, "s"), line[1:], strict=True)) for line in lines[2:] if line[1:]
     }
-    good = {"exact", NOT_RUN}
     return {
         name: cells
         for name, cells in rows.items()
-        if all(cells[cut] in good or _small(cells[cut]) for cut in CUTS)
+        if all(cells[column] == NOT_RUN or is_equal(cells[column]) for column in columns)
     }
 
 
-def _small(value: str) -> bool:
+def in_cell(text: str) -> str:
+    """A text as it fits into a table."""
+    return " ".join(text.replace("|", "/").split())[:300]
+
+
+def versions_of(family: str) -> str:
+    """What a family's table was made with, and when."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES[family])
+    return f"Python {platform.python_version()}, {versions}, {datetime.date.today()}"
+
+
+def is_equal(value: str) -> bool:
+    """Whether a cell says that two runs were the same, to rounding."""
     try:
-        return float(value) <= 1e-5
+        return value in ("exact", "equal") or float(value) <= 1e-5
     except ValueError:
         return False
 

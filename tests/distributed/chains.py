@@ -1,6 +1,7 @@
 """Stages of one model run one after the other in this process, as an engine would run them."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,12 @@ def loss_of(output: Any) -> Tensor:
     ).sum()
 
 
-def run_chain(stages: list[StageModule], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def run_chain(
+    stages: list[StageModule],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Callable[[Any], Tensor] = loss_of,
+) -> Tensor:
     """A forward and a backward, stage by stage; checks what each stage says of its tensors."""
     handed = stages[0].arguments(*args, **kwargs)
     inputs, outputs = [], []
@@ -29,7 +35,7 @@ def run_chain(stages: list[StageModule], args: tuple[Any, ...], kwargs: dict[str
         _check(handed, stage.output_metas)
         inputs.append(given)
         outputs.append(handed)
-    loss = loss_of(stages[-1].output(handed))
+    loss = loss_fn(stages[-1].output(handed))
     loss.backward()
     for made, read in reversed([*zip(outputs[:-1], inputs[1:], strict=True)]):
         pairs = [
