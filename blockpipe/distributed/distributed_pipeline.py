@@ -385,10 +385,10 @@ class DistributedPipeline:
             WeightsError: what safetensors cannot hold.
             RankError: the process that writes has failed.
         """
-        if self._replicas is None or self._replicas.is_first:
-            cut, places = self._engines.first, self._engines.places
-            whose = (self.module, cut.recording, self._values, places, self._agreement)
-            save_stages(*whose, directory, max_shard_bytes)
+        cut, places = self._engines.first, self._engines.places
+        writes = places.is_own(0) and (self._replicas is None or self._replicas.is_first)
+        whose = (self.module, cut.recording, self._values, self._agreement)
+        save_stages(*whose, directory, max_shard_bytes, writes=writes)
 
     # --- how
 

@@ -15,8 +15,7 @@ from ...errors import RankError
 from ...recording.recording import Recording
 from ...weights.save import shards_of, write_shards
 from ...weights.validation import stages_of
-from ..agreement import Agreement
-from ..stage_places import StagePlaces
+from ..agreement import Agreement, Kind
 from ..stage_values import StageValues
 
 
@@ -24,21 +23,22 @@ def save_stages(
     model: nn.Module,
     recording: Recording,
     values: StageValues,
-    places: StagePlaces,
     agreement: Agreement,
     directory: str | os.PathLike[str],
     max_bytes: int,
+    *,
+    writes: bool,
 ) -> None:
-    """Write the weights of all stages, in the first stage's process.
+    """Write the weights of all stages, in one process; the others send theirs.
 
     Args:
         model: whose.
         recording: of its forward.
         values: of this process's stages.
-        places: where stages are.
-        agreement: of the pipeline's processes.
-        directory: where to, as the first stage's process names it.
+        agreement: of the processes of all replicas.
+        directory: where to, as the process that writes names it.
         max_bytes: of one file.
+        writes: whether this process is the one that writes.
 
     Raises:
         RankError: another process has failed.
@@ -46,11 +46,11 @@ def save_stages(
     shards = shards_of(model, stages_of(recording), max_bytes, has_values=False)
 
     def gathered(shard: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        agreement.check("writes a file of weights")
+        agreement.check(Kind({"call": "writes a file of weights"}))
         return {name: values.gathered_one(name, tensor) for name, tensor in shard.items()}
 
     try:
-        if places.is_own(0):
+        if writes:
             write_shards(directory, shards, gathered)
         else:
             for shard in shards:
@@ -58,5 +58,5 @@ def save_stages(
     except RankError:  # all have heard of it
         raise
     except Exception as error:
-        agreement.check("", failure=error)
-    agreement.check("has written the weights")
+        agreement.check(Kind(), failure=error)
+    agreement.check(Kind({"call": "has written the weights"}))
