@@ -2,7 +2,7 @@
 
 In: recordings, prepared models, traces. Out: summaries, memory, timelines, verifications, whose
 classes this folder exports. Read first: ``inspector`` for the reports that need no step; then the
-folder of the report.
+report's own folder, whose docstring says where a change goes.
 """
 
 from ..preparation.memory.report import MemoryReport, StageMemory
