@@ -280,7 +280,7 @@ class DistributedPipeline:
         self._step = Step(None, self._device, asks_outputs=False)
 
     def _compute_loss(self, results: tuple[Tensor, ...], given: tuple[float, Any]) -> Tensor:
-        """What the engine calls for each micro-batch, in the last stage's process."""
+        """Compute a micro-batch's loss; the engine calls it in the last stage's process."""
         return self._step.loss(results, given)
 
     # --- between steps
@@ -318,7 +318,7 @@ class DistributedPipeline:
     # --- how
 
     def _kind(self, args: Any, kwargs: Any, loss_fn: object) -> str:
-        """What a step is, in words that are the same in every process."""
+        """Describe a step, with the same words in every process."""
         named = arguments_in_words(args, kwargs)
         mode = "train" if self.module.training else "eval"
         loss = "own" if loss_fn is None else "given"

@@ -51,7 +51,7 @@ class TiedParameters:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those of this process."""
+        """Return the parameters of this process."""
         return [parameter for parameter, _, _ in self._entries]
 
     def sum_gradients(self) -> None:

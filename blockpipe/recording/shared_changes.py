@@ -55,9 +55,9 @@ _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
 }
 _OWN = "give each stage a module of its own (the parameters may be shared)"
 _LOCAL = f"keep it in a local variable, {_OWN}"
-_DETACH = "detach what must get no gradient instead"
-_LEAVE_OUT = "leave it out, for what it caches is the same without it"
-_ON_ONE_STAGE = "compute what has tangents on one stage"
+_DETACH = "detach tensors that must get no gradient instead"
+_LEAVE_OUT = "leave it out, because the results are the same without the cache"
+_ON_ONE_STAGE = "compute everything that has tangents on one stage"
 _REMEDIES = {_CACHED: _LEAVE_OUT, _FORWARD_MODE: _ON_ONE_STAGE}
 _AROUND = "change it around the whole step instead"
 

@@ -206,7 +206,7 @@ class Recorder:
         self.activations.at(hop, innermost, self.segments.current.index)
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks != self._ambient_hooks:
-            info.whole = "it recomputes, or packs what it saves"
+            info.whole = "it recomputes, or packs its saved tensors"
             info.reruns_forward = True
 
     def _note_unmarked(self, hop: int) -> None:
@@ -233,7 +233,7 @@ class Recorder:
         except CrossingError as error:
             if not is_untagged:
                 raise
-            # In a sealed module nobody will look (torch.func makes such tensors): see conclude.
+            # A sealed module is not looked into (torch.func makes such tensors): see conclude.
             self.custom.fail(error.with_traceback(None))
             return tensor
 
@@ -411,7 +411,7 @@ class Recorder:
         if self.run.sealed:
             yield f"it is inside of autograd.Function {self.custom.last!r}"
         if saved_tensor_hooks() not in (None, self._ambient_hooks):
-            yield "it is inside of what is recomputed, or packs what it saves"
+            yield "it is inside of code that recomputes, or that packs saved tensors"
 
     def wrote(self, tensor: Tensor) -> None:
         """Note that an operation wrote to a tensor without counting up its version."""
@@ -444,6 +444,6 @@ class Recorder:
         self.checkpointed_in.append(self.calls.innermost)
 
     def custom_function(self, name: str) -> None:
-        """Note that a custom autograd function was applied, whose backward nobody knows."""
+        """Note that a custom autograd function was applied, whose backward is not known."""
         self.result.hops[max(self.hop, 0)].reruns_forward = True
         self.custom.apply(name)
