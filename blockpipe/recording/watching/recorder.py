@@ -411,7 +411,7 @@ class Recorder:
         if self.run.sealed:
             yield f"it is inside of autograd.Function {self.custom.last!r}"
         if saved_tensor_hooks() not in (None, self._ambient_hooks):
-            yield "it is inside of code that recomputes, or that packs saved tensors"
+            yield "it is inside of code that is recomputed, or that packs its saved tensors"
 
     def wrote(self, tensor: Tensor) -> None:
         """Note that an operation wrote to a tensor without counting up its version."""
