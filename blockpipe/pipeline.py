@@ -346,6 +346,8 @@ class Pipeline(ReportMethods, ModuleInterface):
 
         Args:
             function: a method of the model, or any function that calls it.
+            *args: its arguments.
+            **kwargs: its keyword arguments.
 
         Returns:
             The function's result.

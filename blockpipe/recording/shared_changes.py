@@ -17,8 +17,9 @@ from .._torch.modes import is_in_forward_mode
 from .._torch.modules import COMPILED_CALL, SLOTS, caches_parametrizations
 from ..restoring.process_state import process_state
 from .calls import hops_by_path
+from .entries import SharedChange, TensorInfo
 from .reads import Reads
-from .recording import Recording, SharedChange, TensorInfo
+from .recording import Recording
 
 _UNSET = object()
 _INTERCEPTED = ("forward", COMPILED_CALL)  # Blockpipe's, during a recording

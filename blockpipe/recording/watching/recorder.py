@@ -29,9 +29,10 @@ from ...errors import CrossingError, PlanError
 from ...stages.cursor import Mark
 from ...stages.plan import too_few_devices
 from ..calls import Call
+from ..entries import CrossingInfo, Hop, TensorInfo, Unmarked
 from ..outside_state import OutsideState
 from ..outside_tensors import OutsideTensors
-from ..recording import CrossingInfo, Hop, Recording, TensorInfo, Unmarked
+from ..recording import Recording
 from ..segments import Segments
 from ..shared_changes import SharedChanges
 from .calls import CallsUnderWay, RecordedTag, is_made_by

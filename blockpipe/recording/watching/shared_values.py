@@ -33,9 +33,10 @@ from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
 from ..calls import Call
+from ..entries import SharedChange
 from ..outside_state import in_words
 from ..reads import Reads, libraries_code_reads
-from ..recording import Recording, SharedChange
+from ..recording import Recording
 from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
 from .frozen import frozen

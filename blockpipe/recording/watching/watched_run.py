@@ -24,10 +24,11 @@ from ...restoring.holders import Holder
 from ...restoring.model_state import is_users
 from ...stages.cursor import set_cursor
 from ...stages.marks import mark_of
+from ..entries import Hop, Output
 from ..outside_state import TORCHS, OutsideState
 from ..plan_resolution import Stages
 from ..reads import Reads
-from ..recording import Hop, Output, Recording
+from ..recording import Recording
 from ..sample import RecordRequest
 from ..sealing import conclude
 from ..shared_changes import SharedChanges
