@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._common.callsite import remembers_caller, users_line
 from .._common.checks import expected
 from .._common.nested import map_tensors, tensors
-from .._common.thread_state import autocast_states
+from .._common.threads.thread_state import autocast_states
 from ..batches.batch_dims import BatchDims, dims_of_call
 from ..batches.microbatch import LossReduction, Microbatch, split, weights_of
 from ..errors import UsageError

@@ -18,9 +18,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from .._common.bounded_json import parse_json, read_text
 from .._common.checks import expected, is_integer, mismatch
-from .._common.replaced_files import part_of, remove_abandoned
+from .._common.files.bounded_json import parse_json, read_text
+from .._common.files.replaced_files import part_of, remove_abandoned
 from .._common.text import one_line
 from ..errors import PlanError
 from .path_patterns import matches, unknown_path

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ..._common.callsite import users_line
 from ..._common.modules import named_slots
 from ..._common.nested import leaves, map_leaves, tensors
-from ..._common.thread_state import (
+from ..._common.threads.thread_state import (
     autocast_states,
     call_under,
     enter_modes,

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ..._common.text import dtype_text
-from ..._common.thread_state import ours
+from ..._common.threads.thread_state import ours
 from ..._torch.graph import saved_tensor_hooks
 from ..._torch.tensors import FakeTensor, version_of
 from ...costs.work import size_of
