@@ -16,7 +16,7 @@ from torch import nn
 from ._common.callsite import remembers_caller, users_line, warn
 from ._common.checks import near_miss
 from ._common.hints import knows_other_names
-from ._common.model_turns import alone_with
+from ._common.threads.model_turns import alone_with
 from .batches.batch_dims import BatchDims
 from .batches.microbatch import LossReduction
 from .devices.devices import Devices
@@ -350,6 +350,8 @@ class Pipeline(ReportMethods, ModuleInterface):
 
         Args:
             function: a method of the model, or any function that calls it.
+            *args: its arguments.
+            **kwargs: its keyword arguments.
 
         Returns:
             The function's result.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ._common.callsite import remembers_caller, users_line
-from ._common.thread_state import CallerState, intra_operation_threads
+from ._common.threads.thread_state import CallerState, intra_operation_threads
 from .batches.batch_dims import dims_of_call
 from .batches.class_weights import reduction_for
 from .batches.joining import join, output_dim

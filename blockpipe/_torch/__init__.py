@@ -1,7 +1,7 @@
-"""What torch keeps to itself and Blockpipe needs, behind one wall.
+"""The private names of torch that Blockpipe uses, each under a public name.
 
-Every private name of torch that the package uses is used here, once, under a public name that says
-what it is for, with the reason why no public way serves. Nothing comes in but torch's own objects.
-``tests/_torch`` holds torch to what is relied on: a new release breaks these files and tests
-alone. Read `graph.py` first; `modes.py` is what is around code, the others are about one object.
+Every such name is used here and nowhere else, with the reason why no public one serves. Its
+arguments are torch's own objects. ``tests/_torch`` checks the behaviour that the package relies on,
+so a new release of torch can break only these files and tests. Read ``graph`` first; ``modes`` is
+about the modes around code, and each of the others about one kind of object.
 """

@@ -1,6 +1,7 @@
-"""A batch in micro-batches, and their results in one.
+"""Split a batch into micro-batches, and join their results.
 
 In: a call's arguments and target, ``batch_dims``, ``loss_reduction``. Out: micro-batches with
-weights, and joined outputs and losses. Read first: ``microbatch``; a new rule for splitting belongs
-there, and one for joining in ``joining``.
+weights, and joined outputs and losses. Read first: ``microbatch``; a new rule for splitting is read
+from ``batch_dims`` in the module of that name and carried out there; one for joining belongs in
+``joining``.
 """

@@ -45,6 +45,13 @@ class BatchPart:
 class Microbatch:
     """One micro-batch's arguments, its target, and its number of samples.
 
+    Attributes:
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        target: its part of the target.
+        size: the number of its samples.
+        share: a description of its part of the batch, for errors; only the first one has it.
+
     Example:
         >>> import torch
         >>> from blockpipe.testing import split
@@ -56,7 +63,7 @@ class Microbatch:
     kwargs: dict[str, Any]
     target: Any
     size: int
-    share: BatchPart | None = None  # the first one has it
+    share: BatchPart | None = None
 
 
 def split(

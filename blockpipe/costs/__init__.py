@@ -1,4 +1,4 @@
-"""What operations cost, whatever the device, and how long they take on one.
+"""Count the work of operations, and measure how fast a device does each kind of work.
 
 In: operations as they are dispatched. Out: counts of work by kind, rates of a device measured by
 probes, which operations make the host wait. Read first: ``work``, then ``rates``; a new kind of

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._common.callsite import users_line
 from .._common.nested import tensors
-from .._common.thread_state import ours
+from .._common.threads.thread_state import ours
 from .._torch.modes import DispatchMode
 from .._torch.tensors import OpOverload, schema_of
 from .work import Work, seen, size_of

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._common.thread_state import intra_operation_threads
+from .._common.threads.thread_state import intra_operation_threads
 from ..devices.copies import carry
 from ..devices.devices import check_device, is_asynchronous
 from ..devices.stopwatch import Stopwatch

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from .._common.thread_state import theirs
+from .._common.threads.thread_state import theirs
 from .._torch.graph import PythonNode, engine, gradient_hooks, incoming, sequence_number
 from .tags import HopGraph
 

@@ -20,7 +20,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from .._common.thread_state import ours
+from .._common.threads.thread_state import ours
 from .._torch.tensors import version_of
 from ..devices.devices import is_asynchronous
 from ..devices.ownership import copying

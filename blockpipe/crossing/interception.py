@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._common.callsite import users_line
 from .._common.nested import map_tensors, tensors
-from .._common.thread_state import (
+from .._common.threads.thread_state import (
     call_under,
     enter_modes,
     in_thread,

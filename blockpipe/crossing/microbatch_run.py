@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._common.callsite import users_line
 from .._common.nested import map_tensors, tensors
-from .._common.thread_state import ours
+from .._common.threads.thread_state import ours
 from ..devices.copies import PendingCopy
 from ..devices.rng_streams import torchs_of
 from ..errors import CrossingError, RouteError

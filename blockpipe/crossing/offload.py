@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._common.callsite import users_line
-from .._common.thread_state import ours
+from .._common.threads.thread_state import ours
 from .._torch.modes import without_torch_functions
 from .._torch.tensors import storage_id, version_of
 from ..devices.devices import is_asynchronous

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from .._common.callsite import users_line
 from .._common.nested import map_leaves, map_tensors
 from .._common.text import dtype_text
-from .._common.thread_state import (
+from .._common.threads.thread_state import (
     CallContext,
     call_under,
     ours,

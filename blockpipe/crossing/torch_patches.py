@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor
 
-from .._common.process_changes import ProcessChange
+from .._common.threads.process_changes import ProcessChange
 from .interception import active_mode, watched_register_hook
 from .tags import GraphEntry
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint as torchs
 
-from .._common.thread_state import in_thread, ours, theirs
+from .._common.threads.thread_state import in_thread, ours, theirs
 from .._torch.graph import CHECKPOINT_HOOK, CheckpointHook, saved_tensor_hooks
 from .._torch.modes import dispatch_modes
 from ..devices.devices import current_stream, is_asynchronous

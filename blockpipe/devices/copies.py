@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .._common.thread_state import waiting_for_device
+from .._common.threads.thread_state import waiting_for_device
 from .._torch.modes import without_torch_functions
 from .._torch.tensors import FakeTensor
 from .devices import current_stream, is_asynchronous

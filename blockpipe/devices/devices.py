@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .._common.checks import expected, is_integer
-from .._common.thread_state import as_ours
+from .._common.threads.thread_state import as_ours
 from ..errors import DeviceError, PlanError
 
 Devices = Sequence[Any] | int | Literal["auto"] | None

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from .._common.callsite import users_line
-from .._common.standstill import PATIENCE, Gate, Standstill
-from .._common.thread_state import waiting_for_device
+from .._common.threads.standstill import PATIENCE, Gate, Standstill
+from .._common.threads.thread_state import waiting_for_device
 from .._torch.modes import stash, stashed
 from ..errors import UsageError
 from .devices import is_asynchronous

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._common.callsite import users_line
 from .._common.nested import tensors
-from .._common.thread_state import ours
+from .._common.threads.thread_state import ours
 from .._torch.modes import DispatchMode
 from ..errors import IsolationError
 from .ownership import Owner, is_copying, owner_of, set_owner

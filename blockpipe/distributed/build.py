@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import remembers_caller, users_line
-from .._common.model_turns import alone_with
 from .._common.modules import named_slots
-from .._common.thread_state import as_ours
+from .._common.threads.model_turns import alone_with
+from .._common.threads.thread_state import as_ours
 from .._torch.modules import buffers_of, parameters_of
 from ..errors import PlanError, RecordingError, StateError
 from ..recording.fake_run import run_on_fakes

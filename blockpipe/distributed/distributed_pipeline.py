@@ -17,7 +17,7 @@ from .. import __version__
 from .._common.callsite import remembers_caller, users_line
 from .._common.checks import expected
 from .._common.nested import map_tensors, tensors
-from .._common.thread_state import autocast_states
+from .._common.threads.thread_state import autocast_states
 from ..batches.batch_dims import BatchDims, dims_of_call
 from ..batches.class_weights import reduction_for
 from ..batches.microbatch import LossReduction, Microbatch, split, weights_of
@@ -304,7 +304,7 @@ class DistributedPipeline:
         self._step = Step(None, self._device, asks_outputs=False)
 
     def _compute_loss(self, results: tuple[Tensor, ...], given: tuple[float, Any]) -> Tensor:
-        """What the engine calls for each micro-batch, in the last stage's process."""
+        """Compute a micro-batch's loss; the engine calls it in the last stage's process."""
         with self._failures.progress.computing("a loss"):
             return self._step.loss(results, given)
 
@@ -393,7 +393,7 @@ class DistributedPipeline:
     # --- how
 
     def _kind(self, args: Any, kwargs: Any, loss_fn: object) -> Kind:
-        """What a step is, in words that are the same in every process."""
+        """Describe a step, with the same words in every process."""
         reduction = self.loss_reduction
         common = {
             "model": type(self.module).__name__,

@@ -107,7 +107,7 @@ def places(name: str, route: Sequence[int], ranks: int) -> list[int]:
         raise PlanError(
             f"expected a forward that goes from process to process as schedule {name!r} does, "
             f"{found}, got the route {list(route)}, which is on stage {route[back]} at its step "
-            f"{back} ({users_line()}); mark what comes later as a stage of its own"
+            f"{back} ({users_line()}); mark the later part as a stage of its own"
         )
     return found
 

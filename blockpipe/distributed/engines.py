@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._common.callsite import users_line
 from .._common.nested import leaf_names, leaves
 from .._common.text import dtype_text
-from .._common.thread_state import autocast_states
+from .._common.threads.thread_state import autocast_states
 from ..batches.microbatch import Microbatch
 from ..errors import RankError
 from ..stages.plan import StagePlan

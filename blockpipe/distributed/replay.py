@@ -303,7 +303,7 @@ def _in_state(
 
 
 def _drops(stage: StageTape) -> list[list[int]]:
-    """After each entry, the values that nobody needs any more."""
+    """Return, for each entry, the values that are not needed after it."""
     kept = set(stage.outputs)
     kept.update(r.index for r in references(stage.result) if isinstance(r, Value))
     found: list[list[int]] = [[] for _ in stage.entries]
@@ -328,6 +328,6 @@ def _adds(seen: set[int], tensor: Tensor, given: tuple[Tensor, ...]) -> bool:
 
 
 def _own(tensor: Tensor, is_shared: bool) -> Tensor:
-    """A contiguous tensor that is nobody else's, and no view: the engine detaches it in place."""
+    """Return a contiguous tensor of its own, and no view, for the engine detaches it in place."""
     found = tensor.contiguous()
     return found.clone() if found is tensor and (is_shared or is_view(found)) else found

@@ -38,7 +38,7 @@ class StageReplicas:
         return found.item()
 
     def sum_gradients(self, parameters: Sequence[Tensor], device: torch.device) -> None:
-        """Sum gradients over the replicas, in buckets; what has one nowhere stays without."""
+        """Sum gradients over the replicas, in buckets; a parameter without any stays so."""
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
         has = has.to(device)
         dist.all_reduce(has, dist.ReduceOp.MAX, group=self._group)

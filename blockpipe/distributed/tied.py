@@ -80,7 +80,7 @@ class TiedParameters:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those of this process."""
+        """Return the parameters of this process."""
         return [entry.parameter for entry in self._entries]
 
     def sum_gradients(self) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common.model_turns import alone_with
 from .._common.nested import leaves, map_leaves
-from .._common.thread_state import ours
+from .._common.threads.model_turns import alone_with
+from .._common.threads.thread_state import ours
 from .._torch.graph import will_run
 from ..batches.joining import JoinedLeaf
 from ..batches.microbatch import InputPlace

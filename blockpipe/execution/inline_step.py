@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from .._common.thread_state import intra_operation_threads
+from .._common.threads.thread_state import intra_operation_threads
 from ..schedules.builders import ScheduleOption
 from ..schedules.schedule import Action
 from .lanes.thread_pool import threads_of_a_lane

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._common.callsite import users_line
 from .._common.nested import leaves, map_tensors, tensors
-from .._common.thread_state import theirs
+from .._common.threads.thread_state import theirs
 from ..batches.losses import check_differentiable, checked_loss
 from ..crossing.hop_backward import run_engine
 from ..crossing.microbatch_run import detached

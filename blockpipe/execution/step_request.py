@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from .._common.thread_state import CallerState
+from .._common.threads.thread_state import CallerState
 from ..batches.losses import kind_of
 from ..batches.microbatch import Microbatch
 from ..devices.observer import Observer

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.model_turns import alone_with
 from .._common.nested import leaves, map_tensors
-from .._common.thread_state import CallerState, ours, theirs
+from .._common.threads.model_turns import alone_with
+from .._common.threads.thread_state import CallerState, ours, theirs
 from .._torch.modes import how_many_dispatch_modes, is_in_forward_mode, is_in_transform
 from ..batches.batch_dims import dims_of_call
 from ..batches.class_weights import reduction_for

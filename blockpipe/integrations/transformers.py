@@ -274,7 +274,7 @@ class PipelinedModel(nn.DataParallel[nn.Module]):
 
         A micro-batch adds up those of its own samples (:func:`_add_items`): the sum of its losses
         is divided by them, and weighted by them, which leaves the whole batch's number. Losses that
-        are means whatever the number is, and a router's auxiliary loss, are weighted rightly too.
+        are means independently of the number, and a router's auxiliary loss, are weighted rightly.
         """
         inputs = dict(inputs)
         items = inputs.get("num_items_in_batch")

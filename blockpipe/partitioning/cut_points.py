@@ -17,7 +17,8 @@ from torch import Tensor
 from ..devices.devices import is_asynchronous
 from ..preparation.memory.model import working_bytes
 from ..recording.calls import Call
-from ..recording.recording import Recording, TensorInfo
+from ..recording.entries import TensorInfo
+from ..recording.recording import Recording
 
 
 def why_closed(recording: Recording, at: Container[str] | None = None) -> list[str | None]:

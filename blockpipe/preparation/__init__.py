@@ -1,4 +1,4 @@
-"""What is worked out once for each kind of call: a recording made ready for steps.
+"""Make a recording ready for steps, once for each kind of call.
 
 In: a model, options, a micro-batch. Out: a :class:`~blockpipe.preparation.prepared.Prepared`:
 homes, stand-ins for sealed modules, lanes, costs. Read first: ``preparer`` (record, plan, place),

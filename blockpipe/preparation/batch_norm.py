@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.nested import tensors
-from .._common.thread_state import ours
+from .._common.threads.thread_state import ours
 from .._torch.modules import BatchNorm, buffers_of
 from ..crossing.interception import active_mode
 from ..stages.cursor import current_microbatch, is_recomputing

@@ -9,7 +9,8 @@ import torch
 from ..costs.probing import copy_line, rates_of
 from ..costs.rates import Rates
 from ..devices.devices import is_asynchronous
-from ..recording.recording import ActivationBytes, Recording
+from ..recording.entries import ActivationBytes
+from ..recording.recording import Recording
 from ..schedules.simulation import Costs
 
 

@@ -24,7 +24,8 @@ from ..crossing.tags import ParameterHome
 from ..devices.devices import is_asynchronous
 from ..devices.rng_streams import Source, host_sources, sources_of, torchs_of
 from ..errors import ScheduleError
-from ..recording.recording import ActivationBytes, Hop, Recording
+from ..recording.entries import ActivationBytes, Hop
+from ..recording.recording import Recording
 from ..schedules.builders import ScheduleChoice, ScheduleOption
 from ..schedules.schedule import Schedule
 from ..schedules.simulation import Costs, validate

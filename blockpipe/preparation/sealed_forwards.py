@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from .._common.modules import StandIn
-from .._common.process_changes import ProcessChange
+from .._common.threads.process_changes import ProcessChange
 from .._torch.modules import COMPILED_CALL, buffers_of, is_compiled
 from ..crossing.interception import active_mode
 from ..crossing.recompute import RecomputeSpec

@@ -16,7 +16,8 @@ from .._common.modules import Slots, all_slots
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import version_of
 from ..errors import StateError
-from ..recording.recording import OutsideTensor, Recording, TensorInfo
+from ..recording.entries import OutsideTensor, TensorInfo
+from ..recording.recording import Recording
 
 _Look = Callable[[], Tensor | None]
 _State = tuple[Tensor, int, int] | None  # the tensor stays alive: no other one gets its address

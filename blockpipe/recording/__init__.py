@@ -1,7 +1,7 @@
-"""What a forward does, stage by stage: one watched run, and what follows from it.
+"""Record a forward, stage by stage, in one watched run.
 
-In: a model and a sample. Out: a :class:`Recording`, plain data. Read first: ``record`` for the way
-there, ``recording`` and ``calls`` for what comes out. What is watched: operations and tensors in
-``watching``, torch's and the modules' state in ``shared_changes``, the user's other objects in
-``outside_state``.
+In: a model and a sample. Out: a :class:`Recording`, plain data. Read first: ``record``, which makes
+it, then ``recording``, ``entries`` and ``calls``, the data. ``watching`` watches operations,
+tensors and plain values, ``shared_changes`` the state of torch and the modules, ``outside_state``
+the user's other objects. A model that no pipeline can run is refused where that is noticed.
 """

@@ -10,8 +10,37 @@ from ..costs.work import Work
 
 @dataclass(eq=False)
 class Call:
-    """One call of a module, or of a :func:`BlockFunction`: its path, which of its calls, and where
-    it ran.
+    """One call of a module, or of a function under :func:`BlockFunction`.
+
+    Attributes:
+        path: the module's path, or the function's name and line.
+        kind: the name of the module's class.
+        call: the index of the call among those of ``path``, from 0.
+        depth: the number of calls around it.
+        where: the user's line that calls.
+        hop: the hop of its first operation; ``None`` if it has none.
+        last_hop: the hop of its last operation; ``None`` if that is ``hop``.
+        sealed: whether it stays on one stage and reads other stages' tensors only as arguments.
+        parent: the call around it.
+        stage: the stage on which it begins.
+        under_way: whether it has not ended yet.
+        is_function: whether it is a call of a function.
+        checkpoint: the ``checkpoint=`` of the mark in effect; ``None`` without one.
+        draws: whether it draws random numbers.
+        buffers: the names of the buffers that it reads or writes.
+        refuses: the reason why it cannot be recomputed; ``None`` if it can.
+        saved_bytes: the bytes that autograd saves in it, without those of earlier calls of the hop.
+        flops: the floating-point operations of its forward, for one micro-batch.
+        mark: the line of the mark in effect; ``None`` without one, or with a plan.
+        mark_name: the name of that mark's block.
+        inbound: the calls that made its arguments.
+        is_recomputed: whether it is recomputed where recomputation is on.
+        work: its work by stage, for one micro-batch.
+        outputs: the shapes of the tensors that it returns.
+        opened: the reason why it is not sealed; ``None`` if it is.
+        waits: whether it makes the host wait for a tensor's value.
+        constants: the indices of the tensors it returns that every micro-batch may read.
+        transforms: whether an operation in it runs in a ``torch.func`` transform.
 
     Example:
         >>> import torch, blockpipe as bp
@@ -28,29 +57,29 @@ class Call:
     call: int
     depth: int
     where: str
-    hop: int | None = None  # of its first operation; None: it did nothing
+    hop: int | None = None
     last_hop: int | None = None
     sealed: bool = True
     parent: Call | None = field(default=None, repr=False)
     stage: int = 0
     under_way: bool = field(default=True, repr=False)
     is_function: bool = False
-    checkpoint: bool | None = None  # what the mark in effect says
+    checkpoint: bool | None = None
     draws: bool = False
-    buffers: set[str] = field(default_factory=set, repr=False)  # that it reads or writes
-    refuses: str | None = None  # why it cannot be run again
-    saved_bytes: int = 0  # by autograd, in it, and by no earlier call of the hop
+    buffers: set[str] = field(default_factory=set, repr=False)
+    refuses: str | None = None
+    saved_bytes: int = 0
     flops: float = 0.0
-    mark: str | None = None  # the line of the mark in effect; None: none, or a plan
+    mark: str | None = None
     mark_name: str | None = None
-    inbound: list[Call] = field(default_factory=list, repr=False)  # that made its arguments
-    is_recomputed: bool = False  # where recomputation is on: it is sealed, and that gains something
-    work: dict[int, Work] = field(default_factory=dict, repr=False)  # by stage
-    outputs: list[tuple[int, ...]] = field(default_factory=list, repr=False)  # shapes of tensors
-    opened: str | None = None  # why it is not sealed
-    waits: bool = False  # for a device: a tensor's value is asked for in it
-    constants: set[int] = field(default_factory=set, repr=False)  # those of the tensors it returns
-    transforms: bool = field(default=False, repr=False)  # an operation is in a torch.func transform
+    inbound: list[Call] = field(default_factory=list, repr=False)
+    is_recomputed: bool = False
+    work: dict[int, Work] = field(default_factory=dict, repr=False)
+    outputs: list[tuple[int, ...]] = field(default_factory=list, repr=False)
+    opened: str | None = None
+    waits: bool = False
+    constants: set[int] = field(default_factory=set, repr=False)
+    transforms: bool = field(default=False, repr=False)
 
     @property
     def is_module(self) -> bool:
@@ -65,7 +94,11 @@ class Call:
         return range(self.hop, (self.hop if self.last_hop is None else self.last_hop) + 1)
 
     def recomputes(self, mode: bool) -> bool:
-        """Return whether it is recomputed, where the pipeline recomputes or where it does not."""
+        """Return whether it is recomputed.
+
+        Args:
+            mode: whether the pipeline recomputes calls without a ``checkpoint=`` of their own.
+        """
         return self.is_recomputed and (mode if self.checkpoint is None else self.checkpoint)
 
     def ancestors(self) -> Iterator[Call]:
@@ -76,7 +109,11 @@ class Call:
             call = call.parent
 
     def open(self, why: str) -> None:
-        """Note that it is not sealed; the first reason counts."""
+        """Note that it is not sealed.
+
+        Args:
+            why: the reason; the first one is kept.
+        """
         self.sealed = False
         self.opened = self.opened or why
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import failing_line
-from .._common.model_turns import alone_with
 from .._common.modules import call_with_tensors, named_slots
 from .._common.nested import map_tensors
-from .._common.thread_state import CallerState, as_ours
+from .._common.threads.model_turns import alone_with
+from .._common.threads.thread_state import CallerState, as_ours
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FAKE_TENSOR_LOG, FakeTensor
 from ..devices.devices import is_on_meta

@@ -33,8 +33,9 @@ from ..restoring.holders import (
 from ..restoring.model_state import is_users, names_in
 from ..stages.cursor import is_of_microbatch
 from .calls import hops_by_path
+from .entries import SharedChange
 from .reads import Reads
-from .recording import Recording, SharedChange
+from .recording import Recording
 
 MOST_OBJECTS = 2_000  # the nearest; each is compared at every operation of the user's code
 TORCHS = frozenset(vars(nn.Module()))  # attributes of every module

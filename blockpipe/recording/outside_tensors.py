@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .._common.callsite import users_line
 from .._torch.tensors import version_of
-from .recording import OutsideTensor, SharedChange
+from .entries import OutsideTensor, SharedChange
 
-_REMEDY = "register it as a buffer of the module that writes to it, and pass on what others read"
+_REMEDY = "register it as a buffer of the module that writes to it, and pass others its value"
 
 
 class OutsideTensors:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from .._common.checks import expected
 from .._common.hints import knows_other_names
-from .._common.model_turns import alone_with
 from .._common.nested import map_tensors
-from .._common.thread_state import as_ours
+from .._common.threads.model_turns import alone_with
+from .._common.threads.thread_state import as_ours
 from ..batches.microbatch import BatchPart
 from ..devices.copies import carry
 from ..devices.devices import is_on_meta

@@ -1,213 +1,34 @@
-"""A recording: what a forward does, stage by stage, as data.
+"""The class ``Recording``: a forward, stage by stage, as data.
 
-It holds no tensor and no module, so that it can be kept, compared, printed and saved.
+It holds no tensor and no module, so that it can be kept, compared, printed and saved. Its lists
+hold the classes of ``entries`` and ``calls``.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from .._common.callsite import remembers_caller
 from ..costs.meter import HostSync
-from ..costs.work import Work
 from ..crossing.recompute import Recomputable
 from ..errors import PlanError
 from ..stages.plan import Assignment, StagePlan, gaps, too_few_devices
 from .calls import Call, Flow, Saved, Segment
+from .entries import (
+    CrossingInfo,
+    GeneratorUse,
+    Hop,
+    Output,
+    OutsideTensor,
+    SharedChange,
+    TensorInfo,
+    Unmarked,
+)
 
 if TYPE_CHECKING:
     from ..reports.summary.summary import Summary
-
-
-@dataclass
-class ActivationBytes:
-    """The bytes that a hop keeps of one micro-batch between its forward and its backward."""
-
-    bytes: int = 0
-    shared: int = 0  # of these, what an earlier hop keeps as well: once, where both are on a device
-    inputs: int = 0  # of these, the micro-batch's: a part of the caller's batch, where it is there
-    full: int = 0  # once what is recomputed is there again
-    largest: tuple[int, ...] = ()  # of its storages, the sizes of the largest few
-    calls: int = 0  # that are recomputed
-    recompute: Work = field(default_factory=Work)  # that recomputing does
-
-
-@dataclass
-class Hop:
-    """One unbroken visit of the forward to a stage.
-
-    Example:
-        >>> import torch, blockpipe as bp
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-        >>> net[1] = bp.BeginBlock(net[1], stage=1)
-        >>> recording = bp.record(net, torch.zeros(8, 4))
-        >>> [(hop.stage, hop.operations) for hop in recording.hops]
-        [(0, 1), (1, 1)]
-    """
-
-    index: int
-    stage: int
-    name: str | None
-    where: str
-    begun_by: str | None = None  # the call with which a plan begins it
-    mark: int = 0  # which of the forward's marks it began with; 0: none
-    operations: int = 0
-    kernels: int = 0  # operations below autograd that do more than make a view
-    flops: float = 0.0  # of one micro-batch's forward
-    work: Work = field(default_factory=Work)
-    largest_bytes: int = 0  # of what a single operation makes
-    glue_bytes: int = 0  # of what it keeps, what is outside of sealed calls: never recomputed
-    never: ActivationBytes = field(default_factory=ActivationBytes)  # recomputing nothing
-    asked: ActivationBytes = field(
-        default_factory=ActivationBytes
-    )  # recomputing what marks ask for
-    always: ActivationBytes = field(
-        default_factory=ActivationBytes
-    )  # recomputing all that marks do not exempt
-    weight_bytes: int = 0  # of gradients, kept between the two parts of a split backward
-    draws: set[str] = field(default_factory=set)  # random numbers: "torch", "random", "numpy"
-    reruns_forward: bool = False  # its backward may run forward code: torch.utils.checkpoint
-    whole: str | None = None  # why its backward is not split in two parts; None: it can be
-
-
-@dataclass
-class TensorInfo:
-    """A parameter or buffer: all its names, its size, and who reads it.
-
-    Example:
-        >>> import torch, blockpipe as bp
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-        >>> net[1] = bp.BeginBlock(net[1], stage=1)
-        >>> recording = bp.record(net, torch.zeros(8, 4))
-        >>> weight = recording.parameters[0]
-        >>> weight.name, weight.shape, weight.stage
-        ('0.weight', (4, 4), 0)
-    """
-
-    names: list[str]
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    elements: int
-    trainable: bool
-    is_buffer: bool
-    stage: int = 0
-    hop: int | None = None  # the first that reads it; None: no call does
-    hops: list[int] = field(default_factory=list)  # all that read it
-    also_read_on: list[int] = field(default_factory=list)  # stages other than its own
-    written: bool = False  # in place, by the forward
-    where: str = ""
-
-    @property
-    def name(self) -> str:
-        """The first of its names."""
-        return self.names[0]
-
-
-@dataclass
-class OutsideTensor:
-    """A tensor that no module registered and no forward made: in an object of the user's, a global.
-
-    Without the tensor: a recording keeps none alive.
-    """
-
-    shape: tuple[int, ...]
-    where: str  # it was read first
-    tensor: weakref.ref[Tensor] | None = field(repr=False, compare=False)
-    hops: list[int] = field(default_factory=list)  # all that read it, or write to it
-    written: bool = False
-
-    @property
-    def name(self) -> str:
-        """The tensor in words."""
-        return f"a tensor of shape {self.shape} that no module registered"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"tensor": None}
-
-
-@dataclass
-class CrossingInfo:
-    """A tensor read on another hop than the one it was made on, or lives on.
-
-    Example:
-        >>> import torch, blockpipe as bp
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-        >>> net[1] = bp.BeginBlock(net[1], stage=1)
-        >>> recording = bp.record(net, torch.zeros(8, 4))
-        >>> crossing = recording.crossings[0]
-        >>> crossing.from_stage, crossing.to_stage, crossing.shape
-        (0, 1, (8, 4))
-    """
-
-    from_hop: int
-    to_hop: int
-    from_stage: int
-    to_stage: int
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    needs_grad: bool
-    what: str | None  # the name, for a parameter or buffer
-    where: str
-    reader: Call | None = field(default=None, repr=False, compare=False)  # the innermost call
-
-
-@dataclass
-class Output:
-    """A tensor that the forward returns."""
-
-    name: str  # of what it is in: "output 1", "output 'logits'"
-    shape: tuple[int, ...]
-    dtype: str
-    is_loss: bool = False  # the model's own
-    is_given: bool = False  # a parameter, a buffer, or an argument: no micro-batch makes another
-
-
-@dataclass
-class Unmarked:
-    """Operations that belong to no mark: before the first, or after an outermost block's end.
-
-    Example:
-        >>> import torch, blockpipe as bp
-        >>> class Net(torch.nn.Module):
-        ...     def forward(self, x):
-        ...         x = x + 1
-        ...         with bp.Block(stage=1):
-        ...             return x * 2
-        >>> [(found.stage, found.operations) for found in bp.record(Net(), torch.zeros(8)).unmarked]
-        [(0, 1)]
-    """
-
-    stage: int
-    where: str
-    operations: int
-    after: str | None
-
-
-@dataclass
-class GeneratorUse:
-    """A generator of the user's that the forward draws from."""
-
-    hops: list[int]
-    where: str
-
-
-@dataclass
-class SharedChange:
-    """A change that the forward makes while it runs and that several hops see."""
-
-    what: str
-    seen: str  # how the hops see it, in words
-    hops: list[int]
-    where: str
-    remedy: str
-    settles: bool = False  # it does no harm if the next forward leaves it as it is
 
 
 @dataclass
@@ -329,12 +150,15 @@ class Recording:
         return [p for p in self.parameters if p.hop is None]
 
     def check(self, devices: int | None = None, *, in_order: bool = True) -> None:
-        """Raise one :class:`PlanError` for stages that leave gaps, or are not numbered in the order
-        in which the forward reaches them first, and for too few devices.
+        """Check the numbers of the stages.
 
         Args:
-            devices: how many there are, if known.
-            in_order: whether the order counts: where another mode has numbered them, it does not.
+            devices: the number of devices, if known.
+            in_order: whether the order counts; it does not if another mode has numbered them.
+
+        Raises:
+            PlanError: the numbers leave gaps or are not in the order in which the forward first
+                reaches the stages, or there are too few devices. One error names all problems.
         """
         problems = gaps(self.route) or (list(self.begun_too_early()) if in_order else [])
         if devices is not None and self.num_stages > devices:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .calls import Call, Flow, Segment
-from .recording import TensorInfo
+from .entries import TensorInfo
 
 
 class Segments:

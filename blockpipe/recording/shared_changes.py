@@ -17,8 +17,9 @@ from .._torch.modes import is_in_forward_mode
 from .._torch.modules import COMPILED_CALL, SLOTS, caches_parametrizations
 from ..restoring.process_state import process_state
 from .calls import hops_by_path
+from .entries import SharedChange, TensorInfo
 from .reads import Reads
-from .recording import Recording, SharedChange, TensorInfo
+from .recording import Recording
 
 _UNSET = object()
 _INTERCEPTED = ("forward", COMPILED_CALL)  # Blockpipe's, during a recording
@@ -55,9 +56,9 @@ _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
 }
 _OWN = "give each stage a module of its own (the parameters may be shared)"
 _LOCAL = f"keep it in a local variable, {_OWN}"
-_DETACH = "detach what must get no gradient instead"
-_LEAVE_OUT = "leave it out, for what it caches is the same without it"
-_ON_ONE_STAGE = "compute what has tangents on one stage"
+_DETACH = "detach tensors that must get no gradient instead"
+_LEAVE_OUT = "leave it out, because the results are the same without the cache"
+_ON_ONE_STAGE = "compute everything that has tangents on one stage"
 _REMEDIES = {_CACHED: _LEAVE_OUT, _FORWARD_MODE: _ON_ONE_STAGE}
 _AROUND = "change it around the whole step instead"
 

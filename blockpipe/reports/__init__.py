@@ -2,12 +2,12 @@
 
 In: recordings, prepared models, traces. Out: summaries, memory, timelines, verifications, whose
 classes this folder exports. Read first: ``inspector`` for the reports that need no step; then the
-folder of the report.
+report's own folder, whose docstring says where a change goes.
 """
 
 from ..preparation.memory.report import MemoryReport, StageMemory
 from ..recording.calls import Call
-from ..recording.recording import CrossingInfo, Hop, TensorInfo, Unmarked
+from ..recording.entries import CrossingInfo, Hop, TensorInfo, Unmarked
 from .find_chunks import ChunksReport, Trial
 from .summary.data import Prediction
 from .summary.rows import ModuleRow, StageRow

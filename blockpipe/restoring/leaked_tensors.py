@@ -51,8 +51,8 @@ class TrackedFakes(FakeTensorMode):
             if tensor is not None and (holder := _holder(tensor)):
                 raise RecordingError(
                     f"the forward left a tensor of shape {tuple(tensor.shape)} of the recording in "
-                    f"{holder}, where Blockpipe cannot put back what was there before, "
-                    "and a later step would compute with it; keep state on a module of the model, "
+                    f"{holder}, where Blockpipe cannot restore the value of before, and a later "
+                    "step would compute with the tensor; keep state on a module of the model, "
                     "or in a global of the module that defines it"
                 )
 

@@ -12,9 +12,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from .._common.model_turns import how_often_entered, leave_modules
-from .._common.process_changes import leave_changes
-from .._common.thread_state import enter_modes, give_forward_lock, in_thread, leave_modes
+from .._common.threads.model_turns import how_often_entered, leave_modules
+from .._common.threads.process_changes import leave_changes
+from .._common.threads.thread_state import enter_modes, give_forward_lock, in_thread, leave_modes
 from .._torch.graph import pop_saved_tensor_hooks, saved_tensor_hooks
 from .._torch.modes import function_modes, how_many_dispatch_modes, pop_dispatch_mode
 from ..devices.rng_streams import end_turn, is_own_turn

@@ -38,6 +38,11 @@ class Action(NamedTuple):
     parameters. ``"R"`` recomputes the activations that the forward has dropped, or fetches them
     from host memory: before its ``"B"``, while the gradient is still on its way.
 
+    Attributes:
+        kind: ``"F"``, ``"B"``, ``"W"`` or ``"R"``.
+        hop: the index of the hop, from 0.
+        microbatch: the index of the micro-batch, from 0.
+
     Example:
         >>> from blockpipe.schedules import Action
         >>> str(Action("F", hop=1, microbatch=0))

@@ -83,8 +83,15 @@ class Costs:
         return HopCosts(*(float(v if isinstance(v, int | float) else v[hop]) for v in values))
 
     def check(self, hops: int) -> None:
-        """Raise :class:`ScheduleError` unless every cost is a number, or has one for each hop, and
-        none is negative or infinite."""
+        """Check the costs.
+
+        Args:
+            hops: the number of hops.
+
+        Raises:
+            ScheduleError: a cost is neither a number nor has one for each hop, is negative or
+                infinite, or the weight part of a backward costs more than the whole.
+        """
         for name in HopCosts._fields:
             value = getattr(self, name)
             if value is not None or name != "recompute":

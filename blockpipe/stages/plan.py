@@ -18,9 +18,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from .._common.bounded_json import parse_json, read_text
 from .._common.checks import expected, is_integer, mismatch
-from .._common.replaced_files import part_of, remove_abandoned
+from .._common.files.bounded_json import parse_json, read_text
+from .._common.files.replaced_files import part_of, remove_abandoned
 from .._common.text import one_line
 from ..errors import PlanError
 from .path_patterns import matches, unknown_path
@@ -186,17 +186,20 @@ class StagePlan:
             assignment.stage = stage
 
     def check(self, devices: int | None = None) -> None:
-        """Raise one :class:`PlanError` with everything that is wrong.
+        """Check the stages.
 
         Args:
             devices: the number of devices, if known.
+
+        Raises:
+            PlanError: there is a problem; one error names all of them.
         """
         problems = self.problems(devices)
         if problems:
             raise PlanError("; ".join(problems))
 
     def problems(self, devices: int | None = None) -> list[str]:
-        """Return the problems that :meth:`check` raises, as one text each."""
+        """Return the problems for which :meth:`check` raises an error, one text each."""
         problems = [
             mismatch(_STAGE, a.stage, for_=f"the stage of {a.name}")
             for a in self.assignments

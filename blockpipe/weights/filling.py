@@ -17,7 +17,7 @@ from .._torch.modes import DispatchMode
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import schema_of, storage_of, swap_contents
 from ..errors import WeightsError
-from ..recording.recording import TensorInfo
+from ..recording.entries import TensorInfo
 from .sources import Source
 from .validation import like, slots_of
 

@@ -17,7 +17,8 @@ from .._common.modules import named_slots
 from .._torch.modules import buffers_of, parameters_of
 from ..devices.devices import checked_devices, is_on_meta
 from ..errors import UsageError
-from ..recording.recording import Recording, TensorInfo
+from ..recording.entries import TensorInfo
+from ..recording.recording import Recording
 from .filling import Materializer
 from .placement import follow_with_optimizer_state
 from .sources import Source, Weights, open_weights

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from .._common.bounded_json import LARGEST_TEXT, parse_json
+from .._common.files.bounded_json import LARGEST_TEXT, parse_json
 from ..costs.work import size_of
 from ..errors import WeightsError
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._common.checks import expected, is_integer
-from .._common.replaced_files import part_of, remove_abandoned
+from .._common.files.replaced_files import part_of, remove_abandoned
 from ..costs.work import size_of
 from ..errors import UsageError, WeightsError
 from .safetensors_file import check_savable, write_tensors

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from .._common.bounded_json import parse_json, read_text
 from .._common.callsite import users_line
 from .._common.checks import expected
+from .._common.files.bounded_json import parse_json, read_text
 from .._common.text import dtype_text
 from ..costs.work import size_of
 from ..errors import UsageError, WeightsError

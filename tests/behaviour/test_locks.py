@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe._common import model_turns as alone
-from blockpipe._common import process_changes
-from blockpipe._common.thread_state import in_thread
+from blockpipe._common.threads import model_turns as alone
+from blockpipe._common.threads import process_changes
+from blockpipe._common.threads.thread_state import in_thread
 from blockpipe.crossing import torch_patches as replaced
 from blockpipe.devices import rng_streams as randomness
 from blockpipe.execution.lanes import thread_pool
@@ -30,11 +30,11 @@ from ..stage_devices import assert_close, stages
 PACKAGE = str(Path(bp.__file__).parent)
 # What lets go of something, whatever has happened. It is not what may fail, but what must not.
 LETS_GO = {
-    "_common/thread_state": {"give_forward_lock", "enter_modes", "__exit__"},
+    "_common/threads/thread_state": {"give_forward_lock", "enter_modes", "__exit__"},
     "stages/cursor": {"set_cursor", "set_microbatch"},
     "crossing/tags": {"settle"},
-    "_common/model_turns": {"__exit__", "_leave"},
-    "_common/process_changes": {"__exit__", "_hold"},
+    "_common/threads/model_turns": {"__exit__", "_leave"},
+    "_common/threads/process_changes": {"__exit__", "_hold"},
     "preparation/sealed_forwards": {"take_off"},
     "crossing/interception": {"__exit__"},
     "crossing/torch_patches": {"take_off"},

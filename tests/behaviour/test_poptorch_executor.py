@@ -155,7 +155,7 @@ def test_a_batch_of_another_size_than_the_inputs_is_an_error() -> None:
             "got 'A' in stage 0 and in stage 1",
         ),
         (lambda: poptorch.recomputationCheckpoint(3), "expected tensors, got int"),
-        (lambda: poptorch.Block(ipu_id=-1), "a stage .*-1"),
+        (lambda: poptorch.Block(ipu_id=-1), "for stage, got -1"),
     ],
 )
 def test_mistakes_are_told(mistake: Any, message: str) -> None:

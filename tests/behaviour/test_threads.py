@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import blockpipe as bp
-from blockpipe._common import standstill
-from blockpipe._common.model_turns import alone_with
+from blockpipe._common.threads import standstill
+from blockpipe._common.threads.model_turns import alone_with
 from blockpipe.errors import StateError, UsageError
 
 from ..stage_devices import assert_close, equal, stages
@@ -220,6 +220,6 @@ def test_those_who_wait_come_in_order(pool: ThreadPoolExecutor) -> None:
 
 
 def _entered() -> list[Any]:
-    from blockpipe._common import model_turns as alone
+    from blockpipe._common.threads import model_turns as alone
 
     return alone._entered

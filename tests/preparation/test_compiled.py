@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe._common.thread_state import intra_operation_threads
+from blockpipe._common.threads.thread_state import intra_operation_threads
 from blockpipe.errors import UsageError
 from blockpipe.schedules.builders import make_schedule
 

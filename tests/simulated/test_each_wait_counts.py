@@ -106,7 +106,7 @@ def test_a_step_needs_it(mutant):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mutant",
-    mutants(["execution.lanes.lane_threads", "_common.thread_state"], FORWARD_LOCK),
+    mutants(["execution.lanes.lane_threads", "_common.threads.thread_state"], FORWARD_LOCK),
     ids=str,
 )
 def test_forward_code_needs_the_baton(mutant):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import blockpipe as bp
-from blockpipe._common.thread_state import in_thread, waiting_for_device
+from blockpipe._common.threads.thread_state import in_thread, waiting_for_device
 from blockpipe.devices.copies import _copy_streams, send
 
 from .. import simulated as accelerator

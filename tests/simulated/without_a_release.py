@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe._common.thread_state import waiting_for_device
+from blockpipe._common.threads.thread_state import waiting_for_device
 
 from ..models import square
 from . import set_delay
 from .mutants import RELEASES, mutants, without
 
-LOCKING = ["execution.lanes.lane_threads", "devices.rng_streams", "_common.thread_state"]
+LOCKING = ["execution.lanes.lane_threads", "devices.rng_streams", "_common.threads.thread_state"]
 DEVICES = ["simulated:0", "simulated:1"]
 CHUNKS = 3
 

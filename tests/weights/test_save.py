@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe._common.replaced_files import part_of
+from blockpipe._common.files.replaced_files import part_of
 from blockpipe.errors import UsageError, WeightsError
 from blockpipe.weights import save as saving
 from blockpipe.weights.safetensors_file import write_tensors

@@ -76,7 +76,7 @@ REFUSED_IN_TRAINING = {
 
 
 class ReductionType(enum.Enum):
-    """How gradients of micro-batches and copies become those of the step."""
+    """The reduction of the gradients of micro-batches and copies to those of the step."""
 
     Mean = "mean"
     Sum = "sum"
@@ -84,19 +84,24 @@ class ReductionType(enum.Enum):
 
 
 class TrainingOptions:
-    """What is for training alone; ``Options().Training``."""
+    """The options for training alone, ``Options().Training``."""
 
     def __init__(self) -> None:
         self.gradient_accumulation = 1
         self.accumulation_and_replication_reduction_type = ReductionType.Mean
 
     def gradientAccumulation(self, gradient_accumulation: int) -> Self:  # noqa: N802
-        """How many micro-batches a step has, in each copy; returns these options.
+        """Set the number of micro-batches of a step in each copy.
 
-        Any number from 1 on; with few of them, stages stand idle longer.
+        Args:
+            gradient_accumulation: a positive integer; with few micro-batches, stages are idle
+                longer.
+
+        Returns:
+            These options.
 
         Raises:
-            PlanError: no such number.
+            PlanError: it is not a positive integer.
         """
         self.gradient_accumulation = _from_one("gradientAccumulation", gradient_accumulation)
         return self
@@ -104,13 +109,19 @@ class TrainingOptions:
     def accumulationAndReplicationReductionType(  # noqa: N802
         self, reduction_type: ReductionType
     ) -> Self:
-        """Whether gradients are the mean over micro-batches and copies, or their sum.
+        """Make gradients the mean over micro-batches and copies, or their sum.
 
-        Whatever the model's loss is over its own micro-batch. With ``Mean``, uneven parts count by
-        their samples.
+        This is independent of the model's own reduction over a micro-batch.
+
+        Args:
+            reduction_type: ``ReductionType.Mean``, under which uneven parts count by their samples,
+                or ``ReductionType.Sum``.
+
+        Returns:
+            These options.
 
         Raises:
-            UsageError: neither ``ReductionType.Mean`` nor ``ReductionType.Sum``.
+            UsageError: it is neither ``ReductionType.Mean`` nor ``ReductionType.Sum``.
         """
         if reduction_type not in (ReductionType.Mean, ReductionType.Sum):
             raise UsageError(
@@ -127,7 +138,7 @@ class TrainingOptions:
 
 
 class Options:
-    """How a model is run: copies, micro-batches, strategy, and which results come back.
+    """The options of a run: copies, micro-batches, strategy, and the results of a call.
 
     Every method changes one option and returns these options.
 
@@ -151,31 +162,40 @@ class Options:
         self.strategy = PipelinedExecution()
 
     def replicationFactor(self, replication_factor: int) -> Self:  # noqa: N802
-        """How many copies of the pipeline share each batch.
+        """Set the number of copies of the pipeline that share each batch.
 
-        Each is on devices of its own. Where there are not enough devices, one pipeline runs the
+        Each copy is on devices of its own. If there are not enough devices, one pipeline runs the
         others' shares as further micro-batches, and a warning says so.
 
+        Args:
+            replication_factor: a positive integer.
+
         Raises:
-            PlanError: no whole number from 1 on.
+            PlanError: it is not a positive integer.
         """
         self.replication_factor = _from_one("replicationFactor", replication_factor)
         return self
 
     def deviceIterations(self, device_iterations: int) -> Self:  # noqa: N802
-        """How many batches a call has: in training each with a step of the optimizer.
+        """Set the number of batches of a call; in training, each has a step of the optimizer.
+
+        Args:
+            device_iterations: a positive integer.
 
         Raises:
-            PlanError: no whole number from 1 on.
+            PlanError: it is not a positive integer.
         """
         self.device_iterations = _from_one("deviceIterations", device_iterations)
         return self
 
     def setExecutionStrategy(self, strategy: PipelinedExecution) -> Self:  # noqa: N802
-        """What the stages are, and whether they overlap.
+        """Set the stages, and whether they overlap.
+
+        Args:
+            strategy: a :class:`PipelinedExecution` or :class:`ShardedExecution`.
 
         Raises:
-            UsageError: no strategy.
+            UsageError: it is not a strategy.
         """
         if not isinstance(strategy, PipelinedExecution):
             raise UsageError(
@@ -188,15 +208,15 @@ class Options:
     def outputMode(  # noqa: N802
         self, output_mode: OutputMode, output_return_period: int | None = None
     ) -> Self:
-        """Which micro-batches' results a call returns.
+        """Choose the micro-batches whose results a call returns.
 
         Args:
             output_mode: see :class:`OutputMode`.
-            output_return_period: for ``OutputMode.EveryN``: every how many.
+            output_return_period: n, for ``OutputMode.EveryN``.
 
         Raises:
-            UsageError: no mode.
-            PlanError: ``EveryN`` without a period from 1 on.
+            UsageError: it is not an :class:`OutputMode`.
+            PlanError: ``EveryN`` is passed without a positive period.
         """
         if not isinstance(output_mode, OutputMode):
             raise UsageError(
@@ -211,17 +231,17 @@ class Options:
     def anchorMode(  # noqa: N802
         self, anchor_mode: OutputMode, anchor_return_period: int | None = None
     ) -> Self:
-        """As :meth:`outputMode`: its old name."""
+        """Do the same as :meth:`outputMode`, under its old name."""
         return self.outputMode(anchor_mode, anchor_return_period)
 
     def randomSeed(self, random_seed: int) -> Self:  # noqa: N802
-        """``torch.manual_seed``, at once."""
+        """Call ``torch.manual_seed`` at once."""
         torch.manual_seed(random_seed)
         return self
 
     @property
     def chunks(self) -> int:
-        """Micro-batches of one training step, in all copies."""
+        """The number of micro-batches of one training step, in all copies."""
         return self.Training.gradient_accumulation * self.replication_factor
 
     def __getattr__(self, name: str) -> Any:
@@ -251,7 +271,7 @@ def _from_one(name: str, number: object) -> int:
 
 
 class _Accepted:
-    """A group of options of which none has a meaning here."""
+    """A group of options without a meaning here."""
 
     def __init__(self, group: str, why: str) -> None:
         self._group, self._why = group, why
@@ -273,11 +293,11 @@ def _accepting(options: Any, name: str, why: str) -> Callable[..., Any]:
 def _elsewhere(
     options: Any, group: str, name: str, accepted: Mapping[str, str], refused: Mapping[str, str]
 ) -> Any:
-    """An attribute that the options do not have themselves.
+    """Return a method for an option that has no meaning here.
 
     Raises:
-        UsageError: it is refused.
-        AttributeError: nobody knows it.
+        UsageError: the option is refused.
+        AttributeError: there is no such option.
     """
     if name in accepted:
         if name in ("Jit", "Precision", "TensorLocations", "_Popart"):

@@ -1,4 +1,4 @@
-"""Which micro-batches' results a call returns, and how they become one."""
+"""Select the micro-batches' results that a call returns, and combine them."""
 
 import enum
 from collections import Counter
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..._common.nested import leaves, map_leaves, map_tensors
 
 Part = tuple[int, Any]
-"""A copy's number, and what the model returned there for one micro-batch."""
+"""A copy's number, and the model's result there for one micro-batch."""
 
 
 class OutputMode(enum.Enum):
@@ -28,9 +28,9 @@ def chosen(parts: Sequence[Part], mode: OutputMode, period: int) -> list[Any]:
     """Select the results that a mode returns.
 
     Args:
-        parts: of all micro-batches, in the order of the batch.
-        mode: not ``Default``.
-        period: for ``EveryN``.
+        parts: the results of all micro-batches, in the order of the batch.
+        mode: any mode except ``Default``.
+        period: n, for ``EveryN``.
 
     Example:
         >>> chosen([(0, "a"), (0, "b"), (1, "c"), (1, "d")], OutputMode.Final, 1)
@@ -55,7 +55,7 @@ def chosen(parts: Sequence[Part], mode: OutputMode, period: int) -> list[Any]:
 
 
 def together(results: Sequence[Any]) -> Any:
-    """Results one behind the other, on the host: rows on dim 0, and numbers as a row of numbers.
+    """Concatenate results on the host: rows on dim 0, and numbers as a row of numbers.
 
     Example:
         >>> together([torch.tensor(1.0), torch.tensor(2.0)])
@@ -70,7 +70,7 @@ def _rows(tensors: list[Tensor]) -> Tensor:
 
 
 def _combined(results: Sequence[Any], how: Any) -> Any:
-    """One result, each tensor made of those in its place; what is no tensor is the last one's."""
+    """Combine results leaf by leaf; a leaf that is not a tensor is taken from the last result."""
     if len(results) == 1:
         return results[0]
     columns = zip(*(leaves(result) for result in results), strict=True)

@@ -1,8 +1,8 @@
 """torchdistpackage's names, for a script whose stages are devices of one process.
 
 In: a list of layers, functions for a forward and a backward, an optimizer. Out: gradients in
-``.grad``, losses and outputs; underneath is a ``Pipeline``. Read first: ``steps``, then ``ranks``,
-how one process is each rank of a pipeline. ``docs/how-to/from-torchdistpackage.md`` is for users.
+``.grad``, losses and outputs, computed by a ``Pipeline``. Read first: ``steps``, then ``ranks``,
+with which one process runs every rank. ``docs/how-to/from-torchdistpackage.md`` is for users.
 """
 
 from typing import NoReturn

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ..._common.callsite import remembers_caller, users_line
 from ..._common.checks import expected, is_integer
-from ..._common.thread_state import CallerState
+from ..._common.threads.thread_state import CallerState
 from ...errors import PlanError, UsageError
 
 R = TypeVar("R")

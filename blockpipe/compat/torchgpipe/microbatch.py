@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..._common.thread_state import ours
+from ..._common.threads.thread_state import ours
 from ...stages.cursor import current_cursor, is_checkpointing, is_recomputing
 
 __all__ = ["current_microbatch", "is_checkpointing", "is_recomputing"]

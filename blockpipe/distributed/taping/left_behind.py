@@ -25,7 +25,7 @@ class StatesBefore:
         ]
 
     def check(self) -> None:
-        """Raise :class:`RecordingError` for what has changed."""
+        """Raise :class:`RecordingError` if an attribute has changed."""
         for path, module, before in self._kept:
             after = _members(module)
             for name in before.keys() | after.keys():

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ..._common.callsite import users_line
 from ..._common.modules import named_slots
 from ..._common.nested import leaves, map_leaves, tensors
-from ..._common.thread_state import (
+from ..._common.threads.thread_state import (
     autocast_states,
     call_under,
     enter_modes,
@@ -66,7 +66,7 @@ class TapingMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.tape = Tape([], None, grad=torch.is_grad_enabled())
-        self.inside = False  # of a sealed module; what is patched of torch's asks for it
+        self.inside = False  # of a sealed module; patched torch functions ask for it
         self.hop = -1
         self.sealed = recording.sealed
         self.cursor = cursor
@@ -129,7 +129,7 @@ class TapingMode(TorchFunctionMode):
 
         return self.note(func, None, args, kwargs, call)
 
-    # --- what is patched of torch's calls these
+    # --- patched torch functions call these
 
     def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
         """A custom autograd function is about to be called."""
@@ -137,7 +137,7 @@ class TapingMode(TorchFunctionMode):
     def call_sealed(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Write a call down as one, and nothing of what it does."""
+        """Write a call down as one entry, without the operations inside it."""
         return self.apart(function, None, args, kwargs, function)
 
     def apart(

@@ -45,7 +45,7 @@ class OperationWatch(DispatchMode):
     tensors of sizes that depend on data. The names of torch functions do not tell that."""
 
     def begin(self) -> None:
-        """Forget what was noted."""
+        """Clear all notes."""
         self.drew = self.made_unsized = self.read_value = False
 
     drew = made_unsized = read_value = False

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..._common.nested import leaves
 
 REMEDY = "move it into a module that stays on one stage, whose inside is Python as ever"
-"""What errors advise for code that a tape cannot hold."""
+"""The remedy in errors about code that a tape cannot hold."""
 
 
 class Reference:
@@ -118,7 +118,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """What is called, in words."""
+        """The name of the function or module that is called."""
         if self.module is not None:
             return f"module {self.module or '(the model)'!r}"
         return getattr(self.function, "__qualname__", None) or repr(self.function)
@@ -134,11 +134,11 @@ class Meta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Meta:
-        """What a tensor is now."""
+        """Return a tensor's present metadata."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def example(self, device: Any = "meta") -> Tensor:
-        """A tensor like it, without values."""
+        """Return a tensor like it, without values."""
         return torch.empty(
             self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad
         )

@@ -1,5 +1,5 @@
-"""The lanes of a step: which action begins when, and in which thread.
+"""The lanes of a step: the order of actions, and the threads that run them.
 
-In: a schedule, and what runs a forward or a backward. Out: all of its actions run, or the first
-failure. Read first: ``lane_state``, which has no threads, then ``lane_threads``.
+In: a schedule, and functions that run a forward or a backward. Out: all actions have run, or the
+first failure. Read first: ``lane_state``, which has no threads, then ``lane_threads``.
 """

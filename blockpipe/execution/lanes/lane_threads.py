@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 
 from ..._common.callsite import line_of_thread
-from ..._common.standstill import PATIENCE, POLL, Standstill
-from ..._common.thread_state import CallerState, give_forward_lock, take_forward_lock
+from ..._common.threads.standstill import PATIENCE, POLL, Standstill
+from ..._common.threads.thread_state import CallerState, give_forward_lock, take_forward_lock
 from ...errors import StateError
 from ...schedules.schedule import Action, Schedule
 from .lane_state import LaneState

@@ -7,13 +7,13 @@ from ...errors import BlockpipeError
 
 
 def note_failure(error: BaseException, phase: str, microbatch: int, stage: int | None) -> None:
-    """Add to an error in which part of a step, and at which line of the user's, it was raised.
+    """Add a note to an error: the part of the step and the user's line where it was raised.
 
     Args:
         error: raised by the user's code, by torch, or by Blockpipe.
         phase: ``"forward"``, ``"backward"`` or ``"recomputation"``.
-        microbatch: its index.
-        stage: ``None`` where it is not known.
+        microbatch: the micro-batch's index.
+        stage: the stage; ``None`` if it is not known.
     """
     where = "" if stage is None else f" on stage {stage}"
     remedy = ""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..._common.nested import leaves, map_tensors, tensors
-from ..._common.thread_state import theirs
+from ..._common.threads.thread_state import theirs
 from ..._torch.tensors import storage_id
 from ...batches.losses import check_differentiable, checked_loss
 from ...batches.microbatch import Microbatch

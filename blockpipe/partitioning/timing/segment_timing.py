@@ -21,7 +21,7 @@ from ..._common.callsite import users_line
 from ..._common.modules import call_with_tensors, named_slots
 from ..._common.nested import map_tensors, tensors
 from ..._common.progress import Progress
-from ..._common.thread_state import CallerState, intra_operation_threads
+from ..._common.threads.thread_state import CallerState, intra_operation_threads
 from ..._torch.modules import COMPILED_CALL, buffers_of, parameters_of
 from ...batches.losses import computed_loss, own_loss_or_none
 from ...batches.step_arguments import StepArguments

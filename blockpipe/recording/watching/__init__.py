@@ -2,7 +2,5 @@
 
 In: the operations and calls of a forward. Out: entries of a :class:`Recording`. Read first:
 ``watched_run``, which puts the watchers around a forward, then ``recorder``, the listener, which
-uses the others. ``calls`` has the calls under way; ``mode`` intercepts for the recorder; reasons to
-refuse a crossing are raised where it is watched: of tensors in ``custom_functions``, of plain
-values in ``shared_values``.
+uses the others. ``calls`` has the calls under way, and ``mode`` intercepts for the recorder.
 """

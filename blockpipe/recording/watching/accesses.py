@@ -180,7 +180,7 @@ def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access |
         return None
     around = outer[0] if outer else None
     counts = isinstance(around, ast.AugAssign) and node is around.target
-    # What is there is read by one instruction, and set by a later one; if it is a container, it is
+    # One instruction reads the value, and a later one sets it; if it is a container, it is
     # changed in place (``self.seen += [x]``).
     loads = operation.startswith(("LOAD", "BINARY"))
     return Access(node, loads, not loads, counts, Use.WRITE if counts else Use.NONE)

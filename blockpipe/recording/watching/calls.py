@@ -147,7 +147,7 @@ class CallsUnderWay:
         self._activations.given(call, given)
         if path in self.unhookable:
             self._activations.take_off()
-            self.refuse("torch.func, or whatever bears no saved-tensor hooks, is in it", call)
+            self.refuse("it uses torch.func, or other code that allows no saved-tensor hooks", call)
         ids = {id(t) for t in given} | {id(self._run.newest(t)) for t in given}
         self._stack.append((call, ids, args))
         return call

@@ -13,7 +13,7 @@ from ...crossing.microbatch_run import MicrobatchRun
 from ...crossing.tags import TAG, UNCUT, Tag
 from ...errors import CrossingError
 from ..calls import Call
-from ..recording import TensorInfo
+from ..entries import TensorInfo
 from .calls import CallsUnderWay
 
 

@@ -9,7 +9,8 @@ import torch
 from ..._common.callsite import users_line
 from ...crossing.microbatch_run import MicrobatchRun
 from ...devices.rng_streams import current, host_sources, moved
-from ..recording import GeneratorUse, Recording
+from ..entries import GeneratorUse
+from ..recording import Recording
 from .calls import CallsUnderWay
 
 

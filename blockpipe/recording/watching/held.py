@@ -8,7 +8,8 @@ from ..._common.modules import named_slots
 from ..._common.text import dtype_text
 from ..._torch.modules import buffers_of, parameters_of
 from ...costs.work import size_of
-from ..recording import Recording, TensorInfo
+from ..entries import TensorInfo
+from ..recording import Recording
 
 
 def held_tensors(model: nn.Module, result: Recording) -> dict[int, TensorInfo]:

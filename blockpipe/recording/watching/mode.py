@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..._common.model_turns import alone_with
 from ..._common.modules import StandIn
+from ..._common.threads.model_turns import alone_with
 from ..._torch.modes import how_many_function_modes
 from ...crossing.interception import CrossingMode, is_question, looks_at_graph
 from ...crossing.microbatch_run import Reader

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ..._common.text import dtype_text
-from ..._common.thread_state import ours
+from ..._common.threads.thread_state import ours
 from ..._torch.graph import saved_tensor_hooks
 from ..._torch.tensors import FakeTensor, version_of
 from ...costs.work import size_of
@@ -29,9 +29,10 @@ from ...errors import CrossingError, PlanError
 from ...stages.cursor import Mark
 from ...stages.plan import too_few_devices
 from ..calls import Call
+from ..entries import CrossingInfo, Hop, TensorInfo, Unmarked
 from ..outside_state import OutsideState
 from ..outside_tensors import OutsideTensors
-from ..recording import CrossingInfo, Hop, Recording, TensorInfo, Unmarked
+from ..recording import Recording
 from ..segments import Segments
 from ..shared_changes import SharedChanges
 from .calls import CallsUnderWay, RecordedTag, is_made_by
@@ -207,7 +208,7 @@ class Recorder:
         self.activations.at(hop, innermost, self.segments.current.index)
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks != self._ambient_hooks:
-            info.whole = "it recomputes, or packs what it saves"
+            info.whole = "it recomputes, or packs its saved tensors"
             info.reruns_forward = True
 
     def _note_unmarked(self, hop: int) -> None:
@@ -235,7 +236,7 @@ class Recorder:
         except CrossingError as error:
             if not is_untagged:
                 raise
-            # In a sealed module nobody will look (torch.func makes such tensors): see conclude.
+            # A sealed module is not looked into (torch.func makes such tensors): see conclude.
             self.custom.fail(error.with_traceback(None))
             return tensor
 
@@ -413,7 +414,7 @@ class Recorder:
         if self.run.sealed:
             yield f"it is inside of autograd.Function {self.custom.last!r}"
         if saved_tensor_hooks() not in (None, self._ambient_hooks):
-            yield "it is inside of what is recomputed, or packs what it saves"
+            yield "it is inside of code that is recomputed, or that packs its saved tensors"
 
     def wrote(self, tensor: Tensor) -> None:
         """Note that an operation wrote to a tensor without counting up its version."""
@@ -446,6 +447,6 @@ class Recorder:
         self.checkpointed_in.append(self.calls.innermost)
 
     def custom_function(self, name: str) -> None:
-        """Note that a custom autograd function was applied, whose backward nobody knows."""
+        """Note that a custom autograd function was applied, whose backward is not known."""
         self.result.hops[max(self.hop, 0)].reruns_forward = True
         self.custom.apply(name)

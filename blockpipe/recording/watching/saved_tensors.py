@@ -19,7 +19,7 @@ from ..._torch.tensors import storage_id, version_of
 from ...costs.work import size_of
 from ...crossing.recompute import Recomputable
 from ..calls import Call, Saved
-from ..recording import ActivationBytes, Hop
+from ..entries import ActivationBytes, Hop
 
 _Key = int  # a storage's
 _FEW = 8  # storages whose sizes are kept

@@ -33,9 +33,10 @@ from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
 from ..calls import Call
+from ..entries import SharedChange
 from ..outside_state import in_words
 from ..reads import Reads, libraries_code_reads
-from ..recording import Recording, SharedChange
+from ..recording import Recording
 from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
 from .frozen import frozen
@@ -68,7 +69,7 @@ class _Value:
     counted_on: set[int] = field(default_factory=set)
     is_carried: bool = False  # what one forward leaves there the next one reads
     is_traced: bool = False  # whether the user's own code sets it
-    is_constant: bool = True  # whatever it is set to can be the same in each forward
+    is_constant: bool = True  # all values that it is set to may be equal in each forward
 
 
 @dataclass
@@ -133,8 +134,8 @@ class SharedValues:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While entered, this thread's code is traced. A debugger, or whatever else traces it, has
-        a pause meanwhile; one that begins meanwhile goes on."""
+        """Trace this thread's code during a block. A debugger or another tracer is paused; one that
+        begins during the block stays."""
         if not self.traces:
             yield
             return
@@ -194,8 +195,8 @@ class SharedValues:
                 self._is_set(pending)
 
     def _note_missed(self, running: types.FrameType, hops: dict[int, int]) -> None:
-        """What a function did not do this time it may do the next time, if it turns by the data, or
-        by what the forward changes itself: then nothing would say so before."""
+        """Note the accesses in branches that a function did not take. If its condition depends on
+        the data or on the forward's own changes, it may take them in a later step unnoticed."""
         accesses = self._codes[id(running.f_code)][1]
         missed = accesses.keys() - hops.keys()
         frame = Frame(running, self._functions, None)
@@ -239,7 +240,7 @@ class SharedValues:
             self._uses(access, self._objects.get(id(value), value), frame, hop)
 
     def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:
-        """What can change is read as a whole, or changed."""
+        """Note that a mutable value is read as a whole, or changed."""
         is_given = access.use is Use.READ and access.given_to
         if is_given and _is_looked_into(frame.evaluated(is_given)):
             return
@@ -251,7 +252,7 @@ class SharedValues:
             known.set_on.add(hop)
             known.is_constant = False
 
-    # --- what is written down
+    # --- notes
 
     def _is_lasting(self, owner: Any) -> bool:
         is_variable = isinstance(owner, Names | types.CellType | threading.local)
@@ -370,7 +371,8 @@ class SharedValues:
         return found
 
     def _of_all(self, known: _Value) -> list[_Value]:
-        """Who reads an entry of a container, or all of it, sees what is set by the other way."""
+        """Return the values that overlap: a container's entries for its whole content, or the
+        reverse."""
         if known.key is ALL:
             return [v for v in self._values.values() if v.owner is known.owner and v is not known]
         whole = self._values.get((_space_of(known.owner), ALL))
@@ -392,8 +394,8 @@ def _is_by_microbatch(container: Any) -> bool:
 
 
 def attribute_of(owner: Any, key: Any) -> tuple[str, type | None] | None:
-    """The name by which code reads a value, and the class of what has it: ``None`` for a variable;
-    an entry or an element has no name."""
+    """Return the name by which code reads a value, and the class of its owner (``None`` for a
+    variable); an entry or an element has no name."""
     if isinstance(owner, _CONTENTS) or not isinstance(key, str):
         return None
     if isinstance(owner, Names | types.CellType):

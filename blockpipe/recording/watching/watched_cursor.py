@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..._common.thread_state import ours
+from ..._common.threads.thread_state import ours
 from ...stages.cursor import Cursor, Mark
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..._common.nested import map_tensors, tensors
 from ..._common.progress import Progress
 from ..._common.text import dtype_text, short
-from ..._common.thread_state import as_ours, theirs
+from ..._common.threads.thread_state import as_ours, theirs
 from ..._torch.modules import COMPILED_CALL, is_compiled, no_cached_parametrizations
 from ..._torch.tensors import version_of
 from ...batches.losses import own_loss_or_none
@@ -24,10 +24,11 @@ from ...restoring.holders import Holder
 from ...restoring.model_state import is_users
 from ...stages.cursor import set_cursor
 from ...stages.marks import mark_of
+from ..entries import Hop, Output
 from ..outside_state import TORCHS, OutsideState
 from ..plan_resolution import Stages
 from ..reads import Reads
-from ..recording import Hop, Output, Recording
+from ..recording import Recording
 from ..sample import RecordRequest
 from ..sealing import conclude
 from ..shared_changes import SharedChanges

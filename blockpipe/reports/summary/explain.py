@@ -17,7 +17,8 @@ from ...errors import UsageError
 
 if TYPE_CHECKING:  # a recording can explain itself; that needs only its fields
     from ...recording.calls import Call
-    from ...recording.recording import Recording, TensorInfo
+    from ...recording.entries import TensorInfo
+    from ...recording.recording import Recording
 
 _MOST_LISTED = 6  # of a module's parameters and buffers
 

@@ -18,7 +18,8 @@ from ...costs.rates import Rates
 
 if TYPE_CHECKING:  # a recording can summarize itself; its rows need only its fields
     from ...recording.calls import Call
-    from ...recording.recording import Recording, TensorInfo
+    from ...recording.entries import TensorInfo
+    from ...recording.recording import Recording
 
 
 @dataclass

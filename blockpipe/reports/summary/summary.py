@@ -25,7 +25,8 @@ from .rows import module_rows, stage_rows
 from .text import as_text
 
 if TYPE_CHECKING:  # a recording can summarize itself; that needs only its fields
-    from ...recording.recording import CrossingInfo, Recording, TensorInfo
+    from ...recording.entries import CrossingInfo, TensorInfo
+    from ...recording.recording import Recording
 
 _STAR = "*: an earlier row has some of these parameters too; the row around both counts them once"
 

@@ -102,6 +102,9 @@ class Timeline(Trace):
         Args:
             step: the number of the step; -1 is the last.
             width: the characters of a line, at least 20.
+
+        Raises:
+            UsageError: the width is not an integer from 20 up, or there is no such step.
         """
         if not is_integer(width, 20):
             raise UsageError(expected("an integer from 20 up", width, for_="width"))

@@ -167,7 +167,11 @@ class Verification:
         return found
 
     def raise_if_different(self) -> None:
-        """Raise :class:`VerificationError` with this table, unless the result is ``ok``."""
+        """Do nothing if the result is ``ok``.
+
+        Raises:
+            VerificationError: it is not; the message is this table.
+        """
         if not self.ok:
             raise VerificationError(f"the pipelined step differs from the plain one\n{self}")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..._common.callsite import users_line
 from ..._common.nested import leaves, map_tensors, tensors
-from ..._common.thread_state import CallerState, intra_operation_threads, theirs
+from ..._common.threads.thread_state import CallerState, intra_operation_threads, theirs
 from ..._torch.modules import is_compiled
 from ...batches.batch_dims import BatchDims, dims_of_call
 from ...batches.class_weights import reduction_for

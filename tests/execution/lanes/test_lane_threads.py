@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpipe._common.thread_state import CallerState
+from blockpipe._common.threads.thread_state import CallerState
 from blockpipe.execution.lanes.lane_threads import Cross, LaneThreads
 from blockpipe.schedules.builders import make_schedule
 from blockpipe.schedules.schedule import Action, Schedule

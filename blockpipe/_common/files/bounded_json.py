@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from .checks import mismatch
+from ..checks import mismatch
 
 LARGEST_TEXT = 100_000_000
 """Characters of a text; in bytes it is the limit of the safetensors format for a header."""

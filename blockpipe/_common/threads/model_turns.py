@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import UsageError
-from .callsite import users_line
+from ...errors import UsageError
+from ..callsite import users_line
 from .standstill import PATIENCE, Gate, Standstill
 
 _lock = threading.RLock()

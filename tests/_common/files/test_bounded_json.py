@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpipe._common import bounded_json as bounded
-from blockpipe._common.bounded_json import parse_json, read_text
+from blockpipe._common.files import bounded_json as bounded
+from blockpipe._common.files.bounded_json import parse_json, read_text
 
-from ..stage_devices import examples
+from ...stage_devices import examples
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.text(),

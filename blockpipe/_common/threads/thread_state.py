@@ -15,8 +15,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from .._torch.graph import saved_tensor_hooks
-from .._torch.modes import (
+from ..._torch.graph import saved_tensor_hooks
+from ..._torch.modes import (
     dispatch_modes,
     function_modes,
     how_many_function_modes,
