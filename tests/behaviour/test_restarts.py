@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from . import restarting
+from ..distributed import restarting
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu("the processes have no simulated accelerator")]
 
