@@ -94,6 +94,7 @@ class Agreement:
             BaseException: the failure, in the process that has it.
             RankError: another process has failed, or passes another description.
         """
+        self._failures.is_agreed = False
         self._failures.progress.done("what it does before a step")
         common, own = _digest(kind.common), _digest(kind.own)
         rows = self._rows([failure is not None, common, own, asks], self._group)

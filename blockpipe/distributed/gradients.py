@@ -49,13 +49,16 @@ class StageGradients:
         before = [parameter.grad for parameter in shared]
         for parameter in shared:
             parameter.grad = None
-        yield
-        self._tied.sum_gradients()
-        if self._replicas is not None:
-            self._replicas.sum_gradients(shared, self._device)
-        for parameter, earlier in zip(shared, before, strict=True):
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+        try:
+            yield
+            self._tied.sum_gradients()
+            if self._replicas is not None:
+                self._replicas.sum_gradients(shared, self._device)
+        finally:  # also where the step was refused
+            for parameter, earlier in zip(shared, before, strict=True):
+                if earlier is not None:
+                    now = parameter.grad
+                    parameter.grad = earlier if now is None else earlier + now
 
     @torch.no_grad()
     def clip_norm(self, max_norm: float, norm_type: float) -> Tensor:

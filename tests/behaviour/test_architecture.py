@@ -139,7 +139,13 @@ def test_data_does_not_need_torch():
 # Of Python's own, with an underscore for other reasons than to be private.
 PYTHONS = {
     *("_asdict", "_fields", "_make", "_replace"),
-    *("_current_frames", "_data", "_getframe", "_lru_cache_wrapper"),  # _data: of os.environ
+    *(
+        "_current_frames",
+        "_data",
+        "_exit",
+        "_getframe",
+        "_lru_cache_wrapper",
+    ),  # _data: of os.environ
 }
 
 

@@ -203,6 +203,33 @@ def encoder_decoder(rank: int, ranks: int) -> None:
     compare(t5(), (), {"input_ids": ids(8), "labels": ids(8)}, **_on(ranks))
 
 
+class TiedLayers(nn.Module):
+    """A layer for each stage, and one that some of the stages share."""
+
+    def __init__(self, stages: int, sharing: set[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(stages))
+        self.shared = nn.Linear(6, 6)
+        self.sharing = sharing
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            with bp.Block(number):
+                x = torch.tanh(layer(x))
+                if number in self.sharing:
+                    x = self.shared(x)
+        return x
+
+
+def other_processes_share_in_the_next_model(rank: int, ranks: int) -> None:
+    """A process that shares nothing with the others in one model does so in another one."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    for sharing in ({0, ranks - 1}, {*range(ranks)}, {1, ranks - 1}):
+        model = TiedLayers(ranks, sharing)
+        compare(model, (x,), target=y, loss_fn=mean_square, chunks=4, steps=2)
+
+
 def values_of_one_process_count(rank: int, ranks: int) -> None:
     """A tied weight that differs at the start is the first stage's."""
     model = gpt()
@@ -330,6 +357,10 @@ def what_differs_is_named_at_the_start(rank: int, ranks: int) -> None:
         "arguments", *each, deep(ranks).double() if last else None, sample=double if last else args
     )
 
+    net = nn.Sequential(*[nn.Linear(6, 6) for _ in range(ranks + 1)])
+    bp.begin_blocks(net, {str(stage + last): stage for stage in range(1, ranks)})
+    differs("stage of '1.bias'", 1, 0, net, sample=args[0])
+
     wider = deep(ranks)
     if last:
         wider.embedding = nn.Embedding(7, 6)
@@ -390,13 +421,17 @@ def replicas_of_a_pipeline(rank: int, ranks: int) -> None:
 
 
 def a_replica_that_fails_before_a_step_ends_it_for_all(rank: int, ranks: int) -> None:
-    """The others, which have other processes for their stages, hear of it, and go on."""
+    """The others, which have other processes for their stages, hear of it, and go on with the
+    gradients of before."""
     mesh = init_device_mesh("cpu", (2, ranks // 2))
     args, target = _batch(8)
     model = deep(ranks // 2)
     if ranks == 2:
         model.embedding.requires_grad_(False)  # the second stage's
     pipe = DistributedPipeline(model, sample=args, mesh=mesh, chunks=2)
+    pipe.forward_backward(*args, target=target, loss_fn=mean_square)
+    before = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+    assert before
     bad = target[:5] if rank == ranks - 1 else target
     what = "target" if rank == ranks - 1 else f"rank {ranks - 1} failed before the step began"
     _raises(what, lambda: pipe.forward_backward(*args, target=bad, loss_fn=mean_square))
@@ -406,6 +441,8 @@ def a_replica_that_fails_before_a_step_ends_it_for_all(rank: int, ranks: int) ->
         text,
         lambda: pipe.train(in_training).forward_backward(*args, target=target, loss_fn=mean_square),
     )
+    kept = [p.grad for p in pipe.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
     pipe.train().forward_backward(*args, target=target, loss_fn=mean_square)
 
 

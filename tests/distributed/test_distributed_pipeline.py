@@ -33,7 +33,7 @@ WITH_FOUR = [name for name in NAMES if name.endswith("frozen_1")]
 WITH_FOUR += ["unet", "integers", "tied_gpt", "rotary_llama", "encoder_decoder"]
 WITH_FOUR += ["clipped", "replicas_of_a_pipeline", "values_of_one_process_count"]
 WITH_FOUR += ["a_replica_that_fails_before_a_step_ends_it_for_all"]
-WITH_FOUR += ["what_differs_is_named_at_the_start"]
+WITH_FOUR += ["what_differs_is_named_at_the_start", "other_processes_share_in_the_next_model"]
 
 
 def test_uneven_micro_batches_in_two_processes() -> None:

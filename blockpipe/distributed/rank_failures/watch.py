@@ -58,6 +58,7 @@ class Watch:
         self._seen: dict[int, float] = {}  # when a process last gave another sign of life
         self._moved = self._looked = time.monotonic()
         self._count, self._counted = progress.count, time.monotonic()
+        self._process = os.getpid()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="blockpipe-watch", daemon=True)
 
@@ -68,6 +69,8 @@ class Watch:
 
     def stop(self) -> None:
         """Say that this process has no pipeline any more."""
+        if os.getpid() != self._process:  # a fork, such as a worker that loads data
+            return
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join(2 * PERIOD)
@@ -128,9 +131,9 @@ class Watch:
         )
 
     def _look(self) -> None:
-        self.verdict = self._board.verdict()
+        self.verdict = self._board.verdict() or self.verdict
         now = time.monotonic()
-        if now - self._looked > SILENT_IF_LOST / 2:  # this thread has slept, and not the others
+        if now - self._looked > SILENT / 3:  # the machine has slept, perhaps with all processes
             self._seen.clear()
             self._moved = now
         self._looked = now

@@ -4,7 +4,8 @@ import signal
 
 import pytest
 
-from . import failing_cases, ranks
+from .. import ranks
+from . import failing_cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu("the processes have no simulated accelerator")]
 
