@@ -116,6 +116,8 @@ class TapingMode(TorchFunctionMode):
                 enter_modes(around)
         kwargs = dict(kwargs or {})
         if func == _GRAPH_NODE:
+            if isinstance(args[0], nn.Parameter):  # a module asks, to register it
+                self._refuse("a new parameter", f"call the model once before, or {REMEDY}")
             self._refuse("a look at the graph (grad_fn)")
         if is_question(func) and func not in _HOOKS:
             if func in _SIZES:
@@ -326,10 +328,10 @@ class TapingMode(TorchFunctionMode):
     def _unsized(self, tensor: Tensor) -> bool:
         return self._numbers.get(id(tensor), -1) in self.tape.unsized
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, remedy: str = REMEDY) -> None:
         raise RecordingError(
             "expected a forward whose code between modules does the same for every micro-batch of "
-            f"these shapes, got {what} at {users_line()}; {REMEDY}"
+            f"these shapes, got {what} at {users_line()}; {remedy}"
         )
 
 
