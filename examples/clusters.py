@@ -273,8 +273,10 @@ TABLES = {
 def filled(page: str) -> str:
     """A page with the tables between the comments that name them."""
     for name, make in TABLES.items():
-        found = re.compile(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
-        page = found.sub(lambda _, make=make: make(), page)
+        text = f"<!-- {name} -->\n\n{make()}\n\n<!-- end -->"
+        place = re.compile(rf"<!-- {name} -->\n.*?<!-- end -->", re.DOTALL)
+        page, count = place.subn(lambda _, text=text: text, page)
+        assert count == 1, f"expected a place for the table {name!r}"
     return page
 
 

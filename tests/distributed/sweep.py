@@ -161,7 +161,9 @@ def in_processes(family: str, names: list[str], ranks: int) -> dict[str, str]:
     found = {}
     while names:
         now, names = names[:_TOGETHER], names[_TOGETHER:]
-        reports = run_cases(__name__, [f"{family}:{name}" for name in now], ranks, seconds=600, patience=180)
+        reports = run_cases(
+            __name__, [f"{family}:{name}" for name in now], ranks, seconds=600, patience=180
+        )
         for at, name in enumerate(now):
             texts = [*reports[f"{family}:{name}"].values()]
             found[name] = "equal" if not texts else _most_telling(texts)
