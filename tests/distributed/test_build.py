@@ -152,6 +152,31 @@ def test_what_is_computed_from_constants_may_be_read():
     assert_like_plain(Glue(between), torch.randn(3, 4))
 
 
+def test_a_question_about_the_arguments_is_asked_again():
+    """Of a mask, for example; another answer is an error, and not another result."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            hidden = mask.eq(0)
+            h = self.first(x)
+            h = h.masked_fill(hidden, 0.0) if hidden.any() else h
+            with bp.Block(1):
+                return self.second(h)
+
+    net, x, ones = Masked(), torch.randn(3, 4), torch.ones(3, 4)
+    assert_like_plain(net, x, ones.tril())
+    stage = build_stage(net, 0, (x, ones))
+    assert torch.equal(stage(x, 2 * ones)[0], net.first(x))
+    with pytest.raises(
+        bp.BlockpipeError, match=r"expected False.*test_build\.py:.*got True.*alike"
+    ):
+        stage(x, ones.tril())
+
+
 def test_glue_is_told_that_it_is_traced():
     """It need not look at values then; a sealed module, which runs each time, is not told."""
 
