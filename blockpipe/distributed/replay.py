@@ -21,6 +21,7 @@ from .._torch.tensors import is_view
 from ..errors import RouteError
 from .cutting import StageTape
 from .taping.tape import (
+    REMEDY,
     Entry,
     Held,
     Meta,
@@ -202,12 +203,19 @@ class StageModule(nn.Module):
                 function = partial(_call_forward, module)
         assert function is not None
         results, name, where, shapes = entry.results, entry.name, entry.where, entry.shapes
+        answer = entry.answer
 
         def step(environment: Environment) -> None:
             result = function(
                 *[read(environment) for read in args],
                 **{name: read(environment) for name, read in kwargs.items()},
             )
+            if answer is not None and result is not answer:
+                raise RouteError(
+                    f"expected {answer} from {name} ({where}), as when it was recorded, got "
+                    f"{result}: the forward asks this about its arguments, and may take another "
+                    f"way; pass micro-batches that are alike in this, or {REMEDY}"
+                )
             found = [result] if isinstance(result, Tensor) else list(tensors(result))
             if len(found) != len(results):
                 raise RouteError(

@@ -2,8 +2,8 @@
 
     python examples/benchmarks/peers.py
 
-For each workload and number of micro-batches: everybody's gradients are compared with the plain
-loop's, then all are timed in turn, in one run. Who is not installed is left out:
+For each workload and number of micro-batches: everybody's loss and gradients are compared with the
+plain loop's, then all are timed in turn, in one run. Who is not installed is left out:
 
     pip install -r examples/benchmarks/requirements-peers.txt
 """
@@ -31,7 +31,7 @@ from candidates import (
     can_pin,
 )
 from rivals import Fairscale, FairscalePatched, Torchgpipe, TorchgpipePatched
-from two_processes import TorchPipelining
+from two_processes import BlockpipeProcesses, Processes, TorchPipelining, TorchTracer
 from workloads import WORKLOADS, stage_seconds
 
 BASELINE = "plain-loop"
@@ -48,6 +48,8 @@ CANDIDATES: dict[str, type[Candidate]] = {
     "fairscale": Fairscale,
     "fairscale-patched": FairscalePatched,
     "torch-pipelining": TorchPipelining,
+    "torch-tracer": TorchTracer,
+    "blockpipe-processes": BlockpipeProcesses,
 }
 TO_THE_BIT = {"blockpipe", "blockpipe-gpipe"}  # what Blockpipe promises on the CPU
 RECOMPUTES = ("blockpipe", "torchgpipe", "fairscale")
@@ -136,11 +138,18 @@ def measure(
     sample = WORKLOADS[workload].sample(chunks)
     task = Task(WORKLOADS[workload], workload, chunks, *sample, checkpoint)
     with ExitStack() as stack:
-        candidates = {}
+        candidates, losses = {}, {}
         for name in names:
             candidates[name] = candidate = CANDIDATES[name](task)
             stack.callback(candidate.close)
-            candidate.step()
+            try:
+                result = candidate.step()
+            except EOFError:  # a worker process has ended
+                print(f"{name} is left out: its processes failed")
+                del candidates[name]
+                continue
+            losses[name] = candidate.loss if isinstance(candidate, Processes) else float(result)
+            assert abs(losses[name] - losses[BASELINE]) < TOLERANCE * abs(losses[BASELINE]), name
         expected = candidates[BASELINE].gradients()
         notes = {
             name: compare(name, candidate.gradients(), expected)

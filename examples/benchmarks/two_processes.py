@@ -1,4 +1,7 @@
-"""torch.distributed.pipelining: a process a stage, tensors sent over gloo, ``Schedule1F1B``.
+"""Two processes, a stage each, tensors sent over gloo, 1F1B of torch.distributed.pipelining.
+
+The stages are three: written by hand for the model, as torch's tracer makes them, and those of
+``blockpipe.distributed``. The engine is the same for all.
 
 Two worker processes live as long as the candidate. Between steps they are blocked on a pipe to the
 parent, and take nothing from the others. A step's time is the workers' own: from the moment at
@@ -7,10 +10,12 @@ through the pipe is not in it, since a training script would not have one.
 """
 
 import contextlib
+import datetime
 import io
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,8 +25,13 @@ import torch.distributed as dist
 from candidates import Candidate, Task, gradients_of
 from measure import Seconds
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from workloads import WORKLOADS
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
+from workloads import WORKLOADS, Workload
+
+import blockpipe as bp
+from blockpipe.distributed import DistributedPipeline
+
+Step = Callable[[], Tensor | None]  # returns the batch's loss, where it is known
 
 
 class Separate(nn.Module):
@@ -45,8 +55,15 @@ class Separate(nn.Module):
         return self.stage(border if len(border) > 1 else border[0])
 
 
-class TorchPipelining(Candidate):
+class Processes(Candidate):
     """Two processes of torch.distributed.pipelining."""
+
+    loss: float
+
+    @staticmethod
+    def make(workload: Workload, chunks: int, rank: int) -> tuple[Step, list[Tensor]]:
+        """Make a process's step; return the parameters of its stage, in the model's order."""
+        raise NotImplementedError
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -55,7 +72,8 @@ class TorchPipelining(Candidate):
         self.pipes, self.workers = [], []
         for rank in range(2):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, Path(self.meeting.name, "store"), task.name, task.chunks)
+            store = Path(self.meeting.name, "store")
+            arguments = (theirs, rank, store, type(self), task.name, task.chunks)
             worker = context.Process(target=_work, args=arguments, daemon=True)
             worker.start()
             theirs.close()  # so that a worker's death is an EOFError here
@@ -68,8 +86,11 @@ class TorchPipelining(Candidate):
         return [pipe.recv() for pipe in self.pipes]
 
     def step(self) -> Seconds:
-        begun, ended = zip(*self._ask("step"), strict=True)
-        return Seconds(max(ended) - min(begun))
+        answers = self._ask("step")
+        self.loss = next(loss for _, _, loss in answers if loss is not None)
+        return Seconds(
+            max(ended for _, ended, _ in answers) - min(begun for begun, _, _ in answers)
+        )
 
     def gradients(self) -> list[Tensor]:
         return [g for blob in self._ask("gradients") for g in torch.load(io.BytesIO(blob))]
@@ -82,32 +103,92 @@ class TorchPipelining(Candidate):
         self.meeting.cleanup()
 
 
-def _work(pipe: Connection, rank: int, store: Path, name: str, chunks: int) -> None:
-    """A worker's life, until the parent closes the pipe."""
-    workload = WORKLOADS[name]
-    model, x, y = workload.sample(chunks)  # the parent's, made again: the seed is fixed
-    module = Separate(model[rank])
-    dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=2)
+class TorchPipelining(Processes):
+    """Stages that are written by hand."""
+
+    @staticmethod
+    def make(workload: Workload, chunks: int, rank: int) -> tuple[Step, list[Tensor]]:
+        model, x, y = workload.sample(chunks)  # the parent's, made again: the seed is fixed
+        module = Separate(model[rank])
+        stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+        return _one_f_one_b(stage, workload, x, y, chunks), list(module.parameters())
+
+
+class TorchTracer(Processes):
+    """Stages that ``torch.distributed.pipelining.pipeline`` makes from a trace of the model.
+
+    Without the patch of :class:`Separate`, gloo refuses the gradients of the U-Net's skips: its
+    processes fail, and it is left out.
+    """
+
+    @staticmethod
+    def make(workload: Workload, chunks: int, rank: int) -> tuple[Step, list[Tensor]]:
+        model, x, y = workload.sample(chunks)
+        traced = pipeline(model, (x[: workload.rows],), split_spec={"1": SplitPoint.BEGINNING})
+        stage = traced.build_stage(rank, torch.device("cpu"))
+        own = dict(traced.get_stage_module(rank).named_parameters())
+        parameters = [own[name] for name, _ in model.named_parameters() if name in own]
+        return _one_f_one_b(stage, workload, x, y, chunks), parameters
+
+
+class BlockpipeProcesses(Processes):
+    """Blockpipe's stages, and its step around torch's schedule."""
+
+    @staticmethod
+    def make(workload: Workload, chunks: int, rank: int) -> tuple[Step, list[Tensor]]:
+        model, x, y = workload.sample(chunks)
+        bp.begin_blocks(model, {"1": 1})
+        pipe = DistributedPipeline(model, sample=x, chunks=chunks, schedule="1f1b")
+        own = dict(pipe.named_parameters())
+        parameters = [own[name] for name, _ in model.named_parameters() if name in own]
+
+        def step() -> Tensor:
+            return pipe.forward_backward(x, target=y, loss_fn=workload.loss).loss
+
+        return step, parameters
+
+
+def _one_f_one_b(stage: Any, workload: Workload, x: Tensor, y: Tensor, chunks: int) -> Step:
     schedule = Schedule1F1B(
-        PipelineStage(module, rank, 2, torch.device("cpu")),
+        stage,
         chunks,
         loss_fn=lambda output, target: workload.loss(output, target) / chunks,
         scale_grads=False,  # the loss is weighted already, as in the plain loop
     )
+
+    def step() -> Tensor | None:
+        if stage.is_first:
+            schedule.step(x, return_outputs=False)
+            return None
+        losses: list[Tensor] = []
+        schedule.step(target=y, losses=losses, return_outputs=False)
+        return torch.stack(losses).sum()
+
+    return step
+
+
+def _work(
+    pipe: Connection, rank: int, store: Path, kind: type[Processes], name: str, chunks: int
+) -> None:
+    """A worker's life, until the parent closes the pipe."""
+    dist.init_process_group(
+        "gloo",
+        init_method=store.as_uri(),
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=60),  # one that fails is not waited for half an hour
+    )
+    do_step, parameters = kind.make(WORKLOADS[name], chunks, rank)
     with contextlib.suppress(EOFError):
         while True:
             if pipe.recv() == "gradients":
                 blob = io.BytesIO()
-                torch.save(gradients_of(module.parameters()), blob)
+                torch.save(gradients_of(parameters), blob)
                 pipe.send(blob.getvalue())
                 continue
             dist.barrier()
             begun = time.perf_counter()  # one clock for all processes of a machine
-            if rank == 0:
-                schedule.step(x, return_outputs=False)
-            else:
-                losses: list[Tensor] = []
-                schedule.step(target=y, losses=losses, return_outputs=False)
-                torch.stack(losses).sum()
-            pipe.send((begun, time.perf_counter()))
+            loss = do_step()
+            ended = time.perf_counter()
+            pipe.send((begun, ended, None if loss is None else loss.item()))
     dist.destroy_process_group()

@@ -171,6 +171,16 @@ def test_benchmarks_run(command: str) -> None:
     assert run(*f"examples/benchmarks/{command}".split())
 
 
+def test_the_page_on_clusters_has_the_tables_of_its_script(tmp_path: Path) -> None:
+    """They are the same when they are put in anew."""
+    page = (ROOT / "docs/explanation/clusters.md").read_text()
+    anew = tmp_path / "clusters.md"
+    anew.write_text(re.sub(r"(?<= -->\n\n)\|.*?(?=\n\n<!-- end)", "", page, flags=re.DOTALL))
+    assert anew.read_text() != page
+    run("examples/clusters.py", str(anew))
+    assert anew.read_text() == page
+
+
 def test_stages_and_replicas_in_processes() -> None:
     """Two replicas of two stages train, and their weights are the plain model's."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")

@@ -46,7 +46,7 @@ COLUMNS = (*CUTS, *PROCESSES)
 _TOGETHER = 8  # models in one launch: a start costs seconds
 
 
-def stages_of(entry: Entry, cuts: tuple[str, ...] = CUTS) -> dict[str, str]:
+def stages_of(entry: Entry, cuts: tuple[str, ...]) -> dict[str, str]:
     """What each cut of one model came to: "exact", a relative difference, or an error."""
     model, args, kwargs = _made(entry)
     found = {}
@@ -61,9 +61,13 @@ def stages_of(entry: Entry, cuts: tuple[str, ...] = CUTS) -> dict[str, str]:
 
 
 def _made(entry: Entry) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The same model and batch in every process."""
+    """The same model and batch in every process. The model has been called once: some build
+    modules then."""
     torch.manual_seed(0)
-    return without_randomness(entry.build()), *entry.batch()
+    model, (args, kwargs) = without_randomness(entry.build()), entry.batch()
+    with torch.no_grad():
+        model(*args, **kwargs)
+    return model, args, kwargs
 
 
 def _split(entry: Entry) -> tuple[int, BatchDims]:
@@ -157,7 +161,9 @@ def in_processes(family: str, names: list[str], ranks: int) -> dict[str, str]:
     found = {}
     while names:
         now, names = names[:_TOGETHER], names[_TOGETHER:]
-        reports = run_cases(__name__, [f"{family}:{name}" for name in now], ranks, seconds=600)
+        reports = run_cases(
+            __name__, [f"{family}:{name}" for name in now], ranks, seconds=600, patience=180
+        )
         for at, name in enumerate(now):
             texts = [*reports[f"{family}:{name}"].values()]
             found[name] = "equal" if not texts else _most_telling(texts)
@@ -181,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", choices=list(FAMILIES), action="append")
     parser.add_argument("--only", help="a part of the names to run")
+    parser.add_argument("--cut", choices=CUTS, action="append", help="default: all three")
     parser.add_argument("--into", type=Path, help="a folder for a file of each family's table")
     parser.add_argument("--resume", action="store_true", help="keep the cells that are good")
     parser.add_argument("--processes", action="store_true", help="take steps in processes, too")
@@ -199,9 +206,10 @@ def _sweep(family: str, path: Path | None, options: argparse.Namespace) -> None:
         rows = read_rows(path, COLUMNS)
     chosen = [name for name in every if (options.only or "") in name]
     for name in chosen:
-        if name not in rows:
-            rows[name] = _row(every[name])
-            print(f"| {name} | {' | '.join(rows[name].values())} |", flush=True)
+        cells = rows.setdefault(name, dict.fromkeys((*COLUMNS, "s"), NOT_RUN))
+        if cuts := [cut for cut in options.cut or CUTS if cells[cut] == NOT_RUN]:
+            cells.update(_cells(every[name], tuple(cuts)))
+            print(f"| {name} | {' | '.join(cells.values())} |", flush=True)
             _write(family, path, every, rows)
     for column, ranks in zip(PROCESSES, (2, 4), strict=True):
         if options.processes:
@@ -214,14 +222,15 @@ def _sweep(family: str, path: Path | None, options: argparse.Namespace) -> None:
     print("\n".join(_table(family, every, rows)[-1:]))
 
 
-def _row(entry: Entry) -> dict[str, str]:
+def _cells(entry: Entry, cuts: tuple[str, ...]) -> dict[str, str]:
+    """What some cuts came to, and the seconds."""
     begun = time.perf_counter()
     try:
-        found = stages_of(entry)
+        found = stages_of(entry, cuts)
     except Exception as error:
-        found = dict.fromkeys(CUTS, f"{type(error).__name__}: {error}")
+        found = dict.fromkeys(cuts, f"{type(error).__name__}: {error}")
     gc.collect()  # a model that failed is held by its error's traceback
-    cells = {column: in_cell(found.get(column, NOT_RUN)) for column in COLUMNS}
+    cells = {cut: in_cell(cell) for cut, cell in found.items()}
     return {**cells, "s": f"{time.perf_counter() - begun:.0f}"}
 
 

@@ -152,6 +152,48 @@ def test_what_is_computed_from_constants_may_be_read():
     assert_like_plain(Glue(between), torch.randn(3, 4))
 
 
+def test_a_question_about_the_arguments_is_asked_again():
+    """Of a mask, for example; another answer is an error, and not another result."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            hidden = mask.eq(0)
+            h = self.first(x)
+            h = h.masked_fill(hidden, 0.0) if hidden.any() else h
+            with bp.Block(1):
+                return self.second(h)
+
+    net, x, ones = Masked(), torch.randn(3, 4), torch.ones(3, 4)
+    assert_like_plain(net, x, ones.tril())
+    stage = build_stage(net, 0, (x, ones))
+    assert torch.equal(stage(x, 2 * ones)[0], net.first(x))
+    with pytest.raises(
+        bp.BlockpipeError, match=r"expected False.*test_build\.py:.*got True.*alike"
+    ):
+        stage(x, ones.tril())
+
+
+def test_glue_is_told_that_it_is_traced():
+    """It need not look at values then; a sealed module, which runs each time, is not told."""
+
+    def between(_: Any, h: Tensor) -> Tensor:
+        return h if torch.jit.is_tracing() or h.isfinite().all() else h.nan_to_num()
+
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert not torch.jit.is_tracing()
+            return super().forward(x)
+
+    net = Glue(between)
+    net.second = Asks(4, 4)
+    assert_like_plain(net, torch.randn(3, 4))
+    assert not torch.jit.is_tracing()
+
+
 def test_users_hooks_around_a_module_run_once():
     """On the tape, where they are glue, and not again with the module."""
     net = Glue(lambda _, h: h)
@@ -194,6 +236,7 @@ _keeps = Keeps()
         (lambda _, h: h + h[h > 0].shape[0], "a size that depends on data"),
         (lambda _, h: h * torch.rand(()).item(), "a tensor's value"),
         (_random, "a random number of Python's"),
+        (lambda _, h: nn.Linear(4, 4)(h), "a new parameter"),
         (_counts, "leaves nothing behind between modules, got one that sets 'calls'"),
         (lambda _, h: h + torch.autograd.grad(h.sum(), h)[0], "a backward inside of the forward"),
     ],

@@ -1,7 +1,9 @@
 """The function mode that writes a tape.
 
 If the glue asks for a tensor's shape, the answer is written as a constant, because a tape works for
-one set of shapes. If it asks for a value, it is refused, because a tape has no branches.
+one set of shapes. If it asks for a value, it is refused, because a tape has no branches. The
+exception is a yes or no about the forward's arguments, such as whether a mask has padding: each run
+asks again, and fails if the answer is another one.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class TapingMode(TorchFunctionMode):
         self._numbers: dict[int, int] = {}  # by the id of a tensor, its value
         self._tensors: list[Tensor] = []  # by value; alive, so that no other gets the id of one
         self._constant: set[int] = set()  # values that depend on nothing that changes
+        self._given: set[int] = set()  # values that depend on the forward's arguments alone
         self._python = python_draws()
 
     def __enter__(self) -> TapingMode:
@@ -116,6 +119,8 @@ class TapingMode(TorchFunctionMode):
                 enter_modes(around)
         kwargs = dict(kwargs or {})
         if func == _GRAPH_NODE:
+            if isinstance(args[0], nn.Parameter):  # a module asks, to register it
+                self._refuse("a new parameter", f"call the model once before, or {REMEDY}")
             self._refuse("a look at the graph (grad_fn)")
         if is_question(func) and func not in _HOOKS:
             if func in _SIZES:
@@ -192,7 +197,7 @@ class TapingMode(TorchFunctionMode):
     def take_input(self, leaf: Any) -> Any:
         """Take an argument of the forward; parameters and buffers stay what they are."""
         if isinstance(leaf, Tensor) and id(leaf) not in self._held:
-            self._number(leaf, -1)
+            self._given.add(self._number(leaf, -1))
         return leaf
 
     def encoded(self, value: Any) -> Any:
@@ -225,10 +230,16 @@ class TapingMode(TorchFunctionMode):
         written = [t for t, v in zip(given, versions, strict=True) if version_of(t) != v]
         entry.writes = [self._numbers[id(t)] for t in written if id(t) in self._numbers]
         self._check_written(written)
-        is_constant = path is None and not self.watch.drew and all(map(self._is_constant, given))
-        if not is_constant:
+        is_fixed = path is None and not self.watch.drew
+        is_constant = is_fixed and all(map(self._is_constant, given))
+        is_given = is_fixed and all(map(self._is_given, given))
+        if is_given and not is_constant and isinstance(result, bool):
+            entry.answer = result
+        elif not is_constant:
             self._check_result(entry, result)
             self._constant.difference_update(entry.writes)
+        if not is_given:
+            self._given.difference_update(entry.writes)
         unsized = path is None and (self.watch.made_unsized or any(map(self._unsized, given)))
         if path is not None and self.watch.made_unsized:
             entry.shapes = [tuple(tensor.shape) for tensor in made]
@@ -239,6 +250,8 @@ class TapingMode(TorchFunctionMode):
                 number = self._numbers[id(tensor)]
                 if is_constant:
                     self._constant.add(number)
+                if is_given:
+                    self._given.add(number)
                 if unsized:
                     self.tape.unsized[number] = users_line()
         self.tape.entries.append(entry)
@@ -323,13 +336,16 @@ class TapingMode(TorchFunctionMode):
             return id(tensor) not in self._held
         return number in self._constant
 
+    def _is_given(self, tensor: Tensor) -> bool:
+        return self._is_constant(tensor) or self._numbers.get(id(tensor)) in self._given
+
     def _unsized(self, tensor: Tensor) -> bool:
         return self._numbers.get(id(tensor), -1) in self.tape.unsized
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, remedy: str = REMEDY) -> None:
         raise RecordingError(
             "expected a forward whose code between modules does the same for every micro-batch of "
-            f"these shapes, got {what} at {users_line()}; {REMEDY}"
+            f"these shapes, got {what} at {users_line()}; {remedy}"
         )
 
 

@@ -101,6 +101,7 @@ class Entry:
         writes: the values among its arguments that it writes to in place.
         shapes: the shapes of a module's results, if a size inside of it depends on data. Those of
             the results must not, because the glue has seen them.
+        answer: the answer that the forward got when it asked for a bool of its arguments.
     """
 
     function: Callable[..., Any] | None
@@ -115,6 +116,7 @@ class Entry:
     has_hooks: bool = False
     writes: list[int] = field(default_factory=list)
     shapes: list[tuple[int, ...]] | None = None
+    answer: bool | None = None
 
     @property
     def name(self) -> str:

@@ -5,6 +5,7 @@ It follows a recording, which says which modules are sealed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +17,8 @@ from ..._common.callsite import users_line
 from ..._common.modules import OwnHook, StandIn
 from ..._common.nested import map_leaves
 from ..._torch.modules import forward_hooks_of, forward_pre_hooks_of
-from ...crossing.torch_patches import Backwards, CustomFunctions, ScriptFunctions
+from ...crossing.interception import active_mode
+from ...crossing.torch_patches import Backwards, CustomFunctions, Replacement, ScriptFunctions
 from ...errors import RecordingError
 from ...recording.plan_resolution import planned_stage
 from ...recording.recording import Recording
@@ -57,7 +59,7 @@ def taped(
         args, kwargs = map_leaves(mode.take_input, (request.args, request.kwargs))
         mode.tape.inputs = mode.encoded((args, kwargs))
         with ExitStack() as stack:
-            for watch in (Backwards(), CustomFunctions(), ScriptFunctions(), mode.watch):
+            for watch in (Backwards(), CustomFunctions(), ScriptFunctions(), Tracing(), mode.watch):
                 stack.enter_context(watch)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(mode)
@@ -80,6 +82,28 @@ def taped(
             f"({users_line()}); a forward that takes another way each time has no fixed stages"
         )
     return mode.tape
+
+
+class Tracing(Replacement):
+    """A replacement by which ``torch.jit.is_tracing`` says in the glue that this is a trace.
+
+    Libraries ask it before they branch on data: transformers looks whether a mask is all ones, and
+    on fake tensors or in a trace it builds the mask whatever is in it.
+    """
+
+    owner, name = torch.jit, "is_tracing"
+
+    def replacement(self) -> Any:
+        return _is_tracing
+
+
+_original_is_tracing = torch.jit.is_tracing
+
+
+@functools.wraps(_original_is_tracing)
+def _is_tracing() -> bool:
+    mode = active_mode()
+    return (isinstance(mode, TapingMode) and mode.is_on()) or bool(_original_is_tracing())
 
 
 class _TapedForward(StandIn):
