@@ -2,7 +2,9 @@
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -70,7 +72,7 @@ def dims_of_call(
     """
     if not isinstance(dims, Mapping):
         return dims
-    parameters = inspect.signature(model.forward).parameters
+    parameters = _parameters_of(model.forward)
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [name for name, p in parameters.items() if p.kind in by_position]
     found: dict[int | str, BatchDim] = {}
@@ -81,6 +83,21 @@ def dims_of_call(
             passed_as = names[name]
         if passed_as in given or passed_as not in parameters:
             found[passed_as] = dim
+    return found
+
+
+_parameters: WeakKeyDictionary[Any, Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
+
+
+def _parameters_of(forward: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a forward. A method's are found once: that takes long beside the
+    rest of a call, and they are the same for all modules of its class."""
+    method = getattr(forward, "__func__", None)
+    if not isinstance(forward, MethodType) or not isinstance(method, FunctionType):
+        return inspect.signature(forward).parameters
+    found = _parameters.get(method)
+    if found is None:
+        found = _parameters[method] = inspect.signature(forward).parameters
     return found
 
 

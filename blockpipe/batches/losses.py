@@ -88,16 +88,15 @@ def own_loss_or_none(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output  # its caller checks that it has one element
     loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
-    if loss is None and isinstance(output, tuple | list):
+    if loss is not None:
+        return loss
+    if isinstance(output, tuple | list):  # before Mapping, an abstract class, which is slow to ask
         numbers = [t for t in output if isinstance(t, Tensor) and t.dim() == 0]
-        losses = [t for t in numbers if t.is_floating_point()]
         if numbers and numbers[0] is output[0]:
-            loss = output[0]
-        elif len(losses) == 1:
-            loss = losses[0]
-    return loss
+            return output[0]
+        losses = [t for t in numbers if t.is_floating_point()]
+        return losses[0] if len(losses) == 1 else None
+    return output.get("loss") if isinstance(output, Mapping) else None
 
 
 def own_or_mean_square(output: Any, target: Any = None) -> Tensor:

@@ -156,7 +156,9 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
 
 
 def _loss_of(output: Any) -> Any:
-    marked = [tensor for tensor in tensors(output) if getattr(tensor, _IS_LOSS, False)]
+    is_row = type(output) is tuple and all(isinstance(item, Tensor) for item in output)
+    members = output if is_row else tensors(output)  # the common case, in every micro-batch
+    marked = [tensor for tensor in members if getattr(tensor, _IS_LOSS, False)]
     return marked[-1] if marked else own_loss(output)
 
 
@@ -277,12 +279,13 @@ class PoplarExecutor:
 
     def _train(self, runner: Pipeline | Replicas, args: Any, kwargs: Any) -> list[Part]:
         assert self._optimizer is not None
-        parts = []
-        for batch in split(args, kwargs, None, self.options.device_iterations):
+        parts, batches = [], [(args, kwargs)]
+        if self.options.device_iterations > 1:
+            each = split(args, kwargs, None, self.options.device_iterations)
+            batches = [(batch.args, batch.kwargs) for batch in each]
+        for own, named in batches:
             self._optimizer.zero_grad()
-            result = runner.forward_backward(
-                *batch.args, loss_fn=_loss_of, return_outputs=True, **batch.kwargs
-            )
+            result = runner.forward_backward(*own, loss_fn=_loss_of, return_outputs=True, **named)
             self._optimizer.step()
             parts += self._parts(runner, result.outputs)
         return parts

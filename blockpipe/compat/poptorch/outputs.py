@@ -61,11 +61,12 @@ def together(results: Sequence[Any]) -> Any:
         >>> together([torch.tensor(1.0), torch.tensor(2.0)])
         tensor([1., 2.])
     """
-    results = [map_tensors(lambda tensor: tensor.detach().cpu(), result) for result in results]
-    return _combined(results, _rows)
+    return map_tensors(lambda tensor: tensor.detach().cpu(), _combined(results, _rows))
 
 
 def _rows(tensors: list[Tensor]) -> Tensor:
+    if len({tensor.device for tensor in tensors}) > 1:  # of copies on devices of their own
+        tensors = [tensor.cpu() for tensor in tensors]
     return torch.stack(tensors) if tensors[0].dim() == 0 else torch.cat(tensors)
 
 

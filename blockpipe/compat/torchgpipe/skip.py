@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import GeneratorType
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -191,10 +192,14 @@ class Skippable(nn.Module):
         """
         kept, used = _kept(), set[str]()
         output = self.module(input)
-        if isinstance(output, Generator):
+        # The abstract class is asked last: that is slow.
+        if isinstance(output, GeneratorType) or (
+            not isinstance(output, Tensor) and isinstance(output, Generator)
+        ):
             output = self._drive(output, kept, used)
-        self._check_used("stash", self.stashable_names, used)
-        self._check_used("pop", self.poppable_names, used)
+        if len(used) < len(self.stashable_names) + len(self.poppable_names):
+            self._check_used("stash", self.stashable_names, used)
+            self._check_used("pop", self.poppable_names, used)
         return output
 
     def _drive(
@@ -211,10 +216,12 @@ class Skippable(nn.Module):
                 return end.value
             answer = None
             if isinstance(command, stash):
-                self._check_declared(command.name, "stash", self.stashable_names)
+                if command.name not in self.stashable_names:
+                    raise self._undeclared(command.name, "stash", self.stashable_names)
                 kept[self.namespaces.get(command.name), command.name] = command.tensor
             elif isinstance(command, pop):
-                self._check_declared(command.name, "pop", self.poppable_names)
+                if command.name not in self.poppable_names:
+                    raise self._undeclared(command.name, "pop", self.poppable_names)
                 answer = self._popped((self.namespaces.get(command.name), command.name), kept)
             else:
                 raise UsageError(
@@ -222,12 +229,11 @@ class Skippable(nn.Module):
                 )
             used.add(command.name)
 
-    def _check_declared(self, name: str, verb: str, declared: frozenset[str]) -> None:
-        if name not in declared:
-            raise RecordingError(
-                f"expected {self._name} to {verb} {_listed(declared) or 'nothing'}, got {name!r} "
-                f"({users_line()}); declare it: @skippable({verb}=[{name!r}])"
-            )
+    def _undeclared(self, name: str, verb: str, declared: frozenset[str]) -> RecordingError:
+        return RecordingError(
+            f"expected {self._name} to {verb} {_listed(declared) or 'nothing'}, got {name!r} "
+            f"({users_line()}); declare it: @skippable({verb}=[{name!r}])"
+        )
 
     def _check_used(self, verb: str, declared: frozenset[str], used: set[str]) -> None:
         if left := declared - used:
