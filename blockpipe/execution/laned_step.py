@@ -11,6 +11,7 @@ from ..schedules.schedule import Schedule
 from .lanes.lane_threads import LaneThreads
 from .lanes.thread_pool import threads_of_a_lane
 from .microbatch.backward import MicrobatchBackward
+from .microbatch.backward_writes import BackwardWrites
 from .microbatch.forward import MicrobatchForward
 from .step_state import StepState
 
@@ -42,6 +43,9 @@ class LanedStep:
         schedule = prepared.schedule(option, len(request.microbatches))
         # Hooks on what is saved would unpack it once for each part of a backward.
         packs = saved_tensor_hooks() is not None
+        is_first = only is None and not prepared.knows_backwards
+        if is_first:
+            self._backward.writes = BackwardWrites(prepared, schedule)
         self._backward.split = schedule.split() if only is None and not packs else set()
         threads = LaneThreads(
             schedule,
@@ -59,6 +63,7 @@ class LanedStep:
         before = None if only == "B" else prepared.unwritten.states()
         with kept_process_state() if prepared.recording.changes_process else _NOTHING:
             threads.run()
+        prepared.knows_backwards |= is_first
         if before is not None:
             self._state.written = prepared.unwritten.written(before)
 

@@ -132,6 +132,7 @@ class Prepared:
     batch_norm: DeferredBatchNorm | None = None
     written: frozenset[str] = frozenset()  # names of tensors that later steps were seen to write
     steps: int = 0  # how many have run with it
+    knows_backwards: bool = False  # whether lanes have run all of a step
     settled: Hashable | None = None  # sizes of the step before: see unsettled
     microbatches: int = 0  # in the last of them
     choices: dict[int, ScheduleChoice] = field(default_factory=dict)  # of "auto", by micro-batches

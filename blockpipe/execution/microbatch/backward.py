@@ -1,6 +1,6 @@
 """One backward action of one micro-batch: recomputation, a hop's backward, or its second part."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 from ...crossing.microbatch_run import MicrobatchRun
@@ -10,7 +10,10 @@ from ...schedules.schedule import Action
 from ...stages.cursor import Cursor, set_cursor
 from ..lanes.lane_threads import Abandoned
 from ..step_state import StepState
+from .backward_writes import BackwardWrites
 from .failure_notes import note_failure
+
+_NOTHING = nullcontext()
 
 
 class MicrobatchBackward:
@@ -28,6 +31,8 @@ class MicrobatchBackward:
         self._observer = state.request.observer
         self.split: set[tuple[int, int]] = set()
         """The (hop, micro-batch) pairs whose backward is in two parts."""
+        self.writes: BackwardWrites | None = None
+        """Looks at what they write, in the first step."""
 
     def run(self, action: Action) -> None:
         """Run one action that is no forward."""
@@ -68,15 +73,21 @@ class MicrobatchBackward:
             self._observer.begins(kind, hop, stage, m)
         if kind == "R":
             run.restore(hop)
-        elif kind == "W":
+        else:
+            with _NOTHING if self.writes is None else self.writes.checked(action):
+                self._run_back(action, run)
+        if self._observer is not None:
+            self._observer.ends(kind, hop, m)
+
+    def _run_back(self, action: Action, run: MicrobatchRun) -> None:
+        kind, hop, m = action
+        if kind == "W":
             run.finish_backward(hop)
         elif not self.split:
             run.backward(hop)
         else:
             split = (hop, m) in self.split and self._splits[hop]
             run.backward(hop, split=split, before_whole=partial(self._finish_earlier, hop, m))
-        if self._observer is not None:
-            self._observer.ends(kind, hop, m)
 
     def _finish_earlier(self, hop: int, m: int) -> None:
         """Compute the parameters' gradients of earlier micro-batches: ``.grad`` adds up in their

@@ -1,0 +1,88 @@
+"""State of the forward that a backward writes: in a hook, or in a function that
+``torch.utils.checkpoint`` runs again.
+
+In the plain loop the next micro-batch's forward comes after it. Where several are under way, that
+one may be over already, so that a running mean would take another course, without a word.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ..._common.modules import all_slots
+from ..._torch.modules import buffers_of
+from ..._torch.tensors import version_of
+from ...errors import StateError
+from ...preparation.prepared import Prepared
+from ...schedules.schedule import Action, Schedule
+
+_Look = Callable[[], Tensor | None]
+
+
+class BackwardWrites:
+    """Looks at the backwards of one step.
+
+    Only at what one lane reads: the forwards of other lanes may be writing meanwhile.
+
+    Args:
+        prepared: the prepared model, whose recording says what forwards read.
+        schedule: of the step.
+    """
+
+    def __init__(self, prepared: Prepared, schedule: Schedule) -> None:
+        self._late = {action for lane in schedule.lanes for action in _late(lane)}
+        self._lane_of_hop = prepared.lane_of_hop
+        self._read: dict[int, list[tuple[str, str, _Look]]] = {}  # by lane: name, line, tensor
+        recording = prepared.recording
+        held = {name: found for found in recording.buffers for name in found.names}
+        deferred = {} if prepared.batch_norm is None else prepared.batch_norm.modules
+        for name, slots, key, _ in all_slots(prepared.model, buffers_of):
+            if name in held and name.rpartition(".")[0] not in deferred:
+                look = _in_slot(slots, key)
+                self._add(held[name].hops, f"buffer {name!r}", held[name].where, look)
+        for outside in recording.outside:
+            if outside.tensor is not None:
+                self._add(outside.hops, outside.name, outside.where, outside.tensor)
+
+    def _add(self, hops: list[int], what: str, where: str, look: _Look) -> None:
+        lanes = {self._lane_of_hop[hop] for hop in hops}
+        if len(lanes) == 1:
+            self._read.setdefault(lanes.pop(), []).append((what, where, look))
+
+    @contextmanager
+    def checked(self, action: Action) -> Iterator[None]:
+        """Check what the backward that runs while entered has written.
+
+        Raises:
+            StateError: it wrote to what forwards read, and comes later than in the plain loop.
+        """
+        read = self._read.get(self._lane_of_hop[action.hop], []) if action in self._late else []
+        before = [_version(look()) for _, _, look in read]
+        yield
+        for (what, where, look), version in zip(read, before, strict=True):
+            if _version(look()) != version:
+                raise StateError(
+                    f"{what}, which the forward reads ({where}), is written in a backward, by a "
+                    "hook or by torch.utils.checkpoint, which runs its function again; a later "
+                    "micro-batch has read it before that, and would have read it after that in the "
+                    "plain loop; pass checkpoint= to Pipeline instead of using "
+                    "torch.utils.checkpoint, write it between steps, or use schedule='sequential'"
+                )
+
+
+def _late(lane: Iterable[Action]) -> Iterator[Action]:
+    """Yield the actions that a later micro-batch's comes before."""
+    latest = -1
+    for action in lane:
+        if action.microbatch < latest:
+            yield action
+        latest = max(latest, action.microbatch)
+
+
+def _in_slot(slots: Mapping[str, Tensor | None], key: str) -> _Look:
+    return lambda: slots[key] if key in slots else None  # noqa: SIM401 - TorchScript's has no other
+
+
+def _version(tensor: Tensor | None) -> tuple[int, int] | None:
+    return None if tensor is None else (id(tensor), version_of(tensor))

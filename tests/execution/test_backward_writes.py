@@ -1,0 +1,105 @@
+"""State that the forward reads and a backward writes: in a hook, or in a recomputation of the user's."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ..parity import difference, plain_step
+from ..stage_devices import stages
+
+
+class Again(nn.Sequential):
+    """Layers that are recomputed in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Scales(nn.Linear):
+    """A layer with a scale that follows its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.size.clone()  # which is what autograd keeps
+
+    def follow(self, module: nn.Module, gradients: tuple[Tensor, ...]) -> None:
+        self.size.lerp_(gradients[0].norm(), 0.1)
+
+
+def _recomputed() -> nn.Sequential:
+    return _net(Again(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+
+def _hooked(stage: int) -> nn.Sequential:
+    layer = Scales()
+    layer.register_full_backward_pre_hook(layer.follow)
+    return _net(layer, stage=stage)
+
+
+def _net(layer: nn.Module, stage: int = 0) -> nn.Sequential:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers.insert(stage, layer)
+    net = nn.Sequential(layers[0], nn.Tanh(), layers[1], layers[2])
+    return bp.begin_blocks(net, {"2": 1})
+
+
+def _step(net: nn.Module, **options: object) -> Tensor:
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, **options)
+    return pipe.forward_backward(X, loss_fn=_loss).loss
+
+
+def _loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+X = torch.randn(8, 4)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize(
+    ("net", "name"),
+    [(_recomputed, r"0\.1\.num_batches_tracked"), (lambda: _hooked(0), r"0\.size")],
+    ids=["checkpoint", "hook"],
+)
+def test_what_a_backward_writes_and_a_forward_reads_is_refused(net, name, schedule):
+    """Running means took another course than in the plain loop, without a word."""
+    match = rf"buffer '{name}', which the forward reads \(.*\d\), is written in a backward.*instead"
+    with pytest.raises(StateError, match=match):
+        _step(net(), schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("net", "options"),
+    [
+        (_recomputed, {"schedule": "sequential"}),
+        (lambda: _hooked(0), {"schedule": "sequential"}),
+        (lambda: _hooked(1), {"schedule": "1f1b"}),
+    ],
+    ids=["checkpoint", "hook", "hook on the last stage"],
+)
+def test_it_is_the_plain_loops_where_each_backward_comes_before_the_next_forward(net, options):
+    """So it does on the last stage of 1F1B."""
+    ours = net()
+    plain = copy.deepcopy(ours)
+    loss = _step(ours, **options)
+    assert difference(ours, plain, loss, plain_step(plain, (X,), {}, None, _loss, 4)).same
+
+
+def test_batch_norm_that_is_deferred_or_recomputed_by_the_pipeline_is_fine():
+    """Its statistics do not depend on when something runs again."""
+    net = _recomputed()
+    _step(net, deferred_batch_norm=True)
+    assert net[0][1].num_batches_tracked == 1
+    net = _net(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    _step(net, checkpoint="always")
+    assert net[0][1].num_batches_tracked == 4
