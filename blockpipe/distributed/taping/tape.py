@@ -101,6 +101,7 @@ class Entry:
         writes: the values among its arguments that it writes to in place.
         shapes: of a module's results, where something inside of it has a size that depends on
             data: theirs must not, for the glue has seen them.
+        checkpoint: whether a mark asks for recomputation; ``None``: it says nothing.
     """
 
     function: Callable[..., Any] | None
@@ -115,6 +116,7 @@ class Entry:
     has_hooks: bool = False
     writes: list[int] = field(default_factory=list)
     shapes: list[tuple[int, ...]] | None = None
+    checkpoint: bool | None = None
 
     @property
     def name(self) -> str:
