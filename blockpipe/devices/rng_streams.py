@@ -176,8 +176,14 @@ def _set(source: Source, state: Any) -> None:
         torch.get_device_module(source).set_rng_state(state, source)
 
 
-def _derived(source: Source, state: Any, what: str) -> Any:
-    """Return a state that is derived from another, and shares no numbers with it."""
+def derived(source: Source, state: Any, what: str) -> Any:
+    """Return a state that is derived from another, and shares no numbers with it.
+
+    Args:
+        source: whose state it is.
+        state: the other one.
+        what: draws; of the same state, another text makes other numbers.
+    """
     text = f"{what} of {_bytes_of(state)!r}"
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     if source == "random":
@@ -199,6 +205,11 @@ def _bytes_of(state: Any) -> bytes:
 def current(sources: Iterable[Source]) -> States:
     """Return the states of generators, for :func:`replayed`."""
     return {source: _get(source) for source in sources}
+
+
+def is_same_state(state: Any, other: Any) -> bool:
+    """Return whether two states of one generator are the same."""
+    return _bytes_of(state) == _bytes_of(other)
 
 
 def moved(states: States) -> list[Source]:
@@ -244,7 +255,7 @@ class diverted:  # noqa: N801 - a context manager that reads as a participle
     def __enter__(self) -> None:
         self._before = current(self._kept)
         for source, state in current(self._sources).items():
-            _set(source, _derived(source, state, self._what))
+            _set(source, derived(source, state, self._what))
 
     def __exit__(self, *failure: Any) -> None:
         restore(self._before)
@@ -312,7 +323,7 @@ class RngStreams:
             if source not in states:
                 begin = self._begin[source]
                 states[source] = (
-                    _derived(source, begin, f"micro-batch {microbatch}") if microbatch else begin
+                    derived(source, begin, f"micro-batch {microbatch}") if microbatch else begin
                 )
             _set(source, states[source])
 
@@ -359,5 +370,5 @@ class RngStreams:
             state = self._states[0].get(source, begin)
             if source in self._drew and _bytes_of(state) == _bytes_of(begin):
                 # Only others have drawn: the next step must not draw the same numbers.
-                state = _derived(source, begin, "the next step")
+                state = derived(source, begin, "the next step")
             _set(source, state)

@@ -15,6 +15,7 @@ from .._common.threads.model_turns import alone_with
 from .._common.threads.thread_state import as_ours
 from .._torch.modules import buffers_of, parameters_of
 from ..errors import PlanError, RecordingError, StateError
+from ..preparation.sealed_forwards import recompute_spec
 from ..recording.fake_run import run_on_fakes
 from ..recording.plan_resolution import planned_by
 from ..recording.record import record_planned, run_for_real
@@ -27,6 +28,7 @@ from ..stages.plan import StagePlan
 from ..weights.materialize import Init, materialize
 from ..weights.sources import Weights
 from .cutting import StageTape, cut
+from .microbatches.streams import drawn_sources
 from .replay import StageModule
 from .taping.tape import Tape
 from .taping.taping import taped
@@ -46,6 +48,7 @@ class CutForward:
         recording: the recording, with the stage of each call.
         tape: the calls of the glue.
         stages: the pieces of the tape, one for each hop of the route.
+        sources: the generators that it draws random numbers from.
 
     Raises:
         RecordingError: the forward's glue does what cannot be run again from a tape.
@@ -73,13 +76,21 @@ class CutForward:
         self.tape = _taped(request, self.recording)
         self.stages = cut(self.tape)
         held = (*self.recording.parameters, *self.recording.buffers)
+        kinds = {kind for hop in self.recording.hops for kind in hop.draws}
+        self.sources = drawn_sources(kinds, self.device)
         self._names = {h.name: h.names for h in held}
 
     def module(self, index: int) -> StageModule:
         """Make the module of one stage; it is on the device that its parameters are on."""
         stage = self.stages[index]
         unread = self._unread(stage)
-        return StageModule(self.model, self.tape, stage, self._names, unread, self.device)
+        module = StageModule(self.model, self.tape, stage, self._names, unread, self.device)
+        modules = dict(self.model.named_modules())
+        for path in stage.modules:
+            spec = recompute_spec(f"module {path!r}", path, self.recording, modules)
+            if spec is not None:
+                module.recomputable[path] = spec
+        return module
 
     def place(self, index: int) -> None:
         """Move the tensors of one stage to its device, in the model itself, so that modules built

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,11 +21,19 @@ from .._common.nested import map_tensors, tensors
 from .._common.threads.thread_state import autocast_states
 from ..batches.batch_dims import BatchDims, dims_of_call
 from ..batches.class_weights import reduction_for
+from ..batches.losses import own_or_mean_square
 from ..batches.microbatch import LossReduction, Microbatch, split, weights_of
+from ..costs.probing import rates_of
+from ..devices.devices import is_asynchronous
+from ..devices.rng_streams import Source
 from ..errors import UsageError
 from ..execution.step_result import StepResult
-from ..preparation.options import as_sample, check_loss
+from ..preparation.options import as_sample, check_checkpoint, check_loss
 from ..recording.recording import Recording
+from ..reports.summary.summary import Summary, summarize
+from ..reports.timeline.timeline import Timeline
+from ..reports.verify.result import Verification
+from ..reports.verify.verdict import check_tolerances
 from ..stages.plan import StagePlan
 from ..weights.materialize import Init
 from ..weights.sources import Weights
@@ -33,8 +42,13 @@ from .build import fill_own
 from .engine import schedule_name
 from .engines import Engines, arguments_in_words, kind_of_forward
 from .gradients import StageGradients
+from .microbatches.batch_norm import StageBatchNorm
+from .microbatches.calls import StageCalls
+from .microbatches.streams import StepStreams
 from .rank_failures.failures import Failures
 from .replicas import StageReplicas
+from .reporting.profile import StageProfile
+from .reporting.verify import PlainLoop, StageVerifier, verdict
 from .stage_values import StageValues
 from .state.files import save_stages
 from .state.sharded import ShardedState
@@ -66,6 +80,9 @@ class DistributedPipeline:
         schedule: one of torch's: ``"gpipe"``, ``"1f1b"``, ``"looped-bfs"``, ``"interleaved"``
             (several stages a process), ``"zb-h1"``, ``"zb-v"`` or ``"dualpipe-v"`` (the backward
             in two parts; the last two have two stages a process, in a V).
+        checkpoint: as for :class:`Pipeline`.
+        deferred_batch_norm: as for :class:`Pipeline`; each replica has the statistics of its own
+            share.
         plan: as for :class:`Pipeline`.
         batch_dims: as for :class:`Pipeline`.
         loss_reduction: as for :class:`Pipeline`.
@@ -111,6 +128,8 @@ class DistributedPipeline:
         mesh: DeviceMesh | None = None,
         chunks: int = 1,
         schedule: str = "1f1b",
+        checkpoint: str = "never",
+        deferred_batch_norm: bool = False,
         plan: StagePlan | None = None,
         batch_dims: BatchDims = None,
         loss_reduction: LossReduction = "mean",
@@ -127,7 +146,10 @@ class DistributedPipeline:
         self.module = model
         self.chunks = chunks
         self.schedule = schedule_name(schedule)
+        check_checkpoint(checkpoint)
+        self.checkpoint = checkpoint
         self.batch_dims = batch_dims
+        self._batch_norm = StageBatchNorm(model, is_deferred=deferred_batch_norm)
         self.loss_reduction = loss_reduction
         group, replicas = _groups(group, mesh)
         self._replicas = None if replicas is None else StageReplicas(replicas)
@@ -142,6 +164,7 @@ class DistributedPipeline:
             model, plan, self._device, group, self._compute_loss, self._failures.progress
         )
         self._step = Step(None, self._device, asks_outputs=False)
+        self._profile: StageProfile | None = None
         args, kwargs = as_sample(sample)
         with self._failures.told():
             with self._agreement.at_end(lambda: self._kind(args, kwargs, None)):
@@ -277,19 +300,32 @@ class DistributedPipeline:
             reduction, replicas = reduction_for(loss_fn, self.loss_reduction), self._replicas
             weights = loss_weights(microbatches, reduction, replicas, self._device, is_last=is_last)
         asks_outputs = bool(asked[0] & _OUTPUTS)
-        step = Step(loss_fn if backward else no_loss, self._device, asks_outputs=asks_outputs)
-        self._run_engines(step, runs, weights, backward=backward)
-        self._failures.progress.done("the last micro-batch")
         places, outputs = self._engines.places, None
+        sources = dict.fromkeys(source for engine, _ in runs for source in engine.sources)
+        streams = StepStreams([*sources], self._device, places, self._replicas)
+        calls = StageCalls(streams, self.checkpoint, len(microbatches))
+        loss_fn = loss_fn if backward else no_loss
+        step = Step(loss_fn, self._device, calls, asks_outputs=asks_outputs)
+        with streams.step(), self._batch_norm.step():
+            self._run_engines(step, calls, runs, weights, backward=backward)
+        self._failures.progress.done("the last micro-batch")
         loss = step.shared_loss(places, self._replicas)
         if asks_outputs:
-            outputs = step.shared_outputs(runs, weights, self.batch_dims, places)
+            outputs = step.shared_outputs(runs, self.loss_reduction, self.batch_dims, places)
         return StepResult(loss, outputs if return_outputs else None)
 
     def _run_engines(
-        self, step: Step, runs: list[Run], weights: list[float], *, backward: bool
+        self,
+        step: Step,
+        calls: StageCalls,
+        runs: list[Run],
+        weights: list[float],
+        *,
+        backward: bool,
     ) -> None:
         self._step, at = step, 0
+        if self._profile is not None:
+            self._profile.begin_step()
         for engine, part in runs:
             inputs = None
             if engine.first is not None:
@@ -299,7 +335,7 @@ class DistributedPipeline:
                 ]
             step.engine = engine
             targets = [(weights[at + k], self._moved(m.target)) for k, m in enumerate(part)]
-            engine.run(inputs, targets, at, backward=backward)
+            engine.run(calls, inputs, targets, at, self._profile, backward=backward)
             at += len(part)
         self._step = Step(None, self._device, asks_outputs=False)
 
@@ -307,6 +343,138 @@ class DistributedPipeline:
         """Compute a micro-batch's loss; the engine calls it in the last stage's process."""
         with self._failures.progress.computing("a loss"):
             return self._step.loss(results, given)
+
+    # --- whether it is right, and fast
+
+    @remembers_caller
+    def summary(self, *, depth: int | None = None, columns: Iterable[str] | None = None) -> Summary:
+        """Summarize which module is in which process, of the sample; the same in every process.
+
+        All processes call it together. Times are predicted by the rates of the first stage's
+        process.
+
+        Args:
+            depth: as for :meth:`Recording.summary`.
+            columns: as for :meth:`Recording.summary`.
+        """
+        places, found = self._engines.places, None
+        devices: list[str] = [""] * dist.get_world_size(places.group)
+        dist.all_gather_object(devices, str(self._device), group=places.group)
+        with self._agreement.at_end(lambda: Kind({"call": "summary"})):
+            if places.is_own(0):
+                recording = self.recording
+                rank_of = dict(zip(recording.route, places.ranks, strict=True))
+                ranks = [rank_of[stage] for stage in range(recording.num_stages)]
+                found = summarize(
+                    recording,
+                    depth=depth,
+                    columns=columns,
+                    devices=[f"rank {rank}, {devices[rank]}" for rank in ranks],
+                    rates=[rates_of(self._device)] * len(ranks),
+                    notes=[self._described()],
+                )
+        summary: Summary = places.shared(found, 0)
+        return summary
+
+    def _described(self) -> str:
+        return f"{self.schedule}, {self.chunks} micro-batches, checkpoint={self.checkpoint!r}"
+
+    @contextmanager
+    def profile(self) -> Iterator[Timeline]:
+        """Record the times of the actions in the steps that run inside, in all processes.
+
+        All processes enter it together. Times are on the first process's clock. On an accelerator
+        the host waits around each action, so that a step is slower.
+
+        Yields:
+            A :class:`blockpipe.Timeline` with a lane for each process, filled in at the end: the
+            same one in each.
+
+        Raises:
+            UsageError: the pipeline is being profiled already.
+        """
+        if self._profile is not None:
+            raise UsageError(
+                f"this pipeline is being profiled already ({users_line()}); leave the outer "
+                "profile() first, or use its timeline"
+            )
+        places, route = self._engines.places, self.recording.route
+        timeline = Timeline(title=self.schedule)
+        self._profile = StageProfile(timeline, self._device, places.ranks, route, places.group)
+        try:
+            yield timeline
+            self._profile.gather()
+        finally:
+            self._profile = None
+
+    @remembers_caller
+    def verify(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        rtol: float | None = None,
+        atol: float = 0.0,
+        **kwargs: Any,
+    ) -> Verification:
+        """Run a small batch over the processes and as a plain loop in one; compare the results.
+
+        All processes call it together. The first stage's process runs the plain loop on its host,
+        which needs room for the whole model, and compares outputs, loss, gradients and buffers. The
+        model and the random generators are left as they were.
+
+        Args:
+            *args: the model's arguments, for the whole batch; the same values in every process.
+            target: the target, as for :meth:`forward_backward`.
+            loss_fn: the loss, as for :meth:`Pipeline.verify`.
+            rtol: the tolerance, as for :meth:`Pipeline.verify`.
+            atol: the absolute tolerance.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            A :class:`blockpipe.reports.Verification`, in every process.
+
+        Raises:
+            UsageError: there are replicas, or stages on accelerators draw random numbers.
+        """
+        check_loss(loss_fn, target)
+        check_tolerances(rtol, atol)
+        cut, places = self._engines.first, self._engines.places
+        with self._agreement.at_end(lambda: self._kind(args, kwargs, loss_fn)):
+            self._check_verifiable(cut.sources)
+            microbatches = self._split(args, kwargs, target)
+        loss_fn = loss_fn or own_or_mean_square
+        verifier = StageVerifier(self.module, self._values, places, cut.sources)
+        whole, found = verifier.whole_model(), None
+        with self._agreement.at_end(lambda: Kind({"call": "the plain run of verify"})):
+            if whole is not None:
+                loop = PlainLoop(
+                    map_tensors(lambda t: t.detach().to("cpu", copy=True), microbatches),
+                    loss_fn,
+                    reduction_for(loss_fn, self.loss_reduction),
+                    self.batch_dims,
+                    cut.sources,
+                    is_deferred=self._batch_norm.is_deferred,
+                )
+                plain = loop.run(whole)
+        given = {"target": target, "loss_fn": loss_fn, "return_outputs": True}
+        piped = verifier.pipelined(lambda: self.forward_backward(*args, **given, **kwargs))
+        if whole is not None:
+            found = verdict(plain, piped, rtol, atol, f"over processes, {self._described()}")
+        verification: Verification = places.shared(found, 0)
+        return verification
+
+    def _check_verifiable(self, sources: Iterable[Source]) -> None:
+        if self._replicas is not None:
+            raise UsageError(
+                f"expected one pipeline to verify, got one of several replicas ({users_line()}); "
+                "make one without mesh= for it"
+            )
+        if any(sources) and is_asynchronous(self._device):
+            raise UsageError(
+                "expected a forward without random numbers to verify on accelerators, whose "
+                f"numbers no other device draws ({users_line()}); set dropout to 0, or call eval()"
+            )
 
     # --- between steps
 
@@ -405,6 +573,8 @@ class DistributedPipeline:
             "autocast": str([(kind, str(dtype)) for kind, on, dtype in autocast_states() if on]),
             "torch": str(torch.__version__),
             "blockpipe": __version__,
+            "checkpoint": str(self.checkpoint),
+            "batch norm": str(self._batch_norm),
             **self._engines.modes(),
         }
         own = {"arguments": arguments_in_words(args, kwargs), "chunks": str(self.chunks)}

@@ -16,9 +16,14 @@ from .._common.callsite import users_line
 from .._common.checks import did_you_mean
 from ..errors import PlanError, ScheduleError, UsageError
 from .build import CutForward
+from .microbatches.calls import StageCalls
+from .microbatches.engine_stage import StageObserver
+from .microbatches.generator_states import size_of_states
+from .microbatches.streams import handed_on
 from .rank_failures.progress import Progress
 from .rank_failures.watched_stage import WatchedStage
 from .replay import StageModule
+from .taping.tape import Meta
 
 # The words of Pipeline where it has one for the same thing.
 SCHEDULES: dict[str, type[Any]] = {
@@ -260,6 +265,11 @@ class Engine:
         own = [k for k, place in enumerate(where) if place == rank]
         count, device = len(where), cut.device
         self.modules = {k: cut.module(k) for k in own}
+        self.sources = cut.sources
+        for module in self.modules.values():
+            module.sources = cut.sources
+            if handed := handed_on(cut.sources, device):
+                module.hand_on(Meta((size_of_states(handed),), torch.uint8, requires_grad=False))
         self.last = self.modules.get(count - 1) or cut.module(count - 1)
         self.first = self.modules.get(0)
         self.has_last = count - 1 in self.modules
@@ -277,26 +287,30 @@ class Engine:
 
     def run(
         self,
+        calls: StageCalls,
         inputs: list[tuple[Tensor, ...]] | None,
         targets: list[Any],
         first: int,
+        observer: StageObserver | None,
         *,
         backward: bool,
     ) -> None:
         """Run a step, or its forwards alone.
 
         Args:
+            calls: how stages are called.
             inputs: by micro-batch, what the first stage takes; ``None``: it is elsewhere.
             targets: by micro-batch, what the loss is given.
             first: the number of the first micro-batch.
+            observer: hears of each action.
             backward: whether gradients are asked for.
         """
         for module in self.modules.values():
-            module.microbatch = first
+            module.microbatch, module.calls = first, calls
         for stage in self._stages:
-            stage.first = first
+            stage.first, stage.observer = first, observer
         given = {"arg_mbs": inputs, "target_mbs": targets if self.has_last else None}
         if backward:
             self._schedule.step(**given, return_outputs=False)
         else:
-            self._schedule.eval(**given)
+            self._schedule.eval(**given, return_outputs=False)

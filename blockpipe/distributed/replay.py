@@ -18,8 +18,12 @@ from torch import Tensor, nn
 from .._common.nested import leaves, map_leaves, tensors
 from .._torch.modules import buffers_of, children_of, parameters_of, unsaved_buffers_of
 from .._torch.tensors import is_view
+from ..crossing.recompute import RecomputedCall, RecomputeSpec, SealedCall
+from ..devices.rng_streams import Source, torchs_of
 from ..errors import RouteError
+from ..stages.cursor import current_microbatch
 from .cutting import StageTape
+from .microbatches.calls import StageCalls
 from .taping.tape import (
     REMEDY,
     Entry,
@@ -57,7 +61,12 @@ class StageModule(nn.Module):
         leads_to_inputs: whether each result is made to depend on an input. torch's zero-bubble
             schedules find the parameters by the paths from results to inputs, and drop the
             gradients of those that lie on none.
-        microbatch: the number of the next micro-batch, for errors.
+        microbatch: the number of the next micro-batch.
+        calls: how an engine has it called; ``None``: as it is.
+        sources: the generators that the model draws from, where recomputation needs them.
+        hands_on: whether the state of generators is the last tensor of each boundary.
+        recomputable: the modules that can be recomputed, by path.
+        recomputes: whether those are recomputed for which no mark says otherwise.
     """
 
     def __init__(
@@ -85,6 +94,11 @@ class StageModule(nn.Module):
         self.training = model.training
         self.leads_to_inputs = False
         self.microbatch = 0
+        self.calls: StageCalls | None = None
+        self.sources: list[Source] = []
+        self.hands_on = False
+        self.recomputable: dict[str, RecomputeSpec] = {}
+        self.recomputes = False
         self._grad = tape.grad
         self._steps = [self._step(entry) for entry in stage.entries]
         self._drops = _drops(stage)
@@ -159,12 +173,28 @@ class StageModule(nn.Module):
         """Run the stage."""
         microbatch, self.microbatch = self.microbatch, self.microbatch + 1
         try:
-            return self._run(given)
+            if self.calls is not None:
+                return self.calls.run(self, microbatch, given)
+            return self.run(given)
         except Exception as error:
             error.add_note(f"blockpipe: in stage {self.stage}, micro-batch {microbatch}")
             raise
 
-    def _run(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last stage."""
+        return self._stage.result is not None
+
+    def hand_on(self, state: Meta) -> None:
+        """Have the state of random generators as the last tensor of each boundary."""
+        self.hands_on = True
+        if self.index:
+            self.input_metas = [*self.input_metas, state]
+        if not self.is_last:
+            self.output_metas = [*self.output_metas, state]
+
+    def run(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run the tape, given the tensors of the boundary before."""
         environment: Environment = [None] * self._size
         for value, tensor in zip(self._stage.inputs, given, strict=True):
             # A leaf that needs a gradient must not be written to, nor what its sender may keep.
@@ -206,9 +236,11 @@ class StageModule(nn.Module):
         answer = entry.answer
 
         def step(environment: Environment) -> None:
-            result = function(
-                *[read(environment) for read in args],
-                **{name: read(environment) for name, read in kwargs.items()},
+            result = self._call(
+                entry,
+                function,
+                tuple([read(environment) for read in args]),
+                {name: read(environment) for name, read in kwargs.items()},
             )
             if answer is not None and result is not answer:
                 raise RouteError(
@@ -232,6 +264,20 @@ class StageModule(nn.Module):
         if entry.grad and entry.autocast is None:
             return step
         return partial(_in_state, step, entry, self._grad)
+
+    def _call(
+        self, entry: Entry, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function or a module; one that is recomputed drops what it saves."""
+        asked = self.recomputes if entry.checkpoint is None else entry.checkpoint
+        spec = None
+        if asked and self.calls is not None and torch.is_grad_enabled():
+            spec = self.recomputable.get(entry.module or "")
+        if spec is None or entry.module is None:
+            return function(*args, **kwargs)
+        call = SealedCall(function, args, kwargs, (), self.stage, current_microbatch() or 0)
+        sources = self.sources or torchs_of(self._device)
+        return RecomputedCall(spec, call, sources).run(args, kwargs)
 
     def _reader(self, argument: Any) -> _Reader:
         """A function that gets an argument's value."""

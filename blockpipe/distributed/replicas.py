@@ -24,7 +24,12 @@ class StageReplicas:
     @property
     def is_first(self) -> bool:
         """Whether this process is of the first replica."""
-        return dist.get_rank(self._group) == 0
+        return self.number == 0
+
+    @property
+    def number(self) -> int:
+        """The number of this process's replica."""
+        return dist.get_rank(self._group)
 
     def broadcast(self, held: Iterable[Tensor]) -> None:
         """Give every replica the first one's values."""

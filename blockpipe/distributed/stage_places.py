@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,8 +29,16 @@ class StagePlaces:
         """Return whether a stage is in this process."""
         return self.ranks[stage] == dist.get_rank(self.group)
 
+    def shared(self, value: Any, stage: int) -> Any:
+        """Return the object that the process of one stage has, in all."""
+        given = [value]
+        dist.broadcast_object_list(given, self._global(stage), group=self.group)
+        return given[0]
+
     def broadcast(self, tensor: Tensor, stage: int) -> None:
         """Send a tensor from the process of one stage to all; ``-1`` is the last one."""
+        dist.broadcast(tensor, self._global(stage), group=self.group)
+
+    def _global(self, stage: int) -> int:
         home = self.ranks[stage]
-        source = home if self.group is None else dist.get_global_rank(self.group, home)
-        dist.broadcast(tensor, source, group=self.group)
+        return home if self.group is None else dist.get_global_rank(self.group, home)

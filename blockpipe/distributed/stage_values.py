@@ -36,7 +36,7 @@ class StageValues:
         self._places = places
         self._stages = [cut.module(stage) for stage in places.own]
         every = range(len(cut.stages))
-        self._names = [list(cut.module(stage).state_dict(keep_vars=True)) for stage in every]
+        self._names = [_names_of(cut.module(stage)) for stage in every]
         empty = [name for name, p in self.named_parameters() if p.is_meta]
         if empty:
             raise UsageError(
@@ -111,6 +111,28 @@ class StageValues:
         self._places.broadcast(value, home)
         return value.to("cpu", copy=True)
 
+    def gathered_gradient(self, name: str, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's gradient, on the CPU, in every process.
+
+        Args:
+            name: of the parameter.
+            parameter: the model's.
+        """
+        home = next((stage for stage, names in enumerate(self._names) if name in names), None)
+        if home is None:
+            return None
+        is_own = self._places.is_own(home)
+        gradient = parameter.grad if is_own else None
+        has_one = torch.tensor([gradient is not None], dtype=torch.int32, device=self._device)
+        self._places.broadcast(has_one, home)
+        if not has_one.item():
+            return None
+        if gradient is None:
+            gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+        gradient = gradient.contiguous()
+        self._places.broadcast(gradient, home)
+        return gradient.to("cpu", copy=True)
+
     def load(self, state: Mapping[str, Any], *, strict: bool) -> Any:
         """Load this process's part of the whole model's state dict, once all of it is checked.
 
@@ -125,3 +147,10 @@ class StageValues:
     def _first_name(self, parameter: Tensor, name: str) -> str:
         names = (n for n, p in self._model.named_parameters() if p is parameter)
         return next(names, name)
+
+
+def _names_of(stage: nn.Module) -> set[str]:
+    """All names of a stage's parameters and buffers, and what else is in its state dict."""
+    parameters = stage.named_parameters(remove_duplicate=False)
+    buffers = stage.named_buffers(remove_duplicate=False)
+    return {*stage.state_dict(keep_vars=True), *(name for name, _ in (*parameters, *buffers))}

@@ -15,6 +15,7 @@ from ..batches.losses import checked_loss, computed_loss
 from ..batches.microbatch import LossReduction, Microbatch, weights_of
 from ..execution.step_result import StepLoss
 from .engine import Engine
+from .microbatches.calls import StageCalls
 from .replicas import StageReplicas
 from .stage_places import StagePlaces
 
@@ -29,14 +30,21 @@ class Step:
             if there is none.
         device: the device of this process's stages.
         asks_outputs: whether any process asks for the outputs.
+        calls: how stages are called; ``None``: none will be.
 
     Attributes:
         engine: the engine that runs.
     """
 
     def __init__(
-        self, loss_fn: Callable[..., Any] | None, device: torch.device, *, asks_outputs: bool
+        self,
+        loss_fn: Callable[..., Any] | None,
+        device: torch.device,
+        calls: StageCalls | None = None,
+        *,
+        asks_outputs: bool,
     ) -> None:
+        self.calls = calls
         self.asks_outputs = asks_outputs
         self.engine: Engine | None = None
         self._loss_fn = loss_fn
@@ -49,6 +57,7 @@ class Step:
         """Compute the weighted loss of a micro-batch, given its weight and its target."""
         weight, target = given
         assert self.engine is not None
+        assert self.calls is not None
         if self.asks_outputs:
             self._outputs.append(tuple(result.detach() for result in results))
         if self._loss_fn is no_loss:
@@ -59,13 +68,17 @@ class Step:
             nothing: Tensor = _Nothing.apply(*[r for r in results if r.requires_grad])
             return nothing
         try:
-            loss = checked_loss(computed_loss(output, target, self._loss_fn)) * weight
+            loss = self.calls.loss(self._microbatch, lambda: self._computed(output, target))
+            loss = loss * weight
         except Exception as error:
             error.add_note(f"blockpipe: in the loss of micro-batch {self._microbatch}")
             raise
         self._losses.append(loss.detach())
         total: Tensor = loss.sum()  # 0-d, and no view: the engine detaches it in place
         return total
+
+    def _computed(self, output: Any, target: Any) -> Tensor:
+        return checked_loss(computed_loss(output, target, self._loss_fn))
 
     def shared_loss(self, places: StagePlaces, replicas: StageReplicas | None) -> Tensor:
         """Return the batch's loss, from the last stage's process to all."""
@@ -79,9 +92,11 @@ class Step:
         return loss
 
     def shared_outputs(
-        self, runs: list[Run], weights: list[float], dims: BatchDims, places: StagePlaces
+        self, runs: list[Run], reduction: LossReduction, dims: BatchDims, places: StagePlaces
     ) -> Any:
         """Return the joined outputs, from the last stage's process to all."""
+        microbatches = [microbatch for _, part in runs for microbatch in part]
+        weights = self._output_weights(microbatches, reduction, places)
         results, given = [], iter(self._outputs)
         for engine, part in runs:
             for _ in part:
@@ -93,9 +108,24 @@ class Step:
                 for tensor in found:
                     places.broadcast(tensor, -1)
                 results.append(engine.last.output(found))
-        sizes = [m.size for _, part in runs for m in part]
+        sizes = [microbatch.size for microbatch in microbatches]
         dim = output_dim(dims, results, sizes)
         return join(results, sizes, weights, self._device, dim)[0]
+
+    def _output_weights(
+        self, microbatches: list[Microbatch], reduction: LossReduction, places: StagePlaces
+    ) -> list[float]:
+        """The weights of outputs that are one number, as the last stage's process has them."""
+        own = [1.0] * len(microbatches)
+        if places.is_own(-1):
+            try:
+                own = weights_of(microbatches, reduction)
+            except Exception:  # a function that needs a target, in a call without one
+                own = weights_of(microbatches, "mean")
+        shared = torch.tensor(own, dtype=torch.float64, device=self._device)
+        places.broadcast(shared, -1)
+        found: list[float] = shared.tolist()
+        return found
 
 
 def no_loss(*_: Any) -> None:

@@ -23,6 +23,21 @@ T = TypeVar("T")
 CHECKPOINTS = ("never", "except_last", "always")
 
 
+def check_checkpoint(checkpoint: object) -> None:
+    """Raise :class:`UsageError` for a value that is no ``checkpoint=``."""
+    if checkpoint not in CHECKPOINTS:
+        names = ", ".join(map(repr, CHECKPOINTS))
+        fix = "for some blocks only, write Block(stage=…, checkpoint=True)"
+        raise UsageError(expected(f"one of {names}", checkpoint, for_="checkpoint", fix=fix))
+
+
+def recomputes(checkpoint: str, microbatch: int, microbatches: int) -> bool:
+    """Return whether a micro-batch is recomputed where no mark says otherwise."""
+    if checkpoint == "except_last":
+        return microbatch < microbatches - 1
+    return checkpoint == "always"
+
+
 def as_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a sample as arguments and keyword arguments; it may also be the arguments alone, or
     one of them."""
@@ -164,12 +179,7 @@ class PipelineOptions:
             )
         check_schedule(self.schedule, self.chunks)
         check_in_flight(self.in_flight)
-        if self.checkpoint not in CHECKPOINTS:
-            names = ", ".join(map(repr, CHECKPOINTS))
-            fix = "for some blocks only, write Block(stage=…, checkpoint=True)"
-            raise UsageError(
-                expected(f"one of {names}", self.checkpoint, for_="checkpoint", fix=fix)
-            )
+        check_checkpoint(self.checkpoint)
         if not isinstance(self.deferred_batch_norm, bool):
             fix = "pass True for running statistics of the whole batch"
             raise UsageError(

@@ -32,6 +32,7 @@ from ..schedules.simulation import Costs, validate
 from .batch_norm import DeferredBatchNorm
 from .compiled import CompiledModules
 from .hop_costs import hop_costs, rates_of_stages
+from .options import recomputes
 from .schedule_choice import ScheduleRequest
 from .sealed_forwards import SealedForwards
 from .unwritten import Unwritten
@@ -213,9 +214,7 @@ class Prepared:
 
     def recomputes(self, microbatch: int, microbatches: int) -> bool:
         """Return whether a micro-batch is recomputed where no mark says otherwise."""
-        if self.checkpoint == "except_last":
-            return microbatch < microbatches - 1
-        return self.checkpoint == "always"
+        return recomputes(self.checkpoint, microbatch, microbatches)
 
     @cached_property
     def does_recompute(self) -> bool:

@@ -85,7 +85,7 @@ class SealedForwards(ProcessChange):
         constants = _constants(recording)
 
         def sealed_as(what: str, path: str, hops: frozenset[int]) -> Seal:
-            spec = self._recompute_spec(what, path, recording, modules)
+            spec = recompute_spec(what, path, recording, modules)
             return Seal(path, hops, spec, path in waiting, constants.get(path, frozenset()))
 
         self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
@@ -112,27 +112,6 @@ class SealedForwards(ProcessChange):
             for key, hops in recording.sealed_functions.items()
         }
         self._before: list[Any] = []
-
-    def _recompute_spec(
-        self, what: str, path: str, recording: Recording, modules: Mapping[str, nn.Module]
-    ) -> RecomputeSpec | None:
-        about = recording.recomputable.get(path)
-        if about is None or not about.is_recomputed:
-            return None
-        buffers = []
-        for held in recording.buffers:
-            if held.name in about.buffers:
-                outer, _, key = held.name.rpartition(".")
-                buffers.append((buffers_of(modules[outer]), key, held.written))
-        for module in modules[path].modules() if path in modules else ():
-            # There is no tensor yet; the forward may make one.
-            buffers += [
-                (buffers_of(module), key, True)
-                for key, b in buffers_of(module).items()
-                if b is None
-            ]
-        waits = any(call.waits for call in recording.calls if call.path == path)
-        return RecomputeSpec(what, about, buffers, waits)
 
     def stand_in(
         self,
@@ -178,6 +157,37 @@ class SealedForwards(ProcessChange):
 
 
 _MISSING = object()
+
+
+def recompute_spec(
+    what: str, path: str, recording: Recording, modules: Mapping[str, nn.Module]
+) -> RecomputeSpec | None:
+    """Return the way in which the calls of a sealed module, or of a function, are run again.
+
+    Args:
+        what: for messages.
+        path: the module's, or the function's key.
+        recording: knows what it saves and writes.
+        modules: of the model, by path.
+
+    Returns:
+        ``None`` where it saves nothing to run it again, or cannot be.
+    """
+    about = recording.recomputable.get(path)
+    if about is None or not about.is_recomputed:
+        return None
+    buffers = []
+    for held in recording.buffers:
+        if held.name in about.buffers:
+            outer, _, key = held.name.rpartition(".")
+            buffers.append((buffers_of(modules[outer]), key, held.written))
+    for module in modules[path].modules() if path in modules else ():
+        # There is no tensor yet; the forward may make one.
+        buffers += [
+            (buffers_of(module), key, True) for key, b in buffers_of(module).items() if b is None
+        ]
+    waits = any(call.waits for call in recording.calls if call.path == path)
+    return RecomputeSpec(what, about, buffers, waits)
 
 
 def _constants(recording: Recording) -> dict[str, frozenset[int]]:

@@ -5,21 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
 
+from ..microbatches.engine_stage import EngineStage
 from .progress import Progress
 
 
-class WatchedStage(PipelineStage):
+class WatchedStage(EngineStage):
     """A stage whose calls by the engine are noted.
 
     Attributes:
         progress: where they are noted.
-        first: the number of the engine's first micro-batch in the step.
     """
 
     progress: Progress
-    first = 0
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Get what receives a forward's inputs."""

@@ -226,6 +226,7 @@ class TapingMode(TorchFunctionMode):
         entry = Entry(function, path, *names, [], self.arrive(), users_line())
         entry.grad, entry.has_hooks = torch.is_grad_enabled() == self.tape.grad, has_hooks
         autocast = tuple(autocast_states())
+        entry.checkpoint = self.cursor.checkpoint
         entry.autocast = None if autocast == self._autocast else autocast
         written = [t for t, v in zip(given, versions, strict=True) if version_of(t) != v]
         entry.writes = [self._numbers[id(t)] for t in written if id(t) in self._numbers]

@@ -102,6 +102,7 @@ class Entry:
         shapes: the shapes of a module's results, if a size inside of it depends on data. Those of
             the results must not, because the glue has seen them.
         answer: the answer that the forward got when it asked for a bool of its arguments.
+        checkpoint: whether a mark asks for recomputation; ``None``: it says nothing.
     """
 
     function: Callable[..., Any] | None
@@ -117,6 +118,7 @@ class Entry:
     writes: list[int] = field(default_factory=list)
     shapes: list[tuple[int, ...]] | None = None
     answer: bool | None = None
+    checkpoint: bool | None = None
 
     @property
     def name(self) -> str:

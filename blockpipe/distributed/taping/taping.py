@@ -97,7 +97,7 @@ class Tracing(Replacement):
         return _is_tracing
 
 
-_original_is_tracing = torch.jit.is_tracing
+_original_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 @functools.wraps(_original_is_tracing)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from . import ranks, state_cases
-from .test_distributed_pipeline import cases_of, pytestmark
+from .. import ranks, state_cases
+from ..test_distributed_pipeline import cases_of, pytestmark
 
 __all__ = ["pytestmark"]
 

@@ -1,0 +1,168 @@
+"""A step over processes against the plain loop, which the first stage's process runs alone.
+
+Every other process has its own stages as ever: the tensors to compare come one at a time to the
+process that compares.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._common.nested import leaves, map_tensors
+from ..._common.threads.thread_state import CallerState
+from ...batches.batch_dims import BatchDims
+from ...batches.joining import join, output_dim
+from ...batches.microbatch import LossReduction, Microbatch, weights_of
+from ...devices.rng_streams import RngStreams, Source, preserve_rng
+from ...execution.step_result import StepResult
+from ...reports.verify.result import Outcome, Verification, compared, not_finite
+from ...restoring.preserved import PreservedModel
+from ...stages.cursor import set_microbatch
+from ..microbatches.batch_norm import StageBatchNorm
+from ..stage_places import StagePlaces
+from ..stage_values import StageValues
+
+_CPU = torch.device("cpu")
+
+
+class StageVerifier:
+    """Gathers what a step results in, and the model that it began with.
+
+    Args:
+        model: the user's.
+        values: of this process's stages.
+        places: where stages are.
+        sources: the generators that the forward draws from.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        values: StageValues,
+        places: StagePlaces,
+        sources: Sequence[Source],
+    ) -> None:
+        self._model = model
+        self._values = values
+        self._places = places
+        self._sources = [*sources]
+
+    def pipelined(self, step: Callable[[], StepResult]) -> Outcome:
+        """Run the pipeline's step, leave the model as it was, and return what resulted."""
+        outcome = Outcome()
+        with PreservedModel([self._model], self._sources).run():
+            result = step()
+            outcome.put("outputs", _named(result.outputs))
+            outcome.put("loss", [("loss", result.loss)])
+            gradients = [
+                (name, self._values.gathered_gradient(name, parameter))
+                for name, parameter in self._model.named_parameters()
+                if parameter.requires_grad
+            ]
+            outcome.put("gradients", gradients)
+            buffers = self._model.named_buffers()
+            outcome.put("buffers", [(n, self._values.gathered_one(n, b)) for n, b in buffers])
+        return outcome
+
+    def whole_model(self) -> nn.Module | None:
+        """Return a copy of the whole model on the host, in the first stage's process."""
+        memo: dict[int, Any] = {}
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            value: Any = self._values.gathered_one(name, tensor)
+            if isinstance(tensor, nn.Parameter):
+                value = nn.Parameter(value, tensor.requires_grad)
+            if self._places.is_own(0):
+                memo[id(tensor)] = value
+        return copy.deepcopy(self._model, memo) if self._places.is_own(0) else None
+
+
+class PlainLoop:
+    """The plain loop over micro-batches in one process, on the host.
+
+    Args:
+        microbatches: the batch.
+        loss_fn: the loss of an output and a target.
+        reduction: how losses are weighted.
+        dims: how outputs are joined.
+        sources: the generators that the forward draws from.
+        is_deferred: whether batch norm is deferred.
+    """
+
+    def __init__(
+        self,
+        microbatches: list[Microbatch],
+        loss_fn: Callable[..., Any],
+        reduction: LossReduction,
+        dims: BatchDims,
+        sources: Sequence[Source],
+        *,
+        is_deferred: bool,
+    ) -> None:
+        self._microbatches = microbatches
+        self._loss_fn = loss_fn
+        self._weights = weights_of(microbatches, reduction)
+        self._dims = dims
+        self._sources = [*sources]
+        self._is_deferred = is_deferred
+
+    def run(self, model: nn.Module) -> Outcome:
+        """Run the loop on a model without gradients, and return what results."""
+        streams = RngStreams(self._sources, len(self._microbatches))
+        outputs, total, ambient = [], torch.zeros((), dtype=torch.float64), CallerState()
+        with ExitStack() as stack:
+            stack.enter_context(preserve_rng(self._sources))
+            stack.enter_context(StageBatchNorm(model, is_deferred=self._is_deferred).step())
+            for m, (batch, weight) in enumerate(
+                zip(self._microbatches, self._weights, strict=True)
+            ):
+                before = set_microbatch(m)
+                streams.enter(m, self._sources)
+                try:
+                    with ambient.uncached_autocast():
+                        output, loss = self._forward(model, batch)
+                finally:
+                    streams.leave(m)
+                    set_microbatch(before)
+                outputs.append(map_tensors(lambda t: t.detach().clone(), output))
+                if weight:
+                    with ambient.no_autocast():
+                        (loss * weight).sum().backward()
+                    total += loss.detach().reshape(()) * weight
+        sizes = [batch.size for batch in self._microbatches]
+        dim = output_dim(self._dims, outputs, sizes)
+        outcome = Outcome()
+        outcome.put("outputs", _named(join(outputs, sizes, self._weights, _CPU, dim)[0]))
+        outcome.put("loss", [("loss", total.to(torch.get_default_dtype()))])
+        trained = [(n, p.grad) for n, p in model.named_parameters() if p.requires_grad]
+        outcome.put("gradients", trained)
+        outcome.put("buffers", [(n, b.detach()) for n, b in model.named_buffers()])
+        return outcome
+
+    def _forward(self, model: nn.Module, batch: Microbatch) -> tuple[Any, Tensor]:
+        given = () if batch.target is None else (batch.target,)
+        output = model(*batch.args, **batch.kwargs)
+        return output, self._loss_fn(output, *given)
+
+
+def verdict(
+    plain: Outcome, piped: Outcome, rtol: float | None, atol: float, schedule: str
+) -> Verification:
+    """Compare a step over processes with the plain one; sums of several processes round."""
+    rtol = 1e-5 if rtol is None else rtol  # for single precision, as in one process
+    reference = "the plain loop on the host of the first stage's process"
+    differences = compared(plain, piped, rtol, atol)
+    notes = not_finite(plain)
+    return Verification(differences, False, rtol, atol, schedule, reference, notes=notes)
+
+
+def _named(outputs: Any) -> list[tuple[str, Any]]:
+    found = [*leaves(outputs)]
+    names = ["output"] if len(found) == 1 else [f"output {number}" for number in range(len(found))]
+    plain = [v.detach().cpu() if isinstance(v, Tensor) else v for v in found]
+    return [*zip(names, plain, strict=True)]
