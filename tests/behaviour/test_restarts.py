@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from ..distributed import restarting
+from ..distributed import ranks, restarting
 
-pytestmark = [pytest.mark.slow, pytest.mark.cpu("the processes have no simulated accelerator")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.cpu("the processes have no simulated accelerator"),
+    ranks.NEEDS_SCHEDULES,
+]
 
 
 @pytest.mark.timeout(600)

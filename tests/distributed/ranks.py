@@ -2,6 +2,7 @@
 
 import datetime
 import importlib
+import inspect
 import os
 import socket
 import tempfile
@@ -14,6 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+from torch.distributed.pipelining import ScheduleGPipe
+
+NEEDS_SCHEDULES = pytest.mark.skipif(
+    "arg_mbs" not in inspect.signature(ScheduleGPipe.step).parameters,
+    reason="this torch's schedules take no micro-batches",
+)
 
 _LINGER = 90  # seconds that the others have once a process has failed
 

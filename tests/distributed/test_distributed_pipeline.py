@@ -4,16 +4,12 @@ import inspect
 from types import ModuleType
 
 import pytest
-from torch.distributed.pipelining import ScheduleGPipe
 
 from . import cases, ranks
 
 pytestmark = [
     pytest.mark.cpu("the processes have no simulated accelerator"),
-    pytest.mark.skipif(
-        "arg_mbs" not in inspect.signature(ScheduleGPipe.step).parameters,
-        reason="this torch's schedules take no micro-batches",
-    ),
+    ranks.NEEDS_SCHEDULES,
 ]
 
 

@@ -7,7 +7,11 @@ import pytest
 from .. import ranks
 from . import failing_cases
 
-pytestmark = [pytest.mark.slow, pytest.mark.cpu("the processes have no simulated accelerator")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.cpu("the processes have no simulated accelerator"),
+    ranks.NEEDS_SCHEDULES,
+]
 
 NEVER = 1800  # seconds: the patience of torch's own connections, which nobody should need
 
