@@ -35,7 +35,7 @@ from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
 from .shared_state import check_shared_state, runs_by
-from .steering import Steering
+from .watched_values import WatchedValues
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
 
@@ -82,7 +82,7 @@ class Preparer:
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
         self._hooks = AccelerateHooks(model)
-        self._steering = Steering(model)
+        self._watched_values = WatchedValues(model)
         self._unread = frozenset[str]()  # attributes that look like switches, and are none
         self._written = frozenset[str]()  # by steps that had not written it when recorded
         self._has_warned_of_recordings = False
@@ -157,7 +157,7 @@ class Preparer:
             self._forget_if_moved()
             self.known.clear()  # the model was changed: record anew
             self._fingerprint = Fingerprint(self.model, self._unread)
-        if self._steering.has_turned():
+        if self._watched_values.has_turned():
             _log.info("recording anew: a value was set, by which a forward may turn")
             self.known.clear()
         key = self._key(batch, self._fingerprint)
@@ -214,8 +214,8 @@ class Preparer:
             )
 
     def _record(self, batch: Microbatch, options: PipelineOptions) -> Recording:
-        self._steering.look_around()
-        with self._hooks.absent(), self._steering.asked():
+        self._watched_values.look_around()
+        with self._hooks.absent(), self._watched_values.asked():
             planned = planned_by(self.model, self.given_plan)
             recording = record_planned(
                 RecordRequest(
@@ -300,7 +300,7 @@ class Preparer:
             for leaf in leaves((batch.args, batch.kwargs))
         )
         names = tuple(batch.kwargs)
-        steered = self._steering.known_by()
+        steered = self._watched_values.known_by()
         modes = fingerprint.modes(), fingerprint.asked()
         return steered, modes, torch.is_grad_enabled(), len(batch.args), names, shape
 
@@ -313,7 +313,7 @@ class Preparer:
         Raises:
             StateError: several hops share it, or other things cross than those that the step knew.
         """
-        self._steering.step_is_over()
+        self._watched_values.step_is_over()
         if not written:
             return
         _log.info("recording anew: %s", f"{', '.join(written)} is written by now")
@@ -390,13 +390,13 @@ class Preparer:
         record anew."""
         state = dict(self.__dict__)
         state.update(known=OrderedDict(), _placement=None, _fingerprint=None)
-        del state["_steering"], state["_hooks"]
+        del state["_watched_values"], state["_hooks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._hooks = AccelerateHooks(self.model)
-        self._steering = Steering(self.model)
+        self._watched_values = WatchedValues(self.model)
 
 
 def _offloaded(recording: Recording, offload: frozenset[int] | Literal[True]) -> frozenset[int]:

@@ -1,4 +1,5 @@
-"""Numbers that remember what a forward asks them, so that a step can ask the same again."""
+"""Numbers that remember the comparisons that a forward makes with them, for later steps to
+repeat."""
 
 import itertools
 import operator

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.errors import StateError
-from blockpipe.preparation.steering import Steering
+from blockpipe.preparation.watched_values import WatchedValues
 
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, stages
@@ -47,24 +47,24 @@ QUESTIONS = [
 @pytest.mark.parametrize("ask", QUESTIONS)
 def test_what_was_asked_is_asked_again(ask):
     module = Counted()
-    steering = _looking(module)
+    watched = _looking(module)
     module.step = 1
-    assert steering.has_turned()
-    with steering.asked():
+    assert watched.has_turned()
+    with watched.asked():
         ask(module)
     assert type(module.step) is int
-    known = steering.known_by()
+    known = watched.known_by()
     for step in range(8):
         module.step = step
-        assert not steering.has_turned(), "it is asked about by now"
+        assert not watched.has_turned(), "it is asked about by now"
         turned = ask(module) != ask_at(1, ask)
-        assert not turned or steering.known_by() != known
+        assert not turned or watched.known_by() != known
 
 
-def _looking(module: nn.Module) -> Steering:
-    steering = Steering(module)
-    steering.look_around()
-    return steering
+def _looking(module: nn.Module) -> WatchedValues:
+    watched = WatchedValues(module)
+    watched.look_around()
+    return watched
 
 
 def ask_at(step: int, ask) -> bool:
@@ -75,18 +75,18 @@ def ask_at(step: int, ask) -> bool:
 
 def test_what_the_forward_counts_itself_is_nobody_elses_doing():
     module = Counted()
-    steering = _looking(module)
+    watched = _looking(module)
     module.step += 1
-    steering.step_is_over()
-    assert not steering.has_turned()
+    watched.step_is_over()
+    assert not watched.has_turned()
 
 
 def test_numbers_that_are_asked_are_numbers():
     module = Counted()
-    steering = _looking(module)
+    watched = _looking(module)
     module.step, module.rate = 2, 0.25
-    assert steering.has_turned()
-    with steering.asked():
+    assert watched.has_turned()
+    with watched.asked():
         x = torch.ones(2, 6) * module.step + module.rate
         assert x.view(module.step, -1).shape == (2, 6)
         assert torch.equal(x, torch.full((2, 6), 2.25))

@@ -77,7 +77,7 @@ class _Place:
             return _UNSET
 
 
-class Steering:
+class WatchedValues:
     """The plain values that a model's forwards may read, and the comparisons made with them.
 
     Args:
