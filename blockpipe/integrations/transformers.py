@@ -32,6 +32,10 @@ from ..stages.marks import begin_blocks
 __all__ = ["PipelineTrainer", "PipelineTrainerMixin"]
 
 
+# No trainer has arguments of these names.
+_OPTIONS = ("devices", "chunks", "schedule", "stages")
+
+
 class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # which has no types
     """Makes any trainer that derives from ``Trainer`` run its model as a pipeline.
 
@@ -51,9 +55,21 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # which has no types
     accordingly, unless it is ``"sum"``. One process runs all devices.
 
     Raises:
-        UsageError: both a pipeline and options; a model that the trainer has replaced; several
+        UsageError: both a pipeline and options; options beside ``pipeline``; a trainer written
+            before this class; a model that the trainer has replaced; several
             processes, DeepSpeed or FSDP; an optimizer that steps within the backward.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        before = cls.__mro__[: cls.__mro__.index(PipelineTrainerMixin)]
+        for base in before:
+            if issubclass(base, Trainer) and not issubclass(base, PipelineTrainerMixin):
+                raise UsageError(
+                    f"expected PipelineTrainerMixin before {base.__name__}, got it behind that in "
+                    f"{cls.__name__} ({users_line()}); write class {cls.__name__}"
+                    f"(PipelineTrainerMixin, {base.__name__})"
+                )
 
     def __init__(
         self,
@@ -63,6 +79,11 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # which has no types
         **kwargs: Any,
     ) -> None:
         given = model if isinstance(model, Pipeline) else None
+        if misplaced := [name for name in _OPTIONS if name in kwargs]:
+            raise UsageError(
+                f"expected the options of the pipeline in pipeline={{…}}, got {misplaced[0]}= "
+                f"beside it ({users_line()}); write pipeline={{{misplaced[0]!r}: …}}"
+            )
         if given is not None and pipeline is not None:
             raise UsageError(
                 "expected a Pipeline or pipeline={…}, got both "
