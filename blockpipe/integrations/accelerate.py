@@ -21,6 +21,7 @@ except ImportError as error:
     ) from error
 
 from .._common.callsite import remembers_caller, users_line
+from .._common.checks import expected
 from .._common.hints import ALL_REDUCE
 from ..errors import UsageError
 from ..execution.scaled_gradients import scaled_gradients
@@ -104,6 +105,14 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             UsageError: the pipeline is not prepared.
         """
+        if not isinstance(pipe, Pipeline):
+            raise UsageError(
+                expected(
+                    "a Pipeline as the first argument",
+                    pipe,
+                    fix="write accelerator.forward_backward(pipe, x, target=y, loss_fn=loss_fn)",
+                )
+            )
         if pipe not in self._models:
             raise UsageError(
                 f"expected a pipeline that is prepared, got {type(pipe).__name__} that is not "
@@ -113,6 +122,20 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
             return pipe.forward_backward(
                 *args, target=target, loss_fn=loss_fn, return_outputs=return_outputs, **kwargs
             )
+
+    @remembers_caller
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """As Accelerate's.
+
+        Raises:
+            UsageError: the result of a step, whose backward has run.
+        """
+        if isinstance(loss, StepResult):
+            raise UsageError(
+                "expected a loss with a graph, got the result of forward_backward, which has run "
+                f"the backward already ({users_line()}); remove this call"
+            )
+        super().backward(loss, **kwargs)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Unwrap a model as Accelerate does; of a pipeline, return the model inside it."""

@@ -20,9 +20,11 @@ except ImportError as error:
     ) from error
 
 from .._common.callsite import users_line
+from .._common.checks import expected
+from .._common.hints import knows_other_names
 from ..errors import UsageError
 from ..execution.scaled_gradients import scaled_gradients
-from ..execution.step_result import StepLoss
+from ..execution.step_result import StepLoss, StepResult
 from ..pipeline import Pipeline
 
 __all__ = ["PipelineStrategy"]
@@ -51,7 +53,21 @@ class PipelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         >>> trainer = Trainer(strategy=PipelineStrategy(), accelerator="cpu", logger=False)
     """
 
+    @knows_other_names(
+        devices="the stages' devices are Pipeline's: self.net = Pipeline(…, devices=[…])",
+        chunks="self.net = Pipeline(…, chunks=…) has it",
+        pipeline="the strategy finds the pipelines of the module: leave it out",
+    )
     def __init__(self, device: Any = None, **options: Any) -> None:
+        if isinstance(device, nn.Module):
+            raise UsageError(
+                expected(
+                    "a device, or none,",
+                    device,
+                    for_="device",
+                    fix="leave it out: the strategy finds the pipelines of the module",
+                )
+            )
         self._follows_pipeline = device is None
         super().__init__("cpu" if device is None else device, **options)
 
@@ -84,7 +100,7 @@ class PipelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         with nullcontext() if scaler is None else scaled_gradients(scaler.scale):
             output = super().training_step(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, StepLoss) and self.lightning_module.automatic_optimization:
+        if isinstance(loss, StepLoss | StepResult) and self.lightning_module.automatic_optimization:
             raise UsageError(
                 "expected a loss with a graph from training_step, got that of forward_backward, "
                 "which has run the backward already; set self.automatic_optimization = False in "

@@ -32,6 +32,10 @@ from ..stages.marks import begin_blocks
 __all__ = ["PipelineTrainer", "PipelineTrainerMixin"]
 
 
+# No trainer has arguments of these names.
+_OPTIONS = ("devices", "chunks", "schedule", "stages")
+
+
 class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # which has no types
     """A mixin with which any trainer that derives from ``Trainer`` runs its model as a pipeline.
 
@@ -51,8 +55,9 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # which has no types
     accordingly, unless it is ``"sum"``. One process runs all devices.
 
     Raises:
-        UsageError: there are both a pipeline and options; the trainer has replaced the model; there
-            are several processes, DeepSpeed or FSDP; the optimizer steps within the backward.
+        UsageError: there are both a pipeline and options, or options next to ``pipeline``; the
+            trainer is written before this class; the trainer has replaced the model; there are
+            several processes, DeepSpeed or FSDP; the optimizer steps within the backward.
 
     Example:
         >>> from transformers import Seq2SeqTrainer
@@ -63,6 +68,17 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # which has no types
         ['PipelineTrainerMixin', 'Seq2SeqTrainer', 'Trainer']
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        before = cls.__mro__[: cls.__mro__.index(PipelineTrainerMixin)]
+        for base in before:
+            if issubclass(base, Trainer) and not issubclass(base, PipelineTrainerMixin):
+                raise UsageError(
+                    f"expected PipelineTrainerMixin before {base.__name__}, got it behind that in "
+                    f"{cls.__name__} ({users_line()}); write class {cls.__name__}"
+                    f"(PipelineTrainerMixin, {base.__name__})"
+                )
+
     def __init__(
         self,
         model: Any = None,
@@ -71,6 +87,11 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # which has no types
         **kwargs: Any,
     ) -> None:
         given = model if isinstance(model, Pipeline) else None
+        if misplaced := [name for name in _OPTIONS if name in kwargs]:
+            raise UsageError(
+                f"expected the options of the pipeline in pipeline={{…}}, got {misplaced[0]}= "
+                f"beside it ({users_line()}); write pipeline={{{misplaced[0]!r}: …}}"
+            )
         if given is not None and pipeline is not None:
             raise UsageError(
                 "expected a Pipeline or pipeline={…}, got both "

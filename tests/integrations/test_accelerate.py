@@ -343,6 +343,17 @@ def test_what_cannot_be_in_a_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch
         PipelineAccelerator(cpu=True, dynamo_backend="eager").prepare(pipe)
 
 
+def test_slips_of_a_call_are_named() -> None:
+    """The pipeline was forgotten; the result of a step was handed to `backward`."""
+    accelerator = PipelineAccelerator(cpu=True)
+    pipe, x = accelerator.prepare(piped(make_net())), torch.ones(4, 8)
+    with pytest.raises(bp.errors.UsageError, match=r"write accelerator\.forward_backward\(pipe, x"):
+        accelerator.forward_backward(x, loss_fn=torch.mean)
+    result = accelerator.forward_backward(pipe, x, loss_fn=torch.mean)
+    with pytest.raises(bp.errors.UsageError, match=r"test_accelerate\.py:\d+\); remove this call"):
+        accelerator.backward(result)
+
+
 def test_a_step_s_loss_has_no_backward_left() -> None:
     accelerator = PipelineAccelerator(cpu=True)
     pipe = accelerator.prepare(piped(make_net()))

@@ -274,6 +274,15 @@ def test_a_module_without_a_pipeline_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, True).fit(Automatic(make_net()), loader(), loader(20))
 
 
+def test_slips_of_the_strategys_arguments_are_named() -> None:
+    """A pipeline, or its devices, in the place of the device of the module's rest."""
+    for slip in (lambda: PipelineStrategy(devices=["cpu"] * 2), lambda: PipelineStrategy(chunks=2)):
+        with pytest.raises(bp.errors.UsageError, match=r"self\.net = Pipeline\("):
+            slip()
+    with pytest.raises(bp.errors.UsageError, match="the strategy finds the pipelines"):
+        PipelineStrategy(piped(make_net()))
+
+
 def test_a_loss_whose_backward_has_run_is_not_returned(tmp_path: Path) -> None:
     """From an automatic training step: Lightning would run the backward once more."""
 
@@ -282,5 +291,11 @@ def test_a_loss_whose_backward_has_run_is_not_returned(tmp_path: Path) -> None:
             x, y = batch
             return self.net.forward_backward(x, target=y, loss_fn=F.cross_entropy).loss
 
-    with pytest.raises(bp.errors.UsageError, match="has run the backward already"):
-        trainer(tmp_path, True).fit(Mixed(piped(make_net())), loader(), loader(20))
+    class Result(Automatic):
+        def training_step(self, batch: Any, _: int) -> Any:
+            x, y = batch
+            return self.net.forward_backward(x, target=y, loss_fn=F.cross_entropy)
+
+    for kind in (Mixed, Result):
+        with pytest.raises(bp.errors.UsageError, match="has run the backward already"):
+            trainer(tmp_path, True).fit(kind(piped(make_net())), loader(), loader(20))

@@ -198,6 +198,30 @@ def test_a_pipeline_and_options_are_refused(tmp_path):
         made(PipelineTrainer, tmp_path, pipe, pipeline={"chunks": 2})
 
 
+def test_options_beside_the_pipelines_are_refused():
+    """They would go to the trainer, which does not know them."""
+    with pytest.raises(UsageError, match=r"got devices= beside it .*pipeline=\{'devices': …\}"):
+        PipelineTrainer(gpt(), devices=["cpu"] * 2)
+
+
+def test_the_mixin_stands_before_the_trainer():
+    """Or else that trainer would get `pipeline=`, and fail on it."""
+
+    class Other(transformers.Trainer):
+        pass
+
+    with pytest.raises(UsageError, match=r"write class Wrong\(PipelineTrainerMixin, Other\)"):
+
+        class Wrong(Other, PipelineTrainerMixin):
+            pass
+
+    class Right(PipelineTrainerMixin, Other):
+        pass
+
+    class Derived(Right):
+        pass
+
+
 def test_options_that_are_no_mapping_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"expected a mapping of .*; write pipeline=\{'devices'"):
         made(PipelineTrainer, tmp_path, pipeline=["cpu", "cpu"])
