@@ -45,6 +45,12 @@ forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_h
 """A module's forward hooks by their handle's id, to count them: no public way tells of them."""
 
 
+def backward_hooks_of(module: nn.Module) -> list[Any]:
+    """Return a module's hooks that a backward calls, before it and after it. They can be added in
+    public, but not asked for."""
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+
+
 def caches_parametrizations() -> bool:
     """Return whether ``torch.nn.utils.parametrize.cached()`` is entered: it counts its entries in a
     private global."""

@@ -35,6 +35,7 @@ from ..stages.plan import StagePlan
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, signature
+from .watching.backward_code import hooks_in
 from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 R = TypeVar("R")
@@ -258,6 +259,7 @@ def _with_fakes(
         name: fakes.of(tensor, None if homes is None else homes.get(name))
         for name, tensor in real.items()
     }
+    hooks = hooks_in(model)
     stand_ins = {id(tensor): swapped[name] for name, tensor in real.items()}
     with ExitStack() as stack:
         stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
@@ -271,7 +273,7 @@ def _with_fakes(
         args, kwargs = map_tensors(
             lambda t: fakes.of(t, sample_device), (request.args, request.kwargs)
         )
-        faked = replace(request, args=args, kwargs=kwargs, stand_ins=stand_ins)
+        faked = replace(request, args=args, kwargs=kwargs, stand_ins=stand_ins, hooks=hooks)
 
         def run() -> R:
             with mode, _quiet(), RealWritesUndone():

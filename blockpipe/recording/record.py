@@ -34,6 +34,7 @@ from .fake_run import record_there
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, check_initialized, remedy, signature, what_failed
+from .watching.backward_code import hooks_in
 from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 _log = logging.getLogger(__name__)
@@ -222,7 +223,8 @@ def run_for_real(
         where = _one_device_of(model) if request.devices is None else None
         copied = partial(_copy_of, where=where)
         args, kwargs = map_tensors(copied, (request.args, request.kwargs))
-        return watch(replace(request, args=args, kwargs=kwargs), state.holders)
+        hooks = hooks_in(model)
+        return watch(replace(request, args=args, kwargs=kwargs, hooks=hooks), state.holders)
 
 
 def _one_device_of(model: nn.Module) -> torch.device | None:

@@ -23,6 +23,7 @@ from .._common.text import dtype_text
 from ..batches.microbatch import BatchPart
 from ..errors import RecordingError
 from .plan_resolution import Planned
+from .watching.backward_code import Hook
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class RecordRequest:
         unhookable: paths of calls that do not run under saved-tensor hooks.
         stand_ins: by the id of each parameter and buffer, the fake one in its place. Code that has
             a parameter in a plain list of its own still finds the real one there.
+        hooks: what a backward calls. The fake parameters have none.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class RecordRequest:
     cut: bool = True
     unhookable: frozenset[str] = frozenset()
     stand_ins: Mapping[int, Tensor] = field(default_factory=dict)
+    hooks: Sequence[Hook] = ()
 
 
 _SHOWN = 8  # of a container's members, or a forward's parameters

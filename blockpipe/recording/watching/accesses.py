@@ -106,6 +106,16 @@ def tests_of(code: types.CodeType) -> list[ast.expr]:
     return [test for test in nodes.tests if test.lineno in lines]
 
 
+def calls_of(code: types.CodeType) -> list[ast.Call]:
+    """The calls in a function's code."""
+    found = []
+    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    for instruction in dis.get_instructions(code) if nodes.by_end else ():
+        if "CALL" in instruction.opname:
+            found += [node for node, _ in nodes.of(instruction) if isinstance(node, ast.Call)]
+    return found
+
+
 _CHANGES = _WRITES | _DOES_BOTH | {*_SETTERS, "next"}
 _Node = ast.Attribute | ast.Subscript | ast.Name | ast.Call
 _LOADS_TWO = re.compile("_FAST(_BORROW)?_LOAD_FAST")

@@ -85,6 +85,17 @@ class Frame:
                 return self._called(node)
         return UNKNOWN
 
+    def bound(self, node: ast.expr) -> Any:
+        """The value of an expression; a function of a class comes as the method that it is."""
+        found = self.evaluated(node)
+        if isinstance(node, ast.Attribute) and isinstance(found, types.FunctionType):
+            owner = self.evaluated(node.value)
+            is_method = not isinstance(owner, type | types.ModuleType) and (
+                node.attr not in _attributes_of(owner)
+            )
+            return types.MethodType(found, owner) if is_method else found
+        return found
+
     def _called(self, node: ast.Call) -> Any:
         function = self.evaluated(node.func)
         if isinstance(function, weakref.ref):

@@ -49,6 +49,8 @@ class RecordingMode(CrossingMode):
             self.recorder.look_outside()
         elif looks_at_graph(func):
             self.recorder.looked_at_graph()
+            if len(args) > 1 and callable(args[1]):
+                self.recorder.hooked(args[0], args[1])
         self.recorder.changes.at_function(func, args)
         result = super().__torch_function__(func, types, args, kwargs, modes)
         self.recorder.check_outsiders(func, args[0] if args else None)

@@ -88,6 +88,7 @@ class Recorder:
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
         self.checkpointed_in: list[Call | None] = []
         self.keepers: list[str] = []
+        self.tensor_hooks: list[tuple[Callable[..., Any], int]] = []  # each with its hop
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.outside_tensors = OutsideTensors()
         self.changes: SharedChanges
@@ -441,6 +442,11 @@ class Recorder:
         """Note that the forward hooks into its graph, or asks for it."""
         if self.hop >= 0:
             self.result.hops[self.hop].whole = f"a hook, or a look at the graph ({line()})"
+
+    def hooked(self, tensor: Tensor, hook: Callable[..., Any]) -> None:
+        """Note that the forward registers a hook of a tensor. It is called where that was made."""
+        tag: Tag | None = getattr(tensor, TAG, None)
+        self.tensor_hooks.append((hook, max(self.hop if tag is None else tag.hop, 0)))
 
     def note_checkpoint(self) -> None:
         """Note that the forward uses ``torch.utils.checkpoint``."""

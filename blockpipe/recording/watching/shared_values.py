@@ -38,6 +38,7 @@ from ..outside_state import in_words
 from ..reads import Reads, libraries_code_reads
 from ..recording import Recording
 from .accesses import Access, Use, accesses_of, may_set, tests_of
+from .backward_code import StillRun, back, frames_of, hops_of, in_backward
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
 from .frozen import frozen
 
@@ -131,6 +132,7 @@ class SharedValues:
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
         self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
         self._pending: dict[int, _Pending] = {}  # by the id of a frame
+        self._still: StillRun | None = None  # code that is looked at, and does not run
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -181,8 +183,23 @@ class SharedValues:
             self._returned[id(frame.f_back)] = frame.f_code, argument
         return self._ran
 
+    def runs_back(self, hook: Callable[..., Any], given: object, hop: int) -> None:
+        """A backward will call a hook: what it may set, or read, it does on that way.
+
+        Args:
+            hook: the user's function.
+            given: its first argument, if that is known.
+            hop: the hop whose backward that is.
+        """
+        self._still = StillRun()
+        for still in frames_of(hook, given):
+            for accesses in accesses_of(still.f_code).values():
+                still.f_lineno = accesses[0].node.lineno
+                self._note_all(accesses, still, back(hop), over=True)
+        self._still = None
+
     def _note_all(
-        self, accesses: Iterable[Access], running: types.FrameType, hop: int, *, over: bool = False
+        self, accesses: Iterable[Access], running: Any, hop: int, *, over: bool = False
     ) -> None:
         frame = Frame(running, self._functions, self._returned.get(id(running)))
         for access in accesses:
@@ -224,6 +241,8 @@ class SharedValues:
 
     def _note(self, access: Access, frame: Frame, hop: int) -> None:
         owner, key, value = frame.owner_of(access)
+        if key is UNKNOWN:
+            return  # of a function that is not running: an entry by an argument
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
         owner = self._objects.get(id(owner), owner)  # whose attributes these are
@@ -281,6 +300,8 @@ class SharedValues:
         return self._values[where]
 
     def _reads(self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool) -> None:
+        if self._still is not None and self._still.reads_its_own((_space_of(owner), key)):
+            return
         known = self._known(owner, key)
         known.is_carried = known.is_carried or not known.set_on
         if not counts:
@@ -293,6 +314,8 @@ class SharedValues:
         if _is_by_microbatch(pending.owner):
             return
         now = frozen(member_of(pending.owner, pending.key))
+        if self._still is not None:
+            self._still.sets((_space_of(pending.owner), pending.key))
         self._known(pending.owner, pending.key).is_traced = True
         # On fake tensors the same is the same for all data.
         if not self._fake or now is UNKNOWN or pending.before != now:
@@ -344,15 +367,17 @@ class SharedValues:
             if _has_tensors(member_of(known.owner, known.key)):
                 continue
             name = attribute_of(known.owner, known.key)
-            if name is not None and reads.is_unread(*name):
+            # Of a hook that is on a parameter or a tensor, the model knows nothing.
+            if name is not None and min(read_on) >= 0 and reads.is_unread(*name):
                 continue
             where = next(k.first_read for k in (known, *others) if k.first_read)
             yield SharedChange(
-                f"{self._named(known)} on hops {sorted(known.set_on)} ({known.first_write})",
-                "reads it",
-                sorted(read_on),
+                f"{self._named(known)}{in_backward(known.set_on)} on hops {hops_of(known.set_on)} "
+                f"({known.first_write})",
+                f"reads it{in_backward(read_on)}",
+                hops_of(read_on),
                 where,
-                _REMEDY,
+                "set it between steps" if min(seen) < 0 else _REMEDY,
                 settles=known.is_constant,
             )
 

@@ -32,6 +32,7 @@ from ..recording import Recording
 from ..sample import RecordRequest
 from ..sealing import conclude
 from ..shared_changes import SharedChanges
+from .backward_code import Hook, may_set_by
 from .costs import note_split_backwards
 from .held import held_tensors
 from .mode import RecordedForward, RecordingMode
@@ -86,7 +87,8 @@ def run_watched(
     result.planned_at = None if planned is None else planned.where
     recorder = _watching(request, result, holders)
     modules = dict(model.named_modules())
-    values = SharedValues(holders, modules, recorder.hop_here, fake=fake, traces=is_second)
+    traces = is_second or may_set_by(request.hooks)
+    values = SharedValues(holders, modules, recorder.hop_here, fake=fake, traces=traces)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)
     before = set_cursor(recorder.run.cursor)
@@ -97,6 +99,7 @@ def run_watched(
         given = recorder.held.keys() | {id(tensor) for tensor in tensors(inputs)}
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
+        _note_hooks(request.hooks, recorder, values)
         _note_state(model, recorder, values, holders)
     finally:
         set_cursor(before)
@@ -155,6 +158,19 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
             for tensor in tensors(output):
                 recorder.run.newest(tensor)
     return output
+
+
+def _note_hooks(hooks: Iterable[Hook], recorder: Recorder, values: SharedValues) -> None:
+    """Write down what the code of hooks sets and reads in the backwards of hops."""
+    hops = {name: set(held.hops) for held in recorder.result.parameters for name in held.names}
+    for call in recorder.result.calls:
+        if not call.is_function and call.hop is not None:
+            hops.setdefault(call.path, set()).add(call.hop)  # where its backward ends
+    for hook in hooks:
+        for hop in hops.get(hook.name, ()):
+            values.runs_back(hook.function, hook.given, hop)
+    for function, hop in recorder.tensor_hooks:
+        values.runs_back(function, None, hop)
 
 
 def _note_state(

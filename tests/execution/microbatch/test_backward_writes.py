@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ..parity import difference, plain_step
-from ..stage_devices import stages
+from ...parity import difference, plain_step
+from ...stage_devices import stages
 
 
 class Again(nn.Sequential):

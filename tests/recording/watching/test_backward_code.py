@@ -1,0 +1,170 @@
+"""Hooks that set what a forward, or another stage's hook, reads: no backward runs in a recording."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ...parity import assert_same_gradients, plain_step
+from ...stage_devices import stages
+
+
+class Net(nn.Module):
+    """Two layers on two stages, with values that hooks may set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale, self.seen, self.norms = 1.0, 0, {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.first(self.a(x).tanh())
+        with bp.Block(stage=1):
+            return self.b(h)
+
+    def first(self, h: Tensor) -> Tensor:
+        return h
+
+    def follow(self, gradient: Tensor) -> None:
+        self.scale = float(gradient.norm())
+
+    def count(self, gradient: Tensor) -> Tensor:
+        self.seen += 1
+        return gradient * self.seen
+
+
+class Scaled(Net):
+    """Its forward reads the value."""
+
+    def first(self, h: Tensor) -> Tensor:
+        return h * self.scale
+
+
+class Hooked(Scaled):
+    """Its forward registers the hook."""
+
+    def first(self, h: Tensor) -> Tensor:
+        h.register_hook(self.follow)
+        return h * self.scale
+
+
+class Measures(Net):
+    """Its forward sets what a hook reads."""
+
+    def first(self, h: Tensor) -> Tensor:
+        self.scale = h.detach().abs().max().item()
+        return h
+
+
+def _module_hook(net: Net) -> None:
+    net.b.register_full_backward_hook(lambda module, given, got: net.follow(got[0]))
+
+
+def _pre_hook(net: Net) -> None:
+    net.b.register_full_backward_pre_hook(lambda module, got: net.follow(got[0]))
+
+
+def _parameter_hook(net: Net) -> None:
+    net.b.weight.register_hook(net.follow)
+
+
+def _stepping_hook(net: Net) -> None:
+    net.b.weight.register_post_accumulate_grad_hook(functools.partial(Net.follow, net))
+
+
+def _counts_on_both(net: Net) -> None:
+    net.a.weight.register_hook(net.count)
+    net.b.weight.register_hook(net.count)
+
+
+def _reads(net: Net) -> None:
+    net.a.register_full_backward_pre_hook(lambda module, got: (got[0] / (1 + net.scale),))
+
+
+def _nothing(net: Net) -> None:
+    pass
+
+
+def _step(net: Net, **options: object) -> Tensor:
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, **options)
+    return pipe.forward_backward(X, target=X, loss_fn=mse_loss).loss
+
+
+X = torch.randn(8, 4)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("kind", "hook", "what"),
+    [
+        (Scaled, _module_hook, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
+        (Scaled, _pre_hook, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
+        (Scaled, _parameter_hook, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
+        (Scaled, _stepping_hook, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
+        (Hooked, _nothing, r"'scale' of the model in a backward on hops \[0\].*reads it on"),
+        (Measures, _reads, r"'scale' of the model on hops \[0\].*reads it in a backward on"),
+        (Net, _counts_on_both, r"'seen' of .* in a backward on hops \[0, 1\].*in a backward on"),
+    ],
+)
+def test_what_a_hook_sets_and_another_stage_or_a_forward_reads_is_refused(
+    kind: type[Net], hook: Callable[[Net], None], what: str
+) -> None:
+    """Micro-batches under way read one another's, without a word."""
+    net = kind()
+    hook(net)
+    with pytest.raises(StateError, match=rf"{what}.*code\.py:\d+\).*set it between steps"):
+        _step(net)
+
+
+def _notes(net: Net, name: str, gradient: Tensor) -> None:
+    net.norms[name] = float(gradient.norm())
+    net.scale = net.norms[name]
+
+
+def _logs(net: Net) -> None:
+    for name, layer in net.named_children():
+        layer.register_full_backward_pre_hook(
+            lambda module, got, name=name: _notes(net, name, got[0])
+        )
+
+
+def _counts(net: Net) -> None:
+    net.a.weight.register_hook(net.count)
+
+
+def _sets_before_it_reads(net: Net) -> None:
+    def hook(gradient: Tensor) -> Tensor:
+        net.scale = float(gradient.norm())
+        return gradient / net.scale
+
+    net.a.weight.register_hook(hook)
+    net.b.weight.register_hook(hook)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("hook", [_logs, _counts, _sets_before_it_reads])
+def test_what_hooks_keep_for_themselves_is_fine(hook: Callable[[Net], None]) -> None:
+    net, plain = Net(), Net()
+    plain.load_state_dict(net.state_dict())
+    for model in (net, plain):
+        hook(model)
+    _step(net)
+    plain_step(plain, (X,), {}, X, mse_loss, 4)
+    assert_same_gradients(net, plain)
+
+
+def test_hooks_that_set_what_the_forward_reads_are_the_plain_loops_one_by_one() -> None:
+    net, plain = Scaled(), Scaled()
+    plain.load_state_dict(net.state_dict())
+    for model in (net, plain):
+        _module_hook(model)
+    _step(net, schedule="sequential")
+    plain_step(plain, (X,), {}, X, mse_loss, 4)
+    assert_same_gradients(net, plain)
