@@ -97,7 +97,7 @@ class Tracing(Replacement):
         return _is_tracing
 
 
-_original_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+_original_is_tracing: Any = vars(torch.jit)["is_tracing"]
 
 
 @functools.wraps(_original_is_tracing)
