@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,19 +17,10 @@ from .._common.checks import expected
 from .._common.nested import map_tensors, tensors
 from .._common.thread_state import autocast_states
 from ..batches.batch_dims import BatchDims, dims_of_call
-from ..batches.losses import own_or_mean_square
 from ..batches.microbatch import LossReduction, Microbatch, split, weights_of
-from ..costs.probing import rates_of
-from ..devices.devices import is_asynchronous
-from ..devices.rng_streams import Source
 from ..errors import UsageError
 from ..execution.step_result import StepResult
 from ..preparation.options import as_sample, check_checkpoint, check_loss
-from ..recording.recording import Recording
-from ..reports.summary.summary import Summary, summarize
-from ..reports.timeline.timeline import Timeline
-from ..reports.verify.result import Verification
-from ..reports.verify.verdict import check_tolerances
 from ..stages.plan import StagePlan
 from ..weights.materialize import Init
 from ..weights.sources import Weights
@@ -44,8 +34,7 @@ from .microbatches.batch_norm import StageBatchNorm
 from .microbatches.calls import StageCalls
 from .microbatches.streams import StepStreams
 from .replicas import StageReplicas
-from .reporting.profile import StageProfile
-from .reporting.verify import PlainLoop, StageVerifier, verdict
+from .reporting.report_methods import StageReportMethods
 from .stage_values import StageValues
 from .state.files import save_stages
 from .state.sharded import ShardedState
@@ -55,7 +44,7 @@ from .tied import TiedParameters
 _OUTPUTS = 1  # a process asks for them
 
 
-class DistributedPipeline:
+class DistributedPipeline(StageReportMethods):
     """A marked model, one or several of whose stages run in this process.
 
     Every process makes one, of the same model and with the same options, and calls the same methods
@@ -132,7 +121,6 @@ class DistributedPipeline:
         self._failures = Failures(group, self._device)
         self._engines = Engines(model, plan, self._device, group, self._compute_loss)
         self._step = Step(None, self._device, asks_outputs=False)
-        self._profile: StageProfile | None = None
         args, kwargs = as_sample(sample)
         with self._agreement.at_end(lambda: self._kind(args, kwargs, None)):
             self._engines.start(self._split(args, kwargs, None)[0], self.schedule)
@@ -156,11 +144,6 @@ class DistributedPipeline:
         return TiedParameters(tied, self._engines.places.ranks, by_name, group)
 
     # --- what it has
-
-    @property
-    def recording(self) -> Recording:
-        """The recording of the sample."""
-        return self._engines.first.recording
 
     @property
     def device(self) -> torch.device:
@@ -304,138 +287,6 @@ class DistributedPipeline:
     def _compute_loss(self, results: tuple[Tensor, ...], given: tuple[float, Any]) -> Tensor:
         """What the engine calls for each micro-batch, in the last stage's process."""
         return self._step.loss(results, given)
-
-    # --- whether it is right, and fast
-
-    @remembers_caller
-    def summary(self, *, depth: int | None = None, columns: Iterable[str] | None = None) -> Summary:
-        """Summarize which module is in which process, of the sample; the same in every process.
-
-        All processes call it together. Times are predicted by the rates of the first stage's
-        process.
-
-        Args:
-            depth: as for :meth:`Recording.summary`.
-            columns: as for :meth:`Recording.summary`.
-        """
-        places, found = self._engines.places, None
-        devices: list[str] = [""] * dist.get_world_size(places.group)
-        dist.all_gather_object(devices, str(self._device), group=places.group)
-        with self._agreement.at_end(lambda: "summary"):
-            if places.is_own(0):
-                recording = self.recording
-                rank_of = dict(zip(recording.route, places.ranks, strict=True))
-                ranks = [rank_of[stage] for stage in range(recording.num_stages)]
-                found = summarize(
-                    recording,
-                    depth=depth,
-                    columns=columns,
-                    devices=[f"rank {rank}, {devices[rank]}" for rank in ranks],
-                    rates=[rates_of(self._device)] * len(ranks),
-                    notes=[self._described()],
-                )
-        summary: Summary = places.shared(found, 0)
-        return summary
-
-    def _described(self) -> str:
-        return f"{self.schedule}, {self.chunks} micro-batches, checkpoint={self.checkpoint!r}"
-
-    @contextmanager
-    def profile(self) -> Iterator[Timeline]:
-        """Record the times of the actions in the steps that run inside, in all processes.
-
-        All processes enter it together. Times are on the first process's clock. On an accelerator
-        the host waits around each action, so that a step is slower.
-
-        Yields:
-            A :class:`blockpipe.Timeline` with a lane for each process, filled in at the end: the
-            same one in each.
-
-        Raises:
-            UsageError: the pipeline is being profiled already.
-        """
-        if self._profile is not None:
-            raise UsageError(
-                f"this pipeline is being profiled already ({users_line()}); leave the outer "
-                "profile() first, or use its timeline"
-            )
-        places, route = self._engines.places, self.recording.route
-        timeline = Timeline(title=self.schedule)
-        self._profile = StageProfile(timeline, self._device, places.ranks, route, places.group)
-        try:
-            yield timeline
-            self._profile.gather()
-        finally:
-            self._profile = None
-
-    @remembers_caller
-    def verify(
-        self,
-        *args: Any,
-        target: Any = None,
-        loss_fn: Callable[..., Any] | None = None,
-        rtol: float | None = None,
-        atol: float = 0.0,
-        **kwargs: Any,
-    ) -> Verification:
-        """Run a small batch over the processes and as a plain loop in one; compare the results.
-
-        All processes call it together. The first stage's process runs the plain loop on its host,
-        which needs room for the whole model, and compares outputs, loss, gradients and buffers. The
-        model and the random generators are left as they were.
-
-        Args:
-            *args: the model's arguments, for the whole batch; the same values in every process.
-            target: the target, as for :meth:`forward_backward`.
-            loss_fn: the loss, as for :meth:`Pipeline.verify`.
-            rtol: the tolerance, as for :meth:`Pipeline.verify`.
-            atol: the absolute tolerance.
-            **kwargs: the model's keyword arguments.
-
-        Returns:
-            A :class:`blockpipe.reports.Verification`, in every process.
-
-        Raises:
-            UsageError: there are replicas, or stages on accelerators draw random numbers.
-        """
-        check_loss(loss_fn, target)
-        check_tolerances(rtol, atol)
-        cut, places = self._engines.first, self._engines.places
-        with self._agreement.at_end(lambda: self._kind(args, kwargs, loss_fn)):
-            self._check_verifiable(cut.sources)
-            microbatches = self._split(args, kwargs, target)
-        loss_fn = loss_fn or own_or_mean_square
-        verifier = StageVerifier(self.module, self._values, places, cut.sources)
-        whole, found = verifier.whole_model(), None
-        with self._agreement.at_end(lambda: "the plain run of verify"):
-            if whole is not None:
-                loop = PlainLoop(
-                    map_tensors(lambda t: t.detach().to("cpu", copy=True), microbatches),
-                    loss_fn,
-                    self.loss_reduction,
-                    self.batch_dims,
-                    cut.sources,
-                    is_deferred=self._batch_norm.is_deferred,
-                )
-                plain = loop.run(whole)
-        given = {"target": target, "loss_fn": loss_fn, "return_outputs": True}
-        piped = verifier.pipelined(lambda: self.forward_backward(*args, **given, **kwargs))
-        if whole is not None:
-            found = verdict(plain, piped, rtol, atol, f"over processes, {self._described()}")
-        verification: Verification = places.shared(found, 0)
-        return verification
-
-    def _check_verifiable(self, sources: Iterable[Source]) -> None:
-        if self._replicas is not None:
-            raise UsageError(
-                f"expected one pipeline to verify, got one of several replicas ({users_line()}); "
-                "make one without mesh= for it"
-            )
-        if any(sources) and is_asynchronous(self._device):
-            raise UsageError(
-                "expected a forward without random numbers to verify on accelerators, whose "
-                f"numbers no other device draws ({users_line()}); set dropout to 0, or call eval()"
-            )
 
     # --- between steps
 
