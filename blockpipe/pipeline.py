@@ -417,4 +417,4 @@ class Pipeline(ReportMethods, ModuleInterface):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which is not being profiled."""
-        return {**self.__dict__, "_profile": None}
+        return {**self.__dict__, "_profile": None, "_observes": None}

@@ -5,7 +5,7 @@ The engine knows this interface and no observer: a step without one costs a few 
 micro-batches, and slows small operations down.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -36,3 +36,39 @@ class Observer(Protocol):
 
     def watch(self, tensor: Tensor, from_hop: int, to_hop: int, microbatch: int) -> Watch:
         """Return the watch of a copy that is about to cross from a hop (-1: the caller)."""
+
+
+class Observers:
+    """Several observers of one step, told of everything in turn.
+
+    Args:
+        observers: the observers.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+
+    def plays(self, schedule: Schedule) -> None:
+        """The step follows this schedule."""
+        for observer in self._observers:
+            observer.plays(schedule)
+
+    def begins(self, kind: "Kind | Literal['wait']", hop: int, stage: int, microbatch: int) -> None:
+        """An action begins."""
+        for observer in self._observers:
+            observer.begins(kind, hop, stage, microbatch)
+
+    def ends(self, kind: "Kind | Literal['wait']", hop: int, microbatch: int) -> None:
+        """An action has succeeded."""
+        for observer in self._observers:
+            observer.ends(kind, hop, microbatch)
+
+    def watch(self, tensor: Tensor, from_hop: int, to_hop: int, microbatch: int) -> Watch:
+        """Return the watches of a copy as one."""
+        watches = [o.watch(tensor, from_hop, to_hop, microbatch) for o in self._observers]
+
+        def watch(moment: Moment, stream: torch.Stream | None) -> None:
+            for each in watches:
+                each(moment, stream)
+
+        return watch

@@ -8,7 +8,14 @@ for the case that a process fails.
 """
 
 from .build import build_stage
+from .data_parallel.replicated import ReplicatedPipeline
 from .distributed_pipeline import DistributedPipeline
 from .engine import build_schedule, make_stage
 
-__all__ = ["DistributedPipeline", "build_schedule", "build_stage", "make_stage"]
+__all__ = [
+    "DistributedPipeline",
+    "ReplicatedPipeline",
+    "build_schedule",
+    "build_stage",
+    "make_stage",
+]

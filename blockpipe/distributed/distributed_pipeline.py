@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,41 +13,29 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from .. import __version__
 from .._common.callsite import remembers_caller, users_line
-from .._common.checks import expected
 from .._common.nested import map_tensors, tensors
-from .._common.threads.thread_state import autocast_states
 from ..batches.batch_dims import BatchDims, dims_of_call
 from ..batches.class_weights import reduction_for
-from ..batches.losses import own_or_mean_square
 from ..batches.microbatch import LossReduction, Microbatch, split, weights_of
-from ..costs.probing import rates_of
-from ..devices.devices import is_asynchronous
-from ..devices.rng_streams import Source
 from ..errors import UsageError
 from ..execution.step_result import StepResult
 from ..preparation.options import as_sample, check_checkpoint, check_loss
-from ..recording.recording import Recording
-from ..reports.summary.summary import Summary, summarize
-from ..reports.timeline.timeline import Timeline
-from ..reports.verify.result import Verification
-from ..reports.verify.verdict import check_tolerances
 from ..stages.plan import StagePlan
 from ..weights.materialize import Init
 from ..weights.sources import Weights
 from .agreement import Agreement, Kind
 from .build import fill_own
 from .engine import schedule_name
-from .engines import Engines, arguments_in_words, kind_of_forward
+from .engines import Engines
 from .gradients import StageGradients
+from .kinds import kind_of_forward, kind_of_step
 from .microbatches.batch_norm import StageBatchNorm
 from .microbatches.calls import StageCalls
 from .microbatches.streams import StepStreams
 from .rank_failures.failures import Failures
-from .replicas import StageReplicas
-from .reporting.profile import StageProfile
-from .reporting.verify import PlainLoop, StageVerifier, verdict
+from .replicas import StageReplicas, processes_of
+from .reporting.report_methods import StageReportMethods
 from .stage_values import StageValues
 from .state.files import save_stages
 from .state.sharded import ShardedState
@@ -59,7 +46,7 @@ _OUTPUTS = 1  # a process asks for them
 _TIMEOUT = 600.0  # seconds, as NCCL's
 
 
-class DistributedPipeline:
+class DistributedPipeline(StageReportMethods):
     """A marked model, one or several of whose stages run in this process.
 
     Every process makes one from the same model with the same options, and calls the same methods at
@@ -151,20 +138,16 @@ class DistributedPipeline:
         self.batch_dims = batch_dims
         self._batch_norm = StageBatchNorm(model, is_deferred=deferred_batch_norm)
         self.loss_reduction = loss_reduction
-        group, replicas = _groups(group, mesh)
+        group, replicas, members = processes_of(group, mesh)
         self._replicas = None if replicas is None else StageReplicas(replicas)
         self._device = _device_of(device)
         groups = [group] if replicas is None else [group, replicas]
-        members = dist.get_process_group_ranks(group)
-        if mesh is not None:
-            members = sorted(mesh.mesh.flatten().tolist())
         self._failures = Failures(groups, members, self._device, timeout)
         self._agreement = Agreement(group, replicas, self._device, self._failures)
         self._engines = Engines(
             model, plan, self._device, group, self._compute_loss, self._failures.progress
         )
         self._step = Step(None, self._device, asks_outputs=False)
-        self._profile: StageProfile | None = None
         args, kwargs = as_sample(sample)
         with self._failures.told():
             with self._agreement.at_end(lambda: self._kind(args, kwargs, None)):
@@ -175,8 +158,7 @@ class DistributedPipeline:
             tied = self._tied(group)
             tied.broadcast()
             if self._replicas is not None:
-                held = [*self._values.parameters(), *self._values.buffers()]
-                self._replicas.broadcast(held)
+                self._replicas.broadcast([*self._values.parameters(), *self._values.buffers()])
         self._gradients = StageGradients(self._values, tied, self._replicas, group, self._device)
 
     def _filled(self, weights: Weights | None, init: Init | None) -> StageValues:
@@ -192,11 +174,6 @@ class DistributedPipeline:
         return TiedParameters(tied, self._engines.places.ranks, by_name, group, self._device)
 
     # --- what it has
-
-    @property
-    def recording(self) -> Recording:
-        """The recording of the sample."""
-        return self._engines.first.recording
 
     @property
     def device(self) -> torch.device:
@@ -344,138 +321,6 @@ class DistributedPipeline:
         with self._failures.progress.computing("a loss"):
             return self._step.loss(results, given)
 
-    # --- whether it is right, and fast
-
-    @remembers_caller
-    def summary(self, *, depth: int | None = None, columns: Iterable[str] | None = None) -> Summary:
-        """Summarize which module is in which process, of the sample; the same in every process.
-
-        All processes call it together. Times are predicted by the rates of the first stage's
-        process.
-
-        Args:
-            depth: as for :meth:`Recording.summary`.
-            columns: as for :meth:`Recording.summary`.
-        """
-        places, found = self._engines.places, None
-        devices: list[str] = [""] * dist.get_world_size(places.group)
-        dist.all_gather_object(devices, str(self._device), group=places.group)
-        with self._agreement.at_end(lambda: Kind({"call": "summary"})):
-            if places.is_own(0):
-                recording = self.recording
-                rank_of = dict(zip(recording.route, places.ranks, strict=True))
-                ranks = [rank_of[stage] for stage in range(recording.num_stages)]
-                found = summarize(
-                    recording,
-                    depth=depth,
-                    columns=columns,
-                    devices=[f"rank {rank}, {devices[rank]}" for rank in ranks],
-                    rates=[rates_of(self._device)] * len(ranks),
-                    notes=[self._described()],
-                )
-        summary: Summary = places.shared(found, 0)
-        return summary
-
-    def _described(self) -> str:
-        return f"{self.schedule}, {self.chunks} micro-batches, checkpoint={self.checkpoint!r}"
-
-    @contextmanager
-    def profile(self) -> Iterator[Timeline]:
-        """Record the times of the actions in the steps that run inside, in all processes.
-
-        All processes enter it together. Times are on the first process's clock. On an accelerator
-        the host waits around each action, so that a step is slower.
-
-        Yields:
-            A :class:`blockpipe.Timeline` with a lane for each process, filled in at the end: the
-            same one in each.
-
-        Raises:
-            UsageError: the pipeline is being profiled already.
-        """
-        if self._profile is not None:
-            raise UsageError(
-                f"this pipeline is being profiled already ({users_line()}); leave the outer "
-                "profile() first, or use its timeline"
-            )
-        places, route = self._engines.places, self.recording.route
-        timeline = Timeline(title=self.schedule)
-        self._profile = StageProfile(timeline, self._device, places.ranks, route, places.group)
-        try:
-            yield timeline
-            self._profile.gather()
-        finally:
-            self._profile = None
-
-    @remembers_caller
-    def verify(
-        self,
-        *args: Any,
-        target: Any = None,
-        loss_fn: Callable[..., Any] | None = None,
-        rtol: float | None = None,
-        atol: float = 0.0,
-        **kwargs: Any,
-    ) -> Verification:
-        """Run a small batch over the processes and as a plain loop in one; compare the results.
-
-        All processes call it together. The first stage's process runs the plain loop on its host,
-        which needs room for the whole model, and compares outputs, loss, gradients and buffers. The
-        model and the random generators are left as they were.
-
-        Args:
-            *args: the model's arguments, for the whole batch; the same values in every process.
-            target: the target, as for :meth:`forward_backward`.
-            loss_fn: the loss, as for :meth:`Pipeline.verify`.
-            rtol: the tolerance, as for :meth:`Pipeline.verify`.
-            atol: the absolute tolerance.
-            **kwargs: the model's keyword arguments.
-
-        Returns:
-            A :class:`blockpipe.reports.Verification`, in every process.
-
-        Raises:
-            UsageError: there are replicas, or stages on accelerators draw random numbers.
-        """
-        check_loss(loss_fn, target)
-        check_tolerances(rtol, atol)
-        cut, places = self._engines.first, self._engines.places
-        with self._agreement.at_end(lambda: self._kind(args, kwargs, loss_fn)):
-            self._check_verifiable(cut.sources)
-            microbatches = self._split(args, kwargs, target)
-        loss_fn = loss_fn or own_or_mean_square
-        verifier = StageVerifier(self.module, self._values, places, cut.sources)
-        whole, found = verifier.whole_model(), None
-        with self._agreement.at_end(lambda: Kind({"call": "the plain run of verify"})):
-            if whole is not None:
-                loop = PlainLoop(
-                    map_tensors(lambda t: t.detach().to("cpu", copy=True), microbatches),
-                    loss_fn,
-                    reduction_for(loss_fn, self.loss_reduction),
-                    self.batch_dims,
-                    cut.sources,
-                    is_deferred=self._batch_norm.is_deferred,
-                )
-                plain = loop.run(whole)
-        given = {"target": target, "loss_fn": loss_fn, "return_outputs": True}
-        piped = verifier.pipelined(lambda: self.forward_backward(*args, **given, **kwargs))
-        if whole is not None:
-            found = verdict(plain, piped, rtol, atol, f"over processes, {self._described()}")
-        verification: Verification = places.shared(found, 0)
-        return verification
-
-    def _check_verifiable(self, sources: Iterable[Source]) -> None:
-        if self._replicas is not None:
-            raise UsageError(
-                f"expected one pipeline to verify, got one of several replicas ({users_line()}); "
-                "make one without mesh= for it"
-            )
-        if any(sources) and is_asynchronous(self._device):
-            raise UsageError(
-                "expected a forward without random numbers to verify on accelerators, whose "
-                f"numbers no other device draws ({users_line()}); set dropout to 0, or call eval()"
-            )
-
     # --- between steps
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -562,23 +407,14 @@ class DistributedPipeline:
 
     def _kind(self, args: Any, kwargs: Any, loss_fn: object) -> Kind:
         """Describe a step, with the same words in every process."""
-        reduction = self.loss_reduction
-        common = {
-            "model": type(self.module).__name__,
-            "mode": "train" if self.module.training else "eval",
-            "gradients": str(torch.is_grad_enabled()),
+        options = {
             "schedule": self.schedule,
-            "loss": "the model's" if loss_fn is None else "loss_fn",
-            "loss_reduction": "a function" if callable(reduction) else str(reduction),
-            "autocast": str([(kind, str(dtype)) for kind, on, dtype in autocast_states() if on]),
-            "torch": str(torch.__version__),
-            "blockpipe": __version__,
-            "checkpoint": str(self.checkpoint),
-            "batch norm": str(self._batch_norm),
-            **self._engines.modes(),
+            "loss": loss_fn or "the model's",
+            "loss_reduction": self.loss_reduction,
+            "checkpoint": self.checkpoint,
+            "batch norm": self._batch_norm,
         }
-        own = {"arguments": arguments_in_words(args, kwargs), "chunks": str(self.chunks)}
-        return Kind(common, own)
+        return kind_of_step(self.module, args, kwargs, options, self.chunks)
 
     def _split(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
         dims = dims_of_call(self.module, self.batch_dims, args, kwargs)
@@ -595,19 +431,6 @@ class DistributedPipeline:
 
     def _moved(self, target: Any) -> Any:
         return map_tensors(lambda t: t.to(self._device), target)
-
-
-def _groups(
-    group: dist.ProcessGroup | None, mesh: DeviceMesh | None
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The processes of a pipeline, and those that have the same stages."""
-    if mesh is None:
-        return group, None
-    if mesh.ndim != 2 or group is not None:
-        what = "a mesh of two dims and no group"
-        fix = "make it by init_device_mesh(kind, (replicas, processes of a pipeline))"
-        raise UsageError(expected(what, f"{mesh.ndim} dims", for_="mesh", fix=fix))
-    return mesh.get_group(1), mesh.get_group(0)
 
 
 def _device_of(device: Any) -> torch.device:

@@ -4,7 +4,6 @@ needed."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,15 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
-from .._common.nested import leaf_names, leaves
-from .._common.text import dtype_text
 from .._common.threads.thread_state import autocast_states
 from ..batches.microbatch import Microbatch
 from ..errors import RankError
 from ..stages.plan import StagePlan
-from .agreement import Kind
 from .build import CutForward
 from .engine import FOR_ANY_NUMBER, Engine, places, takes
+from .kinds import arguments_in_words, modes_in_words
 from .rank_failures.progress import Progress
 from .stage_places import StagePlaces
 
@@ -96,12 +93,6 @@ class Engines:
             )
         return self._engines[key]
 
-    def modes(self) -> dict[str, str]:
-        """Which modules are in training mode, and which parameters are trained."""
-        training = [module.training for module in self._model.modules()]
-        trained = [parameter.requires_grad for parameter in self._model.parameters()]
-        return {"modules in training mode": _flags(training), "trained parameters": _flags(trained)}
-
     def _cut(self, microbatch: Microbatch) -> CutForward:
         """The cut forward of a micro-batch's kind; recorded once."""
         key = self._key(microbatch)
@@ -114,39 +105,6 @@ class Engines:
         return self._cuts[key]
 
     def _key(self, microbatch: Microbatch) -> str:
-        modes = " ".join(self.modes().values())
+        modes = " ".join(modes_in_words(self._model).values())
         named = arguments_in_words(microbatch.args, microbatch.kwargs)
         return f"{named} {modes} {torch.is_grad_enabled()} {autocast_states()}"
-
-
-def arguments_in_words(args: Any, kwargs: dict[str, Any]) -> str:
-    """Return arguments in words that are the same for two calls of one kind, and for no others."""
-    given = (args, dict(sorted(kwargs.items())))
-    names = [*leaf_names(given[0], "args"), *leaf_names(given[1], "kwargs")]
-    return ", ".join(f"{n}: {_leaf(x)}" for n, x in zip(names, leaves(given), strict=True))
-
-
-def kind_of_forward(cut: CutForward) -> Kind:
-    """Return the stages of a forward, what crosses between them, and their parameters."""
-    common, own = {"route": str(cut.tape.route)}, {}
-    for stage in cut.stages:
-        given = ", ".join(f"{dtype_text(m.dtype)}{list(m.shape)}" for m in stage.input_metas)
-        own[f"tensors into stage {stage.stage} (step {stage.index} of the route)"] = given
-        for name in sorted(cut.parameters_of(stage.index)):
-            common.setdefault(f"stage of {name!r}", str(stage.stage))
-    for name, parameter in cut.model.named_parameters():
-        common[f"parameter {name!r}"] = _leaf(parameter)
-    return Kind(common, own)
-
-
-def _flags(flags: list[bool]) -> str:
-    """As many words as there are changes."""
-    runs = [f"{len([*run])} {'yes' if flag else 'no'}" for flag, run in groupby(flags)]
-    return ", ".join(runs)
-
-
-def _leaf(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{dtype_text(leaf.dtype)}{list(leaf.shape)}"
-    is_plain = isinstance(leaf, bool | int | float | complex | str | bytes | None)
-    return repr(leaf) if is_plain else type(leaf).__name__

@@ -7,6 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._common.checks import expected
+from ..errors import UsageError
 
 _BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel has it
 
@@ -71,3 +75,20 @@ def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
             bucket.append(gradient)
         if bucket:
             yield bucket
+
+
+def processes_of(
+    group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, list[int]]:
+    """Return the processes of a pipeline, those that have the same stages, and the ranks of all.
+
+    Raises:
+        UsageError: the mesh does not have two dims, or a group was passed with it.
+    """
+    if mesh is None:
+        return group, None, dist.get_process_group_ranks(group)
+    if mesh.ndim != 2 or group is not None:
+        what = "a mesh of two dims and no group"
+        fix = "make it by init_device_mesh(kind, (replicas, processes of a pipeline))"
+        raise UsageError(expected(what, f"{mesh.ndim} dims", for_="mesh", fix=fix))
+    return mesh.get_group(1), mesh.get_group(0), sorted(mesh.mesh.flatten().tolist())

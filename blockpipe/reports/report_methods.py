@@ -5,11 +5,12 @@ methods of :class:`blockpipe.Pipeline` because their documentation is long.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from .._common.callsite import remembers_caller, users_line
 from ..batches.step_arguments import StepArguments
-from ..devices.observer import Observer
+from ..devices.observer import Observer, Observers
 from ..errors import UsageError
 from ..execution.step_runner import StepRunner, runs_model
 from ..preparation.memory.report import MemoryReport
@@ -36,6 +37,7 @@ class ReportMethods:
     _preparer: Preparer
     _options: PipelineOptions
     _profile: Profile | None = None
+    _observes: Callable[[Prepared, int], Observer] | None = None
 
     @property
     def _inspector(self) -> Inspector:
@@ -374,8 +376,27 @@ class ReportMethods:
         finally:
             self._profile = None
 
+    @contextmanager
+    def observed_by(self, observes: Callable[[Prepared, int], Observer]) -> Iterator[None]:
+        """While entered, each step has another observer, besides the one of a profile.
+
+        Args:
+            observes: returns the observer of a step, given what is prepared and the number of
+                micro-batches.
+        """
+        before, self._observes = self._observes, observes
+        try:
+            yield
+        finally:
+            self._observes = before
+
     def _observed(self, prepared: Prepared, microbatches: int) -> Observer | None:
-        return None if self._profile is None else self._profile.step(prepared, microbatches)
+        found: list[Observer] = []
+        if self._profile is not None:
+            found.append(self._profile.step(prepared, microbatches))
+        if self._observes is not None:
+            found.append(self._observes(prepared, microbatches))
+        return Observers(found) if len(found) > 1 else next(iter(found), None)
 
 
 def _title(schedule: ScheduleOption) -> str:

@@ -18,9 +18,12 @@ class CalledStage(Protocol):
     """What the calls have to know of a stage."""
 
     index: int
-    is_last: bool
     hands_on: bool
     recomputes: bool
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last one."""
 
     def run(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run its tape."""

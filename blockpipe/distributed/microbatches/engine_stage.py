@@ -46,7 +46,8 @@ class EngineStage(PipelineStage):
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Return the gradients for the stage before, which is in this process."""
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        own: Any = super()
+        return own.get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Take the gradients of the stage after, which is in this process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -102,8 +102,7 @@ class StageProfile:
         own = [event for event in events if event.step == step]
         lanes: list[list[Action]] = [[] for _ in self.timeline.lanes]
         for event in own:
-            assert event.kind not in ("copy", "wait", "stall")
-            lanes[event.lane].append(Action(event.kind, event.hop, event.microbatch))
+            lanes[event.lane].append(Action(cast(Kind, event.kind), event.hop, event.microbatch))
         count = 1 + max((event.microbatch for event in own), default=-1)
         is_forward = bool(own) and all(event.kind == "F" for event in own)
         if is_forward:  # a schedule is of a whole step: its backwards would follow

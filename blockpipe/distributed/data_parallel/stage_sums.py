@@ -1,0 +1,118 @@
+"""The sums of gradients over processes, begun while other stages still run.
+
+A stage's gradients are complete when its last backward is over, and in a pipeline that is earlier
+for later stages. All processes have to sum in one order: so one thread waits for the stages from
+the last one on. ``DistributedDataParallel`` counts hooks on parameters instead; they run once for
+each micro-batch here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...devices.devices import is_asynchronous
+from ...devices.observer import Watch
+from ...preparation.prepared import Prepared
+from ...schedules.schedule import Kind, Schedule
+from ..replicas import StageReplicas
+
+
+class StageSums:
+    """Observes a step, and sums each stage's gradients when they are complete.
+
+    Args:
+        model: the user's.
+        replicas: the processes that have a share of the batch each.
+        prepared: what the step runs by.
+        microbatches: how many there are.
+
+    Attributes:
+        order: for each sum that has begun, the hops that it waited for; for tests.
+    """
+
+    def __init__(
+        self, model: nn.Module, replicas: StageReplicas, prepared: Prepared, microbatches: int
+    ) -> None:
+        self._replicas = replicas
+        self._devices = prepared.devices
+        self._left = [microbatches] * len(prepared.route)
+        self._split: set[tuple[int, int]] = set()
+        self._groups = _groups(model, prepared)
+        self._changed = threading.Condition()
+        self._is_over = self._has_failed = False
+        self._error: BaseException | None = None
+        self.order: list[tuple[tuple[int, ...], bool]] = []
+        self._thread = threading.Thread(target=self._work, name="blockpipe-sums", daemon=True)
+        self._thread.start()
+
+    # --- what it observes
+
+    def plays(self, schedule: Schedule) -> None:
+        """The step follows a schedule."""
+        self._split = set(schedule.split())
+
+    def begins(self, kind: Kind | Literal["wait"], hop: int, stage: int, microbatch: int) -> None:
+        """An action begins."""
+
+    def ends(self, kind: Kind | Literal["wait"], hop: int, microbatch: int) -> None:
+        """An action is over; the last part of a backward completes gradients."""
+        last = "W" if (hop, microbatch) in self._split else "B"
+        if kind == last and hop < len(self._left):
+            with self._changed:
+                self._left[hop] -= 1
+                self._changed.notify()
+
+    def watch(self, tensor: Tensor, from_hop: int, to_hop: int, microbatch: int) -> Watch:
+        """A copy is none of its business."""
+        return lambda moment, stream: None
+
+    # --- the sums
+
+    def finish(self, *, failed: bool) -> None:
+        """The step is over: wait for the sums that are left."""
+        with self._changed:
+            self._is_over, self._has_failed = True, failed
+            self._changed.notify()
+        self._thread.join()
+        if self._error is not None and not failed:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            for hops, parameters in self._groups:
+                with self._changed:
+                    self._changed.wait_for(partial(self._is_complete, hops))
+                    if self._has_failed:
+                        return
+                    self.order.append((hops, self._is_over))
+                self._sum(parameters)
+        except BaseException as error:
+            self._error = error
+
+    def _is_complete(self, hops: Sequence[int]) -> bool:
+        return self._is_over or (bool(hops) and all(self._left[hop] <= 0 for hop in hops))
+
+    def _sum(self, parameters: list[nn.Parameter]) -> None:
+        for device in dict.fromkeys(p.device for p in parameters):
+            if is_asynchronous(device):
+                torch.accelerator.synchronize(device)  # this thread's stream is another one
+            own = [p for p in parameters if p.device == device]
+            self._replicas.sum_gradients(own, device)
+            if is_asynchronous(device):
+                torch.accelerator.synchronize(device)
+
+
+def _groups(model: nn.Module, prepared: Prepared) -> list[tuple[tuple[int, ...], list[Any]]]:
+    """The parameters by the hops that read them; those that the last hops read come first."""
+    found: dict[tuple[int, ...], list[Any]] = {}
+    for held in prepared.recording.parameters:
+        parameter = model.get_parameter(held.name)
+        if parameter.requires_grad:
+            found.setdefault(tuple(sorted(held.hops)), []).append(parameter)
+    return sorted(found.items(), key=lambda item: (-min(item[0], default=-1), item[0]))

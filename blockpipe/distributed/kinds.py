@@ -1,0 +1,87 @@
+"""What processes are about to do, in words that they compare before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import __version__
+from .._common.nested import leaf_names, leaves
+from .._common.text import dtype_text
+from .._common.threads.thread_state import autocast_states
+from .agreement import Kind
+from .build import CutForward
+
+
+def kind_of_step(
+    model: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+    options: Mapping[str, object],
+    chunks: int,
+) -> Kind:
+    """Describe a step, with the same words in every process.
+
+    Args:
+        model: the model.
+        args: the model's arguments, for the whole batch.
+        kwargs: the model's keyword arguments.
+        options: options of the pipeline and of the call; of a function only its presence counts.
+        chunks: the number of micro-batches.
+    """
+    common = {
+        "model": type(model).__name__,
+        "mode": "train" if model.training else "eval",
+        "gradients": str(torch.is_grad_enabled()),
+        "autocast": str([(kind, str(dtype)) for kind, on, dtype in autocast_states() if on]),
+        "torch": str(torch.__version__),
+        "blockpipe": __version__,
+        **{name: "a function" if callable(o) else str(o) for name, o in options.items()},
+        **modes_in_words(model),
+    }
+    own = {"arguments": arguments_in_words(args, kwargs), "chunks": str(chunks)}
+    return Kind(common, own)
+
+
+def modes_in_words(model: nn.Module) -> dict[str, str]:
+    """Which modules are in training mode, and which parameters are trained."""
+    training = [module.training for module in model.modules()]
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    return {"modules in training mode": _flags(training), "trained parameters": _flags(trained)}
+
+
+def arguments_in_words(args: Any, kwargs: dict[str, Any]) -> str:
+    """Return arguments in words that are the same for two calls of one kind, and for no others."""
+    given = (args, dict(sorted(kwargs.items())))
+    names = [*leaf_names(given[0], "args"), *leaf_names(given[1], "kwargs")]
+    return ", ".join(f"{n}: {_leaf(x)}" for n, x in zip(names, leaves(given), strict=True))
+
+
+def kind_of_forward(cut: CutForward) -> Kind:
+    """Return the stages of a forward, what crosses between them, and their parameters."""
+    common, own = {"route": str(cut.tape.route)}, {}
+    for stage in cut.stages:
+        given = ", ".join(f"{dtype_text(m.dtype)}{list(m.shape)}" for m in stage.input_metas)
+        own[f"tensors into stage {stage.stage} (step {stage.index} of the route)"] = given
+        for name in sorted(cut.parameters_of(stage.index)):
+            common.setdefault(f"stage of {name!r}", str(stage.stage))
+    for name, parameter in cut.model.named_parameters():
+        common[f"parameter {name!r}"] = _leaf(parameter)
+    return Kind(common, own)
+
+
+def _flags(flags: list[bool]) -> str:
+    """As many words as there are changes."""
+    runs = [f"{len([*run])} {'yes' if flag else 'no'}" for flag, run in groupby(flags)]
+    return ", ".join(runs)
+
+
+def _leaf(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{dtype_text(leaf.dtype)}{list(leaf.shape)}"
+    is_plain = isinstance(leaf, bool | int | float | complex | str | bytes | None)
+    return repr(leaf) if is_plain else type(leaf).__name__
