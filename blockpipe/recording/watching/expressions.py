@@ -72,6 +72,8 @@ class Frame:
                 return node.value
             case ast.Name():
                 for names in (self.frame.f_locals, self.frame.f_globals, vars(builtins)):
+                    if names is not self.frame.f_locals and self._is_local(node.id):
+                        break  # it is not set yet
                     if node.id in names:
                         return names[node.id]
             case ast.Attribute():
@@ -151,9 +153,14 @@ class Frame:
     def _owner_of_name(self, name: str, value: Any) -> tuple[Any, Any, Any]:
         if name in self.code.co_freevars:
             return self._cell(name, value), name, value
-        if name in self.frame.f_locals and self.frame.f_locals is not self.frame.f_globals:
+        if self._is_local(name) or (
+            name in self.frame.f_locals and self.frame.f_locals is not self.frame.f_globals
+        ):
             return None, None, value
         return _unless_code(Names(self.frame.f_globals), name, value)
+
+    def _is_local(self, name: str) -> bool:
+        return name in self.code.co_varnames or name in self.code.co_cellvars
 
     def _asked_by_name(self, node: ast.Call) -> tuple[Any, Any]:
         """Evaluate ``getattr`` and ``setattr``, and the methods of an object or class for them."""

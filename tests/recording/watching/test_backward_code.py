@@ -148,6 +148,28 @@ def _sets_before_it_reads(net: Net) -> None:
     net.b.weight.register_hook(hook)
 
 
+class Names(Net):
+    """A hook has a variable of the forward's, and calls a function with a local one of that name."""
+
+    def first(self, h: Tensor) -> Tensor:
+        stage = bp.current_stage()
+        h.register_hook(lambda gradient: self.note(stage))
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=1):
+            return self.first(super().forward(x))
+
+    def note(self, stage: int | None) -> None:
+        self.norms[stage] = str(stage)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_local_variable_is_no_global_one(schedule: str) -> None:
+    """Before it was set, it was taken for the module's of that name."""
+    _step(Names(), schedule=schedule)
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("hook", [_logs, _counts, _sets_before_it_reads])
 def test_what_hooks_keep_for_themselves_is_fine(hook: Callable[[Net], None]) -> None:
