@@ -6,6 +6,7 @@ spoilt; else the model has to be recorded anew, for others may read it now
 (:meth:`Unwritten.written` says which).
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -22,6 +23,11 @@ from ..recording.recording import Recording
 _Look = Callable[[], Tensor | None]
 _State = tuple[Tensor, int, int] | None  # the tensor stays alive: no other one gets its address
 States = tuple[list[_State], dict[str, _State]]  # of what several hops read, and of the rest
+
+
+# The types of nearly everything that a module has in its __dict__. There are thousands of these in
+# a large model, and isinstance takes several times as long.
+_NO_TENSORS = {bool, int, float, str, type(None), dict, OrderedDict, list, tuple, set}
 
 
 class Unwritten:
@@ -71,7 +77,7 @@ class Unwritten:
         others = {name: _state_of(look()) for name, look in self._others}
         for path, own in self._modules:
             for key, value in own.items():
-                if isinstance(value, Tensor):
+                if type(value) not in _NO_TENSORS and isinstance(value, Tensor):
                     name = f"{path}.{key}"
                     if name not in self._changing:
                         others[name] = _state_of(value)
