@@ -124,12 +124,7 @@ class DistributedPipeline(StageReportMethods):
         init: Init | None = None,
         timeout: float = _TIMEOUT,
     ) -> None:
-        if not dist.is_initialized():
-            raise UsageError(
-                "expected a process group, got none "
-                f"({users_line()}); call torch.distributed.init_process_group() first, in a script "
-                "that torchrun starts"
-            )
+        _check_process_group()
         self.module = model
         self.chunks = chunks
         self.schedule = schedule_name(schedule)
@@ -144,9 +139,8 @@ class DistributedPipeline(StageReportMethods):
         groups = [group] if replicas is None else [group, replicas]
         self._failures = Failures(groups, members, self._device, timeout)
         self._agreement = Agreement(group, replicas, self._device, self._failures)
-        self._engines = Engines(
-            model, plan, self._device, group, self._compute_loss, self._failures.progress
-        )
+        progress = self._failures.progress
+        self._engines = Engines(model, plan, self._device, group, self._compute_loss, progress)
         self._step = Step(None, self._device, asks_outputs=False)
         args, kwargs = as_sample(sample)
         with self._failures.told():
@@ -431,6 +425,14 @@ class DistributedPipeline(StageReportMethods):
 
     def _moved(self, target: Any) -> Any:
         return map_tensors(lambda t: t.to(self._device), target)
+
+
+def _check_process_group() -> None:
+    if not dist.is_initialized():
+        raise UsageError(
+            f"expected a process group, got none ({users_line()}); call "
+            "torch.distributed.init_process_group() first, in a script that torchrun starts"
+        )
 
 
 def _device_of(device: Any) -> torch.device:

@@ -6,13 +6,15 @@ the meantime. So the recording, which sees every operation, has to find them.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._common.callsite import users_line
 from .._torch.tensors import version_of
+from ..crossing.constants import writes
 from .entries import OutsideTensor, SharedChange
 
 _REMEDY = "register it as a buffer of the module that writes to it, and pass others its value"
@@ -61,6 +63,28 @@ class OutsideTensors:
         for key, tensor in changed.items():
             if not given or any(_overlap(tensor, other) for other in given):
                 self._known[key].written = True
+
+    def written_by(
+        self, func: Callable[..., Any], first: object, before: list[tuple[Tensor, int]]
+    ) -> bool:
+        """Return whether an operation, which is over, has written to a tensor.
+
+        Args:
+            func: the operation.
+            first: its first argument.
+            before: the tensors that it may have written to, with their versions before it.
+        """
+        self.look()
+        # A tensor that is no fake one is not written in a fake run: then the operation's name
+        # decides.
+        found = [
+            tensor
+            for tensor, version in before
+            if version_of(tensor) != version or (tensor is first and writes(func))
+        ]
+        for tensor in found:
+            self.wrote(tensor)
+        return bool(found)
 
     def found(self) -> list[OutsideTensor]:
         """Return all of them in the order in which they were first read."""

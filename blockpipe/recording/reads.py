@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from ..restoring.model_state import is_users, names_in
-from .watching.accesses import Use, use_of
+from .plain_values.accesses import Use, use_of
 
 _PURE = frozenset(
     [

@@ -31,10 +31,10 @@ from ..restoring.model_state import ModelState, WritesUndone
 from ..restoring.restored_thread import leaves_intact
 from ..stages.plan import StagePlan
 from .fake_run import record_there
+from .plain_values.backward_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, check_initialized, remedy, signature, what_failed
-from .watching.backward_code import hooks_in
 from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 _log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from .._common.nested import leaves, tensors
 from .._common.text import dtype_text
 from ..batches.microbatch import BatchPart
 from ..errors import RecordingError
+from .plain_values.backward_code import Hook
 from .plan_resolution import Planned
-from .watching.backward_code import Hook
 
 
 @dataclass(frozen=True)

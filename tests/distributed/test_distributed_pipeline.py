@@ -1,11 +1,12 @@
-"""Pipelines over processes, against the plain model; cases.py has what each process runs."""
+"""Pipelines over processes, against the plain model; cases.py and refused_cases.py have what each
+process runs."""
 
 import inspect
 from types import ModuleType
 
 import pytest
 
-from . import cases, ranks
+from . import cases, ranks, refused_cases
 
 pytestmark = [
     pytest.mark.cpu("the processes have no simulated accelerator"),
@@ -22,14 +23,17 @@ def cases_of(module: ModuleType) -> list[str]:
     ]
 
 
-NAMES = cases_of(cases)
+NAMES, REFUSED = cases_of(cases), cases_of(refused_cases)
 
 # What depends on how many processes there are, and not on what else is asked of them.
 WITH_FOUR = [name for name in NAMES if name.endswith("frozen_1")]
 WITH_FOUR += ["unet", "integers", "tied_gpt", "rotary_llama", "encoder_decoder"]
 WITH_FOUR += ["clipped", "replicas_of_a_pipeline", "values_of_one_process_count"]
-WITH_FOUR += ["a_replica_that_fails_before_a_step_ends_it_for_all"]
-WITH_FOUR += ["what_differs_is_named_at_the_start", "other_processes_share_in_the_next_model"]
+WITH_FOUR += ["other_processes_share_in_the_next_model"]
+REFUSED_WITH_FOUR = [
+    "a_replica_that_fails_before_a_step_ends_it_for_all",
+    "what_differs_is_named_at_the_start",
+]
 
 
 def test_uneven_micro_batches_in_two_processes() -> None:
@@ -41,17 +45,22 @@ def test_uneven_micro_batches_in_two_processes() -> None:
 @pytest.mark.every
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("processes", "names"),
+    ("processes", "module", "names"),
     [
-        pytest.param(2, NAMES, id="2"),
-        pytest.param(4, WITH_FOUR, id="4"),
+        pytest.param(2, cases, NAMES, id="2"),
+        pytest.param(4, cases, WITH_FOUR, id="4"),
+        pytest.param(2, refused_cases, REFUSED, id="2, refused"),
+        pytest.param(4, refused_cases, REFUSED_WITH_FOUR, id="4, refused"),
     ],
 )
-def test_processes_give_the_plain_numbers_or_an_error(processes: int, names: list[str]) -> None:
+def test_processes_give_the_plain_numbers_or_an_error(
+    processes: int, module: ModuleType, names: list[str]
+) -> None:
     """On every rank. One test for each launch: parallel workers would each start their own."""
-    ranks.check(ranks.run_cases(cases.__name__, names, processes, seconds=800, patience=120))
+    ranks.check(ranks.run_cases(module.__name__, names, processes, seconds=800, patience=120))
 
 
 def test_every_case_is_run():
     """A case that nobody finds proves nothing."""
     assert len(NAMES) > 25
+    assert len(REFUSED) > 4

@@ -11,7 +11,8 @@ from ..._common.hints import lacking
 from ...errors import BlockpipeError as Error
 from .blocks import BeginBlock, Block, BlockFunction, recomputationCheckpoint, removeBlocks
 from .data import DataLoader
-from .executor import PoplarExecutor, identity_loss, inferenceModel, trainingModel
+from .executor import PoplarExecutor, inferenceModel, trainingModel
+from .losses import identity_loss
 from .options import Options, ReductionType
 from .outputs import OutputMode
 from .strategies import AutoStage, PipelinedExecution, ShardedExecution, Stage

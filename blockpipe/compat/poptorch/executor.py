@@ -8,24 +8,22 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..._common.callsite import remembers_caller, users_line, warn
-from ..._common.nested import map_tensors, tensors
-from ...batches.losses import own_loss
+from ..._common.nested import map_tensors
 from ...batches.microbatch import split
 from ...devices.devices import check_device, default_devices
 from ...errors import PlanError, UsageError
-from ...execution.step_result import StepLoss
 from ...pipeline import Pipeline
 from ...recording.record import record
 from ...replicas import Replicas
 from ...stages.cursor import numbered_by
+from .losses import loss_of, without_backward
 from .options import Options, ReductionType
 from .outputs import OutputMode, Part, chosen, together
 from .strategies import Numbering
 
-_IS_LOSS = "_is_poptorch_loss"
 _TIMED = "measure a step by model.pipeline.profile()"
 _NOT_COMPILED = "nothing is compiled: save model.state_dict()"
 _MISSING = {
@@ -124,63 +122,6 @@ def inferenceModel(  # noqa: N802 - PopTorch's name
     return PoplarExecutor(model, options, training=False, **pipeline)
 
 
-def identity_loss(x: Tensor, reduction: str) -> Tensor:
-    """Mark a tensor as the loss, among several numbers that a forward returns.
-
-    Args:
-        x: the loss, before its reduction.
-        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for one element.
-
-    Returns:
-        The loss, 0-d unless ``"none"``; the forward must return it.
-
-    Raises:
-        UsageError: there is no such reduction, or it is ``"none"`` for several elements.
-
-    Source: ``poptorch.identity_loss``.
-
-    Example:
-        >>> import torch
-        >>> from blockpipe.compat import poptorch
-        >>> poptorch.identity_loss(torch.tensor([1.0, 3.0]), reduction="mean")
-        tensor(2.)
-    """
-    if reduction not in ("mean", "sum", "none") or (reduction == "none" and x.numel() != 1):
-        raise UsageError(
-            f"expected reduction='mean' or 'sum', got {reduction!r} for a loss of shape "
-            f"{tuple(x.shape)} ({users_line()}); 'none' is for a loss of one element"
-        )
-    loss = x if reduction == "none" else getattr(x, reduction)()
-    setattr(loss, _IS_LOSS, True)
-    return loss
-
-
-def _loss_of(output: Any) -> Any:
-    is_row = type(output) is tuple and all(isinstance(item, Tensor) for item in output)
-    members = output if is_row else tensors(output)  # the common case, in every micro-batch
-    marked = [tensor for tensor in members if getattr(tensor, _IS_LOSS, False)]
-    return marked[-1] if marked else own_loss(output)
-
-
-class _CallLoss(StepLoss):
-    """A number that a training call returns: its ``backward`` raises an error with a remedy."""
-
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Raise an error, as a call of a training model has run the backward."""
-        if self.requires_grad:  # a tensor with a graph was added in place
-            return super().backward(*args, **kwargs)
-        raise UsageError(
-            "expected no backward after a call of a training model, got one of a number that it "
-            f"returned ({users_line()}): the call has run it, and the optimizer's step; remove "
-            "this call, and those of zero_grad() and step()"
-        )
-
-
-def _without_backward(tensor: Tensor) -> Tensor:
-    is_number = tensor.dim() == 0 and tensor.is_floating_point()
-    return tensor.as_subclass(_CallLoss) if is_number else tensor
-
-
 # The options decide these, so they must not be passed as well.
 _DECIDED = {
     "batch_dims": "the batch is dimension 0 of every tensor",
@@ -275,7 +216,7 @@ class PoplarExecutor:
                 self._train(runner, args, kwargs) if trains else self._infer(runner, args, kwargs)
             )
         result = together(chosen(parts, mode, self.options.output_return_period))
-        return map_tensors(_without_backward, result) if trains else result
+        return map_tensors(without_backward, result) if trains else result
 
     def _train(self, runner: Pipeline | Replicas, args: Any, kwargs: Any) -> list[Part]:
         assert self._optimizer is not None
@@ -285,7 +226,7 @@ class PoplarExecutor:
             batches = [(batch.args, batch.kwargs) for batch in each]
         for own, named in batches:
             self._optimizer.zero_grad()
-            result = runner.forward_backward(*own, loss_fn=_loss_of, return_outputs=True, **named)
+            result = runner.forward_backward(*own, loss_fn=loss_of, return_outputs=True, **named)
             self._optimizer.step()
             parts += self._parts(runner, result.outputs)
         return parts

@@ -231,7 +231,16 @@ class TapingMode(TorchFunctionMode):
         written = [t for t, v in zip(given, versions, strict=True) if version_of(t) != v]
         entry.writes = [self._numbers[id(t)] for t in written if id(t) in self._numbers]
         self._check_written(written)
-        is_fixed = path is None and not self.watch.drew
+        self._note_results(entry, result, given, made)
+        self.tape.entries.append(entry)
+        return result
+
+    def _note_results(
+        self, entry: Entry, result: Any, given: list[Tensor], made: list[Tensor]
+    ) -> None:
+        """Note what a call has made, and whether that follows from constants or arguments alone."""
+        is_glue = entry.module is None
+        is_fixed = is_glue and not self.watch.drew
         is_constant = is_fixed and all(map(self._is_constant, given))
         is_given = is_fixed and all(map(self._is_given, given))
         if is_given and not is_constant and isinstance(result, bool):
@@ -241,22 +250,21 @@ class TapingMode(TorchFunctionMode):
             self._constant.difference_update(entry.writes)
         if not is_given:
             self._given.difference_update(entry.writes)
-        unsized = path is None and (self.watch.made_unsized or any(map(self._unsized, given)))
-        if path is not None and self.watch.made_unsized:
+        unsized = is_glue and (self.watch.made_unsized or any(map(self._unsized, given)))
+        if not is_glue and self.watch.made_unsized:
             entry.shapes = [tuple(tensor.shape) for tensor in made]
         for tensor in made:
-            known = id(tensor) in self._numbers or id(tensor) in self._held
-            entry.results.append(None if known else self._number(tensor, entry.hop))
-            if not known:
-                number = self._numbers[id(tensor)]
-                if is_constant:
-                    self._constant.add(number)
-                if is_given:
-                    self._given.add(number)
-                if unsized:
-                    self.tape.unsized[number] = users_line()
-        self.tape.entries.append(entry)
-        return result
+            if id(tensor) in self._numbers or id(tensor) in self._held:
+                entry.results.append(None)
+                continue
+            number = self._number(tensor, entry.hop)
+            entry.results.append(number)
+            if is_constant:
+                self._constant.add(number)
+            if is_given:
+                self._given.add(number)
+            if unsized:
+                self.tape.unsized[number] = users_line()
 
     def _number(self, tensor: Tensor, hop: int) -> int:
         number = self._numbers.get(id(tensor))

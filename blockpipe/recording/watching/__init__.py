@@ -1,4 +1,4 @@
-"""Watch one run of a forward: its operations, module calls, tensors and plain values.
+"""Watch one run of a forward: its operations, module calls and tensors.
 
 In: the operations and calls of a forward. Out: entries of a :class:`Recording`. Read first:
 ``watched_run``, which puts the watchers around a forward, then ``recorder``, the listener, which

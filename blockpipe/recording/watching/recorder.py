@@ -1,7 +1,6 @@
 """The listener that writes down a recorded run as entries of a :class:`Recording`.
 
-The run itself is a run like every other, so it does the same as the runs of a step. The difference
-is that operations are intercepted inside of modules too.
+That run is one like every other, but operations are intercepted inside of modules too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from ..._common.threads.thread_state import ours
 from ..._torch.graph import saved_tensor_hooks
 from ..._torch.tensors import FakeTensor, version_of
 from ...costs.work import size_of
-from ...crossing.constants import writes
 from ...crossing.microbatch_run import MicrobatchRun
 from ...crossing.step_context import StepContext
 from ...crossing.tags import RECORDING, TAG, MicrobatchKey, ParameterHome, Tag
@@ -288,14 +286,8 @@ class Recorder:
         """Check after an operation whether it wrote to a tensor that is neither an argument nor a
         buffer."""
         outsiders, self.outsiders = self.outsiders, []
-        self.outside_tensors.look()
-        for tensor, version in outsiders:
-            # A tensor that is no fake one is not written in a fake run: then it goes by the name.
-            if version_of(tensor) != version or (tensor is first and writes(func)):
-                self.outside_tensors.wrote(tensor)
-                self.calls.refuse(
-                    f"it writes to a tensor that is no argument and no buffer ({line()})"
-                )
+        if self.outside_tensors.written_by(func, first, outsiders):
+            self.calls.refuse(f"it writes to a tensor that is no argument and no buffer ({line()})")
 
     def take_input(self, tensor: Tensor) -> Tensor:
         """Return an input of the forward as if it were made on its first hop."""

@@ -26,19 +26,19 @@ from ...stages.cursor import set_cursor
 from ...stages.marks import mark_of
 from ..entries import Hop, Output
 from ..outside_state import TORCHS, OutsideState
+from ..plain_values.backward_code import Hook, may_set_by
+from ..plain_values.shared_values import SharedValues
 from ..plan_resolution import Stages
 from ..reads import Reads
 from ..recording import Recording
 from ..sample import RecordRequest
 from ..sealing import conclude
 from ..shared_changes import SharedChanges
-from .backward_code import Hook, may_set_by
 from .costs import note_split_backwards
 from .held import held_tensors
 from .mode import RecordedForward, RecordingMode
 from .recorder import Recorder
 from .saved_tensors import Activations
-from .shared_values import SharedValues
 from .watched_cursor import WatchedCursor
 
 

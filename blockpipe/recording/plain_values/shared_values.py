@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
@@ -41,6 +40,7 @@ from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .backward_code import StillRun, back, frames_of, hops_of, in_backward
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
 from .frozen import frozen
+from .values import Pending, Value
 
 _CONTENTS = (list, dict, set, deque, bytearray, array, StringIO, ContextVar)
 _REMEDY = "pass it along as an argument"
@@ -55,33 +55,6 @@ _ASKS_SHAPE = (
 )
 
 Where = tuple[int, Any]  # an object by its id, and a name or key in it
-
-
-@dataclass
-class _Value:
-    """The value at one place, and the hops and lines that read or set it."""
-
-    owner: Any
-    key: Any
-    first_write: str = ""
-    first_read: str = ""
-    set_on: set[int] = field(default_factory=set)
-    read_on: set[int] = field(default_factory=set)
-    counted_on: set[int] = field(default_factory=set)
-    is_carried: bool = False  # what one forward leaves there the next one reads
-    is_traced: bool = False  # whether the user's own code sets it
-    is_constant: bool = True  # all values that it is set to may be equal in each forward
-
-
-@dataclass
-class _Pending:
-    """An instruction that sets a value, and has not ended yet."""
-
-    owner: Any
-    key: Any
-    before: Any
-    hop: int
-    line: str
 
 
 class SharedValues:
@@ -126,12 +99,12 @@ class SharedValues:
             for function in functions
             if is_users(function.__module__)
         )
-        self._values: dict[Where, _Value] = {}
+        self._values: dict[Where, Value] = {}
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
         self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
-        self._pending: dict[int, _Pending] = {}  # by the id of a frame
+        self._pending: dict[int, Pending] = {}  # by the id of a frame
         self._still: StillRun | None = None  # code that is looked at, and does not run
 
     @contextmanager
@@ -253,7 +226,7 @@ class SharedValues:
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, counts=access.counts)
             if access.writes:
-                pending = _Pending(owner, key, frozen(value), hop, frame.line)
+                pending = Pending(owner, key, frozen(value), hop, frame.line)
                 self._pending[id(frame.frame)] = pending
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
             self._uses(access, self._objects.get(id(value), value), frame, hop)
@@ -293,10 +266,10 @@ class SharedValues:
         is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
         return is_object and access.use is Use.READ and access.given_to is not None
 
-    def _known(self, owner: Any, key: Any) -> _Value:
+    def _known(self, owner: Any, key: Any) -> Value:
         where = _space_of(owner), key
         if where not in self._values:
-            self._values[where] = _Value(owner, key)
+            self._values[where] = Value(owner, key)
         return self._values[where]
 
     def _reads(self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool) -> None:
@@ -310,7 +283,7 @@ class SharedValues:
         else:
             known.counted_on.add(hop)
 
-    def _is_set(self, pending: _Pending) -> None:
+    def _is_set(self, pending: Pending) -> None:
         if _is_by_microbatch(pending.owner):
             return
         now = frozen(member_of(pending.owner, pending.key))
@@ -339,7 +312,7 @@ class SharedValues:
 
     def _called_on(self, calls: Iterable[Call]) -> None:
         """A library's module reads its attributes wherever it is called."""
-        by_path: dict[str, list[_Value]] = {}
+        by_path: dict[str, list[Value]] = {}
         for known in self._values.values():
             if known.set_on and libraries_code_reads(type(known.owner), known.key):
                 by_path.setdefault(self._paths.get(id(known.owner), " "), []).append(known)
@@ -395,7 +368,7 @@ class SharedValues:
                 found[self._named(known)] = known.first_read
         return found
 
-    def _of_all(self, known: _Value) -> list[_Value]:
+    def _of_all(self, known: Value) -> list[Value]:
         """Return the values that overlap: a container's entries for its whole content, or the
         reverse."""
         if known.key is ALL:
@@ -403,7 +376,7 @@ class SharedValues:
         whole = self._values.get((_space_of(known.owner), ALL))
         return [] if whole is None else [whole]
 
-    def _named(self, known: _Value) -> str:
+    def _named(self, known: Value) -> str:
         owner, key = known.owner, known.key
         if isinstance(owner, Names):
             return f"{owner.names.get('__name__')}.{key}"
