@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import dis
+import functools
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -212,14 +214,30 @@ def test_after_a_failure_anywhere_the_next_step_runs():
     assert raised > 0.9 * len(tried)
 
 
+@functools.cache
+def looks_for_signals(code: CodeType) -> frozenset[int]:
+    """Where Python looks whether it was interrupted: behind calls and resumptions, and where a loop
+    begins again. It does not between the end of a ``with lock:`` and the lock's release.
+    """
+    found, before = set(), ""
+    for instruction in dis.get_instructions(code):
+        if before.startswith(("CALL", "RESUME")):
+            found.add(instruction.offset)
+        if instruction.opname.startswith("JUMP_BACKWARD"):
+            found.add(instruction.argval)
+        before = instruction.opname
+    return frozenset(found)
+
+
 def interrupting(bytecode: int, seen: list[int]) -> Callable[..., Any]:
-    """A trace function that raises where the package, or contextlib, is at its n-th bytecode."""
+    """A trace function that raises where the package, or contextlib, is at its n-th bytecode of
+    those at which it may be interrupted."""
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith((PACKAGE, contextlib.__file__)):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
+        if event == "opcode" and frame.f_lasti in looks_for_signals(frame.f_code):
             seen[0] += 1
             if seen[0] == bytecode:
                 raise KeyboardInterrupt("now")

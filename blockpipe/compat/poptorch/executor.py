@@ -285,7 +285,7 @@ class PoplarExecutor:
             **self._pipeline_options,
         }
         several = len({check_device(device) for device in groups[0]})
-        if given["chunks"] == 1 and several > 1:
+        if given["chunks"] == 1 and several > 1 and given["schedule"] != "sequential":
             given["schedule"] = "sequential"  # of one micro-batch every schedule is this one
             option = "Training.gradientAccumulation" if self._training else "deviceIterations"
             warn(

@@ -31,7 +31,7 @@ def test_the_plain_modules_checkpoint_is_refused_with_the_way() -> None:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.zero_()
-    model = gpipe(net, [2, 2])
+    model = gpipe(net, [2, 2], chunks=2)
     with pytest.raises(UsageError, match=r"got those of the plain module.*module\.load_state_dict"):
         model.load_state_dict(values)
     net.load_state_dict(values)
