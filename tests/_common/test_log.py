@@ -46,6 +46,7 @@ def _pipe(**options: object) -> bp.Pipeline:
     return bp.Pipeline(net, devices=["cpu"] * 2, chunks=2, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_log_is_silent_unless_asked():
     """A library writes nothing of its own accord."""
     assert _stderr() == ""

@@ -134,6 +134,7 @@ def run(code: str, names: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:chunks=1 on 2 devices")  # as the guide evaluates
+@pytest.mark.slow
 def test_the_guide_runs_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partition, training in bfloat16, clipping, evaluation: on two ranks of one process. Weights
     are those of a plain loop over the same micro-batches, the norm is that of the whole model."""
