@@ -38,9 +38,12 @@ test-devices: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated
 	$(BIN)/python -m pytest --quick --simulated -m timed
 
-# What --quick leaves out because it takes long.
+# What --quick leaves out because it takes long, or one test in so many of it, chosen by the seed.
+ONE_IN ?= 1
+SEED ?= 0
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist worksteal --parameters 1 -m slow
+	$(BIN)/python -m pytest -n auto --dist worksteal --parameters 1 -m slow \
+	    --one-in $(ONE_IN) --delay-seed $(SEED)
 
 # Every parameter set and the slow tests: before a release, and where --quick may have missed it.
 test-all: $(VENV)/.test

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import blockpipe as bp
-from blockpipe.distributed import DistributedPipeline, distributed_pipeline
+from blockpipe.distributed import DistributedPipeline, kinds
 
 from .cases import batch_of, deep, mean_square
 
@@ -80,7 +80,7 @@ def what_differs_is_named_at_the_start(rank: int, ranks: int) -> None:
 
     with mock.patch.object(torch, "__version__", "0.1" if last else torch.__version__):
         differs("torch", _TORCH, "0.1")
-    with mock.patch.object(distributed_pipeline, "__version__", "7" if last else "6"):
+    with mock.patch.object(kinds, "__version__", "7" if last else "6"):
         differs("blockpipe", 6, 7)
     pipe = DistributedPipeline(deep(ranks), sample=args, chunks=4)
     pipe.module.layers[0].requires_grad_(not last)

@@ -1,6 +1,9 @@
 """What several processes run together: reports, which are the same in each."""
 
+import time
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ from torch.nn import functional as F
 
 import blockpipe as bp
 from blockpipe.distributed import DistributedPipeline
+from blockpipe.distributed.reporting import clock
 
 from .cases import mean_square
 from .models import gpt, ids
@@ -65,6 +69,15 @@ def a_timeline_has_all_processes(rank: int, ranks: int) -> None:
                 assert at[0, "F", hop, m].end <= at[0, "B", hop, m].start
         assert "rank 1" in timeline.gantt()
         timeline.to_html()
+
+
+def clocks_of_two_machines_are_compared(rank: int, ranks: int) -> None:
+    """The second one's is an hour ahead; a second is more than any question takes."""
+    hour = 3600 * 10**9 if rank else 0
+    now = SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + hour)
+    with mock.patch.multiple(clock, _machine=lambda: str(rank), time=now):
+        found = clock.offset_to_first(None, torch.device("cpu"))
+    assert abs(found + hour) < 10**9, found
 
 
 class Wrong(torch.autograd.Function):

@@ -11,7 +11,6 @@ NAMES = cases_of(replica_cases)
 
 
 @pytest.mark.slow
-@pytest.mark.every
 @pytest.mark.timeout(300)
 def test_processes_share_a_batch() -> None:
     """Gradients are those of the whole batch, and are summed stage by stage."""

@@ -11,7 +11,6 @@ NAMES = cases_of(words_cases)
 
 
 @pytest.mark.slow
-@pytest.mark.every
 @pytest.mark.timeout(600)
 def test_pipelines_words_mean_the_same_over_processes() -> None:
     """Random numbers, recomputation and deferred batch norm."""

@@ -32,7 +32,6 @@ def test_a_process_that_is_killed_is_named_by_all_others() -> None:
 
 
 @pytest.mark.parametrize("case", ["first_dies", "first_dies_with_the_store"])
-@pytest.mark.every
 def test_the_first_process_is_looked_after_by_the_others(case: str) -> None:
     """Also where it has torch's store, as it has without torchrun."""
     codes: dict[int, int] = {}
