@@ -31,9 +31,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick
-	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated --one-in 6
+	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated --one-in 12
 
-# On the simulated accelerator: make test runs one test in six there.
+# On the simulated accelerator: make test runs one test in twelve there.
 test-devices: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated
 	$(BIN)/python -m pytest --quick --simulated -m timed

@@ -36,11 +36,6 @@ REFUSED_WITH_FOUR = [
 ]
 
 
-def test_uneven_micro_batches_in_two_processes() -> None:
-    """The one case that also runs where slow tests are left out."""
-    ranks.check(ranks.run_cases(cases.__name__, ["uneven"], 2))
-
-
 @pytest.mark.slow
 @pytest.mark.every
 @pytest.mark.timeout(900)
