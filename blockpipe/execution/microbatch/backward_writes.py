@@ -8,11 +8,12 @@ one may be over already, so that a running mean would take another course, witho
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from ..._common.modules import all_slots
 from ..._torch.modules import buffers_of
-from ..._torch.tensors import version_of
+from ..._torch.tensors import storage_of, version_of
 from ...errors import StateError
 from ...preparation.prepared import Prepared
 from ...schedules.schedule import Action, Schedule
@@ -34,21 +35,25 @@ class BackwardWrites:
         self._late = {action for lane in schedule.lanes for action in _late(lane)}
         self._lane_of_hop = prepared.lane_of_hop
         self._read: dict[int, list[tuple[str, str, _Look]]] = {}  # by lane: name, line, tensor
+        reads: list[tuple[list[int], str, str, _Look]] = []
         recording = prepared.recording
         held = {name: found for found in recording.buffers for name in found.names}
         deferred = {} if prepared.batch_norm is None else prepared.batch_norm.modules
         for name, slots, key, _ in all_slots(prepared.model, buffers_of):
             if name in held and name.rpartition(".")[0] not in deferred:
                 look = _in_slot(slots, key)
-                self._add(held[name].hops, f"buffer {name!r}", held[name].where, look)
+                reads.append((held[name].hops, f"buffer {name!r}", held[name].where, look))
         for outside in recording.outside:
             if outside.tensor is not None:
-                self._add(outside.hops, outside.name, outside.where, outside.tensor)
-
-    def _add(self, hops: list[int], what: str, where: str, look: _Look) -> None:
-        lanes = {self._lane_of_hop[hop] for hop in hops}
-        if len(lanes) == 1:
-            self._read.setdefault(lanes.pop(), []).append((what, where, look))
+                reads.append((outside.hops, outside.name, outside.where, outside.tensor))
+        lanes_of: dict[object, set[int]] = {}  # views of one memory have one version
+        for hops, _, _, look in reads:
+            lanes = {self._lane_of_hop[hop] for hop in hops}
+            lanes_of.setdefault(_memory(look()), set()).update(lanes)
+        for _, what, where, look in reads:
+            lanes = lanes_of[_memory(look())]
+            if len(lanes) == 1:
+                self._read.setdefault(min(lanes), []).append((what, where, look))
 
     @contextmanager
     def checked(self, action: Action) -> Iterator[None]:
@@ -82,6 +87,10 @@ def _late(lane: Iterable[Action]) -> Iterator[Action]:
 
 def _in_slot(slots: Mapping[str, Tensor | None], key: str) -> _Look:
     return lambda: slots[key] if key in slots else None  # noqa: SIM401 - TorchScript's has no other
+
+
+def _memory(tensor: Tensor | None) -> int | None:
+    return None if tensor is None or tensor.layout is not torch.strided else storage_of(tensor)
 
 
 def _version(tensor: Tensor | None) -> tuple[int, int] | None:

@@ -13,6 +13,11 @@ from blockpipe.errors import StateError
 from ...parity import difference, plain_step
 from ...stage_devices import stages
 
+# torch 2.11 warns of a hook on a module whose inputs need no gradient.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing when gradients are computed"
+)
+
 
 class Again(nn.Sequential):
     """Layers that are recomputed in the backward."""
