@@ -46,6 +46,14 @@ def storage_of(tensor: Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Return the same for tensors that share a storage; one without storage (sparse) is its own."""
+    try:
+        return storage_of(tensor)
+    except (NotImplementedError, RuntimeError):
+        return -id(tensor)
+
+
 def holders_of(storage: torch.UntypedStorage) -> int:
     """How many have a storage in hand: tensors of it, and Python's own storage object. What is not
     Python's is in no public count."""

@@ -70,12 +70,11 @@ class FailsInBackward(Net):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _known_objects_apart() -> Iterator[None]:
-    """The collector looks at what is new: all that was imported would take it a second each time."""
+def _known_objects_apart() -> None:
+    """The collector looks at what is new: what was imported since the tests were collected, too,
+    would take it a second each time. It stays apart until the run ends (conftest.py)."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

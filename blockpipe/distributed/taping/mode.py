@@ -28,7 +28,7 @@ from ..._common.threads.thread_state import (
 )
 from ..._torch.modes import how_many_function_modes
 from ..._torch.modules import buffers_of, parameters_of
-from ..._torch.tensors import FakeTensor, storage_of, version_of
+from ..._torch.tensors import FakeTensor, memory_of, version_of
 from ...crossing.interception import is_question
 from ...errors import CrossingError, RecordingError
 from ...recording.recording import Recording
@@ -272,7 +272,7 @@ class TapingMode(TorchFunctionMode):
             number = self._numbers[id(tensor)] = len(self._tensors)
             self._tensors.append(tensor)
             self.tape.made.append(hop)
-            self.tape.storages.append(_storage(tensor))
+            self.tape.storages.append(memory_of(tensor))
         return number
 
     def _reference(self, leaf: Any) -> Any:
@@ -365,10 +365,3 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield leaf
         elif isinstance(leaf, slice):
             yield from _tensors_in((leaf.start, leaf.stop, leaf.step))
-
-
-def _storage(tensor: Tensor) -> int:
-    try:
-        return storage_of(tensor)
-    except (NotImplementedError, RuntimeError):  # a sparse tensor has none
-        return -id(tensor)

@@ -8,12 +8,11 @@ one may be over already, so that a running mean would take another course, witho
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from ..._common.modules import all_slots
 from ..._torch.modules import buffers_of
-from ..._torch.tensors import storage_of, version_of
+from ..._torch.tensors import memory_of, version_of
 from ...errors import StateError
 from ...preparation.prepared import Prepared
 from ...schedules.schedule import Action, Schedule
@@ -90,7 +89,7 @@ def _in_slot(slots: Mapping[str, Tensor | None], key: str) -> _Look:
 
 
 def _memory(tensor: Tensor | None) -> int | None:
-    return None if tensor is None or tensor.layout is not torch.strided else storage_of(tensor)
+    return None if tensor is None else memory_of(tensor)
 
 
 def _version(tensor: Tensor | None) -> tuple[int, int] | None:
