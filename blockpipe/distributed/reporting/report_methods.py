@@ -33,7 +33,7 @@ from ..microbatches.batch_norm import StageBatchNorm
 from ..replicas import StageReplicas
 from ..stage_values import StageValues
 from .profile import StageProfile
-from .verify import PlainLoop, StageVerifier, verdict
+from .verify import ReferenceLoop, StageVerifier, verdict
 
 
 class StageReportMethods:
@@ -170,7 +170,7 @@ class StageReportMethods:
         whole, found = verifier.whole_model(), None
         with self._agreement.at_end(lambda: Kind({"call": "the plain run of verify"})):
             if whole is not None:
-                loop = PlainLoop(
+                loop = ReferenceLoop(
                     map_tensors(lambda t: t.detach().to("cpu", copy=True), microbatches),
                     loss_fn,
                     reduction_for(loss_fn, self.loss_reduction),

@@ -82,7 +82,7 @@ class StageVerifier:
         return copy.deepcopy(self._model, memo) if self._places.is_own(0) else None
 
 
-class PlainLoop:
+class ReferenceLoop:
     """The plain loop over micro-batches in one process, on the host.
 
     Args:

@@ -40,7 +40,7 @@ from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .backward_code import StillRun, back, frames_of, hops_of, in_backward
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
 from .frozen import frozen
-from .values import Pending, Value
+from .values import PendingWrite, SharedValue
 
 _CONTENTS = (list, dict, set, deque, bytearray, array, StringIO, ContextVar)
 _REMEDY = "pass it along as an argument"
@@ -99,12 +99,12 @@ class SharedValues:
             for function in functions
             if is_users(function.__module__)
         )
-        self._values: dict[Where, Value] = {}
+        self._values: dict[Where, SharedValue] = {}
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
         self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
-        self._pending: dict[int, Pending] = {}  # by the id of a frame
+        self._pending: dict[int, PendingWrite] = {}  # by the id of a frame
         self._still: StillRun | None = None  # code that is looked at, and does not run
 
     @contextmanager
@@ -226,7 +226,7 @@ class SharedValues:
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, counts=access.counts)
             if access.writes:
-                pending = Pending(owner, key, frozen(value), hop, frame.line)
+                pending = PendingWrite(owner, key, frozen(value), hop, frame.line)
                 self._pending[id(frame.frame)] = pending
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
             self._uses(access, self._objects.get(id(value), value), frame, hop)
@@ -266,10 +266,10 @@ class SharedValues:
         is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
         return is_object and access.use is Use.READ and access.given_to is not None
 
-    def _known(self, owner: Any, key: Any) -> Value:
+    def _known(self, owner: Any, key: Any) -> SharedValue:
         where = _space_of(owner), key
         if where not in self._values:
-            self._values[where] = Value(owner, key)
+            self._values[where] = SharedValue(owner, key)
         return self._values[where]
 
     def _reads(self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool) -> None:
@@ -283,7 +283,7 @@ class SharedValues:
         else:
             known.counted_on.add(hop)
 
-    def _is_set(self, pending: Pending) -> None:
+    def _is_set(self, pending: PendingWrite) -> None:
         if _is_by_microbatch(pending.owner):
             return
         now = frozen(member_of(pending.owner, pending.key))
@@ -312,7 +312,7 @@ class SharedValues:
 
     def _called_on(self, calls: Iterable[Call]) -> None:
         """A library's module reads its attributes wherever it is called."""
-        by_path: dict[str, list[Value]] = {}
+        by_path: dict[str, list[SharedValue]] = {}
         for known in self._values.values():
             if known.set_on and libraries_code_reads(type(known.owner), known.key):
                 by_path.setdefault(self._paths.get(id(known.owner), " "), []).append(known)
@@ -368,7 +368,7 @@ class SharedValues:
                 found[self._named(known)] = known.first_read
         return found
 
-    def _of_all(self, known: Value) -> list[Value]:
+    def _of_all(self, known: SharedValue) -> list[SharedValue]:
         """Return the values that overlap: a container's entries for its whole content, or the
         reverse."""
         if known.key is ALL:
@@ -376,7 +376,7 @@ class SharedValues:
         whole = self._values.get((_space_of(known.owner), ALL))
         return [] if whole is None else [whole]
 
-    def _named(self, known: Value) -> str:
+    def _named(self, known: SharedValue) -> str:
         owner, key = known.owner, known.key
         if isinstance(owner, Names):
             return f"{owner.names.get('__name__')}.{key}"

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass
-class Value:
+class SharedValue:
     """The value at one place, and the hops and lines that read or set it."""
 
     owner: Any
@@ -23,7 +23,7 @@ class Value:
 
 
 @dataclass
-class Pending:
+class PendingWrite:
     """An instruction that sets a value, and has not ended yet."""
 
     owner: Any
