@@ -47,7 +47,7 @@ def main() -> None:
     """Train, evaluate, save, and write a line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--directory", default="trainer-text")
+    parser.add_argument("--directory", default="runs/trainer-text")
     options = parser.parse_args()
 
     text = "".join(topics.values())[:200_000]
