@@ -13,6 +13,13 @@ from blockpipe.schedules import builders
 SCHEDULES = ["sequential", "gpipe", "1f1b", "zb-h1"]
 WITH_INTERLEAVED = [*SCHEDULES, "interleaved"]
 WITH_UNCUT = [*SCHEDULES, "uncut"]
+# One of each engine: lanes, lanes with real copies between stages, backwards in two parts, one thread.
+ENGINES = [
+    {"schedule": "1f1b"},
+    {"schedule": "gpipe", "isolate": True},
+    {"schedule": "zb-h1"},
+    {"schedule": "uncut"},
+]
 EVERY_SCHEDULE = [*builders.SCHEDULES, "auto", "uncut"]
 
 

@@ -13,6 +13,7 @@ from blockpipe.batches.losses import own_or_mean_square
 from blockpipe.errors import UsageError
 from blockpipe.schedules.builders import SCHEDULES
 
+from ..parameter_sets import every_pair
 from ..parity import assert_same_gradients
 from ..stage_devices import assert_close, equal, stages
 
@@ -229,9 +230,11 @@ def test_a_mean_square_of_what_has_a_gradient():
         own_or_mean_square(b)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "sequential", "uncut"])
-@pytest.mark.parametrize("stage_of_last", [0, 1])
-@pytest.mark.parametrize("chunks", [1, 3])
+@every_pair(
+    schedule=["1f1b", "zb-h1", "sequential", "uncut"],
+    stage_of_last=[0, 1],
+    chunks=[1, 3],
+)
 @pytest.mark.filterwarnings("ignore:chunks=1")
 def test_a_target_that_needs_a_gradient_gets_it(schedule, stage_of_last, chunks):
     """A leaf and one with a graph of its own, beside one that needs none, and also an input."""

@@ -13,6 +13,7 @@ from blockpipe.errors import (
 )
 
 from ..models import SCHEDULES
+from ..parameter_sets import each_value, every_pair
 from .bad_input import HERE, pipeline, train, x
 
 # --- routes and state
@@ -44,8 +45,10 @@ def two_ways() -> Tensor:
     return inputs
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("other", [[2, 1], [1, 2, 0], [1, 2, 5], [1, 2, 1]], ids=str)
+@each_value(
+    schedule=SCHEDULES,
+    other=[[2, 1], [1, 2, 0], [1, 2, 5], [1, 2, 1]],
+)
 def test_a_route_that_was_not_recorded_is_refused(schedule: str, other: list[int]) -> None:
     """A micro-batch off the recorded route is a RouteError with both routes and the line."""
     pipe = pipeline(Ways([1, 2], other), schedule=schedule)
@@ -53,8 +56,10 @@ def test_a_route_that_was_not_recorded_is_refused(schedule: str, other: list[int
         train(pipe, two_ways())
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("other", [[2], [1], []], ids=str)
+@each_value(
+    schedule=SCHEDULES,
+    other=[[2], [1], []],
+)
 def test_skipped_hops_are_fine(schedule: str, other: list[int]) -> None:
     """A micro-batch may skip hops: gradients are the plain loop's."""
     torch.manual_seed(0)
@@ -134,10 +139,12 @@ class Keeps(nn.Module):
         return value
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("how", ["forward_backward", "call"])
-@pytest.mark.parametrize("where", ["self", "global"])
-@pytest.mark.parametrize("reader", [0, 1])
+@every_pair(
+    schedule=SCHEDULES,
+    how=["forward_backward", "call"],
+    where=["self", "global"],
+    reader=[0, 1],
+)
 def test_a_tensor_of_another_microbatch_is_refused(
     schedule: str, how: str, where: str, reader: int
 ) -> None:
@@ -204,8 +211,10 @@ class SealedKeeps(nn.Module):
             return self.last(value)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("how", ["forward_backward", "call"])
+@each_value(
+    schedule=SCHEDULES,
+    how=["forward_backward", "call"],
+)
 def test_a_tensor_of_another_microbatch_inside_a_sealed_module_is_refused(
     schedule: str, how: str
 ) -> None:

@@ -11,6 +11,7 @@ import blockpipe as bp
 from blockpipe.errors import BlockpipeError, PlanError
 
 from ..models import linears, square
+from ..parameter_sets import each_value
 from ..parity import difference, plain_step
 from ..stage_devices import assert_close, device_type, is_simulated, stages
 from .pipelines import pipeline
@@ -41,8 +42,10 @@ def test_a_forked_child_can_use_a_pipeline():
     os.close(read)
 
 
-@pytest.mark.parametrize("look", ["forward_backward", "call", "summary", "memory"])
-@pytest.mark.parametrize("how", ["back", "one", "another pipeline"])
+@each_value(
+    how=["back", "one", "another pipeline"],
+    look=["forward_backward", "call", "summary", "memory"],
+)
 def test_a_model_that_was_moved_is_placed_anew(how, look):
     """To export it, by hand, or by another pipeline: said, and mended."""
     model = linears(3)

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import blockpipe as bp
 
 from ..alike import DEVICE, check_alike
-from ..models import Scripted, square
+from ..models import ENGINES, Scripted, square
+from ..parameter_sets import every_pair
 from ..parity import difference, plain_step
 from ..stage_devices import stages
 
@@ -267,12 +268,11 @@ class Handled:
 ROWS = {name: f for name, f in vars(Handled).items() if getattr(f, "is_row", False)}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "uncut"])
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("name", list(ROWS))
-def test_a_handled_row_trains_as_plain(name, schedule):
+def test_a_handled_row_trains_as_plain(name, engine):
     """The gradients, the loss and the outputs are the plain run's, isolated too."""
-    for isolate in (False, True) if schedule != "uncut" else (False,):
-        check_alike(Scripted(ROWS[name]), torch.randn(6, 4), schedule=schedule, isolate=isolate)
+    check_alike(Scripted(ROWS[name]), torch.randn(6, 4), **engine)
 
 
 NEED_GRADIENTS = {
@@ -282,9 +282,11 @@ NEED_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in NEED_GRADIENTS])
+@every_pair(
+    name=[name for name in ROWS if name not in NEED_GRADIENTS],
+    mode=[torch.no_grad, torch.inference_mode],
+    isolate=[False, True],
+)
 def test_a_handled_row_without_gradients_is_as_plain(name, mode, isolate):
     """The outputs are the plain run's; in inference mode no tensor of the forward's counts what is
     written to it."""

@@ -18,6 +18,7 @@ from blockpipe.preparation.batch_norm import _update, merged, statistics
 from blockpipe.schedules.builders import SCHEDULES
 
 from ..models import square
+from ..parameter_sets import every_pair
 from ..parity import plain_step
 from ..stage_devices import is_simulated, no_synchronization
 
@@ -219,9 +220,11 @@ def stepped(model, x, devices, steps=2, **options):
     return pipe, loss
 
 
-@pytest.mark.parametrize("mode", ["except_last", "always"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("devices", [on("cpu", 0, "cpu", 0), on(0, 0, 0, 0)])
+@every_pair(
+    devices=[on("cpu", 0, "cpu", 0), on(0, 0, 0, 0)],
+    schedule=SCHEDULES,
+    mode=["except_last", "always"],
+)
 def test_recomputation_draws_the_same_masks(devices, schedule, mode):
     """The devices' generators are covered as the host's is: dropout masks are equal."""
     first = noisy()
@@ -234,9 +237,11 @@ def test_recomputation_draws_the_same_masks(devices, schedule, mode):
         torch.testing.assert_close(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-@pytest.mark.parametrize("steps", [1, 8])
+@every_pair(
+    schedule=["1f1b", "gpipe", "zb-h1"],
+    checkpoint=["never", "always"],
+    steps=[1, 8],
+)
 def test_offload_keeps_the_numbers(schedule, checkpoint, steps, monkeypatch):
     """Streams and events order the copies: many steps, each with memory that is used again."""
     monkeypatch.setattr("blockpipe.crossing.offload.SMALLEST", 0)

@@ -6,7 +6,6 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from blockpipe.execution.lanes.lane_threads import LaneThreads
 from blockpipe.execution.lanes.thread_pool import close_idle_threads
 
 from ..models import SCHEDULES
+from ..parameter_sets import each_value, every_pair
 from ..stage_devices import assert_close, stages
 from . import failing_models
 from .failing_models import (
@@ -65,42 +65,31 @@ def _interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-FORWARD = [("module", s, m) for s in range(STAGES) for m in range(CHUNKS)] + [
-    ("glue", s, m) for s in range(STAGES) for m in (0, CHUNKS - 1)
-]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("place", FORWARD, ids=str)
+@every_pair(
+    schedule=SCHEDULES,
+    error=ERRORS,
+    what=["module", "glue"],
+    stage=range(STAGES),
+    microbatch=range(CHUNKS),
+    how=["forward_backward", "call"],
+)
 def test_a_failure_in_forward_reaches_the_caller(
-    schedule: str, place: tuple[str, int, int]
+    schedule: str, error: type[BaseException], what: str, stage: int, microbatch: int, how: str
 ) -> None:
-    """An exception in any stage and micro-batch's forward reaches the caller, who can go on."""
-    for how in ("forward_backward", "call"):
-        bomb, net, plain, pipe = make(schedule)
-        bomb.arm(*place, ValueError)
-        error = catch(ValueError, partial(step, pipe, bomb, how))
-        assert_says_where(error, "forward", *place[1:])
-        assert_recovers(net, plain, pipe, bomb)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("error", ERRORS[1:])
-@pytest.mark.parametrize("place", [("module", 0, 0), ("glue", 1, 2), ("module", 2, 3)], ids=str)
-@pytest.mark.parametrize("how", ["forward_backward", "call"])
-def test_exit_and_interrupt_in_forward_reach_the_caller(
-    schedule: str, error: type[BaseException], place: tuple[str, int, int], how: str
-) -> None:
-    """SystemExit and KeyboardInterrupt raised in a forward reach the caller as other errors do."""
+    """An exception of any kind, in any stage's forward of any micro-batch, reaches the caller, who
+    can go on."""
     bomb, net, plain, pipe = make(schedule)
-    bomb.arm(*place, error)
-    assert_says_where(catch(error, lambda: step(pipe, bomb, how)), "forward", *place[1:])
+    bomb.arm(what, stage, microbatch, error)
+    found = catch(error, lambda: step(pipe, bomb, how))
+    assert_says_where(found, "forward", stage, microbatch)
     assert_recovers(net, plain, pipe, bomb)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("microbatch", range(CHUNKS))
+@every_pair(
+    schedule=SCHEDULES,
+    error=ERRORS,
+    microbatch=range(CHUNKS),
+)
 def test_a_failure_in_loss_fn_is_of_the_last_stage(
     schedule: str, error: type[BaseException], microbatch: int
 ) -> None:
@@ -112,32 +101,23 @@ def test_a_failure_in_loss_fn_is_of_the_last_stage(
     assert_recovers(net, plain, pipe, bomb)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("what", ["module backward", "glue backward", "module hook", "glue hook"])
-@pytest.mark.parametrize(("stage", "microbatch"), [(0, 0), (1, 3), (2, 0), (2, 2)])
-@pytest.mark.parametrize("how", ["forward_backward", "call"])
+@every_pair(
+    schedule=SCHEDULES,
+    error=ERRORS,
+    what=["module backward", "glue backward", "module hook", "glue hook"],
+    stage=range(STAGES),
+    microbatch=range(CHUNKS),
+    how=["forward_backward", "call"],
+)
 def test_a_failure_in_backward_reaches_the_caller(
-    schedule: str, what: str, stage: int, microbatch: int, how: str
+    schedule: str, error: type[BaseException], what: str, stage: int, microbatch: int, how: str
 ) -> None:
-    """An exception in a custom backward or a tensor hook reaches the caller, who can go on."""
+    """An exception of any kind in a custom backward or a tensor hook reaches the caller, who can go
+    on."""
     bomb, net, plain, pipe = make(schedule)
-    bomb.arm(what, stage, microbatch, ValueError)
-    error = catch(ValueError, lambda: step(pipe, bomb, how))
-    assert_says_where(error, "backward", stage, microbatch)
-    assert_recovers(net, plain, pipe, bomb)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("error", ERRORS[1:])
-@pytest.mark.parametrize("what", ["module backward", "glue hook"])
-@pytest.mark.parametrize("how", ["forward_backward", "call"])
-def test_exit_and_interrupt_in_backward_reach_the_caller(
-    schedule: str, error: type[BaseException], what: str, how: str
-) -> None:
-    """SystemExit and KeyboardInterrupt raised in a backward reach the caller as other errors do."""
-    bomb, net, plain, pipe = make(schedule)
-    bomb.arm(what, 1, 2, error)
-    assert_says_where(catch(error, lambda: step(pipe, bomb, how)), "backward", 1, 2)
+    bomb.arm(what, stage, microbatch, error)
+    found = catch(error, lambda: step(pipe, bomb, how))
+    assert_says_where(found, "backward", stage, microbatch)
     assert_recovers(net, plain, pipe, bomb)
 
 
@@ -286,8 +266,10 @@ def test_a_failure_while_recording_leaves_the_model(schedule: str) -> None:
     assert_recovers(net, plain, pipe, bomb)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("error", ERRORS)
+@each_value(
+    schedule=SCHEDULES,
+    error=ERRORS,
+)
 def test_a_failure_in_loss_reduction_comes_before_any_forward(
     schedule: str, error: type[BaseException]
 ) -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import blockpipe as bp
 
 from ..alike import DEVICE, check_alike, ran, same
-from ..models import WITH_UNCUT, Scripted, square
+from ..models import ENGINES, Scripted, square
 from ..parity import plain_step
 from ..stage_devices import is_simulated, stages
 
@@ -190,13 +190,11 @@ FORWARDS = [
 ]
 
 
-@pytest.mark.parametrize("schedule", WITH_UNCUT)
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_it_stays_on_the_host(forward, schedule):
+def test_it_stays_on_the_host(forward, engine):
     """The program of the plain loop on one device runs, with its gradients."""
-    check_alike(Scripted(forward), X, schedule=schedule)
-    if schedule == "1f1b":
-        check_alike(Scripted(forward), X, isolate=True)
+    check_alike(Scripted(forward), X, **engine)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "uncut"])

@@ -14,6 +14,7 @@ import blockpipe as bp
 from blockpipe.execution.lanes.lane_threads import LaneThreads
 from blockpipe.execution.lanes.thread_pool import close_idle_threads, idle_threads, pool
 
+from ..parameter_sets import every_pair
 from ..stage_devices import stages
 from .failing_models import (
     STAGES,
@@ -65,16 +66,11 @@ def _signal_main() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-PLACES = [
-    (("module", 1, 1), "forward_backward"),
-    (("module", 1, 1), "call"),
-    (("module backward", 1, 1), "forward_backward"),
-    (("module backward", 1, 1), "call"),
-]
+PLACES = [("module", 1, 1), ("module backward", 1, 1)]
+HOW = ["forward_backward", "call"]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize(("place", "how"), PLACES, ids=str)
+@every_pair(schedule=["1f1b", "gpipe"], place=PLACES, how=HOW)
 def test_an_interrupt_of_the_main_thread_ends_the_step(
     schedule: str, place: tuple[str, int, int], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,9 +97,12 @@ def test_an_interrupt_of_the_main_thread_ends_the_step(
     assert_recovers(net, plain, pipe, bomb)
 
 
-@pytest.mark.parametrize("deliver", [_raise_signal, _thread.interrupt_main])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize(("place", "how"), PLACES, ids=str)
+@every_pair(
+    deliver=[_raise_signal, _thread.interrupt_main],
+    schedule=["1f1b", "gpipe"],
+    place=PLACES,
+    how=HOW,
+)
 def test_an_interrupt_sent_by_a_micro_batch_is_raised_at_the_end(
     deliver: Callable[[], None], schedule: str, place: tuple[str, int, int], how: str
 ) -> None:
@@ -124,7 +123,7 @@ def test_an_interrupt_sent_by_a_micro_batch_is_raised_at_the_end(
     assert_recovers(net, plain, pipe, bomb)
 
 
-@pytest.mark.parametrize("how", ["forward_backward", "call"])
+@pytest.mark.parametrize("how", HOW)
 def test_an_interrupt_of_a_step_in_one_thread_ends_it(how: str) -> None:
     """Ctrl-C in a step that runs in the caller's own thread ends it, and the next call works."""
     bomb, net, plain, pipe = make("sequential")

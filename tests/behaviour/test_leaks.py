@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import blockpipe as bp
 
 from ..models import SCHEDULES, WITH_UNCUT
+from ..parameter_sets import each_value
 from ..stage_devices import is_simulated, stages
 
 STAGES, CHUNKS, ROWS, WIDTH = 3, 4, 8, 4
@@ -162,8 +163,10 @@ def test_no_activation_is_alive_after_a_step(schedule: str, way: Callable[..., N
     assert alive(net) == []
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("way", [forward_backward, call])
+@each_value(
+    schedule=SCHEDULES,
+    way=[forward_backward, call],
+)
 def test_no_activation_is_alive_after_an_isolated_step(
     schedule: str, way: Callable[..., None]
 ) -> None:
@@ -174,8 +177,7 @@ def test_no_activation_is_alive_after_an_isolated_step(
     assert alive(net) == []
 
 
-@pytest.mark.parametrize("schedule", WITH_UNCUT)
-@pytest.mark.parametrize("way", WAYS)
+@each_value(schedule=WITH_UNCUT, way=WAYS)
 def test_no_activation_is_alive_after_a_failed_forward(
     schedule: str, way: Callable[..., None]
 ) -> None:
@@ -193,8 +195,10 @@ def test_no_activation_is_alive_after_a_failed_forward(
 
 
 # Not "uncut": torch itself keeps a part of an ordinary graph whose backward failed.
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("way", [forward_backward, call])
+@each_value(
+    schedule=SCHEDULES,
+    way=[forward_backward, call],
+)
 def test_no_activation_is_alive_after_a_failed_backward(
     schedule: str, way: Callable[..., None]
 ) -> None:
@@ -252,8 +256,10 @@ def test_a_failed_recording_keeps_no_tensor() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", WITH_UNCUT)
-@pytest.mark.parametrize("way", WAYS)
+@each_value(
+    schedule=WITH_UNCUT,
+    way=WAYS,
+)
 def test_a_hundred_steps_keep_no_more_than_one(schedule: str, way: Callable[..., None]) -> None:
     """The number of live tensors and objects is the same after 100 steps, without a collection."""
     net, pipe = make(schedule)
@@ -269,8 +275,10 @@ def test_a_hundred_steps_keep_no_more_than_one(schedule: str, way: Callable[...,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", WITH_UNCUT)
-@pytest.mark.parametrize("way", [forward_backward, call])
+@each_value(
+    schedule=WITH_UNCUT,
+    way=[forward_backward, call],
+)
 def test_a_hundred_failed_steps_keep_no_more_than_one(
     schedule: str, way: Callable[..., None]
 ) -> None:

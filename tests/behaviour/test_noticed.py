@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import blockpipe as bp
 from blockpipe.errors import StateError
 
+from ..parameter_sets import each_value
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close
 from .noticed_models import Averages, _pipe
@@ -50,8 +51,10 @@ def _patched_method(net: nn.Sequential) -> None:
     net[1].forward = MethodType(lambda self, h: nn.Linear.forward(self, h) * 3, net[1])
 
 
-@pytest.mark.parametrize("schedule", [*LANES, "sequential"])
-@pytest.mark.parametrize("change", [_patched_instance, _other_class, _patched_method])
+@each_value(
+    change=[_patched_instance, _other_class, _patched_method],
+    schedule=[*LANES, "sequential"],
+)
 def test_a_forward_that_is_replaced_after_a_step_runs(change, schedule):
     """The old one went on running: the doors had captured it."""
     net, x = _net(), torch.randn(8, 8)

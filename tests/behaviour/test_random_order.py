@@ -9,6 +9,7 @@ import blockpipe as bp
 from blockpipe.devices import rng_streams as randomness
 
 from ..models import WITH_INTERLEAVED, square
+from ..parameter_sets import each_value
 from ..parity import difference
 from ..stage_devices import equal, stages
 from .drawing_models import chain, trained
@@ -24,8 +25,10 @@ def test_small_models_and_plain_loops_draw_the_same(schedule, monkeypatch):
     assert difference(other, first, loss, expected).same
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("schedule", [*WITH_INTERLEAVED, "uncut"])
+@each_value(
+    schedule=[*WITH_INTERLEAVED, "uncut"],
+    late=[False, True],
+)
 def test_a_checkpoint_in_glue_draws_its_mask_again(schedule, late):
     """``torch.utils.checkpoint`` keeps the generator's state before its first operation: that has
     to be the micro-batch's by then, on the first hop and behind a mark."""

@@ -18,6 +18,7 @@ from blockpipe.devices import digests
 from blockpipe.errors import CrossingError, PlanError, StateError, UsageError
 
 from ..models import SCHEDULES, square
+from ..parameter_sets import each_value
 from ..parity import difference, plain_step
 from ..stage_devices import equal, examples, stages
 from ..strategies import Program, programs
@@ -75,8 +76,10 @@ def test_an_inner_gradient_leaves_nothing_behind():
     assert sum(runs) == 4 + inner
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", MODES)
+@each_value(
+    schedule=SCHEDULES,
+    mode=MODES,
+)
 def test_a_first_module_that_writes_to_its_input(schedule, mode):
     """Micro-batches are slices of one batch: a write to one is none to the others."""
 

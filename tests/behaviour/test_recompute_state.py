@@ -16,6 +16,7 @@ from blockpipe.devices import digests
 from blockpipe.errors import StateError
 
 from ..models import SCHEDULES, square
+from ..parameter_sets import each_value
 from ..parity import difference
 from ..stage_devices import equal, stages
 from .recomputed_models import MODES, Layer, Wide, compared
@@ -179,8 +180,10 @@ def test_a_module_that_counts_is_found_in_the_first_step():
         pipe.forward_backward(torch.randn(16, 8), loss_fn=square)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.complex64])
-@pytest.mark.parametrize("shape", [(64,), (16, 4), (4, 16), (2, 3, 8)])
+@each_value(
+    dtype=[torch.float32, torch.int64, torch.bool, torch.complex64],
+    shape=[(64,), (16, 4), (4, 16), (2, 3, 8)],
+)
 def test_a_digest_tells_orders_apart(dtype, shape):
     """A permutation has the same sum and norm; one other element of many is seen too."""
     if dtype == torch.bool:
@@ -245,8 +248,10 @@ class Appears(Wide):
         return super().forward(x) / self.seen.clone()
 
 
-@pytest.mark.parametrize("module", [Reentrant, Appears])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each_value(
+    module=[Reentrant, Appears],
+    schedule=SCHEDULES,
+)
 def test_buffers_that_no_operation_of_the_glue_reads(module, schedule):
     """They are as if it had run once, too."""
     net = nn.Sequential(nn.Linear(8, 8), module(), bp.BeginBlock(module(), stage=1))
@@ -260,8 +265,10 @@ def test_buffers_that_no_operation_of_the_glue_reads(module, schedule):
     assert pipe.recording.recomputable["1"].is_recomputed
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", MODES)
+@each_value(
+    schedule=SCHEDULES,
+    mode=MODES,
+)
 def test_dropout_that_begins_later(schedule, mode):
     """It drew nothing when the model was recorded; from its second step on it is as any other."""
     results = []

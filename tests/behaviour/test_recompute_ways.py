@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import blockpipe as bp
 
 from ..models import SCHEDULES, square
+from ..parameter_sets import every_pair
 from ..parity import difference, plain_step
 from ..stage_devices import stages
 from .recomputed_models import MODES, Layer, again, layers, step
@@ -45,9 +46,11 @@ class Inside(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=self.reentrant).sin()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", MODES)
+@every_pair(
+    schedule=SCHEDULES,
+    reentrant=[False, True],
+    mode=MODES,
+)
 def test_torchs_own_checkpoint_goes_on_working(schedule, reentrant, mode):
     """In sealed modules and in glue, with dropout. (Batch norm counts twice there, plain too.)"""
     net = Inner(reentrant)

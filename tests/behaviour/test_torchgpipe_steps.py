@@ -18,6 +18,7 @@ from blockpipe.compat.torchgpipe import (
 from blockpipe.errors import MicrobatchError
 
 from ..compat.torchgpipe.gpipe_models import MODES, gpipe, layers
+from ..parameter_sets import every_pair
 from ..stage_devices import assert_close, device_type, host
 
 
@@ -109,9 +110,11 @@ def test_an_integer_first_tensor_loses_no_gradient() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:chunks=1 on . devices:UserWarning")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chunks", [1, 3, 4])
-@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 1, 1]])
+@every_pair(
+    balance=[[4], [1, 3], [2, 1, 1]],
+    chunks=[1, 3, 4],
+    mode=MODES,
+)
 def test_gradients_are_the_plain_ones(balance: list[int], chunks: int, mode: str) -> None:
     """Of parameters and input, for every balance, number of chunks and mode."""
     net = layers()
@@ -141,9 +144,11 @@ def test_on_the_cpu_gradients_are_equal_to_the_bit() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("rows", [12, 6])
+@every_pair(
+    rows=[12, 6],
+    momentum=[0.1, None],
+    mode=MODES,
+)
 def test_deferred_statistics_are_the_whole_batchs(
     rows: int, momentum: float | None, mode: str
 ) -> None:

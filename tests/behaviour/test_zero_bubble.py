@@ -11,6 +11,7 @@ from blockpipe.crossing import hop_backward as backward
 from blockpipe.schedules.builders import SCHEDULES, make_schedule
 
 from ..models import square
+from ..parameter_sets import each_value, every_pair
 from ..parity import compare, difference, plain_step
 from ..stage_devices import assert_close, equal, stages
 
@@ -125,11 +126,9 @@ def run(net, schedule, *, plain=None, steps=2, isolate=False):
     return pipe
 
 
-@pytest.mark.parametrize("schedule", SPLITTING)
-@pytest.mark.parametrize("isolate", [False, True])
-@pytest.mark.parametrize(
-    "middle",
-    [
+@every_pair(
+    schedule=SPLITTING,
+    middle=[
         plain_middle,
         queries,
         embedding,
@@ -138,6 +137,7 @@ def run(net, schedule, *, plain=None, steps=2, isolate=False):
         several_outputs,
         untouched_by_parameters,
     ],
+    isolate=[False, True],
 )
 def test_gradients_equal_plain_in_two_parts(schedule, middle, isolate, parts):
     """To the bit; parameters that no incoming tensor leads to (an embedding, queries) too."""
@@ -202,8 +202,10 @@ def test_what_cannot_be_split_is_whole(schedule, middle, why, parts):
     assert parts["split"] == 2 * 4
 
 
-@pytest.mark.parametrize("schedule", [*SPLITTING, "auto"])
-@pytest.mark.parametrize("where", ["loss", "module hook", "inside a sealed module"])
+@each_value(
+    schedule=[*SPLITTING, "auto"],
+    where=["loss", "module hook", "inside a sealed module"],
+)
 def test_hooks_on_activations_fire_once(schedule, where):
     """Also those that the recording could not see: in the loss function, or added after it."""
     net = Parts(plain_middle)

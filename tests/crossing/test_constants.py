@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.errors import StateError
 
+from ..parameter_sets import each_value, every_pair
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, stages
 
@@ -154,8 +155,10 @@ def _trains_as_plain(net: nn.Module, size: int = 8, **options: object) -> None:
     assert_same_gradients(net, plain)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", KINDS)
+@each_value(
+    kind=KINDS,
+    schedule=SCHEDULES,
+)
 def test_a_table_that_is_made_once_is_everybodys(kind: type[nn.Module], schedule: str):
     """It belonged to the micro-batch that had made it, and every step was refused."""
     _causal.cache_clear()
@@ -282,9 +285,11 @@ def _is_right_or_refused(net: nn.Module, **options: object) -> None:
         assert_close(found.loss, expected)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("make", TWINS)
-@pytest.mark.parametrize("isolate", [False, True])
+@every_pair(
+    make=TWINS,
+    schedule=["1f1b", "gpipe"],
+    isolate=[False, True],
+)
 def test_a_table_that_each_micro_batch_makes_is_its_own(make, schedule: str, isolate: bool):
     """Right where no other one has come in between, or refused; never another one's."""
     _is_right_or_refused(make(), schedule=schedule, isolate=isolate)

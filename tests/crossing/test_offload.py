@@ -15,6 +15,7 @@ from blockpipe.crossing import offload as offloading
 from blockpipe.preparation.memory.measured import LiveBytes
 
 from ..models import SCHEDULES, square
+from ..parameter_sets import every_pair
 from ..parity import difference, plain_step
 from ..stage_devices import is_simulated, stages
 
@@ -51,9 +52,11 @@ def stores(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("isolate", [False, True])
+@every_pair(
+    schedule=SCHEDULES,
+    checkpoint=["never", "except_last", "always"],
+    isolate=[False, True],
+)
 def test_gradients_are_those_without(stores, schedule, checkpoint, isolate):
     """To the bit, with recomputation too; every copy is gone after the step."""
     net = layers()

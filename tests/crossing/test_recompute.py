@@ -11,6 +11,7 @@ import blockpipe as bp
 
 from ..behaviour.recomputed_models import MODES, Layer, again, layers, step
 from ..models import SCHEDULES, square
+from ..parameter_sets import every_pair
 from ..parity import difference, plain_step
 from ..stage_devices import equal, stages
 
@@ -19,10 +20,12 @@ def cubed(output):
     return output.pow(3).mean()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("p", [0.0, 0.4])
-@pytest.mark.parametrize("isolate", [False, True])
+@every_pair(
+    mode=MODES,
+    schedule=SCHEDULES,
+    p=[0.0, 0.4],
+    isolate=[False, True],
+)
 def test_gradients_and_statistics_are_those_without(mode, schedule, p, isolate):
     """For each mode and schedule, with dropout and batch norm, over two steps: to the bit."""
     first = layers(p)

@@ -18,7 +18,7 @@ import blockpipe as bp
 
 from ..alike import DEVICE, check_alike, ran, same
 from ..behaviour.checkpointed_forwards import B, a_closure, again
-from ..models import WITH_UNCUT, Scripted, square
+from ..models import ENGINES, Scripted, square
 from ..stage_devices import stages
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
@@ -199,13 +199,11 @@ FORWARDS = [
 ]
 
 
-@pytest.mark.parametrize("schedule", WITH_UNCUT)
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_gradients_are_those_of_the_plain_loop(forward, schedule):
-    """Under every schedule; on the CPU isolated too, which proves that nothing foreign is read."""
-    check_alike(Scripted(forward), X, schedule=schedule)
-    if schedule != "uncut":
-        check_alike(Scripted(forward), X, schedule=schedule, isolate=True)
+def test_gradients_are_those_of_the_plain_loop(forward, engine):
+    """By every engine; isolated stages prove that nothing foreign is read."""
+    check_alike(Scripted(forward), X, **engine)
 
 
 def test_a_checkpointed_hop_has_its_backward_whole():

@@ -17,6 +17,7 @@ from blockpipe.devices.copy_lifetimes import CopySources
 from blockpipe.devices.devices import is_asynchronous
 
 from ..models import WITH_INTERLEAVED, square
+from ..parameter_sets import each_value, every_pair
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, is_simulated, stages
 
@@ -62,8 +63,10 @@ def chain(count: int = 3) -> nn.Sequential:
     return bp.begin_blocks(net, {str(i): i for i in range(1, count)})
 
 
-@pytest.mark.parametrize("schedule", WITH_INTERLEAVED)
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@each_value(
+    schedule=WITH_INTERLEAVED,
+    checkpoint=["never", "always"],
+)
 def test_a_write_on_the_own_stage_waits_for_the_copies(schedule, checkpoint):
     """A forward that comes back to stage 0 writes in place to what stage 1 copies."""
     net = ComesBack()
@@ -77,8 +80,10 @@ def test_a_write_on_the_own_stage_waits_for_the_copies(schedule, checkpoint):
     assert_same_gradients(net, plain)
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", ["forward_backward", "pipe(x)", "no_grad"])
+@each_value(
+    at=[0, 1, 2, 3],
+    how=["forward_backward", "pipe(x)", "no_grad"],
+)
 def test_inputs_may_be_filled_anew_after_the_step(at, how):
     """The caller's batch and target, on whatever device, are the caller's again."""
     net = chain()
@@ -348,9 +353,11 @@ class Revisits(nn.Module):
             return y + extra + h
 
 
-@pytest.mark.parametrize("way", [(0, 1, 0, 0), (0, 1, 2, 0), (0, 1, 1, 0), (0, 1, 1, 1)])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential", "interleaved", "uncut"])
-@pytest.mark.parametrize("at", [0, 3])
+@every_pair(
+    way=[(0, 1, 0, 0), (0, 1, 2, 0), (0, 1, 1, 0), (0, 1, 1, 1)],
+    schedule=["1f1b", "gpipe", "sequential", "interleaved", "uncut"],
+    at=[0, 3],
+)
 def test_what_was_sent_is_there_until_it_was_read_for_the_last_time(way, schedule, at):
     """Without gradients nobody but the forward keeps it; inputs may come from anywhere."""
     net = Revisits(way)

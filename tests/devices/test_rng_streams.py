@@ -18,17 +18,18 @@ from blockpipe.errors import PlanError, StateError
 
 from ..behaviour.drawing_models import Noisy, chain, trained
 from ..models import WITH_INTERLEAVED, square
+from ..parameter_sets import each_value, every_pair
 from ..parity import difference, plain_step
 from ..stage_devices import equal, stages
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    "kinds", [("torch",), ("random",), ("numpy",), ("torch", "random", "numpy")]
+@every_pair(
+    kinds=[("torch",), ("random",), ("numpy",), ("torch", "random", "numpy")],
+    schedule=WITH_INTERLEAVED[1:],
+    mode=["never", "always"],
 )
-@pytest.mark.parametrize("schedule", WITH_INTERLEAVED[1:])
-@pytest.mark.parametrize("mode", ["never", "always"])
 def test_every_schedule_draws_what_sequential_draws(kinds, schedule, mode):
     """From torch's, Python's and numpy's generators; they go on from the same states after it."""
     net, x = chain(kinds=kinds), torch.randn(8, 6)
@@ -165,8 +166,10 @@ class Asked(nn.Module):
         return (nn.functional.dropout(x, 0.5) if wants.any() else x), wants
 
 
-@pytest.mark.parametrize("schedule", WITH_INTERLEAVED)
-@pytest.mark.parametrize("mode", ["never", "always"])
+@each_value(
+    schedule=WITH_INTERLEAVED,
+    mode=["never", "always"],
+)
 def test_what_the_recording_did_not_draw_is_covered_in_the_first_step(schedule, mode):
     """Every hop has its turn there; what turns out to draw has it from then on."""
 
@@ -193,8 +196,10 @@ def test_what_the_recording_did_not_draw_is_covered_in_the_first_step(schedule, 
     assert [hop.draws for hop in pipe.recording.hops] == [{"torch"}, {"torch"}, set()]
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5])
-@pytest.mark.parametrize("schedule", WITH_INTERLEAVED)
+@each_value(
+    schedule=WITH_INTERLEAVED,
+    p=[0.0, 0.5],
+)
 def test_a_step_that_fails_draws_nothing(schedule, p):
     """Generators are where they were, as the parameters' gradients are: it can be tried again."""
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import blockpipe as bp
 
+from ..parameter_sets import every_pair
 from ..stage_devices import assert_close, device_type, host, is_simulated, stages
 
 accelerate = pytest.importorskip("accelerate")
@@ -125,9 +126,11 @@ PRECISIONS = [
 ]
 
 
-@pytest.mark.parametrize("step", [own_step, whole_step])
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@every_pair(
+    precision=PRECISIONS,
+    accumulated=[1, 2],
+    step=[own_step, whole_step],
+)
 def test_a_prepared_pipeline_trains_as_the_plain_model(
     precision: str, accumulated: int, step: Any
 ) -> None:

@@ -17,6 +17,7 @@ from blockpipe.costs.rates import STATED_CPU
 from blockpipe.errors import MarkError, PlanError, ScheduleError, UsageError
 from blockpipe.preparation import prepared
 
+from ..parameter_sets import every_pair
 from ..parity import any_loss, difference, plain_step
 from ..stage_devices import assert_close, equal, examples, stages
 from ..strategies import Program, programs
@@ -51,9 +52,11 @@ def _of_recording(recording: bp.Recording, by: str, speeds: list[float]) -> tupl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("by", ["flops", "parameters", "time"])
-@pytest.mark.parametrize("speeds", [None, [1.0, 2.0, 0.7]])
+@every_pair(
+    by=["flops", "parameters", "time"],
+    stages=[2, 3],
+    speeds=[None, [1.0, 2.0, 0.7]],
+)
 def test_no_other_cut_is_better(by: str, stages: int, speeds: list[float] | None) -> None:
     """Every cut of a model with skips is recorded and compared: cost first, then bytes that cross."""
     net, x = Skips(), torch.zeros(4, 8)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.partitioning.plan_as_code import expression
 
+from ..parameter_sets import each_value
 from .balanced_models import Skips
 
 
@@ -21,8 +22,10 @@ def _marked(net: nn.Module, text: str) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["flops", "parameters"])
-@pytest.mark.parametrize("stages", [2, 4])
+@each_value(
+    by=["flops", "parameters"],
+    stages=[2, 4],
+)
 def test_marks_give_the_stages_of_the_plan(by: str, stages: int) -> None:
     """Every call of the model is where the plan has it."""
     net, x = torchvision.models.resnet18(), torch.zeros(2, 3, 64, 64)

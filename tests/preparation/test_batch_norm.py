@@ -19,6 +19,7 @@ from blockpipe.errors import UsageError
 from blockpipe.preparation.batch_norm import merged, statistics
 
 from ..models import EVERY_SCHEDULE
+from ..parameter_sets import each_value, every_pair
 from ..parity import difference, plain_step
 from ..stage_devices import assert_close, equal, examples, stages
 from . import batch_norm_models
@@ -27,9 +28,11 @@ from .batch_norm_models import Body, Watch, assert_as_full_batch, deferred, loss
 # --- the statistics
 
 
-@pytest.mark.parametrize("momentum", [0.1, None, 1.0, 0.0])
-@pytest.mark.parametrize("mean", [0.0, 1e4, -1e4])
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@every_pair(
+    dims=[1, 2, 3],
+    mean=[0.0, 1e4, -1e4],
+    momentum=[0.1, None, 1.0, 0.0],
+)
 def test_statistics_equal_the_whole_batchs(dims, mean, momentum):
     """Uneven micro-batches commit the whole batch's statistics, also where the mean is large."""
     spread = torch.tensor([0.5, 1, 3]).view(3, *(1,) * dims)
@@ -200,8 +203,10 @@ class Fails(nn.Module):
         raise ValueError("boom")
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential", "uncut"])
+@each_value(
+    schedule=["1f1b", "gpipe", "sequential", "uncut"],
+    phase=["forward", "backward"],
+)
 def test_a_failed_step_commits_nothing(schedule, phase):
     """A step that fails commits nothing; the next one commits its own."""
     model = nn.Sequential(*net()[:3], nn.Linear(5, 5), Body(Fails()))

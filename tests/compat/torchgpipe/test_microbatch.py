@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.compat.torchgpipe import GPipe, current_microbatch, is_checkpointing, is_recomputing
 
+from ...parameter_sets import each_value
 from ...stage_devices import assert_close, stages
 
 
@@ -39,8 +40,10 @@ class TakesByMicrobatch(KeepsByMicrobatch):
         return (self.body(input) + skip).sin()
 
 
-@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
-@pytest.mark.parametrize("mode", ["never", "always", "except_last"])
+@each_value(
+    mode=["never", "always", "except_last"],
+    balance=[[3], [1, 2], [2, 1], [1, 1, 1]],
+)
 def test_a_long_skip_by_microbatch(mode: str, balance: list[int]) -> None:
     """A dictionary by ``current_microbatch()``: right, and empty afterwards."""
     net = nn.Sequential(KeepsByMicrobatch(), nn.Linear(4, 4), TakesByMicrobatch())

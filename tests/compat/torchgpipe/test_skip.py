@@ -20,6 +20,7 @@ from blockpipe.compat.torchgpipe.skip import (
 )
 from blockpipe.errors import RecordingError, UsageError
 
+from ...parameter_sets import each_value
 from ...stage_devices import assert_close, stages
 
 Commands = Any  # of a generator
@@ -60,8 +61,10 @@ def gpipe(net: nn.Sequential, balance: list[int], **options: Any) -> GPipe:
     return GPipe(net, balance, devices=stages(len(balance)), **options)
 
 
-@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
-@pytest.mark.parametrize("mode", ["never", "always", "except_last"])
+@each_value(
+    mode=["never", "always", "except_last"],
+    balance=[[3], [1, 2], [2, 1], [1, 1, 1]],
+)
 def test_1_to_3(mode: str, balance: list[int]) -> None:
     """Over four balances and three modes: outputs and gradients are the plain sequential's."""
     net = nn.Sequential(First(), Second(), Third())
@@ -126,8 +129,10 @@ def test_two_skips_of_different_lengths_and_one_that_is_not_given(mode: str) -> 
             assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("mode", [None, "never", "always", "except_last"])
+@each_value(
+    mode=[None, "never", "always", "except_last"],
+    train=[True, False],
+)
 def test_no_skip_outlives_its_forward_and_backward(mode: str | None, train: bool) -> None:
     """Of a pipeline, and of a bare sequential; in training and in evaluation."""
     kept: list[weakref.ref[Tensor]] = []

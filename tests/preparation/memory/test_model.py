@@ -13,6 +13,7 @@ from blockpipe.preparation.memory.measured import LiveBytes
 from blockpipe.preparation.memory.model import copies_of
 
 from ...models import FeedForward, square
+from ...parameter_sets import every_pair
 from ...stage_devices import examples, is_simulated, stages
 
 
@@ -82,9 +83,11 @@ def test_the_parts_of_a_report():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
-@pytest.mark.parametrize("chunks", [2, 5])
+@every_pair(
+    schedule=["1f1b", "gpipe", "zb-h1"],
+    mode=["never", "except_last", "always"],
+    chunks=[2, 5],
+)
 def test_the_prediction_is_within_15_percent(schedule, mode, chunks):
     """Of what live tensors come to, for each stage."""
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from blockpipe.errors import UsageError
 from blockpipe.reports.timeline.profiling import Profile
 
 from ...models import EVERY_SCHEDULE
+from ...parameter_sets import each_value
 from ...stage_devices import equal, stages
 from .profiled import CHUNKS, STAGES, check, made, step
 
@@ -154,8 +155,10 @@ def test_waits_are_between_forwards():
             assert forwards[wait.hop - 1, wait.microbatch].end <= wait.start
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "sequential", "uncut"])
+@each_value(
+    schedule=["gpipe", "1f1b", "zb-h1", "sequential", "uncut"],
+    isolate=[False, True],
+)
 def test_profiling_changes_no_gradient(schedule, isolate):
     """To the bit."""
     if isolate and schedule == "uncut":

@@ -16,6 +16,7 @@ from blockpipe.preparation import prepared
 from blockpipe.reports.verify.result import Verification
 
 from ...models import EVERY_SCHEDULE
+from ...parameter_sets import each_value
 from ...stage_devices import equal, is_simulated, stages
 from .verified import Shared, Wrong, sharing
 
@@ -47,8 +48,10 @@ def _verify(net: nn.Module, chunks: int = 4, count: int = 3, **options: Any) -> 
 # --- what is right
 
 
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@each_value(
+    schedule=EVERY_SCHEDULE,
+    checkpoint=["never", "except_last", "always"],
+)
 def test_a_good_model_is_exact(schedule: str, checkpoint: str):
     """With dropout, batch norm and uneven micro-batches, to the bit under every schedule."""
     found = _verify(_net(0.5), schedule=schedule, checkpoint=checkpoint)
