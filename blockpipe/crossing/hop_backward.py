@@ -46,7 +46,7 @@ def run_whole(graph: HopGraph) -> None:
 
 
 @dataclass(slots=True)
-class _Step:
+class _FrontierStep:
     """A step from a frontier node to where its edges leave the way to the inputs."""
 
     node: Node
@@ -59,7 +59,7 @@ class WeightPart:
     """The rest of a hop's backward, from the frontier to the parameters."""
 
     roots: list[Root]
-    steps: list[_Step]
+    steps: list[_FrontierStep]
 
     def run(self) -> None:
         """Add the gradients of the parameters to ``.grad``."""
@@ -107,7 +107,7 @@ def run_input_part(graph: HopGraph) -> WeightPart | None:
     return rest
 
 
-def _keep(step: _Step, gradients: tuple[Tensor | None, ...]) -> None:
+def _keep(step: _FrontierStep, gradients: tuple[Tensor | None, ...]) -> None:
     step.gradients = gradients
 
 
@@ -161,7 +161,7 @@ def _split(roots: list[Root], entries: list[Node]) -> tuple[list[Root], WeightPa
         off = [(n, i) for n, i in edges if n is not None and not leads[n]]
         if not off:
             continue
-        steps.append(_Step(node, [GradientEdge(n, i) for n, i in dict.fromkeys(off)]))
+        steps.append(_FrontierStep(node, [GradientEdge(n, i) for n, i in dict.fromkeys(off)]))
         for begin, _ in off:
             if not _claim(begin, node, owners, following):
                 return "a parameter is read twice, or has a hook"

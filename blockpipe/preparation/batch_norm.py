@@ -79,7 +79,7 @@ def merged(parts: list[BatchStatistics]) -> BatchStatistics:
     return BatchStatistics(samples, mean, squares)
 
 
-class _Step:
+class _StepStatistics:
     """The statistics that a step has gathered so far."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class DeferredBatchNorm:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.under_way: _Step | None = None
+        self.under_way: _StepStatistics | None = None
         self._turn = RLock()  # two threads' steps would take each other's clones for the buffers
         self.modules = {
             path: module
@@ -145,7 +145,7 @@ class DeferredBatchNorm:
             yield from self._taken_step()
 
     def _taken_step(self) -> Iterator[None]:
-        outer, step = self.under_way, _Step()
+        outer, step = self.under_way, _StepStatistics()
         self.under_way = step
         own = {module: dict(buffers_of(module)) for module in self.modules.values()}
         try:
@@ -200,7 +200,7 @@ def _counted_microbatch() -> int | None:
 
 
 @torch.no_grad()
-def _commit(step: _Step) -> None:
+def _commit(step: _StepStatistics) -> None:
     """Update running statistics as one forward of the whole batch does. Reads no values: on an
     accelerator the host does not wait."""
     for module, seen in step.seen.items():

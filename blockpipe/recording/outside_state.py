@@ -34,7 +34,7 @@ from ..restoring.model_state import is_users, names_in
 from ..stages.cursor import is_of_microbatch
 from .calls import hops_by_path
 from .entries import SharedChange
-from .reads import Reads
+from .reads import NamesRead
 from .recording import Recording
 
 MOST_OBJECTS = 2_000  # the nearest; each is compared at every operation of the user's code
@@ -182,7 +182,7 @@ class OutsideState:
             key = None if is_content else change.key
             yield change.owner, key, change.hops | change.grown_on, change.where
 
-    def found(self, result: Recording, reads: Reads) -> Iterator[SharedChange]:
+    def found(self, result: Recording, reads: NamesRead) -> Iterator[SharedChange]:
         """Yield the changes that micro-batches under way at once would make for each other.
 
         Args:
@@ -204,7 +204,7 @@ class OutsideState:
             if not self._is_unread(change, reads):
                 yield SharedChange(change.name, "sets it", hops, change.where, _REMEDY)
 
-    def _is_unread(self, change: _Change, reads: Reads) -> bool:
+    def _is_unread(self, change: _Change, reads: NamesRead) -> bool:
         if change.attribute is not None:
             return reads.is_unread(*change.attribute)
         if not isinstance(change.owner, dict | set | list | deque):

@@ -47,7 +47,7 @@ _READERS = frozenset(
 _SAYS = frozenset(["__repr__", "__str__", "extra_repr"])  # text for people
 
 
-class Reads:
+class NamesRead:
     """The names that the user's code around a model reads.
 
     Args:

@@ -18,7 +18,7 @@ from .._torch.modules import COMPILED_CALL, SLOTS, caches_parametrizations
 from ..restoring.process_state import process_state
 from .calls import hops_by_path
 from .entries import SharedChange, TensorInfo
-from .reads import Reads
+from .reads import NamesRead
 from .recording import Recording
 
 _UNSET = object()
@@ -116,7 +116,7 @@ class SharedChanges:
                 self._toggled.setdefault(id(args[0]), users_line())
 
     def found(
-        self, result: Recording, held: Mapping[int, TensorInfo], reads: Reads
+        self, result: Recording, held: Mapping[int, TensorInfo], reads: NamesRead
     ) -> Iterator[SharedChange]:
         """Yield the changes that several hops see; called when the forward is over.
 

@@ -12,7 +12,7 @@ from ...devices.copies import PendingCopy
 from ..step_state import StepState
 
 
-class StepArguments:
+class MicrobatchArguments:
     """Hands the arguments of one step's micro-batches to their runs.
 
     Args:

@@ -25,7 +25,7 @@ from ...devices.sanitizer import Sanitizer
 from ...stages.cursor import Cursor, set_cursor, set_microbatch
 from ..lanes.lane_threads import Abandoned, Cross
 from ..step_state import MicrobatchResult, StepState
-from .arguments import StepArguments
+from .arguments import MicrobatchArguments
 from .failure_notes import note_failure
 from .observed import observed_border
 
@@ -43,7 +43,7 @@ class MicrobatchForward:
         self._state = state
         self._request = state.request
         self._prepared = state.request.prepared
-        self._arguments = StepArguments(state)
+        self._arguments = MicrobatchArguments(state)
         self._observer = state.request.observer
 
     def run(self, m: int, cross: Cross | None = None) -> None:

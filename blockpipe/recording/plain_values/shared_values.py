@@ -34,7 +34,7 @@ from ...stages.cursor import is_of_microbatch
 from ..calls import Call
 from ..entries import SharedChange
 from ..outside_state import in_words
-from ..reads import Reads, libraries_code_reads
+from ..reads import NamesRead, libraries_code_reads
 from ..recording import Recording
 from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .backward_code import StillRun, back, frames_of, hops_of, in_backward
@@ -321,7 +321,7 @@ class SharedValues:
                 known.read_on |= set() if call.hop is None else {call.hop}
                 known.first_read = known.first_read or call.where
 
-    def found(self, reads: Reads, result: Recording) -> Iterator[SharedChange]:
+    def found(self, reads: NamesRead, result: Recording) -> Iterator[SharedChange]:
         """The values that one hop sets and another one reads, when the forward is over.
 
         Args:
@@ -354,7 +354,7 @@ class SharedValues:
                 settles=known.is_constant,
             )
 
-    def carried(self, reads: Reads) -> dict[str, str]:
+    def carried(self, reads: NamesRead) -> dict[str, str]:
         """The values that one forward leaves for the next one, and the lines that read them.
 
         Args:

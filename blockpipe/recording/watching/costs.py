@@ -19,7 +19,7 @@ from ..segments import Segments
 from .calls import CallsUnderWay, is_made_by
 
 
-class Costs:
+class RecordedWork:
     """The work of each hop, segment and call, added up.
 
     Args:

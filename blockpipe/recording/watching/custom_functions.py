@@ -17,7 +17,7 @@ from ..entries import TensorInfo
 from .calls import CallsUnderWay
 
 
-class CustomFunctions:
+class AppliedFunctions:
     """The custom functions that the forward has applied.
 
     Args:

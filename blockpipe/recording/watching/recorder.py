@@ -34,8 +34,8 @@ from ..recording import Recording
 from ..segments import Segments
 from ..shared_changes import SharedChanges
 from .calls import CallsUnderWay, RecordedTag, is_made_by
-from .costs import Costs
-from .custom_functions import CustomFunctions
+from .costs import RecordedWork
+from .custom_functions import AppliedFunctions
 from .draws import RandomDraws, line
 from .saved_tensors import Activations
 from .watched_cursor import WatchedCursor
@@ -73,8 +73,8 @@ class Recorder:
         self.activations = activations
         self.segments = Segments(result.segments, result.flows)
         self.calls = CallsUnderWay(self.run, result, self.segments, activations, unhookable)
-        self.custom = CustomFunctions(self.run, self.calls)
-        self.costs = Costs(self.run, result, self.segments, self.calls)
+        self.custom = AppliedFunctions(self.run, self.calls)
+        self.costs = RecordedWork(self.run, result, self.segments, self.calls)
         self.draws = RandomDraws(self.run, result, self.calls)
         cursor.on_mark, cursor.on_leave, cursor.on_move = self.met, self.moved, None
         cursor.on_tell_apart = self.told_apart

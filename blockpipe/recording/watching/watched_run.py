@@ -29,7 +29,7 @@ from ..outside_state import TORCHS, OutsideState
 from ..plain_values.backward_code import Hook, may_set_by
 from ..plain_values.shared_values import SharedValues
 from ..plan_resolution import Stages
-from ..reads import Reads
+from ..reads import NamesRead
 from ..recording import Recording
 from ..sample import RecordRequest
 from ..sealing import conclude
@@ -179,7 +179,7 @@ def _note_state(
     """Write down the state that the forward has changed, and the values that it does not read."""
     result = recorder.result
     recorder.outside.look(recorder.hop)
-    reads = Reads((holder.owner for holder in holders), model.modules())
+    reads = NamesRead((holder.owner for holder in holders), model.modules())
     for change in recorder.outside.changed():
         values.changed(*change)
         result.changes_unseen = not values.traces
@@ -195,7 +195,7 @@ def _note_state(
     result.unread = set(_unread(model, reads))
 
 
-def _unread(model: nn.Module, reads: Reads) -> Iterator[str]:
+def _unread(model: nn.Module, reads: NamesRead) -> Iterator[str]:
     """Yield the switches on modules, strings and truth values, that the user's code sets and never
     reads."""
     for path, module in model.named_modules():

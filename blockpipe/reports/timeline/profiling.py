@@ -44,7 +44,7 @@ def _now(stream: torch.Stream | None) -> Time:
     return _Point(stream.device, event)
 
 
-class _Noted(NamedTuple):
+class _NotedEvent(NamedTuple):
     """An event whose times are not read yet."""
 
     kind: EventKind
@@ -104,7 +104,7 @@ class _StepProfile:
         self.in_turns = partial(prepared.schedule, "sequential", microbatches)
         self.prepared = prepared
         self.starts = starts
-        self.noted: list[_Noted] = []
+        self.noted: list[_NotedEvent] = []
         self.is_over = False
         self._open: dict[tuple[str, int, int], tuple[int, Time]] = {}
 
@@ -125,7 +125,7 @@ class _StepProfile:
         if start is None or self.is_over or (kind == "wait" and self.schedule is None):
             return  # one thread has nothing to wait for
         end = self._now(kind, stage)
-        self.noted.append(_Noted(kind, hop, stage, microbatch, start, end))
+        self.noted.append(_NotedEvent(kind, hop, stage, microbatch, start, end))
 
     def _now(self, kind: str, stage: int) -> Time:
         # A run waits in a thread of the host, whatever device its stage is on.
@@ -147,7 +147,7 @@ class _StepProfile:
             start = since["sends" if kind == "copy" else "waits"]
             stage = self.route[min(to_hop, len(self.route) - 1)]
             where = kind, to_hop, stage, microbatch, start, _now(stream), from_hop
-            self.noted.append(_Noted(*where, size if kind == "copy" else 0))
+            self.noted.append(_NotedEvent(*where, size if kind == "copy" else 0))
 
         return watch
 
@@ -170,7 +170,7 @@ class _StepProfile:
             failed=self.failed,
         )
 
-    def lane(self, noted: _Noted, info: StepInfo) -> int:
+    def lane(self, noted: _NotedEvent, info: StepInfo) -> int:
         """Return the lane of an event. An uncut route may be longer than the recorded one."""
         hop = noted.hop
         if hop >= len(self.route) or self.route[hop] != noted.stage:
