@@ -39,7 +39,7 @@ from .reporting.report_methods import StageReportMethods
 from .stage_values import StageValues
 from .state.files import save_stages
 from .state.sharded import ShardedState
-from .step import Run, Step, loss_weights, no_loss
+from .step import Run, StepResults, loss_weights, no_loss
 from .tied import TiedParameters
 
 _OUTPUTS = 1  # a process asks for them
@@ -141,7 +141,7 @@ class DistributedPipeline(StageReportMethods):
         self._agreement = Agreement(group, replicas, self._device, self._failures)
         progress = self._failures.progress
         self._engines = Engines(model, plan, self._device, group, self._compute_loss, progress)
-        self._step = Step(None, self._device, asks_outputs=False)
+        self._step = StepResults(None, self._device, asks_outputs=False)
         args, kwargs = as_sample(sample)
         with self._failures.told():
             with self._agreement.at_end(lambda: self._kind(args, kwargs, None)):
@@ -276,7 +276,7 @@ class DistributedPipeline(StageReportMethods):
         streams = StepStreams([*sources], self._device, places, self._replicas)
         calls = StageCalls(streams, self.checkpoint, len(microbatches))
         loss_fn = loss_fn if backward else no_loss
-        step = Step(loss_fn, self._device, calls, asks_outputs=asks_outputs)
+        step = StepResults(loss_fn, self._device, calls, asks_outputs=asks_outputs)
         with streams.step(), self._batch_norm.step():
             self._run_engines(step, calls, runs, weights, backward=backward)
         self._failures.progress.done("the last micro-batch")
@@ -287,7 +287,7 @@ class DistributedPipeline(StageReportMethods):
 
     def _run_engines(
         self,
-        step: Step,
+        step: StepResults,
         calls: StageCalls,
         runs: list[Run],
         weights: list[float],
@@ -308,7 +308,7 @@ class DistributedPipeline(StageReportMethods):
             targets = [(weights[at + k], self._moved(m.target)) for k, m in enumerate(part)]
             engine.run(calls, inputs, targets, at, self._profile, backward=backward)
             at += len(part)
-        self._step = Step(None, self._device, asks_outputs=False)
+        self._step = StepResults(None, self._device, asks_outputs=False)
 
     def _compute_loss(self, results: tuple[Tensor, ...], given: tuple[float, Any]) -> Tensor:
         """Compute a micro-batch's loss; the engine calls it in the last stage's process."""

@@ -20,7 +20,7 @@ from .microbatches.calls import StageCalls
 from .microbatches.engine_stage import StageObserver
 from .microbatches.generator_states import size_of_states
 from .microbatches.streams import handed_on
-from .rank_failures.progress import Progress
+from .rank_failures.progress import ProcessProgress
 from .rank_failures.watched_stage import WatchedStage
 from .replay import StageModule
 from .taping.tape import Meta
@@ -139,7 +139,7 @@ def make_stage(
     group: dist.ProcessGroup | None,
     *,
     splits: bool,
-    progress: Progress | None = None,
+    progress: ProcessProgress | None = None,
 ) -> WatchedStage:
     """Make a stage of torch's engine, with the shapes and dtypes of its tensors.
 
@@ -178,7 +178,7 @@ def make_stage(
         group=group,
         dw_builder=_whole if whole else None,
     )
-    made.progress = progress or Progress()
+    made.progress = progress or ProcessProgress()
     return made
 
 
@@ -258,7 +258,7 @@ class Engine:
         microbatches: int,
         group: dist.ProcessGroup | None,
         loss_fn: Callable[[tuple[Tensor, ...], Any], Tensor],
-        progress: Progress,
+        progress: ProcessProgress,
     ) -> None:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         where = places(name, cut.tape.route, ranks)

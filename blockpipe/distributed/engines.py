@@ -18,7 +18,7 @@ from ..stages.plan import StagePlan
 from .build import CutForward
 from .engine import FOR_ANY_NUMBER, Engine, places, takes
 from .kinds import arguments_in_words, modes_in_words
-from .rank_failures.progress import Progress
+from .rank_failures.progress import ProcessProgress
 from .stage_places import StagePlaces
 
 _KEPT = 8  # kinds of micro-batches
@@ -50,7 +50,7 @@ class Engines:
         device: torch.device,
         group: dist.ProcessGroup | None,
         loss_fn: Callable[[tuple[Tensor, ...], Any], Tensor],
-        progress: Progress,
+        progress: ProcessProgress,
     ) -> None:
         self._model = model
         self._plan = plan

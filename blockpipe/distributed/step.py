@@ -22,7 +22,7 @@ from .stage_places import StagePlaces
 Run = tuple[Engine, list[Microbatch]]
 
 
-class Step:
+class StepResults:
     """The losses and outputs of one step, collected in the last stage's process.
 
     Args:

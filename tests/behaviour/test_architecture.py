@@ -1,6 +1,7 @@
 """The shape of the package: imports without circles, and what is public."""
 
 import ast
+import collections
 import functools
 import importlib
 import re
@@ -227,6 +228,17 @@ def test_each_test_file_is_named_for_the_module_that_it_tests():
         if path.parts[0] not in ("behaviour", "simulated"):
             module = PACKAGE / path.with_name(path.name.removeprefix("test_"))
             assert module.exists(), f"tests/{path}: there is no {module}"
+
+
+def test_no_two_classes_have_one_name():
+    """But for the folder of other libraries' names, where a class has the name that they gave it."""
+    homes = collections.defaultdict(list)
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not name.startswith("compat."):
+                homes[node.name].append(name)
+    assert len(homes) > 300
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
 
 def test_nothing_runs_what_it_reads():

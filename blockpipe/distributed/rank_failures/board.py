@@ -18,11 +18,11 @@ class Beat:
 
     Attributes:
         number: another one each time.
-        count: as in ``Progress``.
+        count: as in ``ProcessProgress``.
         status: what the process is doing, in words.
-        is_inside: as in ``Progress``.
-        is_waiting: as in ``Progress``.
-        is_lost: as in ``Progress``.
+        is_inside: as in ``ProcessProgress``.
+        is_waiting: as in ``ProcessProgress``.
+        is_lost: as in ``ProcessProgress``.
         has_left: whether it has no pipeline any more.
         stack: of its code, if it has not gone on for long.
     """

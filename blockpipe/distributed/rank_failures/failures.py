@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..._common.callsite import users_line
 from ...errors import RankError
 from .board import Board, Verdict
-from .progress import Progress
+from .progress import ProcessProgress
 from .watch import PERIOD, SILENT_IF_LOST, Watch
 
 # Seconds that the verdict is waited for, once a connection is lost.
@@ -51,7 +51,7 @@ class Failures:
         device: torch.device,
         timeout: float,
     ) -> None:
-        self.progress = Progress()
+        self.progress = ProcessProgress()
         self.is_agreed = self.began = False
         self._rank = dist.get_rank()
         number = torch.tensor(secrets.randbits(62), device=device)

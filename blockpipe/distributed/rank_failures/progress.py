@@ -13,7 +13,7 @@ _FRAMES = 12  # of a stack that is shown to others
 _EXPECTED = 2  # tensors that are named where more are waited for
 
 
-class Progress:
+class ProcessProgress:
     """What this process is doing now.
 
     It is written by the thread that runs the step, and read by the one that watches.

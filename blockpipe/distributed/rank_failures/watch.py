@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from .board import Beat, Board, Verdict
-from .progress import Progress
+from .progress import ProcessProgress
 
 PERIOD = 1.0  # seconds between two signs of life
 # Seconds without a sign of life after which a process counts as gone. The thread that gives it has
@@ -45,7 +45,12 @@ class Watch:
     """
 
     def __init__(
-        self, board: Board, progress: Progress, rank: int, members: Sequence[int], timeout: float
+        self,
+        board: Board,
+        progress: ProcessProgress,
+        rank: int,
+        members: Sequence[int],
+        timeout: float,
     ) -> None:
         self.verdict: Verdict | None = None
         self._board = board

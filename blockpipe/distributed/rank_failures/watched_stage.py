@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..microbatches.engine_stage import EngineStage
-from .progress import Progress
+from .progress import ProcessProgress
 
 
 class WatchedStage(EngineStage):
@@ -17,7 +17,7 @@ class WatchedStage(EngineStage):
         progress: where they are noted.
     """
 
-    progress: Progress
+    progress: ProcessProgress
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Get what receives a forward's inputs."""

@@ -17,7 +17,7 @@ from ...schedules.schedule import Action, Kind, Schedule
 from .clock import offset_to_first
 
 
-class _Noted(NamedTuple):
+class _NotedAction(NamedTuple):
     """An action, with its times on this process's clock."""
 
     step: int
@@ -57,7 +57,7 @@ class StageProfile:
         self._group = group
         self._step = -1
         self._began = 0
-        self._noted: list[_Noted] = []
+        self._noted: list[_NotedAction] = []
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -69,7 +69,9 @@ class StageProfile:
 
     def ends(self, kind: Kind, stage: int, microbatch: int) -> None:
         """The action is over."""
-        self._noted.append(_Noted(self._step, kind, stage, microbatch, self._began, self._now()))
+        self._noted.append(
+            _NotedAction(self._step, kind, stage, microbatch, self._began, self._now())
+        )
 
     def _now(self) -> int:
         if is_asynchronous(self._device):
@@ -80,7 +82,7 @@ class StageProfile:
         """Fill the timeline in every process; all call it together."""
         offset = offset_to_first(self._group, self._device)
         own = [n._replace(start=n.start + offset, end=n.end + offset) for n in self._noted]
-        every: list[tuple[str, list[_Noted]]] = [("", [])] * dist.get_world_size(self._group)
+        every: list[tuple[str, list[_NotedAction]]] = [("", [])] * dist.get_world_size(self._group)
         dist.all_gather_object(every, (str(self._device), own), group=self._group)
         begun = min((n.start for _, noted in every for n in noted), default=0)
         events = [
@@ -93,7 +95,7 @@ class StageProfile:
         self.timeline.lanes = [Lane(f"rank {r}, {name}", name) for r, (name, _) in enumerate(every)]
         self.timeline.steps = [self._info(step, events) for step in range(self._step + 1)]
 
-    def _event(self, rank: int, noted: _Noted, begun: int) -> Event:
+    def _event(self, rank: int, noted: _NotedAction, begun: int) -> Event:
         times = (noted.start - begun) * 1e-9, (noted.end - begun) * 1e-9
         stage = self._stages[noted.stage]
         return Event(noted.kind, rank, noted.stage, stage, noted.microbatch, noted.step, *times)

@@ -6,7 +6,7 @@ import pytest
 
 from blockpipe.distributed.rank_failures import watch as module
 from blockpipe.distributed.rank_failures.board import Beat, Board, Verdict
-from blockpipe.distributed.rank_failures.progress import Progress
+from blockpipe.distributed.rank_failures.progress import ProcessProgress
 from blockpipe.distributed.rank_failures.watch import SILENT, SILENT_IF_LOST, Watch
 
 TIMEOUT = 100
@@ -41,7 +41,7 @@ class Processes:
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(module, "time", clock)
         self.board = _Board()
-        self.progress = Progress()
+        self.progress = ProcessProgress()
         self.watch = Watch(self.board, self.progress, rank, [0, 1, 2], TIMEOUT)
         self.number = 0
 
