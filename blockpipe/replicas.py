@@ -102,6 +102,14 @@ class Replicas:
         With ``batch_dims={"output": None}`` the outputs are a list with each copy's, which is a
         list with each micro-batch's.
 
+        Args:
+            *args: as for :meth:`Pipeline.forward_backward`.
+            target: as for :meth:`Pipeline.forward_backward`.
+            loss_fn: as for :meth:`Pipeline.forward_backward`.
+            return_outputs: as for :meth:`Pipeline.forward_backward`.
+            model_kwargs: as for :meth:`Pipeline.forward_backward`.
+            **kwargs: the model's keyword arguments.
+
         Raises:
             The first exception of any copy, in their order. ``.grad`` may then hold part of the
             step.

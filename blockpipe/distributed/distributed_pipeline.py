@@ -184,7 +184,7 @@ class DistributedPipeline(StageReportMethods):
         return self._values.parameters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this process's stages."""
+        """Forget the gradients of this process's stages; ``set_to_none=False`` makes them zeros."""
         self._values.zero_grad(set_to_none)
 
     def train(self, mode: bool = True) -> DistributedPipeline:

@@ -100,7 +100,11 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
 
         Args:
             pipe: as ``prepare`` returned it.
-            *args: as for :meth:`Pipeline.forward_backward`, and so are the others.
+            *args: as for :meth:`Pipeline.forward_backward`.
+            target: as for :meth:`Pipeline.forward_backward`.
+            loss_fn: as for :meth:`Pipeline.forward_backward`.
+            return_outputs: as for :meth:`Pipeline.forward_backward`.
+            **kwargs: the model's keyword arguments.
 
         Raises:
             UsageError: the pipeline is not prepared.

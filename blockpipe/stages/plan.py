@@ -199,7 +199,11 @@ class StagePlan:
             raise PlanError("; ".join(problems))
 
     def problems(self, devices: int | None = None) -> list[str]:
-        """Return the problems for which :meth:`check` raises an error, one text each."""
+        """Return the problems for which :meth:`check` raises an error, one text each.
+
+        Args:
+            devices: the number of devices; ``None``: it is unknown.
+        """
         problems = [
             mismatch(_STAGE, a.stage, for_=f"the stage of {a.name}")
             for a in self.assignments
@@ -353,7 +357,7 @@ class StagePlan:
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file; an earlier file stays whole until it is complete."""
+        """Write the plan as JSON to ``path``; an earlier file stays whole until it is complete."""
         text, target = self.to_json() + "\n", Path(path).resolve()
         if target.exists() and not target.is_file():  # a pipe
             target.write_text(text, encoding="utf-8")
@@ -371,7 +375,7 @@ class StagePlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "StagePlan":
-        """Read a plan from a JSON file.
+        """Read a plan from the JSON file at ``path``.
 
         Raises:
             PlanError: there is no such file, or it does not hold a plan.

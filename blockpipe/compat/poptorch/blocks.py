@@ -59,7 +59,7 @@ class Block(marks.Block):
 
     @staticmethod
     def start(user_id: str | int | None = None, ipu_id: int | None = None) -> None:
-        """Enter this block until the next one begins."""
+        """Enter the block of ``user_id`` and ``ipu_id`` until the next one begins."""
         Block(user_id, ipu_id).begin()
 
 

@@ -137,6 +137,14 @@ class PoplarExecutor:
     Other methods and attributes are the model's own (``state_dict``, ``train``, ``eval``). Its
     parameters are trained in place, so nothing has to be copied back.
 
+    Args:
+        model: the user's model.
+        options: PopTorch's options; ``None``: the default ones.
+        training: whether a call is a training step.
+        optimizer: the optimizer of a training step; ``None``: SGD with a learning rate of 0.01.
+        devices: the devices of the IPUs; ``None``: every accelerator, or the CPU.
+        **pipeline: options of :class:`blockpipe.Pipeline`.
+
     Attributes:
         model: the user's model.
         options: a copy of the options, as they were when this was made.
@@ -335,7 +343,12 @@ class PoplarExecutor:
         self._optimizer = optimizer
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Find the stages and devices for these arguments, without a step."""
+        """Find the stages and devices for these arguments, without a step.
+
+        Args:
+            *args: the model's arguments, as for a call.
+            **kwargs: the model's keyword arguments.
+        """
         with numbered_by(self._numbering):
             self._prepared(args, kwargs)
 
@@ -364,7 +377,7 @@ class PoplarExecutor:
         """Nothing: the weights are the model's own."""
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        """Load a state dict into the model, with its own method."""
+        """Load ``state_dict`` into the model, by its own method and as ``strict`` as asked for."""
         return self.model.load_state_dict(state_dict, strict)
 
 

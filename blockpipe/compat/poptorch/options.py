@@ -231,11 +231,16 @@ class Options:
     def anchorMode(  # noqa: N802
         self, anchor_mode: OutputMode, anchor_return_period: int | None = None
     ) -> Self:
-        """Do the same as :meth:`outputMode`, under its old name."""
+        """Do the same as :meth:`outputMode`, under its old name.
+
+        Args:
+            anchor_mode: its ``output_mode``.
+            anchor_return_period: its ``output_return_period``.
+        """
         return self.outputMode(anchor_mode, anchor_return_period)
 
     def randomSeed(self, random_seed: int) -> Self:  # noqa: N802
-        """Call ``torch.manual_seed`` at once."""
+        """Call ``torch.manual_seed(random_seed)`` at once."""
         torch.manual_seed(random_seed)
         return self
 

@@ -51,7 +51,7 @@ class Stage:
         self.on_ipu: int | None = None
 
     def ipu(self, ipu: int) -> "Stage":
-        """Set the stage's IPU, whichever IPU its blocks name, and return the stage."""
+        """Set the stage's IPU to ``ipu``, whichever its blocks name, and return the stage."""
         self.on_ipu = ipu
         return self
 
@@ -96,7 +96,7 @@ class PipelinedExecution:
                 self.number_of[block] = number
 
     def stage(self, block_id: str) -> Stage:
-        """Return the stage that a block is listed in.
+        """Return the stage that the block ``block_id`` is listed in.
 
         Raises:
             PlanError: it is not listed.

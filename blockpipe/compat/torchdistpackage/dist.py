@@ -35,7 +35,7 @@ def broadcast(tensor: Tensor, src: int = 0, group: str | None = "pipe") -> None:
 
 
 def barrier(group: str | None = "pipe") -> None:
-    """Wait for the other ranks.
+    """Wait for the other ranks of ``group``.
 
     Example:
         >>> from blockpipe.compat.torchdistpackage import dist
@@ -49,6 +49,9 @@ def barrier(group: str | None = "pipe") -> None:
 def get_rank(group: str | None = None) -> int:
     """Return the rank that runs here; outside of a launch it is 0.
 
+    Args:
+        group: any; the rank is that in the launch.
+
     Example:
         >>> from blockpipe.compat.torchdistpackage import dist
         >>> dist.get_rank()
@@ -59,6 +62,9 @@ def get_rank(group: str | None = None) -> int:
 
 def get_world_size(group: str | None = None) -> int:
     """Return the number of ranks; outside of a launch it is 1.
+
+    Args:
+        group: any; the ranks are those of the launch.
 
     Example:
         >>> from blockpipe.compat.torchdistpackage import dist

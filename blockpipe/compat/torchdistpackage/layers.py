@@ -141,6 +141,11 @@ def partition_uniform(flat_sequence: Sequence[nn.Module], extra_len: int = 0) ->
 def NaiveDDP(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: N802 - their name
     """Return the module as it is: in one process there are no copies to average over.
 
+    Args:
+        module: the model.
+        *args: what ``torchdistpackage`` takes; nothing here needs it.
+        **kwargs: what ``torchdistpackage`` takes; nothing here needs it.
+
     Source: ``torchdistpackage.NaiveDDP``.
 
     Example:

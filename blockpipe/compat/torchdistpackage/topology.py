@@ -82,7 +82,7 @@ class ProcessTopology:
     # --- questions
 
     def get_group_size(self, mode: str) -> int:
-        """Return the number of ranks in a group."""
+        """Return the number of ranks in the group ``mode``."""
         if mode not in ("pipe", "model", "global"):
             return 1
         ranks = current_ranks()
@@ -91,25 +91,25 @@ class ProcessTopology:
         return self._stages or len(default_devices() or [None])
 
     def get_group_rank(self, mode: str) -> int:
-        """Return the rank in a group; outside of :func:`launch` it is 0."""
+        """Return the rank in the group ``mode``; outside of :func:`launch` it is 0."""
         return (current_rank() or 0) if mode in ("pipe", "model", "global") else 0
 
     def get_ranks_in_group(self, mode: str) -> list[int]:
-        """Return the ranks of a group."""
+        """Return the ranks of the group ``mode``."""
         if mode in ("pipe", "model", "global"):
             return list(range(self.get_group_size(mode)))
         return [current_rank() or 0]
 
     def get_group(self, mode: str) -> str:
-        """Return a group for ``dist.broadcast``: its name."""
+        """Return a group for ``dist.broadcast``: its name, ``mode``."""
         return mode
 
     def is_first_in_group(self, mode: str) -> bool:
-        """Return whether this is the first rank of a group."""
+        """Return whether this is the first rank of the group ``mode``."""
         return self.get_group_rank(mode) == 0
 
     def is_last_in_group(self, mode: str) -> bool:
-        """Return whether this is the last rank of a group, or all of them."""
+        """Return whether this is the last rank of the group ``mode``, or all of them."""
         is_all = mode not in ("pipe", "model", "global") or current_rank() is None
         return is_all or self.get_group_rank(mode) == self.get_group_size(mode) - 1
 
@@ -122,7 +122,7 @@ class ProcessTopology:
         return self.is_last_in_group("pipe")
 
     def is_mode_inited(self, mode: str) -> bool:
-        """Return whether a group has several ranks."""
+        """Return whether the group ``mode`` has several ranks."""
         return self.get_group_size(mode) > 1
 
     def get_pp_rank(self) -> int:

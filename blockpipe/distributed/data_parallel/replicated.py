@@ -100,6 +100,13 @@ class ReplicatedPipeline:
     ) -> StepResult:
         """As :meth:`Pipeline.forward_backward`, of this process's share of the batch.
 
+        Args:
+            *args: as for :meth:`Pipeline.forward_backward`.
+            target: as for :meth:`Pipeline.forward_backward`.
+            loss_fn: as for :meth:`Pipeline.forward_backward`.
+            return_outputs: as for :meth:`Pipeline.forward_backward`.
+            **kwargs: the model's keyword arguments.
+
         Returns:
             The loss of all shares, in every process, and the outputs of this process's share.
 

@@ -208,14 +208,22 @@ class Trace:
         return [lane.busy for lane in self.totals(step)]
 
     def bubble(self, step: int | None = None) -> float:
-        """Return the share of all lanes' time in which they are not busy, 0 to 1."""
+        """Return the share of all lanes' time in which they are not busy, 0 to 1.
+
+        Args:
+            step: the number of a step; ``None``: the share in all of them.
+        """
         steps = self._ran() if step is None else [step]
         spans = sum(map(self.span, steps)) / max(1, len(steps))
         # A lane that is always busy may round to more than its span.
         return max(0.0, 1 - sum(self.busy(step)) / (len(self.lanes) * spans)) if spans else 0.0
 
     def imbalance(self, step: int | None = None) -> float:
-        """Return the busiest lane's time over the mean of all; 1 if all are equally busy."""
+        """Return the busiest lane's time over the mean of all; 1 if all are equally busy.
+
+        Args:
+            step: the number of a step; ``None``: the times in all of them count.
+        """
         busy = self.busy(step)
         return max(busy) * len(busy) / sum(busy) if any(busy) else 1.0
 
@@ -249,6 +257,9 @@ class Trace:
 
         They are medians over the micro-batches of all steps with this one's schedule. A transfer
         counts where copies overlap with actions; elsewhere it is a part of them.
+
+        Args:
+            step: the number of the step whose schedule it is.
 
         Returns:
             The costs; ``None`` where a hop has no forward.
