@@ -14,7 +14,7 @@ squared distances.
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
@@ -126,6 +126,18 @@ class DeferredBatchNorm:
             step.seen.setdefault(module, {}).setdefault(microbatch, []).append(seen)
         return forward(*args, **kwargs)
 
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Stand around a step that no pipeline runs, in place of the modules' forwards."""
+        with ExitStack() as stack:
+            for path, make in self.stand_ins().items():
+                module = self.modules[path]
+                own = module.__dict__.get("forward")
+                module.__dict__["forward"] = make(module.forward)
+                stack.callback(_put_back, module, own)
+            stack.enter_context(self.step())
+            yield
+
     def notes(self) -> list[str]:
         """Return what is deferred and what is not, for the summary."""
         notes = [f"batch norm deferred: {len(self.modules)} modules"]
@@ -158,6 +170,13 @@ class DeferredBatchNorm:
                 buffers_of(module).update(buffers)
             self.under_way = outer
         _commit(step)
+
+
+def _put_back(module: nn.Module, own: Any) -> None:
+    if own is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = own
 
 
 def _updates_statistics(module: BatchNorm) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -20,7 +19,6 @@ class StageBatchNorm:
     """
 
     def __init__(self, model: nn.Module, *, is_deferred: bool) -> None:
-        self._model = model
         self.is_deferred = is_deferred
         self._deferred = DeferredBatchNorm(model) if is_deferred else None
 
@@ -33,18 +31,5 @@ class StageBatchNorm:
         if self._deferred is None:
             yield
             return
-        with ExitStack() as stack:
-            for path, make in self._deferred.stand_ins().items():
-                module = self._model.get_submodule(path)
-                own = module.__dict__.get("forward")
-                module.__dict__["forward"] = make(module.forward)
-                stack.callback(_put_back, module, own)
-            stack.enter_context(self._deferred.step())
+        with self._deferred.standing_in():
             yield
-
-
-def _put_back(module: nn.Module, own: Any) -> None:
-    if own is None:
-        del module.__dict__["forward"]
-    else:
-        module.__dict__["forward"] = own

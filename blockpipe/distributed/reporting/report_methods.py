@@ -25,6 +25,7 @@ from ...preparation.options import check_loss
 from ...recording.recording import Recording
 from ...reports.summary.summary import Summary, summarize
 from ...reports.timeline.timeline import Timeline
+from ...reports.verify.reference_loop import ReferenceLoop
 from ...reports.verify.result import Verification
 from ...reports.verify.verdict import check_tolerances
 from ..agreement import Agreement, Kind
@@ -33,7 +34,7 @@ from ..microbatches.batch_norm import StageBatchNorm
 from ..replicas import StageReplicas
 from ..stage_values import StageValues
 from .profile import StageProfile
-from .verify import ReferenceLoop, StageVerifier, verdict
+from .verify import StageVerifier, plain_outcome, verdict
 
 
 class StageReportMethods:
@@ -178,7 +179,7 @@ class StageReportMethods:
                     cut.sources,
                     is_deferred=self._batch_norm.is_deferred,
                 )
-                plain = loop.run(whole)
+                plain = plain_outcome(loop, whole, cut.sources)
         given = {"target": target, "loss_fn": loss_fn, "return_outputs": True}
         piped = verifier.pipelined(lambda: self.forward_backward(*args, **given, **kwargs))
         if whole is not None:

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..._common.nested import leaves, map_tensors
-from ..._common.threads.thread_state import CallerState
-from ...batches.batch_dims import BatchDims
-from ...batches.joining import join, output_dim
-from ...batches.microbatch import LossReduction, Microbatch, weights_of
-from ...devices.rng_streams import RngStreams, Source, preserve_rng
+from ..._common.nested import leaves
+from ...devices.rng_streams import Source, preserve_rng
 from ...execution.step_result import StepResult
+from ...reports.verify.reference_loop import ReferenceLoop
 from ...reports.verify.result import Outcome, Verification, compared, not_finite
 from ...restoring.preserved import PreservedModel
-from ...stages.cursor import set_microbatch
-from ..microbatches.batch_norm import StageBatchNorm
 from ..stage_places import StagePlaces
 from ..stage_values import StageValues
 
@@ -82,72 +76,24 @@ class StageVerifier:
         return copy.deepcopy(self._model, memo) if self._places.is_own(0) else None
 
 
-class ReferenceLoop:
-    """The plain loop over micro-batches in one process, on the host.
+def plain_outcome(loop: ReferenceLoop, model: nn.Module, sources: Sequence[Source]) -> Outcome:
+    """Run the plain loop on a model without gradients, on the host, and return what results.
 
     Args:
-        microbatches: the batch.
-        loss_fn: the loss of an output and a target.
-        reduction: how losses are weighted.
-        dims: how outputs are joined.
-        sources: the generators that the forward draws from.
-        is_deferred: whether batch norm is deferred.
+        loop: the loop.
+        model: as :meth:`StageVerifier.whole_model` returns it.
+        sources: the generators that the loop draws from; they are left as they were.
     """
-
-    def __init__(
-        self,
-        microbatches: list[Microbatch],
-        loss_fn: Callable[..., Any],
-        reduction: LossReduction,
-        dims: BatchDims,
-        sources: Sequence[Source],
-        *,
-        is_deferred: bool,
-    ) -> None:
-        self._microbatches = microbatches
-        self._loss_fn = loss_fn
-        self._weights = weights_of(microbatches, reduction)
-        self._dims = dims
-        self._sources = [*sources]
-        self._is_deferred = is_deferred
-
-    def run(self, model: nn.Module) -> Outcome:
-        """Run the loop on a model without gradients, and return what results."""
-        streams = RngStreams(self._sources, len(self._microbatches))
-        outputs, total, ambient = [], torch.zeros((), dtype=torch.float64), CallerState()
-        with ExitStack() as stack:
-            stack.enter_context(preserve_rng(self._sources))
-            stack.enter_context(StageBatchNorm(model, is_deferred=self._is_deferred).step())
-            for m, (batch, weight) in enumerate(
-                zip(self._microbatches, self._weights, strict=True)
-            ):
-                before = set_microbatch(m)
-                streams.enter(m, self._sources)
-                try:
-                    with ambient.uncached_autocast():
-                        output, loss = self._forward(model, batch)
-                finally:
-                    streams.leave(m)
-                    set_microbatch(before)
-                outputs.append(map_tensors(lambda t: t.detach().clone(), output))
-                if weight:
-                    with ambient.no_autocast():
-                        (loss * weight).sum().backward()
-                    total += loss.detach().reshape(()) * weight
-        sizes = [batch.size for batch in self._microbatches]
-        dim = output_dim(self._dims, outputs, sizes)
-        outcome = Outcome()
-        outcome.put("outputs", _named(join(outputs, sizes, self._weights, _CPU, dim)[0]))
-        outcome.put("loss", [("loss", total.to(torch.get_default_dtype()))])
-        trained = [(n, p.grad) for n, p in model.named_parameters() if p.requires_grad]
-        outcome.put("gradients", trained)
-        outcome.put("buffers", [(n, b.detach()) for n, b in model.named_buffers()])
-        return outcome
-
-    def _forward(self, model: nn.Module, batch: Microbatch) -> tuple[Any, Tensor]:
-        given = () if batch.target is None else (batch.target,)
-        output = model(*batch.args, **batch.kwargs)
-        return output, self._loss_fn(output, *given)
+    with preserve_rng([*sources]):
+        outputs, loss = loop.run(model, _CPU)
+    outcome = Outcome()
+    outcome.put("outputs", _named(outputs))
+    if loss is not None:
+        outcome.put("loss", [("loss", loss)])
+    trained = [(n, p.grad) for n, p in model.named_parameters() if p.requires_grad]
+    outcome.put("gradients", trained)
+    outcome.put("buffers", [(n, b.detach()) for n, b in model.named_buffers()])
+    return outcome
 
 
 def verdict(

@@ -12,23 +12,20 @@ from torch import Tensor, nn
 
 from ..._common.callsite import users_line
 from ..._common.nested import leaves, map_tensors, tensors
-from ..._common.threads.thread_state import CallerState, intra_operation_threads, theirs
+from ..._common.threads.thread_state import intra_operation_threads
 from ..._torch.modules import is_compiled
 from ...batches.batch_dims import BatchDims, dims_of_call
 from ...batches.class_weights import reduction_for
-from ...batches.joining import join, output_dim
 from ...batches.losses import own_or_mean_square
-from ...batches.microbatch import split, weights_of
-from ...crossing.hop_backward import run_engine
+from ...batches.microbatch import split
 from ...devices.devices import check_device
-from ...devices.rng_streams import RngStreams, Source, torchs_of
+from ...devices.rng_streams import Source, torchs_of
 from ...errors import UsageError
 from ...execution.step_runner import StepRunner
-from ...preparation.batch_norm import DeferredBatchNorm
 from ...preparation.options import PipelineOptions
 from ...restoring.preserved import PreservedModel, fresh_copy, moved_copy
-from ...stages.cursor import set_microbatch
 from .divergence import CallWatch
+from .reference_loop import ReferenceLoop
 from .result import Outcome
 
 _IDENTITY: Any = object.__eq__
@@ -281,48 +278,24 @@ class Verifier:
     def _run_plain(
         self, model: nn.Module, *losses: nn.Module, chunks: int | None = None
     ) -> Outcome:
-        # Written out here, and not shared with the engine's plain loop: this is the oracle.
         args, kwargs, target, inputs = self._given(self.device)
         loss_fn: Callable[..., Any] = losses[0] if losses else self.loss_fn
-        options, ambient = self.options, CallerState()
+        options = self.options
         dims = dims_of_call(self.preparer.model, options.batch_dims, args, kwargs)
-        microbatches = split(args, kwargs, target, chunks or options.chunks, dims, cut=False)
-        with theirs():
-            reduction = reduction_for(self.loss_fn, options.loss_reduction)
-            weights = weights_of(microbatches, reduction)
         sources = [*dict.fromkeys(s for hop in self.prepared.sources for s in hop)]
-        sources = sources or (torchs_of(self.last) if self._loss_draws else [])
-        streams = RngStreams(sources, len(microbatches))
-        outputs, total = [], None
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.trains))
-            if options.deferred_batch_norm:
-                stack.enter_context(_deferred(model))
-            for m, (batch, weight) in enumerate(zip(microbatches, weights, strict=True)):
-                outer = set_microbatch(m)
-                streams.enter(m, sources)
-                try:
-                    with theirs(), ambient.uncached_autocast():
-                        output = model(*batch.args, **batch.kwargs)
-                        if self.trains:
-                            given = () if batch.target is None else (batch.target,)
-                            loss = loss_fn(output, *given)
-                finally:
-                    streams.leave(m)
-                    set_microbatch(outer)
-                outputs.append(map_tensors(lambda t: t.detach().clone(), output))
-                if self.trains and weight:
-                    root = torch.full_like(loss, weight)
-                    with ambient.no_autocast():
-                        run_engine((loss,), (root,), False, False, (), True, True)
-                    part = loss.detach().reshape(()) * weight
-                    total = part if total is None else total + part
+        loop = ReferenceLoop(
+            split(args, kwargs, target, chunks or options.chunks, dims, cut=False),
+            loss_fn if self.trains else None,
+            reduction_for(self.loss_fn, options.loss_reduction),
+            options.batch_dims,
+            sources or (torchs_of(self.last) if self._loss_draws else []),
+            is_deferred=options.deferred_batch_norm,
+        )
         outcome = Outcome()
-        sizes = [m.size for m in microbatches]
-        dim = output_dim(options.batch_dims, outputs, sizes)
-        self._put_outputs(outcome, join(outputs, sizes, weights, self.device, dim)[0])
-        if total is not None:
-            outcome.put("loss", [("loss", total)])
+        outputs, loss = loop.run(model, self.device)
+        self._put_outputs(outcome, outputs)
+        if loss is not None:
+            outcome.put("loss", [("loss", loss)])
         self._put_state(outcome, [model, *losses], inputs)
         return outcome
 
@@ -362,22 +335,3 @@ def _joining(dims: BatchDims) -> BatchDims:
     if not isinstance(dims, Mapping) or dims.get("output", 0) is not None:
         return dims
     return {name: dim for name, dim in dims.items() if name != "output"}
-
-
-@contextmanager
-def _deferred(model: nn.Module) -> Iterator[None]:
-    """While entered, update running statistics once a step, from the whole batch."""
-    deferred = DeferredBatchNorm(model)
-    names = [(module.__dict__, dict(module.__dict__)) for module in deferred.modules.values()]
-    try:
-        for path, make in deferred.stand_ins().items():
-            module = deferred.modules[path]
-            module.__dict__["forward"] = make(module.forward)
-        with deferred.step():
-            yield
-    finally:
-        for now, before in names:
-            if "forward" in before:
-                now["forward"] = before["forward"]
-            else:
-                now.pop("forward", None)
