@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A torch to install instead of the newest (CI tests the lower bound with it).
 TORCH ?= torch torchvision
 
-.PHONY: demo test test-devices test-slow test-all lint types docs sweep benchmarks clean
+.PHONY: demo test test-cpu test-devices test-slow test-all lint types docs sweep benchmarks clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,19 +33,24 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated --one-in 12
 
+# Every parameter set, and every example of each property.
+test-cpu: $(VENV)/.test
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -m "timed and not slow"
+
 # On the simulated accelerator: make test runs one test in twelve there.
 test-devices: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated
 	$(BIN)/python -m pytest --quick --simulated -m timed
 
-# What --quick leaves out because it takes long, or one test in so many of it, chosen by the seed.
+# What takes long, or one test in so many of it: as many turns in a row run all.
 ONE_IN ?= 1
-SEED ?= 0
+TURN ?= 0
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist worksteal --parameters 1 -m slow \
-	    --one-in $(ONE_IN) --delay-seed $(SEED)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow \
+	    --one-in $(ONE_IN) --turn $(TURN)
 
-# Every parameter set and the slow tests: before a release, and where --quick may have missed it.
+# Every parameter set and the slow tests, on both: before a release.
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto
 	$(BIN)/python -m pytest -m timed

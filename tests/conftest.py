@@ -24,6 +24,7 @@ from blockpipe.execution.lanes.thread_pool import close_idle_threads
 from blockpipe.preparation import prepared
 
 from . import stage_devices
+from .parameter_sets import has_turn
 from .pinned import pin
 from .simulated_build import CannotBuildError
 
@@ -54,8 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         help="run so many of a test's parameter sets, chosen by the seed; 0: all",
     )
+    parser.addoption("--one-in", type=int, default=1, help="run one test in so many")
     parser.addoption(
-        "--one-in", type=int, default=1, help="run one test in so many, chosen by the seed"
+        "--turn", type=int, default=0, help="with --one-in: as many turns in a row run every test"
     )
     parser.addoption(
         "--quick",
@@ -121,14 +123,15 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
             continue
         else:
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    one_in = config.getoption("--one-in")
-    for name, family in families.items():
+    one_in, turn = config.getoption("--one-in"), config.getoption("--turn")
+    for family in families.values():
         family.sort(key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
-        if zlib.crc32(f"{seed} {name}".encode()) % one_in:
-            yield from ((item, f"one test in {one_in}: --one-in") for item in family)
-            continue
-        for item in family[most:] if most else []:
+        kept = family[:most] if most else family
+        for item in family[len(kept) :]:
             yield item, "another parameter set of the same test: --parameters"
+        for item in kept:
+            if not has_turn(item.nodeid, one_in, turn):
+                yield item, f"one test in {one_in}: --one-in"
 
 
 def _is_own(item: pytest.Item) -> bool:

@@ -7,6 +7,7 @@ option, so that each run has the same ones.
 """
 
 import itertools
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -57,6 +58,17 @@ def every_pair(**axes: Iterable[Any]) -> pytest.MarkDecorator:
         rows.append(tuple(chosen[axis] for axis in range(len(values))))
         missing -= set(itertools.combinations(sorted(chosen.items()), 2))
     return _parametrized(axes, [tuple(values[a][i] for a, i in enumerate(row)) for row in rows])
+
+
+def has_turn(name: str, one_in: int, turn: int) -> bool:
+    """Whether a test is one of those that run in a turn, where one in so many does.
+
+    Args:
+        name: the test's.
+        one_in: the number of turns that run every test.
+        turn: the number of this one.
+    """
+    return (zlib.crc32(name.encode()) + turn) % one_in == 0
 
 
 def _most_new(axis: int, count: int, chosen: dict[int, int], missing: set[Any]) -> int:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ..parameter_sets import each_value, every_pair
+from ..parameter_sets import each_value, every_pair, has_turn
 
 AXES = st.lists(st.integers(1, 5), min_size=2, max_size=5)
 
@@ -39,3 +39,10 @@ def test_sets_are_the_same_each_time(way) -> None:
     """A test that failed is found again by its name."""
     axes = {"a": ["x", "y", "z"], "b": [1, 2], "c": [True, False]}
     assert way(**axes).args == way(**axes).args
+
+
+@given(st.text(), st.integers(1, 9), st.integers(0))
+def test_a_test_has_one_turn_of_those_in_a_row(name: str, one_in: int, turn: int) -> None:
+    """So none is left out for long."""
+    turns = range(turn, turn + one_in)
+    assert sum(has_turn(name, one_in, now) for now in turns) == 1
