@@ -35,7 +35,7 @@ def plain_or_none(program, args, target, chunks):
 
 
 @pytest.mark.filterwarnings("ignore:chunks=1 on")
-@settings(deadline=None, max_examples=examples(150), suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=list(HealthCheck))
 @given(
     programs,
     st.integers(1, 7),
@@ -86,7 +86,7 @@ def test_random_programs_train_as_plain(
 
 
 @pytest.mark.filterwarnings("ignore:chunks=1 on")
-@settings(deadline=None, max_examples=examples(50), suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(programs, st.integers(2, 6), st.integers(1, 4), st.booleans(), st.integers(0, 99))
 def test_random_programs_differentiate_as_plain(instructions, batch, chunks, isolate, seed):
     """``pipe(x)`` and a backward of the caller's give the uncut run's gradients, inputs' too."""
