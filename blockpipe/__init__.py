@@ -24,9 +24,10 @@ from .recording.recording import Recording
 from .reports.timeline.timeline import Timeline
 from .schedules.schedule import Action, Schedule
 from .schedules.simulation import Costs, simulate
+from .stages.assignment import Assignment
 from .stages.cursor import current_microbatch, current_stage, is_recomputing
 from .stages.marks import BeginBlock, Block, BlockFunction, begin_blocks, remove_blocks
-from .stages.plan import Assignment, StagePlan
+from .stages.plan import StagePlan
 from .stages.sequential import mark_sequential
 from .weights.materialize import materialize
 

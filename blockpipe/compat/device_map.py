@@ -19,8 +19,9 @@ from ..devices.devices import check_device, is_asynchronous
 from ..errors import PlanError, UsageError
 from ..pipeline import Pipeline
 from ..preparation.options import check_model
+from ..stages.assignment import Assignment
 from ..stages.marks import has_forward
-from ..stages.plan import Assignment, StagePlan
+from ..stages.plan import StagePlan
 
 DeviceMap = Mapping[str, int | str | torch.device]
 

@@ -17,7 +17,8 @@ from ..costs.rates import Rates
 from ..errors import BlockpipeError, PlanError
 from ..recording.record import record
 from ..recording.recording import Recording
-from ..stages.plan import Assignment, StagePlan
+from ..stages.assignment import Assignment
+from ..stages.plan import StagePlan
 from .conditions import Conditions
 from .cut_points import SegmentCosts, beginners, cut_depth_penalty, why_closed
 from .optimum import best_bounds

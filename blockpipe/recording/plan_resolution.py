@@ -15,7 +15,8 @@ from torch import nn
 from .._common.checks import did_you_mean
 from .._common.modules import is_within
 from ..errors import PlanError
-from ..stages.plan import Assignment, StagePlan
+from ..stages.assignment import Assignment
+from ..stages.plan import StagePlan
 from .calls import Call
 from .recording import Recording
 

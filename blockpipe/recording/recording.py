@@ -14,7 +14,8 @@ from .._common.callsite import remembers_caller
 from ..costs.meter import HostSync
 from ..crossing.recompute import Recomputable
 from ..errors import PlanError
-from ..stages.plan import Assignment, StagePlan, gaps, too_few_devices
+from ..stages.assignment import Assignment
+from ..stages.plan import StagePlan, gaps, too_few_devices
 from .calls import Call, Flow, Saved, Segment
 from .entries import (
     CrossingInfo,

@@ -12,106 +12,20 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-from .._common.checks import expected, is_integer, mismatch
+from .._common.checks import expected, mismatch
 from .._common.files.bounded_json import parse_json, read_text
 from .._common.files.replaced_files import part_of, remove_abandoned
 from .._common.text import one_line
 from ..errors import PlanError
+from .assignment import STAGE_RANGE, Assignment, check_stage, entry_of, is_stage
 from .path_patterns import matches, unknown_path
 from .plan_text import read_layout, write_layout
-
-MOST_STAGES = 1 << 20  # as many as a schedule has numbers for
-_STAGE = f"an integer from 0 to {MOST_STAGES - 1:,}"
-_KERAS_NAMES = {  # of an entry's attributes, for errors that give ours
-    "inbound_layers": "call.inbound of the calls of record(model, sample)",
-    "is_nested_model": "bool(entry.inside)",
-    "layer": "model.get_submodule(entry.path)",
-    "nested_model": "model.get_submodule(entry.path)",
-    "node_index": "entry.call",
-    "pipeline_stage_assignments": "entry.inside",
-}
-
-
-@dataclass(slots=True)  # so that a misspelt attribute is an error
-class Assignment:
-    """One module call and its stage.
-
-    Attributes:
-        path: the module's path.
-        call: the index of the module's call, from 0; ``None``: every call, and then ``path`` may
-            be a pattern (``blocks.[6-9]``).
-        stage: the stage on which the forward is from this call on, until the next call that is
-            listed. So the stage of a module that contains others is that of its own code before
-            the first call inside; :meth:`assign` moves it with all inside.
-        kind: the name of the module's class, if known.
-        inside: the calls within this one, in execution order.
-
-    Example:
-        >>> import torch, blockpipe as bp
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-        >>> plan = bp.record(net, torch.ones(8, 4)).plan
-        >>> last = plan.assignments[-1]
-        >>> last.assign(1)
-        >>> last
-        Assignment(path='1', call=0, stage=1, kind='Linear')
-    """
-
-    path: str
-    call: int | None
-    stage: int
-    kind: str = field(default="", compare=False)
-    inside: list["Assignment"] = field(default_factory=list, compare=False, repr=False)
-
-    def assign(self, stage: int) -> None:
-        """Put this call, and all calls inside, on a stage.
-
-        Raises:
-            PlanError: the stage is not a non-negative integer.
-
-        Example:
-            >>> block = Assignment("block", 0, 0, inside=[Assignment("block.conv", 0, 0)])
-            >>> block.assign(1)
-            >>> block.inside
-            [Assignment(path='block.conv', call=0, stage=1, kind='')]
-        """
-        _check_stage(stage, self.name)
-        for entry in self.with_inside():
-            entry.stage = stage
-
-    @property
-    def pipeline_stage(self) -> int:
-        """The stage, under its IPU Keras name; setting it calls :meth:`assign`."""
-        return self.stage
-
-    @pipeline_stage.setter
-    def pipeline_stage(self, stage: int) -> None:
-        self.assign(stage)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise an error that gives the name here of an attribute of IPU Keras' entries."""
-        hint = f"; write {_KERAS_NAMES[name]}" if name in _KERAS_NAMES else ""
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
-
-    def with_inside(self) -> Iterator["Assignment"]:
-        """Yield this entry and all inside, in execution order."""
-        yield self
-        for entry in self.inside:
-            yield from entry.with_inside()
-
-    @property
-    def name(self) -> str:
-        """The call's name in messages."""
-        return repr(self.path) if self.call is None else f"{self.path!r} call {self.call}"
-
-    def names(self, path: str) -> bool:
-        """Return whether its path or pattern is that of a module."""
-        return path == self.path or (self.call is None and matches(self.path, path))
 
 
 class HasPlan(Protocol):
@@ -175,7 +89,7 @@ class StagePlan:
         """
         if not isinstance(pattern, str):
             raise PlanError(expected("text such as 'layer3'", pattern, for_="a path pattern"))
-        _check_stage(stage, repr(pattern))
+        check_stage(stage, repr(pattern))
         depth = pattern.count(".") + 1
         found = [
             a for a in self.assignments if matches(pattern, ".".join(a.path.split(".")[:depth]))
@@ -205,9 +119,9 @@ class StagePlan:
             devices: the number of devices; ``None``: it is unknown.
         """
         problems = [
-            mismatch(_STAGE, a.stage, for_=f"the stage of {a.name}")
+            mismatch(STAGE_RANGE, a.stage, for_=f"the stage of {a.name}")
             for a in self.assignments
-            if not _is_stage(a.stage)
+            if not is_stage(a.stage)
         ]
         if not problems:
             # Code before the first call that a partial plan lists is on stage 0.
@@ -345,7 +259,7 @@ class StagePlan:
                 raise ValueError(
                     f"version {data['version']!r} is unknown; this library reads 1 and 2"
                 )
-            entries = [_entry(e, i) for i, e in enumerate(data["assignments"])]
+            entries = [entry_of(e, i) for i, e in enumerate(data["assignments"])]
             plan = cls(entries, partial=bool(data.get("partial", False)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             contract = 'a plan {"version": 2, "assignments": [{"path", "call", "stage", …}, …]}'
@@ -402,15 +316,6 @@ class StagePlan:
         )
 
 
-def _is_stage(stage: object) -> bool:
-    return is_integer(stage, 0) and stage < MOST_STAGES
-
-
-def _check_stage(stage: object, name: str) -> None:
-    if not _is_stage(stage):
-        raise PlanError(expected(_STAGE, stage, for_=f"the stage of {name}"))
-
-
 def gaps(used: Iterable[int]) -> list[str]:
     """Return the problem with stage numbers that leave gaps, if they do."""
     have = set(used)
@@ -434,13 +339,3 @@ def too_few_devices(stages: int, devices: int) -> str:
         f"the model has {stages} stages (0..{stages - 1}), but there {have}; pass {stages} "
         "devices (a device may be named several times), or mark fewer stages"
     )
-
-
-def _entry(data: Any, where: object) -> Assignment:
-    """Make an entry and all inside from JSON."""
-    path, call, kind = data["path"], data["call"], data.get("kind", "")
-    is_call = call is None or is_integer(call, 0)
-    if not isinstance(path, str) or not isinstance(kind, str) or not is_call:
-        raise ValueError(f"entry {where} has path {path!r}, call {call!r}, kind {kind!r}")
-    inside = [_entry(e, f"{where}.{i}") for i, e in enumerate(data.get("inside", []))]
-    return Assignment(path, call, data["stage"], kind, inside)

@@ -24,8 +24,9 @@ from ...recording.plan_resolution import AttachedPlan, Planned, attach_plan, res
 from ...recording.record import record, record_planned
 from ...recording.recording import Recording
 from ...recording.sample import RecordRequest
+from ...stages.assignment import Assignment
 from ...stages.marks import has_forward
-from ...stages.plan import Assignment, StagePlan
+from ...stages.plan import StagePlan
 from ...stages.plan_text import read_layout
 
 

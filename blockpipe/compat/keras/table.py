@@ -17,7 +17,7 @@ from ..._common.checks import expected, is_integer
 from ..._common.text import one_line
 from ...errors import UsageError
 from ...recording.recording import Recording
-from ...stages.plan import Assignment
+from ...stages.assignment import Assignment
 from .assignment import recording_of
 
 _HEAD = ("Layer (type) (node index)", "Input Layers", "Pipeline Stage")
