@@ -10,8 +10,6 @@ as one more root gradient, and sums come about in the plain run's order.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -75,7 +73,8 @@ class TensorImport:
             return self._local_untagged(tensor, reads)
         while tag.newest is not None:
             tensor = tag.newest
-            tag = cast(Tag, getattr(tensor, TAG))
+            tag = getattr(tensor, TAG)
+            assert tag is not None
         place = self._place
         if tag.key is not place.key:
             return self._of_another(tensor, tag, reads)
