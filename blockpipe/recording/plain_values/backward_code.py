@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -80,23 +79,6 @@ def may_set_by(hooks: Iterable[Hook]) -> bool:
     return any(
         may_set(still.f_code) for hook in hooks for still in frames_of(hook.function, hook.given)
     )
-
-
-@dataclass
-class StillRun:
-    """What a hook does in the order of its source: what it has set itself is not carried to it."""
-
-    came: set[Hashable] = field(default_factory=set)
-    fresh: set[Hashable] = field(default_factory=set)
-
-    def reads_its_own(self, where: Hashable) -> bool:
-        """Note a read, and return whether it is of what was set here."""
-        self.came |= set() if where in self.fresh else {where}
-        return where in self.fresh
-
-    def sets(self, where: Hashable) -> None:
-        """Note that something is set."""
-        self.fresh |= set() if where in self.came else {where}
 
 
 def frames_of(hook: Callable[..., Any], given: object = None) -> Iterator[StillFrame]:
