@@ -32,7 +32,7 @@ from ..restoring.leaked_tensors import TrackedFakes
 from ..restoring.model_state import ModelState, RealWritesUndone
 from ..restoring.restored_thread import leaves_intact
 from ..stages.plan import StagePlan
-from .plain_values.backward_code import hooks_in
+from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, signature

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from io import StringIO
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..._common.nested import tensors
@@ -19,6 +20,7 @@ from .expressions import Names
 
 CONTENTS = (list, dict, set, deque, bytearray, array, StringIO, ContextVar)
 
+_SHARE_MEMORY = (torch.from_numpy, torch.as_tensor, torch.asarray)
 _ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
 
 
@@ -47,6 +49,11 @@ def is_array(value: Any) -> bool:
     """Return whether a value is an array of numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def shares_memory(function: Any) -> bool:
+    """Return whether a function makes a tensor that has the memory of an array."""
+    return any(function is one for one in _SHARE_MEMORY)
 
 
 def is_looked_into(function: Any) -> bool:

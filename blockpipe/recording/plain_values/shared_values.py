@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from ...restoring.contents import is_generator
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
@@ -32,7 +33,6 @@ from ..outside_state import in_words
 from ..reads import Reads, libraries_code_reads
 from ..recording import Recording
 from .accesses import Access, Use, accesses_of, may_set, tests_of
-from .backward_code import back, frames_of, hops_of, in_backward
 from .checkpoints import CheckpointedFrames
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
 from .frozen import frozen
@@ -43,11 +43,16 @@ from .places import (
     is_array,
     is_by_microbatch,
     is_looked_into,
+    shares_memory,
     space_of,
 )
-from .values import ApartRun, PendingWrite, SharedValue
+from .still_code import frames_of
+from .tensor_uses import TensorUses
+from .values import ApartRun, PendingWrite, SharedValue, back, shared_change
 
 _REMEDY = "pass it along as an argument"
+_OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
+_OF_ARRAY = "the tensor that is made of it shares its memory: make a copy (torch.tensor)"
 _OF_CHECKPOINT = (
     "torch.utils.checkpoint runs its function again in the backward: set the value outside of "
     "that function, and pass it to it as an argument"
@@ -99,12 +104,19 @@ class SharedValues:
             if isinstance(function := holder.owner, types.FunctionType):
                 same = self._functions.setdefault(id(function.__code__), [])
                 same += [] if function in same else [function]
+        self._generators = {
+            id(value) for holder in holders for _, value in holder.before if is_generator(value)
+        }
         # To trace takes about as long as the recording of a small model.
-        self.traces = traces or any(
-            may_set(function.__code__)
-            for functions in self._functions.values()
-            for function in functions
-            if is_users(function.__module__)
+        self.traces = (
+            traces
+            or bool(self._generators)
+            or any(
+                may_set(function.__code__)
+                for functions in self._functions.values()
+                for function in functions
+                if is_users(function.__module__)
+            )
         )
         self._values: dict[Where, SharedValue] = {}
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
@@ -113,6 +125,7 @@ class SharedValues:
         self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
         self._pending: dict[int, PendingWrite] = {}  # by the id of a frame
         self._checkpoints = CheckpointedFrames()
+        self.tensors = TensorUses()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
 
     @contextmanager
@@ -167,19 +180,20 @@ class SharedValues:
             self._returned[id(frame.f_back)] = frame.f_code, argument
         return self._ran
 
-    def runs_back(self, hook: Callable[..., Any], given: object, hop: int) -> None:
-        """A backward will call a hook: what it may set, or read, it does on that way.
+    def runs_beside(self, function: Callable[..., Any], given: object, hop: int) -> None:
+        """Note what code may set, or read, that a step runs beside the forward: a hook or a loss.
 
         Args:
-            hook: the user's function.
+            function: the user's function.
             given: its first argument, if that is known.
-            hop: the hop whose backward that is.
+            hop: the hop that it is on, or the number of that hop's backward.
         """
         self._still = ApartRun()
-        for still in frames_of(hook, given):
+        for still in frames_of(function, given):
             for accesses in accesses_of(still.f_code).values():
                 still.f_lineno = accesses[0].node.lineno
-                self._note_all(accesses, still, back(hop), over=True)
+                self._note_all(accesses, still, hop, over=True)
+                self.tensors.note(accesses, Frame(still, {}, None), given, hop)  # type: ignore[arg-type]
         self._still = None
 
     def _note_all(
@@ -224,6 +238,8 @@ class SharedValues:
         return False
 
     def _note(self, access: Access, frame: Frame, hop: int) -> None:
+        if self._generators and access.use is not Use.NONE:
+            self._draws(frame.evaluated(access.node), frame, hop)
         owner, key, value = frame.owner_of(access)
         if key is UNKNOWN:
             return  # of a function that is not running: an entry by an argument
@@ -250,6 +266,10 @@ class SharedValues:
             return
         if access.use is not Use.WRITE and not access.is_said:
             self._reads(value, ALL, frame, hop, counts=access.counts)
+            if is_given and is_array(value) and shares_memory(frame.evaluated(is_given)):
+                known = self._known(value, ALL)  # what autograd saves may change, too
+                known.is_read(back(hop), frame.line)
+                known.remedy = _OF_ARRAY
         if access.use is not Use.READ:
             known = self._known(value, ALL)
             known.is_set(hop, frame.line)
@@ -258,6 +278,14 @@ class SharedValues:
                 known.set_again_on.add(hop)
 
     # --- notes
+
+    def _draws(self, generator: Any, frame: Frame, hop: int) -> None:
+        """Note that code calls a random generator, or hands it to a function."""
+        if id(generator) in self._generators:
+            known = self._known(generator, ALL)
+            known.is_set(hop, frame.line)
+            known.is_read(hop, frame.line)
+            known.is_constant, known.remedy = False, _OF_GENERATOR
 
     def _is_lasting(self, owner: Any) -> bool:
         is_variable = isinstance(owner, Names | types.CellType | threading.local)
@@ -299,7 +327,7 @@ class SharedValues:
         known.is_read(hop, frame.line)
         if not is_its_own and self._checkpoints.of(frame.frame) is not None:
             known.is_read(back(hop), frame.line)
-            known.is_run_again = True
+            known.remedy = _OF_CHECKPOINT
 
     def _apart(self, frame: Frame) -> ApartRun | None:
         """Return the run apart from the forward that a frame is in."""
@@ -368,15 +396,9 @@ class SharedValues:
             if name is not None and not known.is_read_outside and reads.is_unread(*name):
                 continue
             where = next(k.first_read for k in (known, *others) if k.first_read)
-            yield SharedChange(
-                f"{self._named(known)}{in_backward(known.set_on)} on hops {hops_of(known.set_on)} "
-                f"({known.first_write})",
-                f"reads it{in_backward(read_on)}",
-                hops_of(read_on),
-                where,
-                _remedy_for(known, seen),
-                settles=known.is_constant,
-            )
+            remedy = _REMEDY if min(seen) >= 0 else "set it between steps"
+            remedy = known.remedy or (_OF_CHECKPOINT if again else remedy)
+            yield shared_change(known, self._named(known), read_on, where, remedy)
 
     def carried(self, reads: Reads) -> dict[str, str]:
         """The values that one forward leaves for the next one, and the lines that read them.
@@ -408,10 +430,3 @@ class SharedValues:
             return f"variable {key!r} of a closure"
         what = "entry" if isinstance(owner, CONTENTS) else "attribute"
         return in_words(owner, None if key is ALL else key, self._paths, what)
-
-
-def _remedy_for(known: SharedValue, seen: set[int]) -> str:
-    if min(seen) >= 0:
-        return _REMEDY
-    is_checkpoints = known.is_run_again or known.set_again_on
-    return _OF_CHECKPOINT if is_checkpoints else "set it between steps"
