@@ -410,7 +410,7 @@ class Preparer:
         """Leave out what is prepared: copies and pickles take the model and the options along, and
         record anew."""
         state = dict(self.__dict__)
-        state.update(known=OrderedDict(), _placement=None, _fingerprint=None)
+        state.update(known=OrderedDict(), _placement=None, _fingerprint=None, _losses=LossKinds())
         del state["_watched_values"], state["_hooks"]
         return state
 

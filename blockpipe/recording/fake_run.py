@@ -76,7 +76,7 @@ def record_on_fake_devices(
     kwargs = dict(kwargs or {})
     request = RecordRequest(model, tuple(args), kwargs, planned_by(model, plan), devices)
     try:
-        with alone_with(model):
+        with alone_with(model), request.interrupts:
             return _hooked_fake(request, homes)
     except BlockpipeError:
         raise

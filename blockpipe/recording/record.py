@@ -130,6 +130,17 @@ def _record(
     *,
     fake: bool,
 ) -> Recording:
+    with request.interrupts:
+        return _recorded(request, share, intended, fake=fake)
+
+
+def _recorded(
+    request: RecordRequest,
+    share: BatchPart | None,
+    intended: Sequence[torch.device] | None,
+    *,
+    fake: bool,
+) -> Recording:
     """Record with fake tensors, or for real where that fails."""
     began = time.perf_counter()
     sample = request.model, request.args, request.kwargs

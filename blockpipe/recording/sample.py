@@ -22,6 +22,7 @@ from .._common.nested import leaves, tensors
 from .._common.text import dtype_text
 from ..batches.microbatch import BatchPart
 from ..errors import RecordingError
+from ..restoring.held_interrupts import HeldInterrupts
 from .plain_values.still_code import Hook
 from .plan_resolution import Planned
 
@@ -42,6 +43,7 @@ class RecordRequest:
             a parameter in a plain list of its own still finds the real one there.
         hooks: what a backward calls. The fake parameters have none.
         loss_fn: what a step calls with the output; ``None``: nothing, or it is not known.
+        interrupts: holds interrupts back, which are let through between two operations.
     """
 
     model: nn.Module
@@ -54,6 +56,7 @@ class RecordRequest:
     stand_ins: Mapping[int, Tensor] = field(default_factory=dict)
     hooks: Sequence[Hook] = ()
     loss_fn: Callable[..., Any] | None = None
+    interrupts: HeldInterrupts = field(default_factory=HeldInterrupts)
 
 
 _SHOWN = 8  # of a container's members, or a forward's parameters

@@ -133,6 +133,7 @@ def _watching(request: RecordRequest, result: Recording, holders: Collection[Hol
     recorder = Recorder(step, cursor, result, activations, request.unhookable)
     modules = dict(model.named_modules())
     recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
+    recorder.check_interrupts = request.interrupts.check
     recorder.held, recorder.stand_ins = held_tensors(model, result), request.stand_ins
     recorder.changes = SharedChanges(model)
     recorder.outside = OutsideState(holders, modules)

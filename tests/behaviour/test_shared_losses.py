@@ -12,8 +12,8 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...parity import assert_same_gradients, plain_step
-from ...stage_devices import stages
+from ..parity import assert_same_gradients, plain_step
+from ..stage_devices import stages
 
 
 class Net(nn.Module):
