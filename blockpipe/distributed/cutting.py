@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..errors import CrossingError, PlanError
-from .taping.tape import Entry, Held, Meta, Tape, Value, references
+from .taping.tape import Entry, Held, Meta, Tape, Value, references, size_question
 
 
 @dataclass
@@ -68,6 +70,11 @@ def cut(tape: Tape) -> list[StageTape]:
                 f"expected stages that are a chain, got stage {tape.route[hop + 1]}, which reads "
                 f"nothing that stage {stage} or an earlier one made; put the two on one stage"
             )
+        entries += [
+            size_question(v, torch.Size(tape.metas[hop + 1][v].shape), hop, tape.sized[v])
+            for v in outputs
+            if v in tape.sized and tape.made[v] == hop
+        ]
         now = StageTape(hop, stage, entries, inputs, outputs)
         now.input_metas = [tape.metas[hop][v] for v in inputs]
         now.output_metas = [tape.metas[hop + 1][v] for v in outputs]

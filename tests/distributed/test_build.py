@@ -177,6 +177,34 @@ def test_a_question_about_the_arguments_is_asked_again():
         stage(x, ones.tril())
 
 
+def test_a_size_that_follows_from_the_arguments_is_asked_for_again():
+    """As that of the rows that a mask leaves, of whatever they are; another one is an error."""
+
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor, *, by_rows: bool) -> Tensor:
+            h = self.first(x)[mask != 0].contiguous()
+            if not by_rows:
+                h = h.view(-1, h.size(-1)).sum(0)
+            with bp.Block(1):
+                return self.second(h / h.shape[0] if by_rows else h)
+
+    net, x, mask = Picks(), torch.randn(3, 4), torch.tensor([1, 0, 1])
+    for by_rows in (False, True):
+        assert_like_plain(net, x, mask, by_rows=by_rows)
+        net.zero_grad()
+    width, rows = (build_stage(net, 0, (x, mask), {"by_rows": by}) for by in (False, True))
+    assert torch.equal(rows(x, mask.flip(0))[0], net.first(x)[mask != 0])
+    assert torch.equal(width(x, 1 - mask)[0], net.first(x)[1])
+    with pytest.raises(
+        bp.BlockpipeError, match=r"expected .*\[2, 4\].*test_build\.py:.*got .*\[1, 4\]"
+    ):
+        rows(x, 1 - mask)
+
+
 def test_glue_is_told_that_it_is_traced():
     """It need not look at values then; a sealed module, which runs each time, is not told."""
 
@@ -234,6 +262,10 @@ _keeps = Keeps()
         (lambda _, h: h * h.max().item(), "a tensor's value"),
         (lambda _, h: h + torch.as_tensor(h.detach().numpy() * 2), "a tensor's value"),
         (lambda _, h: h + h[h > 0].shape[0], "a size that depends on data"),
+        (
+            lambda net, h: h + net.second(h[h > 0].view(-1, 1) + h[0]).shape[0],
+            "a size that depends",
+        ),
         (lambda _, h: h * torch.rand(()).item(), "a tensor's value"),
         (_random, "a random number of Python's"),
         (lambda _, h: nn.Linear(4, 4)(h), "a new parameter"),
