@@ -2,13 +2,13 @@
 
     python -m tests.distributed.sweep                                   # stages, one after the other
     python -m tests.distributed.sweep --family timm --only convnext
-    python -m tests.distributed.sweep --into docs/explanation/sweep --resume --processes
+    python -m tests.distributed.sweep --into docs/explanation/sweep --resume --processes 4
 
 Each model is cut into 2 and into 4 stages, at its blocks' boundaries and where ``balance`` cuts it.
 The stages are built from the first of two micro-batches, and run one after the other in this process
 on both, with nothing but the boundary's tensors between them: that finds what cannot be built, and
 what was taken for a constant, without a launch. With ``--processes``, models whose stages are right take
-a step in 2 and in 4 processes, over gloo, as well. Loss, gradients and buffers are compared with
+a step in 2 and in 4 processes, or in as many as it names, over gloo, as well. Loss, gradients and buffers are compared with
 those of the plain loop.
 """
 
@@ -41,9 +41,9 @@ from .chains import run_chain
 from .ranks import run_cases
 
 CUTS = ("blocks 2", "blocks 4", "balance 4")
-PROCESSES = ("2 processes", "4 processes")
+PROCESSES = {"2 processes": 2, "4 processes": 4}
 COLUMNS = (*CUTS, *PROCESSES)
-_TOGETHER = 8  # models in one launch: a start costs seconds
+_TOGETHER = 12  # models in one launch: a start costs seconds
 
 
 def stages_of(entry: Entry, cuts: tuple[str, ...]) -> dict[str, str]:
@@ -162,7 +162,7 @@ def in_processes(family: str, names: list[str], ranks: int) -> dict[str, str]:
     while names:
         now, names = names[:_TOGETHER], names[_TOGETHER:]
         reports = run_cases(
-            __name__, [f"{family}:{name}" for name in now], ranks, seconds=600, patience=180
+            __name__, [f"{family}:{name}" for name in now], ranks, seconds=1200, patience=180
         )
         for at, name in enumerate(now):
             texts = [*reports[f"{family}:{name}"].values()]
@@ -190,7 +190,13 @@ def main() -> None:
     parser.add_argument("--cut", choices=CUTS, action="append", help="default: all three")
     parser.add_argument("--into", type=Path, help="a folder for a file of each family's table")
     parser.add_argument("--resume", action="store_true", help="keep the cells that are good")
-    parser.add_argument("--processes", action="store_true", help="take steps in processes, too")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        nargs="*",
+        choices=(2, 4),
+        help="take steps in so many processes, too; default: 2 and 4",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -211,8 +217,8 @@ def _sweep(family: str, path: Path | None, options: argparse.Namespace) -> None:
             cells.update(_cells(every[name], tuple(cuts)))
             print(f"| {name} | {' | '.join(cells.values())} |", flush=True)
             _write(family, path, every, rows)
-    for column, ranks in zip(PROCESSES, (2, 4), strict=True):
-        if options.processes:
+    for column, ranks in PROCESSES.items():
+        if options.processes is not None and ranks in (options.processes or PROCESSES.values()):
             wanted = [n for n in chosen if rows[n][column] == NOT_RUN and _is_good(rows[n], ranks)]
             for at in range(0, len(wanted), _TOGETHER):
                 for name, cell in in_processes(family, wanted[at : at + _TOGETHER], ranks).items():
