@@ -99,7 +99,7 @@ def _last_uses(tape: Tape) -> dict[int, int]:
     for entry in tape.entries:
         for reference in references((entry.args, entry.kwargs)):
             if isinstance(reference, Value):
-                found[reference.index] = entry.hop
+                found[reference.index] = max(entry.hop, found.get(reference.index, 0))
     for reference in references(tape.output):
         if isinstance(reference, Value):
             found[reference.index] = len(tape.route) - 1

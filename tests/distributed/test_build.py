@@ -246,13 +246,39 @@ def _counts(net: Any, h: Tensor) -> Tensor:
     return h
 
 
-class Keeps(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = x * 2
-        return x + 1
+def _keeps(net: Any, h: Tensor) -> Tensor:
+    net.kept = h * 2
+    return h
 
 
-_keeps = Keeps()
+def _reads_what_it_kept(net: Any, h: Tensor) -> Tensor:
+    net.sum = getattr(net, "sum", None)
+    net.sum = h.detach() if net.sum is None else net.sum + h.detach()
+    return h + net.sum
+
+
+def test_a_tensor_that_the_glue_keeps_is_kept_by_each_run():
+    """In the place of an earlier one: whether there was one must not make a difference."""
+    net, x = Glue(_keeps), torch.randn(3, 4)
+    with torch.no_grad():
+        net(torch.randn(1, 4))
+    first, _ = assert_like_plain(net, x)
+    for given in (x, 2 * x):
+        assert torch.equal(first(given)[0] * 2, net.kept)
+
+
+def _asks_what_it_kept(net: Any, h: Tensor) -> Tensor:
+    net.sum = h * getattr(net, "sum", h).shape[0]
+    return h + net.sum
+
+
+@pytest.mark.parametrize("between", [_reads_what_it_kept, _asks_what_it_kept])
+def test_a_tensor_that_the_glue_keeps_and_reads_again_is_refused(between: Any):
+    """It would go from one micro-batch to the next."""
+    net, x = Glue(between), torch.randn(3, 4)
+    net(x)  # the tensor is there
+    with pytest.raises(bp.BlockpipeError, match="leaves nothing behind .* sets 'sum'"):
+        build_stage(net, 0, x)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +296,7 @@ _keeps = Keeps()
         (_random, "a random number of Python's"),
         (lambda _, h: nn.Linear(4, 4)(h), "a new parameter"),
         (_counts, "leaves nothing behind between modules, got one that sets 'calls'"),
+        (_keeps, "sets 'kept' of 'the model'.*call the model once before"),
         (lambda _, h: h + torch.autograd.grad(h.sum(), h)[0], "a backward inside of the forward"),
     ],
 )

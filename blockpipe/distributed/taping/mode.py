@@ -44,6 +44,7 @@ from .tape import (
     StageDevice,
     Tape,
     Value,
+    references,
     size_question,
 )
 
@@ -98,6 +99,7 @@ class TapingMode(TorchFunctionMode):
         self._tensors: list[Tensor] = []  # by value; alive, so that no other gets the id of one
         self._constant: set[int] = set()  # values that depend on nothing that changes
         self._given: set[int] = set()  # values that depend on the forward's arguments alone
+        self._looked_at: set[int] = set()  # ids of tensors that the glue asked about
         self._asked: set[int] = set()  # values whose whole size each run asks for
         self._python = python_draws()
 
@@ -136,6 +138,7 @@ class TapingMode(TorchFunctionMode):
                 self._refuse("a new parameter", f"call the model once before, or {REMEDY}")
             self._refuse("a look at the graph (grad_fn)")
         if is_question(func) and func not in _HOOKS:
+            self._looked_at.update(id(tensor) for tensor in args[:1])
             if func in _SIZES:
                 self._ask_size(func, args, kwargs)
             return call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
@@ -303,6 +306,23 @@ class TapingMode(TorchFunctionMode):
                 self._asked.add(number)  # a run in which it has another size fails
             question = size_question(number, tensor.size(*dim), self.hop, users_line(), *dim)
             self.tape.entries.append(question)
+
+    def note_kept(
+        self, keep: Callable[[Tensor], None], old: object, new: object, where: str
+    ) -> bool:
+        """Have each run keep a tensor that the forward keeps in the place of another one, unless
+        the forward could tell which one was there."""
+        if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+            return False
+        number = self._numbers.get(id(new))
+        if number is None or id(old) in self._looked_at:
+            return False
+        every = (r for entry in self.tape.entries for r in references((entry.args, entry.kwargs)))
+        if any(isinstance(r, Outside) and r.tensor is old for r in every):
+            return False
+        hop = max(self.tape.made[number], 0)
+        self.tape.entries.append(Entry(keep, None, (Value(number),), {}, [], hop, where))
+        return True
 
     def _number(self, tensor: Tensor, hop: int) -> int:
         number = self._numbers.get(id(tensor))
