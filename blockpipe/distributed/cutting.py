@@ -1,7 +1,8 @@
 """Cut a tape into the calls of each stage, and find the tensors that go from one to the next.
 
 Boundary k is every tensor that is made before stage k + 1 and used on it or later, including the
-arguments of the forward, because torch's engine sends tensors only from a stage to the next.
+arguments of the forward, because torch's engine sends tensors only from a stage to the next. Their
+order is that of their origins, which is the same in every process.
 Parameters do not cross: each stage that reads one has it.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CrossingError, PlanError
+from .taping.origins import origins
 from .taping.tape import Entry, Held, Meta, Tape, Value, references, size_question
 
 
@@ -25,6 +27,7 @@ class StageTape:
         stage: the stage's number in the marks.
         entries: the calls.
         inputs: the values that it takes, in order.
+        origins: what made each of them.
         outputs: the values that it returns, in order; empty for the last stage.
         input_metas: the shapes and dtypes of ``inputs``.
         output_metas: the shapes and dtypes of its results.
@@ -40,6 +43,7 @@ class StageTape:
     entries: list[Entry]
     inputs: list[int]
     outputs: list[int]
+    origins: list[str] = field(default_factory=list)
     input_metas: list[Meta] = field(default_factory=list)
     output_metas: list[Meta] = field(default_factory=list)
     result: Any = None
@@ -56,13 +60,14 @@ def cut(tape: Tape) -> list[StageTape]:
         PlanError: a stage reads nothing that an earlier one made.
         CrossingError: a tensor crosses whose size depends on data.
     """
-    last_use = _last_uses(tape)
+    last_use, made_by = _last_uses(tape), origins(tape)
     stages = []
     inputs = [v for v, made in enumerate(tape.made) if made < 0 and v in last_use]
     for hop, stage in enumerate(tape.route):
         entries = [entry for entry in tape.entries if entry.hop == hop]
         is_last = hop == len(tape.route) - 1
         outputs = [v for v, end in sorted(last_use.items()) if tape.made[v] <= hop < end]
+        outputs.sort(key=lambda value: made_by[value])
         if is_last:
             outputs = []
         elif not outputs:
@@ -76,6 +81,7 @@ def cut(tape: Tape) -> list[StageTape]:
             if v in tape.sized and tape.made[v] == hop
         ]
         now = StageTape(hop, stage, entries, inputs, outputs)
+        now.origins = [made_by[v] for v in inputs]
         now.input_metas = [tape.metas[hop][v] for v in inputs]
         now.output_metas = [tape.metas[hop + 1][v] for v in outputs]
         if is_last:

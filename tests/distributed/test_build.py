@@ -24,6 +24,35 @@ def test_integers_go_past_stages_that_do_not_use_them():
     assert_like_plain(Integers(), torch.randn(2, 4), index=torch.tensor([1, 3]))
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_tensors_cross_in_one_order_whatever_the_order_of_the_calls(writes: bool) -> None:
+    """A forward that goes through a set of strings has another order in each process."""
+
+    class Masks(nn.Module):
+        def __init__(self, names: str) -> None:
+            super().__init__()
+            self.names = names
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            masks = {}
+            for name in self.names:
+                masks[name] = torch.zeros(4) if writes else torch.full((4,), float(ord(name)))
+                if writes:
+                    masks[name].add_(ord(name))
+            h = self.first(x)
+            with bp.Block(1):
+                return self.second(h * masks["a"] + masks["b"]) * masks["c"]
+
+    nets = [Masks(names) for names in ("abc", "cab", "bca")]
+    for net in nets[1:]:
+        net.load_state_dict(nets[0].state_dict())
+    x = torch.randn(3, 4)
+    handed = [build_stage(net, 0, x)(x) for net in nets]
+    for net, given in zip(nets, handed[1:] + handed[:1], strict=True):
+        assert torch.equal(build_stage(net, 1, x)(*given)[0], net(x))
+
+
 @pytest.mark.slow
 def test_a_residual_network_is_cut_inside_of_a_block():
     """Batch norm's running statistics are the plain model's as well."""
