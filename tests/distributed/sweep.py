@@ -16,6 +16,7 @@ import argparse
 import copy
 import gc
 import os
+import sysconfig
 import time
 import traceback
 import warnings
@@ -126,13 +127,23 @@ def __getattr__(name: str) -> Callable[[int, int], None]:
     return lambda rank, ranks: _in_processes(find(family, entry), ranks)
 
 
+def _has_batch_norm(model: nn.Module) -> bool:
+    """Whether a micro-batch of one sample may be too small."""
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
 def _in_processes(entry: Entry, ranks: int) -> None:
-    """A step of 1F1B, beside the plain loop: raises where this process's part differs from it."""
+    """A step of 1F1B, beside the plain loop: raises where this process's part differs from it.
+
+    If the batch is too small for as many micro-batches as there are processes, it is one of GPipe.
+    """
     warnings.simplefilter("ignore")
     model, args, kwargs = _made(entry)
     plain = copy.deepcopy(model)
     chunks, dims = _split(entry)
-    if next(tensors((args, kwargs))).shape[0] >= ranks > chunks:
+    size = next(tensors((args, kwargs))).shape[0]
+    if size >= ranks > chunks and not (size < 2 * ranks and _has_batch_norm(model)):
         chunks = ranks
     plan = _stages(model, split(args, kwargs, None, chunks, dims)[0], ranks, at_blocks=True)
     pipe = DistributedPipeline(
@@ -222,7 +233,7 @@ def _sweep(family: str, path: Path | None, options: argparse.Namespace) -> None:
             wanted = [n for n in chosen if rows[n][column] == NOT_RUN and _is_good(rows[n], ranks)]
             for at in range(0, len(wanted), _TOGETHER):
                 for name, cell in in_processes(family, wanted[at : at + _TOGETHER], ranks).items():
-                    rows[name][column] = in_cell(cell)
+                    rows[name][column] = _in_cell(cell)
                     print(f"{name}, {column}: {cell}", flush=True)
                 _write(family, path, every, rows)
     print("\n".join(_table(family, every, rows)[-1:]))
@@ -236,8 +247,15 @@ def _cells(entry: Entry, cuts: tuple[str, ...]) -> dict[str, str]:
     except Exception as error:
         found = dict.fromkeys(cuts, f"{type(error).__name__}: {error}")
     gc.collect()  # a model that failed is held by its error's traceback
-    cells = {cut: in_cell(cell) for cut, cell in found.items()}
+    cells = {cut: _in_cell(cell) for cut, cell in found.items()}
     return {**cells, "s": f"{time.perf_counter() - begun:.0f}"}
+
+
+def _in_cell(text: str) -> str:
+    """A text as it fits into a table, with paths as they are in a repository."""
+    for folder in (sysconfig.get_path("purelib"), Path.cwd()):
+        text = text.replace(f"{folder}/", "")
+    return in_cell(text)
 
 
 def _is_good(row: dict[str, str], stages: int) -> bool:
