@@ -16,6 +16,7 @@ import argparse
 import copy
 import gc
 import os
+import re
 import sysconfig
 import time
 import traceback
@@ -267,6 +268,19 @@ def _write(
 ) -> None:
     if path:  # after each row: a sweep that is stopped can be resumed
         path.write_text("\n".join(_table(family, every, rows)) + "\n")
+        _write_totals(path.parent)
+
+
+def _write_totals(folder: Path) -> None:
+    """Write what the tables of all families come to, for the pages that say so."""
+    lines = [f"| | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
+    for family in FAMILIES:
+        table = folder / f"distributed-{family}.md"
+        if table.exists():
+            last = table.read_text().splitlines()[-1]
+            counts = {cut: count for count, cut in re.findall(r"(\d+ of \d+) \((.*?)\)", last)}
+            lines.append(f"| {family} | {' | '.join(counts.get(c, NOT_RUN) for c in COLUMNS)} |")
+    (folder / "distributed-totals.md").write_text("\n".join(lines) + "\n")
 
 
 def _table(family: str, every: dict[str, Entry], rows: dict[str, dict[str, str]]) -> list[str]:
