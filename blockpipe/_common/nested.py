@@ -26,8 +26,11 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from leaves(item)
-    elif isinstance(value, Mapping):
+            if isinstance(item, Tensor):  # as nearly always, and on every step's way
+                yield item
+            else:
+                yield from leaves(item)
+    elif type(value) is dict or isinstance(value, Mapping):
         for item in value.values():
             yield from leaves(item)
     elif _is_dataclass(value):

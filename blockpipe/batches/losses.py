@@ -138,5 +138,7 @@ def warn_of_some_without_a_number(losses: Sequence[Tensor]) -> None:
 
 def kind_of(loss_fn: Any) -> Any:
     """Return the code of a loss function: it stays the same if each step defines it anew."""
+    while isinstance(loss_fn, WeightedLoss):
+        loss_fn = loss_fn.loss_fn
     loss_fn = getattr(loss_fn, "func", loss_fn)
     return getattr(loss_fn, "__code__", (type(loss_fn), getattr(loss_fn, "training", None)))

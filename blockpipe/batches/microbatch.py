@@ -214,6 +214,13 @@ def _samples_on(dim: int, size: int | None) -> str:
 
 
 def _pieces(tensor: Tensor, bounds: list[int], dim: int, cut: bool) -> list[Tensor]:
+    if tensor.layout not in (torch.strided, torch.jagged):
+        raise MicrobatchError(
+            f"expected a dense tensor to split into micro-batches, got one of shape "
+            f"{tuple(tensor.shape)} whose layout is {tensor.layout} ({users_line()}); pass it "
+            "dense and convert it in the forward, or give every micro-batch the whole by "
+            "batch_dims={its name or position: None}"
+        )
     # Each on its own for autograd: it forbids writing to the views that one `split` returns, and
     # a write to one view would be in the graph of the next.
     if not cut:

@@ -13,7 +13,7 @@ what is saved), all function modes are left first.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +112,8 @@ def looks_at_graph(function: Callable[..., Any]) -> bool:
 
 def active_mode() -> "CrossingMode | None":
     """Return the mode of this thread; ``None`` outside of a run."""
-    return cast("CrossingMode | None", in_thread.mode)
+    mode: CrossingMode | None = in_thread.mode
+    return mode
 
 
 class CrossingMode(TorchFunctionMode):
@@ -324,7 +325,9 @@ class CrossingMode(TorchFunctionMode):
             def local(tensor: Tensor) -> Tensor:
                 return read(tensor, reads)
 
-            args = own.localize(local, args)
+            args = tuple(
+                [local(a) if isinstance(a, Tensor) else own.localize(local, a) for a in args]
+            )
             kwargs = own.localize(local, kwargs) if kwargs else kwargs
             recomputed = None
             if spec is not None and run.is_recomputing() and saved_tensor_hooks() == self._hooks:

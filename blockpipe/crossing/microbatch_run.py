@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ class MicrobatchRun:
     def next_hop(self, stage: int) -> int:
         """Return the index of the next hop of the route on a stage."""
         route = self.step.route
-        for hop in range(self.hop + 1, len(route)):
+        for hop in range(self.place.hop + 1, len(route)):
             if route[hop] == stage:
                 return hop
         raise RouteError(
@@ -144,10 +144,8 @@ class MicrobatchRun:
     def is_sealed(self, hops: frozenset[int]) -> bool:
         """Return whether a module that is sealed on these hops runs untouched where it is called
         now."""
-        hop = self.hop
-        if self.cursor.stage != self.stage:
-            hop = self.next_hop(self.cursor.stage)
-        return hop in hops
+        place, stage = self.place, self.cursor.stage
+        return (place.hop if stage == place.stage else self.next_hop(stage)) in hops
 
     def count_call(self, what: object) -> int:
         """Return how many times this was called before in this run, and count one more."""
@@ -226,7 +224,8 @@ class MicrobatchRun:
             return tensor
         while tag.newest is not None:
             tensor = tag.newest
-            tag = cast(Tag, getattr(tensor, TAG))
+            tag = getattr(tensor, TAG)
+            assert tag is not None
         if self.writes.reached_back:
             self.writes.check_current(tensor, tag)
         return tensor
@@ -290,8 +289,9 @@ class MicrobatchRun:
 
     def _where_inputs_are(self) -> tuple[int, int]:
         """Return the hop of the inputs and its stage."""
-        if self.hop >= 0:
-            return self.hop, self.stage
+        place = self.place
+        if place.hop >= 0:
+            return place.hop, place.stage
         return 0, self.step.route[0] if self.step.route else 0
 
     def hop_of(self, tensor: Tensor) -> int:

@@ -1,7 +1,8 @@
 """Cut a tape into the calls of each stage, and find the tensors that go from one to the next.
 
 Boundary k is every tensor that is made before stage k + 1 and used on it or later, including the
-arguments of the forward, because torch's engine sends tensors only from a stage to the next.
+arguments of the forward, because torch's engine sends tensors only from a stage to the next. Their
+order is that of their origins, which is the same in every process.
 Parameters do not cross: each stage that reads one has it.
 """
 
@@ -10,8 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..errors import CrossingError, PlanError
-from .taping.tape import Entry, Held, Meta, Tape, Value, references
+from .taping.origins import origins
+from .taping.tape import Entry, Held, Meta, Tape, Value, references, size_question
 
 
 @dataclass
@@ -23,6 +27,7 @@ class StageTape:
         stage: the stage's number in the marks.
         entries: the calls.
         inputs: the values that it takes, in order.
+        origins: what made each of them.
         outputs: the values that it returns, in order; empty for the last stage.
         input_metas: the shapes and dtypes of ``inputs``.
         output_metas: the shapes and dtypes of its results.
@@ -38,6 +43,7 @@ class StageTape:
     entries: list[Entry]
     inputs: list[int]
     outputs: list[int]
+    origins: list[str] = field(default_factory=list)
     input_metas: list[Meta] = field(default_factory=list)
     output_metas: list[Meta] = field(default_factory=list)
     result: Any = None
@@ -54,13 +60,14 @@ def cut(tape: Tape) -> list[StageTape]:
         PlanError: a stage reads nothing that an earlier one made.
         CrossingError: a tensor crosses whose size depends on data.
     """
-    last_use = _last_uses(tape)
+    last_use, made_by = _last_uses(tape), origins(tape)
     stages = []
     inputs = [v for v, made in enumerate(tape.made) if made < 0 and v in last_use]
     for hop, stage in enumerate(tape.route):
         entries = [entry for entry in tape.entries if entry.hop == hop]
         is_last = hop == len(tape.route) - 1
         outputs = [v for v, end in sorted(last_use.items()) if tape.made[v] <= hop < end]
+        outputs.sort(key=lambda value: made_by[value])
         if is_last:
             outputs = []
         elif not outputs:
@@ -68,7 +75,13 @@ def cut(tape: Tape) -> list[StageTape]:
                 f"expected stages that are a chain, got stage {tape.route[hop + 1]}, which reads "
                 f"nothing that stage {stage} or an earlier one made; put the two on one stage"
             )
+        entries += [
+            size_question(v, torch.Size(tape.metas[hop + 1][v].shape), hop, tape.sized[v])
+            for v in outputs
+            if v in tape.sized and tape.made[v] == hop
+        ]
         now = StageTape(hop, stage, entries, inputs, outputs)
+        now.origins = [made_by[v] for v in inputs]
         now.input_metas = [tape.metas[hop][v] for v in inputs]
         now.output_metas = [tape.metas[hop + 1][v] for v in outputs]
         if is_last:
@@ -92,7 +105,7 @@ def _last_uses(tape: Tape) -> dict[int, int]:
     for entry in tape.entries:
         for reference in references((entry.args, entry.kwargs)):
             if isinstance(reference, Value):
-                found[reference.index] = entry.hop
+                found[reference.index] = max(entry.hop, found.get(reference.index, 0))
     for reference in references(tape.output):
         if isinstance(reference, Value):
             found[reference.index] = len(tape.route) - 1

@@ -66,7 +66,9 @@ def kind_of_forward(cut: CutForward) -> Kind:
     common, own = {"route": str(cut.tape.route)}, {}
     for stage in cut.stages:
         given = ", ".join(f"{dtype_text(m.dtype)}{list(m.shape)}" for m in stage.input_metas)
-        own[f"tensors into stage {stage.stage} (step {stage.index} of the route)"] = given
+        where = f"stage {stage.stage} (step {stage.index} of the route)"
+        own[f"tensors into {where}"] = given
+        own[f"origins of the tensors into {where}"] = " ".join(stage.origins)
         for name in sorted(cut.parameters_of(stage.index)):
             common.setdefault(f"stage of {name!r}", str(stage.stage))
     for name, parameter in cut.model.named_parameters():

@@ -242,7 +242,7 @@ class StageModule(nn.Module):
                 tuple([read(environment) for read in args]),
                 {name: read(environment) for name, read in kwargs.items()},
             )
-            if answer is not None and result is not answer:
+            if answer is not None and result != answer:
                 raise RouteError(
                     f"expected {answer} from {name} ({where}), as when it was recorded, got "
                     f"{result}: the forward asks this about its arguments, and may take another "

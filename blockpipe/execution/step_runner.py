@@ -90,13 +90,15 @@ class StepRunner:
         with theirs():
             reduction = reduction_for(loss_fn, self.options.loss_reduction)
             weights = weights_of(microbatches, reduction)
-        prepared = self.preparer.prepare(microbatches[0], self.options)
+        prepared = self.preparer.prepare(microbatches[0], self.options, loss_fn)
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(prepared.devices[prepared.route[-1]])
         want = {"loss", "outputs"} if return_outputs else {"loss"}
         step = self._step(prepared, microbatches, weights, caller, want, loss_fn)
         step.run()
-        self.preparer.look_again(prepared, microbatches[0], self.options, step.state.written)
+        self.preparer.look_again(
+            prepared, microbatches[0], self.options, step.state.written, loss_fn
+        )
         if cut_off:
             _give((tensor, leaf.grad) for tensor, leaf in cut_off)
         elif step.state.inputs_need_grad:

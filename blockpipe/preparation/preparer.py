@@ -6,7 +6,7 @@ Reads as the flow does: record → plan → place.
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,10 +34,12 @@ from .batch_norm import DeferredBatchNorm
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
-from .shared_state import check_shared_state, runs_by
+from .shared_state import LossKinds, check_shared_state, runs_by
 from .watched_values import WatchedValues
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
+
+LossFn = Callable[..., Any] | None
 
 _numbers = itertools.count()
 _log = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class Preparer:
         self._written = frozenset[str]()  # by steps that had not written it when recorded
         self._has_warned_of_recordings = False
         self._has_cautioned = False
+        self._losses = LossKinds()
 
     # --- what is known
 
@@ -146,8 +149,16 @@ class Preparer:
 
     # --- record → plan → place
 
-    def prepare(self, batch: Microbatch, options: PipelineOptions) -> Prepared:
-        """Return the recording that fits a micro-batch, with the model placed by it."""
+    def prepare(
+        self, batch: Microbatch, options: PipelineOptions, loss_fn: LossFn = None
+    ) -> Prepared:
+        """Return the recording that fits a micro-batch, with the model placed by it.
+
+        Args:
+            batch: the micro-batch.
+            options: how steps are run.
+            loss_fn: what the step calls with the output, if it is a function.
+        """
         if self.is_replanned():
             self.unplace()
             self._fingerprint = None
@@ -160,12 +171,12 @@ class Preparer:
         if self._watched_values.has_turned():
             _log.info("recording anew: a value was set, by which a forward may turn")
             self.known.clear()
-        key = self._key(batch, self._fingerprint)
+        key = self._key(batch, self._fingerprint, loss_fn)
         prepared = self.known.get(key)
         if prepared is None:
             if self.known:
                 _log.info("recording once more: other modes, grad mode or arguments than before")
-            recording = self._record(batch, options)
+            recording = self._record(batch, options, loss_fn)
             devices = self.placed() or self._choose_devices(recording)
             recording.check(len(devices), in_order=self._placement is None)
             check_shared_state(recording, options.schedule)
@@ -174,7 +185,8 @@ class Preparer:
             self._forget_oldest(batch)
             self._unread = frozenset(recording.unread)
             self._fingerprint = Fingerprint(self.model, self._unread)
-            key = self._key(batch, self._fingerprint)  # the recording may have more questions
+            # The recording may have more questions.
+            key = self._key(batch, self._fingerprint, loss_fn)
             self.known[key] = prepared
             self._caution_once(prepared, options)
         self.known.move_to_end(key)
@@ -213,13 +225,16 @@ class Preparer:
                 "over one model on different devices each moves it at each call"
             )
 
-    def _record(self, batch: Microbatch, options: PipelineOptions) -> Recording:
+    def _record(
+        self, batch: Microbatch, options: PipelineOptions, loss_fn: LossFn = None
+    ) -> Recording:
         self._watched_values.look_around()
         with self._hooks.absent(), self._watched_values.asked():
             planned = planned_by(self.model, self.given_plan)
             recording = record_planned(
                 RecordRequest(
-                    *(self.model, batch.args, batch.kwargs, planned, self.placed(), options.cuts)
+                    *(self.model, batch.args, batch.kwargs, planned, self.placed(), options.cuts),
+                    loss_fn=loss_fn,
                 ),
                 intended=self.given_devices or default_devices(),
                 share=batch.share,
@@ -288,11 +303,11 @@ class Preparer:
             written=self._written,
         )
 
-    def _key(self, batch: Microbatch, fingerprint: Fingerprint) -> Any:
-        """Return what a recording depends on: modes, grad mode, structure, and the values of
-        arguments that are no tensors. These may lead to another module on the same route, which
-        nothing would notice. Sizes are not in it: a micro-batch whose size leads elsewhere is
-        noticed by its route."""
+    def _key(self, batch: Microbatch, fingerprint: Fingerprint, loss_fn: LossFn) -> Any:
+        """Return what a recording depends on: modes, grad mode, structure, a loss that may share
+        values with the forward, and the values of arguments that are no tensors. These may lead to
+        another module on the same route, which nothing would notice. Sizes are not in it: a
+        micro-batch whose size leads elsewhere is noticed by its route."""
         shape = tuple(
             (leaf.dtype, leaf.dim(), leaf.requires_grad)
             if isinstance(leaf, Tensor)
@@ -302,10 +317,16 @@ class Preparer:
         names = tuple(batch.kwargs)
         steered = self._watched_values.known_by()
         modes = fingerprint.modes(), fingerprint.asked()
-        return steered, modes, torch.is_grad_enabled(), len(batch.args), names, shape
+        loss = self._losses.known_by(loss_fn)
+        return steered, modes, loss, torch.is_grad_enabled(), len(batch.args), names, shape
 
     def look_again(
-        self, prepared: Prepared, batch: Microbatch, options: PipelineOptions, written: list[str]
+        self,
+        prepared: Prepared,
+        batch: Microbatch,
+        options: PipelineOptions,
+        written: list[str],
+        loss_fn: LossFn = None,
     ) -> None:
         """Record again after a step that wrote what it did not write when it was recorded, and
         check that only one hop uses that.
@@ -319,7 +340,7 @@ class Preparer:
         _log.info("recording anew: %s", f"{', '.join(written)} is written by now")
         self._written |= frozenset(written)
         self._fingerprint = None  # the next step records anew; until then, this is what is known
-        recording = self._record(batch, options)
+        recording = self._record(batch, options, loss_fn)
         try:
             check_shared_state(recording, options.schedule)
             if runs_by(recording) != runs_by(prepared.recording):
@@ -389,7 +410,7 @@ class Preparer:
         """Leave out what is prepared: copies and pickles take the model and the options along, and
         record anew."""
         state = dict(self.__dict__)
-        state.update(known=OrderedDict(), _placement=None, _fingerprint=None)
+        state.update(known=OrderedDict(), _placement=None, _fingerprint=None, _losses=LossKinds())
         del state["_watched_values"], state["_hooks"]
         return state
 

@@ -1,8 +1,11 @@
 """State that micro-batches under way at once must not share: what a forward changes, generators."""
 
+from collections.abc import Callable
 from typing import Any
 
+from ..batches.losses import kind_of
 from ..errors import StateError
+from ..recording.plain_values.still_code import uses_state
 from ..recording.recording import Recording
 from ..schedules.builders import ScheduleOption
 
@@ -36,6 +39,20 @@ def check_shared_state(recording: Recording, schedule: ScheduleOption) -> None:
                 f"({shared.where}): micro-batches 0 and 1, under way at once, would change it for "
                 f"each other; {shared.remedy}, or use schedule='sequential'"
             )
+
+
+class LossKinds:
+    """Tells apart the loss functions that may share values with a forward."""
+
+    def __init__(self) -> None:
+        self._uses_state: dict[Any, bool] = {}  # by kind
+
+    def known_by(self, loss_fn: Callable[..., Any] | None) -> Any:
+        """Return what a loss function is known by; ``None`` for one that shares nothing."""
+        kind = kind_of(loss_fn)
+        if kind not in self._uses_state:
+            self._uses_state[kind] = loss_fn is not None and uses_state(loss_fn)
+        return kind if self._uses_state[kind] else None
 
 
 def runs_by(recording: Recording) -> tuple[Any, ...]:

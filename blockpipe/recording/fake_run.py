@@ -32,7 +32,7 @@ from ..restoring.leaked_tensors import TrackedFakes
 from ..restoring.model_state import ModelState, RealWritesUndone
 from ..restoring.restored_thread import leaves_intact
 from ..stages.plan import StagePlan
-from .plain_values.backward_code import hooks_in
+from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, signature
@@ -76,7 +76,7 @@ def record_on_fake_devices(
     kwargs = dict(kwargs or {})
     request = RecordRequest(model, tuple(args), kwargs, planned_by(model, plan), devices)
     try:
-        with alone_with(model):
+        with alone_with(model), request.interrupts:
             return _hooked_fake(request, homes)
     except BlockpipeError:
         raise

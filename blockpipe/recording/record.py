@@ -31,7 +31,7 @@ from ..restoring.model_state import ModelState, WritesUndone
 from ..restoring.restored_thread import leaves_intact
 from ..stages.plan import StagePlan
 from .fake_run import record_there
-from .plain_values.backward_code import hooks_in
+from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, check_initialized, remedy, signature, what_failed
@@ -124,6 +124,17 @@ def record_planned(
 @as_ours
 @counting_writes()
 def _record(
+    request: RecordRequest,
+    share: BatchPart | None,
+    intended: Sequence[torch.device] | None,
+    *,
+    fake: bool,
+) -> Recording:
+    with request.interrupts:
+        return _recorded(request, share, intended, fake=fake)
+
+
+def _recorded(
     request: RecordRequest,
     share: BatchPart | None,
     intended: Sequence[torch.device] | None,

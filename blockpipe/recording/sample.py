@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,8 @@ from .._common.nested import leaves, tensors
 from .._common.text import dtype_text
 from ..batches.microbatch import BatchPart
 from ..errors import RecordingError
-from .plain_values.backward_code import Hook
+from ..restoring.held_interrupts import HeldInterrupts
+from .plain_values.still_code import Hook
 from .plan_resolution import Planned
 
 
@@ -41,6 +42,8 @@ class RecordRequest:
         stand_ins: by the id of each parameter and buffer, the fake one in its place. Code that has
             a parameter in a plain list of its own still finds the real one there.
         hooks: what a backward calls. The fake parameters have none.
+        loss_fn: what a step calls with the output; ``None``: nothing, or it is not known.
+        interrupts: holds interrupts back, which are let through between two operations.
     """
 
     model: nn.Module
@@ -52,6 +55,8 @@ class RecordRequest:
     unhookable: frozenset[str] = frozenset()
     stand_ins: Mapping[int, Tensor] = field(default_factory=dict)
     hooks: Sequence[Hook] = ()
+    loss_fn: Callable[..., Any] | None = None
+    interrupts: HeldInterrupts = field(default_factory=HeldInterrupts)
 
 
 _SHOWN = 8  # of a container's members, or a forward's parameters

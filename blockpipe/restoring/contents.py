@@ -90,6 +90,17 @@ def kept_otherwise(value: Any) -> Callable[[], object] | None:
     return None
 
 
+def is_generator(value: Any) -> bool:
+    """Return whether a value is a random generator of the user's own, of Python or numpy."""
+    if isinstance(value, random.Random):
+        is_global = value is getattr(random.random, "__self__", None)
+        return not is_global and not isinstance(value, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.random.Generator | numpy.random.RandomState):
+        return False
+    return value is not getattr(numpy.random.rand, "__self__", None)
+
+
 def in_array(value: Any) -> Iterable[Any]:
     """Return the objects in a numpy array of objects; nothing for any other value."""
     numpy = sys.modules.get("numpy")

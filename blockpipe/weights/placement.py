@@ -190,13 +190,11 @@ class Fingerprint:
         for names, key, tensor, device in self._held:
             if names.get(key) is not tensor or tensor.device != device:
                 return False
-        return all(len(names) == count for names, count in self._counts)
+        return [len(names) for names, _ in self._counts] == [count for _, count in self._counts]
 
     def is_replanned(self) -> bool:
         """Return whether a plan was set or taken off since, on any of the modules."""
-        return any(
-            attached_plan(m) is not k for m, k in zip(self._modules, self._plans, strict=True)
-        )
+        return any(map(operator.is_not, map(attached_plan, self._modules), self._plans))
 
     def modes(self) -> tuple[Any, ...]:
         """Return the attributes of modules that are switches (``training`` among them), and whether
@@ -209,8 +207,8 @@ class Fingerprint:
     def asked(self) -> tuple[Any, ...]:
         """Return what else may decide a forward's way: which hooks each module has, and which
         parameters need a gradient."""
-        hooks = (_codes_of(hooks) if hooks else () for hooks in self._hooks)
-        return (*hooks, *(tensor.requires_grad for _, _, tensor, _ in self._held))
+        hooks = [_codes_of(hooks) if hooks else () for hooks in self._hooks]
+        return (*hooks, *[tensor.requires_grad for _, _, tensor, _ in self._held])
 
 
 def _codes_of(hooks: dict[int, Any]) -> tuple[Any, ...]:

@@ -40,8 +40,11 @@ def _stage(path: str, stage: object):
 
 
 AT_ONCE = {
-    "None for an entry": (_changed(lambda e: e.insert(0, None)), r"entry 0 is None, no Assignment"),
-    "no entry": ([1, "stem"], r"entry 0 is 1, no Assig.*entry 1 is 'stem'"),
+    "None for an entry": (
+        _changed(lambda e: e.insert(0, None)),
+        r"entry 0 is None, but should be an Assignment",
+    ),
+    "no entry": ([1, "stem"], r"entry 0 is 1, but .*entry 1 is 'stem'"),
     "None for a stage": (
         _changed(_stage("body.1", None)),
         r"the stage of 'body.1' call 0, got None",
@@ -61,7 +64,7 @@ AT_ONCE = {
     ),
     "unknown path": ({"heed": 0}, r"assigns \['heed'\], which Sequential does not have; did you.*"),
     "stage of a pattern": ({"head": "1"}, r"for the stage of 'head', got '1'"),
-    "no path": ({1: 1}, r"entry 0 is .* no Assignment with a path"),
+    "no path": ({1: 1}, r"entry 0 is .* but should be an Assignment with a path"),
     "gap in a mapping": ({"head": 2}, r"got \[0, 2\], where \[1\] are missing"),
     "two patterns": ({"body.*": 0, "body.1": 1}, r"'body.1' is on stage 0, and by 'body.1' on"),
     "layout": ("head=1, body", r"for position 8 of the layout 'head=1, body', got 'body'"),

@@ -2,13 +2,13 @@
 
     python -m tests.distributed.sweep                                   # stages, one after the other
     python -m tests.distributed.sweep --family timm --only convnext
-    python -m tests.distributed.sweep --into docs/explanation/sweep --resume --processes
+    python -m tests.distributed.sweep --into docs/explanation/sweep --resume --processes 4
 
 Each model is cut into 2 and into 4 stages, at its blocks' boundaries and where ``balance`` cuts it.
 The stages are built from the first of two micro-batches, and run one after the other in this process
 on both, with nothing but the boundary's tensors between them: that finds what cannot be built, and
 what was taken for a constant, without a launch. With ``--processes``, models whose stages are right take
-a step in 2 and in 4 processes, over gloo, as well. Loss, gradients and buffers are compared with
+a step in 2 and in 4 processes, or in as many as it names, over gloo, as well. Loss, gradients and buffers are compared with
 those of the plain loop.
 """
 
@@ -16,6 +16,8 @@ import argparse
 import copy
 import gc
 import os
+import re
+import sysconfig
 import time
 import traceback
 import warnings
@@ -41,9 +43,9 @@ from .chains import run_chain
 from .ranks import run_cases
 
 CUTS = ("blocks 2", "blocks 4", "balance 4")
-PROCESSES = ("2 processes", "4 processes")
+PROCESSES = {"2 processes": 2, "4 processes": 4}
 COLUMNS = (*CUTS, *PROCESSES)
-_TOGETHER = 8  # models in one launch: a start costs seconds
+_TOGETHER = 12  # models in one launch: a start costs seconds
 
 
 def stages_of(entry: Entry, cuts: tuple[str, ...]) -> dict[str, str]:
@@ -126,13 +128,23 @@ def __getattr__(name: str) -> Callable[[int, int], None]:
     return lambda rank, ranks: _in_processes(find(family, entry), ranks)
 
 
+def _has_batch_norm(model: nn.Module) -> bool:
+    """Whether a micro-batch of one sample may be too small."""
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
 def _in_processes(entry: Entry, ranks: int) -> None:
-    """A step of 1F1B, beside the plain loop: raises where this process's part differs from it."""
+    """A step of 1F1B, beside the plain loop: raises where this process's part differs from it.
+
+    If the batch is too small for as many micro-batches as there are processes, it is one of GPipe.
+    """
     warnings.simplefilter("ignore")
     model, args, kwargs = _made(entry)
     plain = copy.deepcopy(model)
     chunks, dims = _split(entry)
-    if next(tensors((args, kwargs))).shape[0] >= ranks > chunks:
+    size = next(tensors((args, kwargs))).shape[0]
+    if size >= ranks > chunks and not (size < 2 * ranks and _has_batch_norm(model)):
         chunks = ranks
     plan = _stages(model, split(args, kwargs, None, chunks, dims)[0], ranks, at_blocks=True)
     pipe = DistributedPipeline(
@@ -162,7 +174,7 @@ def in_processes(family: str, names: list[str], ranks: int) -> dict[str, str]:
     while names:
         now, names = names[:_TOGETHER], names[_TOGETHER:]
         reports = run_cases(
-            __name__, [f"{family}:{name}" for name in now], ranks, seconds=600, patience=180
+            __name__, [f"{family}:{name}" for name in now], ranks, seconds=1200, patience=180
         )
         for at, name in enumerate(now):
             texts = [*reports[f"{family}:{name}"].values()]
@@ -190,7 +202,13 @@ def main() -> None:
     parser.add_argument("--cut", choices=CUTS, action="append", help="default: all three")
     parser.add_argument("--into", type=Path, help="a folder for a file of each family's table")
     parser.add_argument("--resume", action="store_true", help="keep the cells that are good")
-    parser.add_argument("--processes", action="store_true", help="take steps in processes, too")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        nargs="*",
+        choices=(2, 4),
+        help="take steps in so many processes, too; default: 2 and 4",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -211,12 +229,12 @@ def _sweep(family: str, path: Path | None, options: argparse.Namespace) -> None:
             cells.update(_cells(every[name], tuple(cuts)))
             print(f"| {name} | {' | '.join(cells.values())} |", flush=True)
             _write(family, path, every, rows)
-    for column, ranks in zip(PROCESSES, (2, 4), strict=True):
-        if options.processes:
+    for column, ranks in PROCESSES.items():
+        if options.processes is not None and ranks in (options.processes or PROCESSES.values()):
             wanted = [n for n in chosen if rows[n][column] == NOT_RUN and _is_good(rows[n], ranks)]
             for at in range(0, len(wanted), _TOGETHER):
                 for name, cell in in_processes(family, wanted[at : at + _TOGETHER], ranks).items():
-                    rows[name][column] = in_cell(cell)
+                    rows[name][column] = _in_cell(cell)
                     print(f"{name}, {column}: {cell}", flush=True)
                 _write(family, path, every, rows)
     print("\n".join(_table(family, every, rows)[-1:]))
@@ -230,8 +248,15 @@ def _cells(entry: Entry, cuts: tuple[str, ...]) -> dict[str, str]:
     except Exception as error:
         found = dict.fromkeys(cuts, f"{type(error).__name__}: {error}")
     gc.collect()  # a model that failed is held by its error's traceback
-    cells = {cut: in_cell(cell) for cut, cell in found.items()}
+    cells = {cut: _in_cell(cell) for cut, cell in found.items()}
     return {**cells, "s": f"{time.perf_counter() - begun:.0f}"}
+
+
+def _in_cell(text: str) -> str:
+    """A text as it fits into a table, with paths as they are in a repository."""
+    for folder in (sysconfig.get_path("purelib"), Path.cwd()):
+        text = text.replace(f"{folder}/", "")
+    return in_cell(text)
 
 
 def _is_good(row: dict[str, str], stages: int) -> bool:
@@ -243,6 +268,19 @@ def _write(
 ) -> None:
     if path:  # after each row: a sweep that is stopped can be resumed
         path.write_text("\n".join(_table(family, every, rows)) + "\n")
+        _write_totals(path.parent)
+
+
+def _write_totals(folder: Path) -> None:
+    """Write what the tables of all families come to, for the pages that say so."""
+    lines = [f"| | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
+    for family in FAMILIES:
+        table = folder / f"distributed-{family}.md"
+        if table.exists():
+            last = table.read_text().splitlines()[-1]
+            counts = {cut: count for count, cut in re.findall(r"(\d+ of \d+) \((.*?)\)", last)}
+            lines.append(f"| {family} | {' | '.join(counts.get(c, NOT_RUN) for c in COLUMNS)} |")
+    (folder / "distributed-totals.md").write_text("\n".join(lines) + "\n")
 
 
 def _table(family: str, every: dict[str, Entry], rows: dict[str, dict[str, str]]) -> list[str]:

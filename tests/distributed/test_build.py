@@ -24,6 +24,35 @@ def test_integers_go_past_stages_that_do_not_use_them():
     assert_like_plain(Integers(), torch.randn(2, 4), index=torch.tensor([1, 3]))
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_tensors_cross_in_one_order_whatever_the_order_of_the_calls(writes: bool) -> None:
+    """A forward that goes through a set of strings has another order in each process."""
+
+    class Masks(nn.Module):
+        def __init__(self, names: str) -> None:
+            super().__init__()
+            self.names = names
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            masks = {}
+            for name in self.names:
+                masks[name] = torch.zeros(4) if writes else torch.full((4,), float(ord(name)))
+                if writes:
+                    masks[name].add_(ord(name))
+            h = self.first(x)
+            with bp.Block(1):
+                return self.second(h * masks["a"] + masks["b"]) * masks["c"]
+
+    nets = [Masks(names) for names in ("abc", "cab", "bca")]
+    for net in nets[1:]:
+        net.load_state_dict(nets[0].state_dict())
+    x = torch.randn(3, 4)
+    handed = [build_stage(net, 0, x)(x) for net in nets]
+    for net, given in zip(nets, handed[1:] + handed[:1], strict=True):
+        assert torch.equal(build_stage(net, 1, x)(*given)[0], net(x))
+
+
 @pytest.mark.slow
 def test_a_residual_network_is_cut_inside_of_a_block():
     """Batch norm's running statistics are the plain model's as well."""
@@ -177,6 +206,34 @@ def test_a_question_about_the_arguments_is_asked_again():
         stage(x, ones.tril())
 
 
+def test_a_size_that_follows_from_the_arguments_is_asked_for_again():
+    """As that of the rows that a mask leaves, of whatever they are; another one is an error."""
+
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor, *, by_rows: bool) -> Tensor:
+            h = self.first(x)[mask != 0].contiguous()
+            if not by_rows:
+                h = h.view(-1, h.size(-1)).sum(0)
+            with bp.Block(1):
+                return self.second(h / h.shape[0] if by_rows else h)
+
+    net, x, mask = Picks(), torch.randn(3, 4), torch.tensor([1, 0, 1])
+    for by_rows in (False, True):
+        assert_like_plain(net, x, mask, by_rows=by_rows)
+        net.zero_grad()
+    width, rows = (build_stage(net, 0, (x, mask), {"by_rows": by}) for by in (False, True))
+    assert torch.equal(rows(x, mask.flip(0))[0], net.first(x)[mask != 0])
+    assert torch.equal(width(x, 1 - mask)[0], net.first(x)[1])
+    with pytest.raises(
+        bp.BlockpipeError, match=r"expected .*\[2, 4\].*test_build\.py:.*got .*\[1, 4\]"
+    ):
+        rows(x, 1 - mask)
+
+
 def test_glue_is_told_that_it_is_traced():
     """It need not look at values then; a sealed module, which runs each time, is not told."""
 
@@ -218,13 +275,39 @@ def _counts(net: Any, h: Tensor) -> Tensor:
     return h
 
 
-class Keeps(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = x * 2
-        return x + 1
+def _keeps(net: Any, h: Tensor) -> Tensor:
+    net.kept = h * 2
+    return h
 
 
-_keeps = Keeps()
+def _reads_what_it_kept(net: Any, h: Tensor) -> Tensor:
+    net.sum = getattr(net, "sum", None)
+    net.sum = h.detach() if net.sum is None else net.sum + h.detach()
+    return h + net.sum
+
+
+def test_a_tensor_that_the_glue_keeps_is_kept_by_each_run():
+    """In the place of an earlier one: whether there was one must not make a difference."""
+    net, x = Glue(_keeps), torch.randn(3, 4)
+    with torch.no_grad():
+        net(torch.randn(1, 4))
+    first, _ = assert_like_plain(net, x)
+    for given in (x, 2 * x):
+        assert torch.equal(first(given)[0] * 2, net.kept)
+
+
+def _asks_what_it_kept(net: Any, h: Tensor) -> Tensor:
+    net.sum = h * getattr(net, "sum", h).shape[0]
+    return h + net.sum
+
+
+@pytest.mark.parametrize("between", [_reads_what_it_kept, _asks_what_it_kept])
+def test_a_tensor_that_the_glue_keeps_and_reads_again_is_refused(between: Any):
+    """It would go from one micro-batch to the next."""
+    net, x = Glue(between), torch.randn(3, 4)
+    net(x)  # the tensor is there
+    with pytest.raises(bp.BlockpipeError, match="leaves nothing behind .* sets 'sum'"):
+        build_stage(net, 0, x)
 
 
 @pytest.mark.parametrize(
@@ -234,10 +317,15 @@ _keeps = Keeps()
         (lambda _, h: h * h.max().item(), "a tensor's value"),
         (lambda _, h: h + torch.as_tensor(h.detach().numpy() * 2), "a tensor's value"),
         (lambda _, h: h + h[h > 0].shape[0], "a size that depends on data"),
+        (
+            lambda net, h: h + net.second(h[h > 0].view(-1, 1) + h[0]).shape[0],
+            "a size that depends",
+        ),
         (lambda _, h: h * torch.rand(()).item(), "a tensor's value"),
         (_random, "a random number of Python's"),
         (lambda _, h: nn.Linear(4, 4)(h), "a new parameter"),
         (_counts, "leaves nothing behind between modules, got one that sets 'calls'"),
+        (_keeps, "sets 'kept' of 'the model'.*call the model once before"),
         (lambda _, h: h + torch.autograd.grad(h.sum(), h)[0], "a backward inside of the forward"),
     ],
 )

@@ -370,7 +370,7 @@ def test_a_meta_model_is_estimated() -> None:
         ({"devices": ["cpu"]}, PlanError, "expected 2 devices, one for each stage, .*got 1"),
         ({"devices": "cpu"}, PlanError, "expected a list with one device for each stage"),
         ({"optimizer": "adamm"}, UsageError, "expected a known optimizer"),
-        ({"schedule": "2f2b"}, ScheduleError, "expected one of .* for the schedule"),
+        ({"schedule": "2f2b"}, ScheduleError, "expected one of .* for schedule"),
         ({"target": torch.zeros(1)}, UsageError, "no loss_fn to compare it by"),
         ({"loss_fn": 3}, UsageError, "expected a callable .* for loss_fn"),
         ({"kwargs": [1]}, UsageError, "a mapping from names to values for kwargs"),

@@ -216,6 +216,14 @@ class CallerState:
         self._dispatch_modes = dispatch_modes()
         self._hooks = saved_tensor_hooks()
         self._streams = _current_streams()
+        self._has_grad_mode_alone = not (
+            self._autocast
+            or self._inference
+            or self._function_modes
+            or self._dispatch_modes
+            or self._hooks is not None
+            or self._streams
+        )
         return self
 
     @property
@@ -233,6 +241,9 @@ class CallerState:
         return self._context.copy().run(self._run, function, backward)
 
     def _run(self, function: Callable[[], R], backward: bool) -> R:
+        if self._has_grad_mode_alone:  # to enter nothing, one by one, takes as long as an action
+            with torch.set_grad_enabled(self._grad or backward):
+                return function()
         with ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(stream)

@@ -10,10 +10,9 @@ as one more root gradient, and sums come about in the plain run's order.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..._common.callsite import users_line
 from ..._torch.modes import has_tangent, is_transformed, outside_of_transforms
@@ -75,7 +74,8 @@ class TensorImport:
             return self._local_untagged(tensor, reads)
         while tag.newest is not None:
             tensor = tag.newest
-            tag = cast(Tag, getattr(tensor, TAG))
+            tag = getattr(tensor, TAG)
+            assert tag is not None
         place = self._place
         if tag.key is not place.key:
             return self._of_another(tensor, tag, reads)
@@ -96,12 +96,19 @@ class TensorImport:
             return tensor  # inside a torch.func transform, which stays on its stage
         if tensor.requires_grad and step.graphs.differentiable:
             if tensor.grad_fn is not None:
+                by_class = (
+                    ""
+                    if type(tensor) in (Tensor, Parameter)
+                    else f"; torch shows no as_subclass({type(tensor).__name__}): call it on the "
+                    "stage that reads its result"
+                )
                 raise CrossingError(
                     f"an operation on stage {place.stage} (micro-batch {place.microbatch}) reads a "
                     f"tensor of shape {tuple(tensor.shape)} that has a gradient path, but was made "
                     f"outside of this forward or by code that Blockpipe cannot intercept "
                     f"({users_line()}); compute it inside the forward with torch operations (by "
                     f"torch.func: in a module of its own), detach it, or {UNCUT}"
+                    f"{by_class}"
                 )
             return self._at_home(tensor, step.adopt(tensor, place.hop, place.stage), reads)
         return self._constant(tensor, reads)
@@ -225,6 +232,20 @@ class TensorImport:
         reads.append((tensor, found))
         return found.value
 
+    def _check_layout(self, tensor: Tensor) -> None:
+        """Raise :class:`CrossingError` for a tensor whose gradient has no way back."""
+        is_nested = tensor.is_nested and tensor.layout is torch.strided
+        is_dense = tensor.layout in (torch.strided, torch.jagged) and not is_nested
+        if is_dense or not tensor.requires_grad or not self._step.graphs.differentiable:
+            return
+        kind = "nested (torch.strided)" if is_nested else str(tensor.layout)
+        raise CrossingError(
+            f"expected a dense tensor with the gradient path that goes to stage "
+            f"{self._place.stage}, got one whose layout is {kind} ({users_line()}): autograd has "
+            "no views of it, so that its gradient cannot go back; let the dense tensor cross that "
+            f"it is made of, and make it where it is read, or {UNCUT}"
+        )
+
     def _import(self, tensor: Tensor, tag: Tag, imports: dict[int, Import]) -> Import:
         step = self._step
         if has_tangent(tensor):
@@ -233,6 +254,7 @@ class TensorImport:
                 f"{tuple(tensor.shape)} of another stage that has a tangent of forward-mode AD "
                 f"({users_line()}): it would be lost on the way; {UNCUT}"
             )
+        self._check_layout(tensor)
         self._writes.before_import(tensor, tag)
         copied = self._copies.bring(tensor, tag.hop, on_host=step.stays(tensor))
         found = self._enter(tensor, copied, imports, tag.hop)

@@ -1,7 +1,12 @@
-"""Refuse a forward that sets attributes of open modules, which a tape would not set again."""
+"""The attributes of open modules that a forward sets.
+
+A tensor that is only kept there, in the place of an earlier one, is set again in each run. Anything
+else is refused: a later forward could read it, or ask whether it is there.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +15,7 @@ from ..._common.callsite import users_line
 from ..._torch.modules import SLOTS, buffers_of
 from ...errors import RecordingError
 from ...recording.recording import Recording
+from .mode import TapingMode
 from .tape import REMEDY
 
 
@@ -24,22 +30,35 @@ class StatesBefore:
             if not any(_is_in(path, outer) for outer in sealed)
         ]
 
-    def check(self) -> None:
-        """Raise :class:`RecordingError` if an attribute has changed."""
+    def settle(self, mode: TapingMode) -> None:
+        """Write down what keeps tensors in attributes.
+
+        Raises:
+            RecordingError: an attribute has changed in a way that a tape cannot hold.
+        """
         for path, module, before in self._kept:
             after = _members(module)
             for name in before.keys() | after.keys():
                 old, new = before.get(name), after.get(name)
-                if old is not new and (isinstance(new, Tensor) or isinstance(old, Tensor)):
-                    same = False
-                else:
-                    same = old is new or bool(old == new)
-                if not same:
-                    raise RecordingError(
-                        "expected a forward that leaves nothing behind between modules, got one "
-                        f"that sets {name!r} of {path or 'the model'!r} ({users_line()}), which a "
-                        f"replayed stage would not do; return it, or {REMEDY}"
-                    )
+                if old is new:
+                    continue
+                if isinstance(new, Tensor) or isinstance(old, Tensor):
+                    where = f"{path or 'the model'}.{name}"
+                    keep = partial(setattr, module, name)
+                    is_attribute = name not in buffers_of(module)
+                    if not (is_attribute and mode.note_kept(keep, old, new, where)):
+                        self._refuse(path, name, new)
+                elif not bool(old == new):
+                    self._refuse(path, name, new)
+
+    def _refuse(self, path: str, name: str, new: object) -> None:
+        warm_up = "call the model once before if it only keeps it there, "
+        raise RecordingError(
+            "expected a forward that leaves nothing behind between modules, got one "
+            f"that sets {name!r} of {path or 'the model'!r} ({users_line()}), which a "
+            f"replayed stage would not do; return it, {warm_up * isinstance(new, Tensor)}or "
+            f"{REMEDY}"
+        )
 
 
 def _is_in(path: str, outer: str) -> bool:

@@ -2,8 +2,8 @@
 
 If the glue asks for a tensor's shape, the answer is written as a constant, because a tape works for
 one set of shapes. If it asks for a value, it is refused, because a tape has no branches. The
-exception is a yes or no about the forward's arguments, such as whether a mask has padding: each run
-asks again, and fails if the answer is another one.
+exceptions are a yes or no about the forward's arguments, such as whether a mask has padding, and a
+size that follows from them: each run asks again, and fails if the answer is another one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,19 @@ from ...errors import CrossingError, RecordingError
 from ...recording.recording import Recording
 from ...stages.cursor import Cursor
 from .operation_watch import InsideMode, OperationWatch, python_draws
-from .tape import REMEDY, Entry, Held, Meta, Outside, Slice, StageDevice, Tape, Value
+from .tape import (
+    REMEDY,
+    Entry,
+    Held,
+    Meta,
+    Outside,
+    Slice,
+    StageDevice,
+    Tape,
+    Value,
+    references,
+    size_question,
+)
 
 _SIZES = frozenset(
     [
@@ -43,6 +55,7 @@ _SIZES = frozenset(
         torch.numel,
     ]
 )
+_BY_INDEX = frozenset([Tensor.__getitem__, Tensor.masked_select, torch.masked_select])
 _HOOKS = frozenset(
     [Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook]
 )
@@ -86,6 +99,8 @@ class TapingMode(TorchFunctionMode):
         self._tensors: list[Tensor] = []  # by value; alive, so that no other gets the id of one
         self._constant: set[int] = set()  # values that depend on nothing that changes
         self._given: set[int] = set()  # values that depend on the forward's arguments alone
+        self._looked_at: set[int] = set()  # ids of tensors that the glue asked about
+        self._asked: set[int] = set()  # values whose whole size each run asks for
         self._python = python_draws()
 
     def __enter__(self) -> TapingMode:
@@ -123,8 +138,9 @@ class TapingMode(TorchFunctionMode):
                 self._refuse("a new parameter", f"call the model once before, or {REMEDY}")
             self._refuse("a look at the graph (grad_fn)")
         if is_question(func) and func not in _HOOKS:
+            self._looked_at.update(id(tensor) for tensor in args[:1])
             if func in _SIZES:
-                self._check_sized(args[0] if args else kwargs.get("input"))
+                self._ask_size(func, args, kwargs)
             return call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
         if func in _BACKWARDS:
             self._refuse("a backward inside of the forward")
@@ -250,9 +266,10 @@ class TapingMode(TorchFunctionMode):
             self._constant.difference_update(entry.writes)
         if not is_given:
             self._given.difference_update(entry.writes)
-        unsized = is_glue and (self.watch.made_unsized or any(map(self._unsized, given)))
+        unsized = self.watch.made_unsized or any(map(self._unsized, given))
+        is_sized = unsized and self._is_sized_by_given(entry.function, given)
         if not is_glue and self.watch.made_unsized:
-            entry.shapes = [tuple(tensor.shape) for tensor in made]
+            entry.shapes, unsized = [tuple(tensor.shape) for tensor in made], False
         for tensor in made:
             if id(tensor) in self._numbers or id(tensor) in self._held:
                 entry.results.append(None)
@@ -264,7 +281,48 @@ class TapingMode(TorchFunctionMode):
             if is_given:
                 self._given.add(number)
             if unsized:
-                self.tape.unsized[number] = users_line()
+                (self.tape.sized if is_sized else self.tape.unsized)[number] = users_line()
+
+    def _is_sized_by_given(self, function: Callable[..., Any] | None, given: list[Tensor]) -> bool:
+        """Whether the sizes of an operation's results depend on the forward's arguments alone."""
+        sources = [tensor for tensor in given if self._unsized(tensor)]
+        if self.watch.made_unsized:  # an index has the sizes, and not what it is an index into
+            sources += given[1:] if function in _BY_INDEX else given
+        return not (self.watch.made_unsized and self.watch.drew) and all(
+            self._is_given(t) or self._numbers.get(id(t)) in self.tape.sized for t in sources
+        )
+
+    def _ask_size(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Have each run ask for a size that depends on data again."""
+        tensor, *dim = (*args, *kwargs.values())
+        number = self._numbers.get(id(tensor), -1)
+        if number in self.tape.unsized:
+            self._refuse("a size that depends on data")
+        if number in self.tape.sized and number not in self._asked:
+            if func is not Tensor.size or not dim:
+                dim = []
+                self._asked.add(number)  # a run in which it has another size fails
+            question = size_question(number, tensor.size(*dim), self.hop, users_line(), *dim)
+            self.tape.entries.append(question)
+
+    def note_kept(
+        self, keep: Callable[[Tensor], None], old: object, new: object, where: str
+    ) -> bool:
+        """Have each run keep a tensor that the forward keeps in the place of another one, unless
+        the forward could tell which one was there."""
+        if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+            return False
+        number = self._numbers.get(id(new))
+        if number is None or id(old) in self._looked_at:
+            return False
+        every = (r for entry in self.tape.entries for r in references((entry.args, entry.kwargs)))
+        if any(isinstance(r, Outside) and r.tensor is old for r in every):
+            return False
+        hop = max(self.tape.made[number], 0)
+        self.tape.entries.append(Entry(keep, None, (Value(number),), {}, [], hop, where))
+        return True
 
     def _number(self, tensor: Tensor, hop: int) -> int:
         number = self._numbers.get(id(tensor))
@@ -325,10 +383,6 @@ class TapingMode(TorchFunctionMode):
             if isinstance(leaf, bool | int | float | complex) or type(leaf).__name__ == "ndarray":
                 self._refuse(f"a tensor's value ({entry.name})")
 
-    def _check_sized(self, tensor: object) -> None:
-        if isinstance(tensor, Tensor) and self._unsized(tensor):
-            self._refuse("a size that depends on data")
-
     def _check_written(self, written: Iterable[Tensor]) -> None:
         for tensor in written:
             if id(tensor) not in self._numbers and id(tensor) not in self._held:
@@ -349,7 +403,10 @@ class TapingMode(TorchFunctionMode):
         return self._is_constant(tensor) or self._numbers.get(id(tensor)) in self._given
 
     def _unsized(self, tensor: Tensor) -> bool:
-        return self._numbers.get(id(tensor), -1) in self.tape.unsized
+        number = self._numbers.get(id(tensor), -1)
+        return number in self.tape.unsized or (
+            number in self.tape.sized and number not in self._asked
+        )
 
     def _refuse(self, what: str, remedy: str = REMEDY) -> None:
         raise RecordingError(

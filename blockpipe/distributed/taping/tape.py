@@ -101,7 +101,8 @@ class Entry:
         writes: the values among its arguments that it writes to in place.
         shapes: the shapes of a module's results, if a size inside of it depends on data. Those of
             the results must not, because the glue has seen them.
-        answer: the answer that the forward got when it asked for a bool of its arguments.
+        answer: the answer that the forward got when it asked for a bool of its arguments, or for a
+            size that follows from them.
         checkpoint: whether a mark asks for recomputation; ``None``: it says nothing.
     """
 
@@ -117,7 +118,7 @@ class Entry:
     has_hooks: bool = False
     writes: list[int] = field(default_factory=list)
     shapes: list[tuple[int, ...]] | None = None
-    answer: bool | None = None
+    answer: bool | int | torch.Size | None = None
     checkpoint: bool | None = None
 
     @property
@@ -126,6 +127,11 @@ class Entry:
         if self.module is not None:
             return f"module {self.module or '(the model)'!r}"
         return getattr(self.function, "__qualname__", None) or repr(self.function)
+
+
+def size_question(value: int, answer: int | torch.Size, hop: int, where: str, *dim: int) -> Entry:
+    """Return an entry that asks for a value's size again, or for that of one dim."""
+    return Entry(Tensor.size, None, (Value(value), *dim), {}, [], hop, where, answer=answer)
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,8 @@ class Tape:
         metas: for each hop, the metadata of all values at its beginning; the entry after the last
             hop has them at the end of the forward.
         storages: the storage of each value.
-        unsized: values whose sizes depend on data.
+        unsized: values whose sizes depend on data, with the line that made each.
+        sized: values whose sizes depend on the data of the forward's arguments alone, likewise.
         grad: whether gradients were on around the forward.
     """
 
@@ -174,6 +181,7 @@ class Tape:
     metas: list[dict[int, Meta]] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)
     unsized: dict[int, str] = field(default_factory=dict)
+    sized: dict[int, str] = field(default_factory=dict)
     grad: bool = True
 
 

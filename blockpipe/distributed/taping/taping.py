@@ -74,7 +74,7 @@ def taped(
             names.pop("forward", None)
             if own is not None:
                 names["forward"] = own
-    states.check()
+    states.settle(mode)
     mode.note_metas()
     if mode.tape.route != recording.route:
         raise RecordingError(

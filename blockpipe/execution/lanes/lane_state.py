@@ -70,9 +70,10 @@ class LaneState:
     def _head(self, lane: int) -> Action | None:
         """The first action left on a lane, after those that are passed over."""
         actions, position = self._actions[lane], self._position[lane]
-        while position < len(actions) and self._is_passed_over(actions[position]):
-            position += 1
-        self._position[lane] = position
+        if self._skipped or self._only is not None:
+            while position < len(actions) and self._is_passed_over(actions[position]):
+                position += 1
+            self._position[lane] = position
         return actions[position] if position < len(actions) else None
 
     def _is_passed_over(self, action: Action) -> bool:

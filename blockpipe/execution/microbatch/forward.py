@@ -2,8 +2,8 @@
 result without a graph."""
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -105,7 +105,7 @@ class MicrobatchForward:
         """Take the arguments to the stages, run the model, and its loss if it is asked for."""
         args, kwargs, target = self._arguments.take(run, batch)
         taken = self._state.whole_arguments.taken(batch, args, kwargs)
-        with self._offloaded(run):
+        with self._offloading(run):
             if self._draws_at_once:
                 # Before the first operation: code that keeps the generator's state for later
                 # (torch.utils.checkpoint) reads it before that.
@@ -133,22 +133,19 @@ class MicrobatchForward:
         context = self._state.context
         return bool(context.sources and context.sources[0]) and context.known.begins[:1] == [0]
 
-    @contextmanager
-    def _offloaded(self, run: MicrobatchRun) -> Iterator[None]:
+    def _offloading(self, run: MicrobatchRun) -> AbstractContextManager[None]:
         """What the forward saves on offloaded stages goes to the host."""
         hops = self._prepared.offloaded
         if not hops or not self._state.context.graphs.differentiable or not self._request.is_cut:
-            yield
-            return
+            return _NOTHING
         key = weakref.ref(run)  # the hooks stay in the graph, which the run holds
 
         def hop() -> int:
             found = key()
             return -1 if found is None else found.hop
 
-        offload = run.offload = Offload(hop, hops, self._stays, self._state.links)
-        with offload.taking():
-            yield
+        run.offload = Offload(hop, hops, self._stays, self._state.links)
+        return run.offload.taking()
 
     def _stays(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is on its device anyway: a parameter's, a buffer's, the caller's."""

@@ -23,6 +23,7 @@ _WRITES = frozenset(
         *("set", "reset"),
     ]
 )
+_FILLS = frozenset(["copy_", "zero_", "fill_"])  # of tensors; others that end so read as well
 _DOES_BOTH = frozenset(["pop", "popleft", "popitem", "setdefault", "send", "__next__"])
 _SAYS = frozenset(["print", "debug", "info", "warning", "error", "critical", "exception", "log"])
 _MATCHED = ast.Name("<match>")  # no function: patterns read attributes
@@ -225,9 +226,14 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
         if around.attr in _DOES_BOTH:
             is_dropped = len(outer) > 2 and isinstance(outer[2], ast.Expr)
             return (Use.WRITE if is_dropped else Use.BOTH), None
-        return (Use.WRITE if around.attr in _WRITES else Use.READ), None
+        if around.attr in _WRITES | _FILLS:
+            return Use.WRITE, None
+        is_in_place = around.attr.endswith("_") and not around.attr.endswith("__")
+        return (Use.BOTH if is_in_place else Use.READ), None
     if isinstance(around, ast.Subscript) and around.value is node:
         return Use.NONE, None  # an entry of it
+    if isinstance(around, ast.keyword) and around.arg == "out":
+        return Use.WRITE, None
     if isinstance(around, ast.keyword) and around.arg is not None:
         around = outer[1]
     if isinstance(around, ast.Match):

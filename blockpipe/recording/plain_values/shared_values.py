@@ -16,36 +16,48 @@ import os
 import sys
 import threading
 import types
-from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from io import StringIO
 from typing import Any
 
 from torch import nn
 
-from ..._common.nested import tensors
+from ...restoring.contents import is_generator
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
-from ...stages.cursor import is_of_microbatch
 from ..calls import Call
 from ..entries import SharedChange
 from ..outside_state import in_words
 from ..reads import NamesRead, libraries_code_reads
 from ..recording import Recording
 from .accesses import Access, Use, accesses_of, may_set, tests_of
-from .backward_code import StillRun, back, frames_of, hops_of, in_backward
+from .checkpoints import CheckpointedFrames
 from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
 from .frozen import frozen
-from .values import PendingWrite, SharedValue
+from .places import (
+    CONTENTS,
+    attribute_of,
+    has_tensors,
+    is_array,
+    is_by_microbatch,
+    is_looked_into,
+    shares_memory,
+    space_of,
+)
+from .still_code import frames_of
+from .tensor_uses import TensorUses
+from .values import ApartRun, PendingWrite, SharedValue, back, shared_change
 
-_CONTENTS = (list, dict, set, deque, bytearray, array, StringIO, ContextVar)
 _REMEDY = "pass it along as an argument"
+_OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
+_OF_ARRAY = "the tensor that is made of it shares its memory: make a copy (torch.tensor)"
+_OF_CHECKPOINT = (
+    "torch.utils.checkpoint runs its function again in the backward: set the value outside of "
+    "that function, and pass it to it as an argument"
+)
 
-_ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
 _STOPS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 # Functions whose answer is another one in each forward, and those that ask a tensor for no value.
 _ASKS_CHANCE = ("random", "randint", "uniform", "choice", "time", "perf_counter", "monotonic")
@@ -92,12 +104,19 @@ class SharedValues:
             if isinstance(function := holder.owner, types.FunctionType):
                 same = self._functions.setdefault(id(function.__code__), [])
                 same += [] if function in same else [function]
+        self._generators = {
+            id(value) for holder in holders for _, value in holder.before if is_generator(value)
+        }
         # To trace takes about as long as the recording of a small model.
-        self.traces = traces or any(
-            may_set(function.__code__)
-            for functions in self._functions.values()
-            for function in functions
-            if is_users(function.__module__)
+        self.traces = (
+            traces
+            or bool(self._generators)
+            or any(
+                may_set(function.__code__)
+                for functions in self._functions.values()
+                for function in functions
+                if is_users(function.__module__)
+            )
         )
         self._values: dict[Where, SharedValue] = {}
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
@@ -105,7 +124,9 @@ class SharedValues:
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
         self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
         self._pending: dict[int, PendingWrite] = {}  # by the id of a frame
-        self._still: StillRun | None = None  # code that is looked at, and does not run
+        self._checkpoints = CheckpointedFrames()
+        self.tensors = TensorUses()
+        self._still: ApartRun | None = None  # code that is looked at, and does not run
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -125,6 +146,7 @@ class SharedValues:
             for pending in [*self._pending.values()]:
                 self._is_set(pending)
             self._pending.clear()
+            self._checkpoints.forget()
 
     # --- what Python calls
 
@@ -138,6 +160,7 @@ class SharedValues:
         frame.f_trace = self._ran  # before the next line, which has no effect on 3.13.0 otherwise
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         self._hops.setdefault(id(frame), {-1: self._hop()})
+        self._checkpoints.begins(frame)
         return self._ran
 
     def _ran(self, frame: types.FrameType, event: str, argument: object) -> Any:
@@ -152,23 +175,25 @@ class SharedValues:
         elif event == "return":
             if not frame.f_code.co_flags & _STOPS:
                 self._note_missed(frame, self._hops.pop(id(frame)))
+            self._checkpoints.ends(frame)
             self._returned.pop(id(frame), None)
             self._returned[id(frame.f_back)] = frame.f_code, argument
         return self._ran
 
-    def runs_back(self, hook: Callable[..., Any], given: object, hop: int) -> None:
-        """A backward will call a hook: what it may set, or read, it does on that way.
+    def runs_beside(self, function: Callable[..., Any], given: object, hop: int) -> None:
+        """Note what code may set, or read, that a step runs beside the forward: a hook or a loss.
 
         Args:
-            hook: the user's function.
+            function: the user's function.
             given: its first argument, if that is known.
-            hop: the hop whose backward that is.
+            hop: the hop that it is on, or the number of that hop's backward.
         """
-        self._still = StillRun()
-        for still in frames_of(hook, given):
+        self._still = ApartRun()
+        for still in frames_of(function, given):
             for accesses in accesses_of(still.f_code).values():
                 still.f_lineno = accesses[0].node.lineno
-                self._note_all(accesses, still, back(hop), over=True)
+                self._note_all(accesses, still, hop, over=True)
+                self.tensors.note(accesses, Frame(still, {}, None), given, hop)  # type: ignore[arg-type]
         self._still = None
 
     def _note_all(
@@ -204,7 +229,7 @@ class SharedValues:
                     return True
             elif isinstance(node, ast.Name | ast.Attribute):
                 owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
-                known = self._values.get((_space_of(owner), key))
+                known = self._values.get((space_of(owner), key))
                 if known is not None and (known.set_on or known.counted_on):
                     return True
                 is_local = owner is None and isinstance(node, ast.Name)
@@ -213,20 +238,23 @@ class SharedValues:
         return False
 
     def _note(self, access: Access, frame: Frame, hop: int) -> None:
+        if self._generators and access.use is not Use.NONE:
+            self._draws(frame.evaluated(access.node), frame, hop)
         owner, key, value = frame.owner_of(access)
         if key is UNKNOWN:
             return  # of a function that is not running: an entry by an argument
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
         owner = self._objects.get(id(owner), owner)  # whose attributes these are
-        if _is_by_microbatch(owner) or _is_by_microbatch(value):
+        if is_by_microbatch(owner) or is_by_microbatch(value):
             return
         if owner is not None and self._is_lasting(owner):
             if access.reads and not access.is_said:
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, counts=access.counts)
             if access.writes:
-                pending = PendingWrite(owner, key, frozen(value), hop, frame.line)
+                apart = self._apart(frame)
+                pending = PendingWrite(owner, key, frozen(value), hop, frame.line, apart)
                 self._pending[id(frame.frame)] = pending
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
             self._uses(access, self._objects.get(id(value), value), frame, hop)
@@ -234,17 +262,30 @@ class SharedValues:
     def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:
         """Note that a mutable value is read as a whole, or changed."""
         is_given = access.use is Use.READ and access.given_to
-        if is_given and _is_looked_into(frame.evaluated(is_given)):
+        if is_given and is_looked_into(frame.evaluated(is_given)):
             return
         if access.use is not Use.WRITE and not access.is_said:
             self._reads(value, ALL, frame, hop, counts=access.counts)
+            if is_given and is_array(value) and shares_memory(frame.evaluated(is_given)):
+                known = self._known(value, ALL)  # what autograd saves may change, too
+                known.is_read(back(hop), frame.line)
+                known.remedy = _OF_ARRAY
         if access.use is not Use.READ:
             known = self._known(value, ALL)
-            known.first_write = known.first_write or frame.line
-            known.set_on.add(hop)
+            known.is_set(hop, frame.line)
             known.is_constant = False
+            if self._checkpoints.of(frame.frame) is not None:
+                known.set_again_on.add(hop)
 
     # --- notes
+
+    def _draws(self, generator: Any, frame: Frame, hop: int) -> None:
+        """Note that code calls a random generator, or hands it to a function."""
+        if id(generator) in self._generators:
+            known = self._known(generator, ALL)
+            known.is_set(hop, frame.line)
+            known.is_read(hop, frame.line)
+            known.is_constant, known.remedy = False, _OF_GENERATOR
 
     def _is_lasting(self, owner: Any) -> bool:
         is_variable = isinstance(owner, Names | types.CellType | threading.local)
@@ -260,41 +301,51 @@ class SharedValues:
             return True
         if id(value) not in self._lasting:
             return False
-        if isinstance(value, _CONTENTS) or _is_array(value):
+        if isinstance(value, CONTENTS) or is_array(value):
             return True
         # An object of the user's is read as a whole by code that is not looked into.
         is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
         return is_object and access.use is Use.READ and access.given_to is not None
 
     def _known(self, owner: Any, key: Any) -> SharedValue:
-        where = _space_of(owner), key
+        where = space_of(owner), key
         if where not in self._values:
             self._values[where] = SharedValue(owner, key)
         return self._values[where]
 
     def _reads(self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool) -> None:
-        if self._still is not None and self._still.reads_its_own((_space_of(owner), key)):
+        apart = self._apart(frame)
+        is_its_own = apart is not None and apart.reads_its_own((space_of(owner), key))
+        if is_its_own and self._still is not None:
             return
         known = self._known(owner, key)
         known.is_carried = known.is_carried or not known.set_on
-        if not counts:
-            known.first_read = known.first_read or frame.line
-            known.read_on.add(hop)
-        else:
+        known.is_read_outside = known.is_read_outside or self._still is not None
+        if counts:
             known.counted_on.add(hop)
+            return
+        known.is_read(hop, frame.line)
+        if not is_its_own and self._checkpoints.of(frame.frame) is not None:
+            known.is_read(back(hop), frame.line)
+            known.remedy = _OF_CHECKPOINT
+
+    def _apart(self, frame: Frame) -> ApartRun | None:
+        """Return the run apart from the forward that a frame is in."""
+        return self._still or self._checkpoints.of(frame.frame)
 
     def _is_set(self, pending: PendingWrite) -> None:
-        if _is_by_microbatch(pending.owner):
+        if is_by_microbatch(pending.owner):
             return
         now = frozen(member_of(pending.owner, pending.key))
-        if self._still is not None:
-            self._still.sets((_space_of(pending.owner), pending.key))
+        if pending.apart is not None:
+            pending.apart.sets((space_of(pending.owner), pending.key))
         self._known(pending.owner, pending.key).is_traced = True
         # On fake tensors the same is the same for all data.
         if not self._fake or now is UNKNOWN or pending.before != now:
             known = self._known(pending.owner, pending.key)
-            known.first_write = known.first_write or pending.line
-            known.set_on.add(pending.hop)
+            known.is_set(pending.hop, pending.line)
+            if pending.apart is not None and self._still is None:
+                known.set_again_on.add(pending.hop)
 
     def changed(self, owner: Any, key: Any, hops: set[int], where: str) -> None:
         """Something has changed, whoever did it: also code that is not traced.
@@ -334,25 +385,20 @@ class SharedValues:
         for known in self._values.values():
             others = self._of_all(known)
             read_on = known.read_on.union(*(other.read_on for other in others))
-            seen = known.set_on | read_on
+            again = {back(hop) for hop in known.set_again_on if known.is_carried}
+            seen = known.set_on | again | read_on
             if not known.set_on or not read_on or len(seen) < 2:
                 continue
-            if _has_tensors(member_of(known.owner, known.key)):
+            # In a forward a tensor says itself which micro-batch it is of.
+            if min(seen) >= 0 and has_tensors(member_of(known.owner, known.key)):
                 continue
             name = attribute_of(known.owner, known.key)
-            # Of a hook that is on a parameter or a tensor, the model knows nothing.
-            if name is not None and min(read_on) >= 0 and reads.is_unread(*name):
+            if name is not None and not known.is_read_outside and reads.is_unread(*name):
                 continue
             where = next(k.first_read for k in (known, *others) if k.first_read)
-            yield SharedChange(
-                f"{self._named(known)}{in_backward(known.set_on)} on hops {hops_of(known.set_on)} "
-                f"({known.first_write})",
-                f"reads it{in_backward(read_on)}",
-                hops_of(read_on),
-                where,
-                "set it between steps" if min(seen) < 0 else _REMEDY,
-                settles=known.is_constant,
-            )
+            remedy = _REMEDY if min(seen) >= 0 else "set it between steps"
+            remedy = known.remedy or (_OF_CHECKPOINT if again else remedy)
+            yield shared_change(known, self._named(known), read_on, where, remedy)
 
     def carried(self, reads: NamesRead) -> dict[str, str]:
         """The values that one forward leaves for the next one, and the lines that read them.
@@ -373,7 +419,7 @@ class SharedValues:
         reverse."""
         if known.key is ALL:
             return [v for v in self._values.values() if v.owner is known.owner and v is not known]
-        whole = self._values.get((_space_of(known.owner), ALL))
+        whole = self._values.get((space_of(known.owner), ALL))
         return [] if whole is None else [whole]
 
     def _named(self, known: SharedValue) -> str:
@@ -382,48 +428,5 @@ class SharedValues:
             return f"{owner.names.get('__name__')}.{key}"
         if isinstance(owner, types.CellType):
             return f"variable {key!r} of a closure"
-        what = "entry" if isinstance(owner, _CONTENTS) else "attribute"
+        what = "entry" if isinstance(owner, CONTENTS) else "attribute"
         return in_words(owner, None if key is ALL else key, self._paths, what)
-
-
-def _is_by_microbatch(container: Any) -> bool:
-    """Whether a dictionary has an entry for each micro-batch: they share none of it."""
-    return isinstance(container, dict) and bool(container) and all(map(is_of_microbatch, container))
-
-
-def attribute_of(owner: Any, key: Any) -> tuple[str, type | None] | None:
-    """Return the name by which code reads a value, and the class of its owner (``None`` for a
-    variable); an entry or an element has no name."""
-    if isinstance(owner, _CONTENTS) or not isinstance(key, str):
-        return None
-    if isinstance(owner, Names | types.CellType):
-        return key, None
-    return key, owner if isinstance(owner, type) else type(owner)
-
-
-def _space_of(owner: Any) -> int:
-    """By which a variable of a module is known, whoever reads it."""
-    return id(owner.names if isinstance(owner, Names) else owner)
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def _is_looked_into(function: Any) -> bool:
-    """Whether a function's own code is traced, or it asks for nothing that changes."""
-    if function in _ASKS:
-        return True
-    if isinstance(function, nn.Module):
-        function = type(function)
-    if isinstance(function, types.FunctionType | types.MethodType | type):
-        return is_users(function.__module__)
-    return False
-
-
-def _has_tensors(value: Any) -> bool:
-    """Whether a value carries tensors: they say themselves which micro-batch they are of."""
-    inside = getattr(value, "__dict__", None)
-    parts = [*inside.values()] if isinstance(inside, dict) else []
-    return any(True for _ in tensors([value, *parts]))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from ..entries import SharedChange
 
 
 @dataclass
@@ -15,11 +18,24 @@ class SharedValue:
     first_write: str = ""
     first_read: str = ""
     set_on: set[int] = field(default_factory=set)
+    set_again_on: set[int] = field(default_factory=set)  # in the backward, by a checkpoint
     read_on: set[int] = field(default_factory=set)
     counted_on: set[int] = field(default_factory=set)
     is_carried: bool = False  # what one forward leaves there the next one reads
     is_traced: bool = False  # whether the user's own code sets it
     is_constant: bool = True  # all values that it is set to may be equal in each forward
+    remedy: str = ""  # where it is a special one
+    is_read_outside: bool = False  # by code that the model does not reach, such as a hook's
+
+    def is_set(self, hop: int, line: str) -> None:
+        """Note that code on a hop sets it."""
+        self.first_write = self.first_write or line
+        self.set_on.add(hop)
+
+    def is_read(self, hop: int, line: str) -> None:
+        """Note that code on a hop reads it."""
+        self.first_read = self.first_read or line
+        self.read_on.add(hop)
 
 
 @dataclass
@@ -31,3 +47,59 @@ class PendingWrite:
     before: Any
     hop: int
     line: str
+    apart: ApartRun | None  # the run apart from the forward that it is in
+
+
+@dataclass
+class ApartRun:
+    """What code that runs apart from the forward does in its order: a hook, or a function that
+    ``torch.utils.checkpoint`` runs again. What it has set itself nothing else carries to it."""
+
+    came: set[Hashable] = field(default_factory=set)
+    fresh: set[Hashable] = field(default_factory=set)
+
+    def reads_its_own(self, where: Hashable) -> bool:
+        """Note a read, and return whether it is of what was set here."""
+        self.came |= set() if where in self.fresh else {where}
+        return where in self.fresh
+
+    def sets(self, where: Hashable) -> None:
+        """Note that something is set."""
+        self.fresh |= set() if where in self.came else {where}
+
+
+def shared_change(
+    known: SharedValue, name: str, read_on: set[int], where: str, remedy: str
+) -> SharedChange:
+    """Return the entry of a recording for a value that one hop sets and another one reads.
+
+    Args:
+        known: the value.
+        name: its name.
+        read_on: the hops that read it.
+        where: the line that reads it first.
+        remedy: the remedy for an error.
+    """
+    return SharedChange(
+        f"{name}{in_backward(known.set_on)} on hops {hops_of(known.set_on)} ({known.first_write})",
+        f"reads it{in_backward(read_on)}",
+        hops_of(read_on),
+        where,
+        remedy,
+        settles=known.is_constant,
+    )
+
+
+def back(hop: int) -> int:
+    """Return the number that a hop's backward has, where hops have theirs."""
+    return -1 - hop
+
+
+def hops_of(numbers: Iterable[int]) -> list[int]:
+    """Return the hops of such numbers, and of hops."""
+    return sorted({hop if hop >= 0 else back(hop) for hop in numbers})
+
+
+def in_backward(numbers: Iterable[int]) -> str:
+    """Return in words whether any of them is a backward's."""
+    return " in a backward" if min(numbers) < 0 else ""

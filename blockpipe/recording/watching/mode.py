@@ -42,6 +42,7 @@ class RecordingMode(CrossingMode):
     ) -> Any:
         if how_many_function_modes():
             return self.apart(func, types, args, kwargs)
+        self.recorder.check_interrupts()
         self.recorder.costs.function = func.__name__
         if not is_question(func):
             self.recorder.operation()
@@ -116,6 +117,7 @@ class RecordedForward(StandIn):
             if stage != now:
                 recorder.begun_by = f"{self.path!r} call {call_number}"
             recorder.cursor.move(stage, None)
+        recorder.check_interrupts()
         recorder.changes.at_call(self.path, self.module)
         recorder.look_outside()
         kind = type(self.module).__name__

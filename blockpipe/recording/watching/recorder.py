@@ -89,6 +89,7 @@ class Recorder:
         self.tensor_hooks: list[tuple[Callable[..., Any], int]] = []  # each with its hop
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.outside_tensors = OutsideTensors()
+        self.check_interrupts: Callable[[], None]
         self.changes: SharedChanges
         self.outside: OutsideState
         self.users: set[str] = set()  # paths of modules of the user's own classes
@@ -176,8 +177,7 @@ class Recorder:
     def look_outside(self) -> None:
         """Look whether the user's own code has changed its own objects, where it is about to run
         something."""
-        innermost = self.calls.innermost
-        if innermost is None or innermost.path in self.users:
+        if (innermost := self.calls.innermost) is None or innermost.path in self.users:
             self.outside.look(self.hop_here())
 
     def hop_here(self) -> int:

@@ -26,8 +26,9 @@ from ...stages.cursor import set_cursor
 from ...stages.marks import mark_of
 from ..entries import Hop, Output
 from ..outside_state import TORCHS, OutsideState
-from ..plain_values.backward_code import Hook, may_set_by
 from ..plain_values.shared_values import SharedValues
+from ..plain_values.still_code import may_set_by
+from ..plain_values.values import back
 from ..plan_resolution import Stages
 from ..reads import NamesRead
 from ..recording import Recording
@@ -87,7 +88,8 @@ def run_watched(
     result.planned_at = None if planned is None else planned.where
     recorder = _watching(request, result, holders)
     modules = dict(model.named_modules())
-    traces = is_second or may_set_by(request.hooks)
+    beside = [hook.function for hook in request.hooks]
+    traces = is_second or may_set_by([*beside, *filter(None, [request.loss_fn])])
     values = SharedValues(holders, modules, recorder.hop_here, fake=fake, traces=traces)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)
@@ -99,8 +101,14 @@ def run_watched(
         given = recorder.held.keys() | {id(tensor) for tensor in tensors(inputs)}
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
-        _note_hooks(request.hooks, recorder, values)
+        _note_code_beside(request, recorder, values)
         _note_state(model, recorder, values, holders)
+        result.shared_changes += values.tensors.shared(
+            recorder.held,
+            recorder.outside_tensors.found(),
+            recorder.stand_ins,
+            lambda tensor: version_of(tensor) != versions[id(tensor)][1],
+        )
     finally:
         set_cursor(before)
         recorder.abandon()
@@ -125,6 +133,7 @@ def _watching(request: RecordRequest, result: Recording, holders: Collection[Hol
     recorder = Recorder(step, cursor, result, activations, request.unhookable)
     modules = dict(model.named_modules())
     recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
+    recorder.check_interrupts = request.interrupts.check
     recorder.held, recorder.stand_ins = held_tensors(model, result), request.stand_ins
     recorder.changes = SharedChanges(model)
     recorder.outside = OutsideState(holders, modules)
@@ -160,17 +169,20 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
     return output
 
 
-def _note_hooks(hooks: Iterable[Hook], recorder: Recorder, values: SharedValues) -> None:
-    """Write down what the code of hooks sets and reads in the backwards of hops."""
+def _note_code_beside(request: RecordRequest, recorder: Recorder, values: SharedValues) -> None:
+    """Write down what the code of hooks sets and reads in the backwards of hops, and that of the
+    loss on the last one."""
     hops = {name: set(held.hops) for held in recorder.result.parameters for name in held.names}
     for call in recorder.result.calls:
         if not call.is_function and call.hop is not None:
             hops.setdefault(call.path, set()).add(call.hop)  # where its backward ends
-    for hook in hooks:
+    for hook in request.hooks:
         for hop in hops.get(hook.name, ()):
-            values.runs_back(hook.function, hook.given, hop)
+            values.runs_beside(hook.function, hook.given, back(hop))
     for function, hop in recorder.tensor_hooks:
-        values.runs_back(function, None, hop)
+        values.runs_beside(function, None, back(hop))
+    if request.loss_fn is not None:
+        values.runs_beside(request.loss_fn, None, max(recorder.hop, 0))
 
 
 def _note_state(

@@ -1,14 +1,15 @@
-"""The user's code that a backward will run: hooks of modules, parameters and tensors.
+"""The user's code that a step will run beside the forward: hooks, and the loss function.
 
-No backward runs in a recording, so that their source is all there is to look at.
+Neither a loss nor a backward runs in a recording, so that their source is all there is to look at.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from ..._common.modules import named_slots
 from ..._torch.graph import gradient_hooks, stepping_hooks
 from ..._torch.modules import backward_hooks_of, parameters_of
+from ...batches.losses import WeightedLoss
 from ...restoring.model_state import is_users
-from .accesses import calls_of, may_set
+from .accesses import accesses_of, calls_of, may_set
 from .expressions import Frame
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
@@ -49,12 +51,12 @@ class Hook(NamedTuple):
 
     Attributes:
         function: the user's.
-        given: the module or parameter that it is on.
-        name: the name of that.
+        given: its first argument; ``None``: a gradient.
+        name: the name of the module or parameter that it is on.
     """
 
     function: Callable[..., Any]
-    given: nn.Module | Tensor
+    given: nn.Module | Tensor | None
     name: str
 
 
@@ -67,52 +69,52 @@ def hooks_in(model: nn.Module) -> list[Hook]:
             for hook in backward_hooks_of(m)
         ),
         *(
-            Hook(hook, parameter, name)
+            Hook(hook, given, name)
             for name, parameter in named_slots(model, parameters_of)
-            for hooks in (gradient_hooks(parameter), stepping_hooks(parameter))
+            for hooks, given in (
+                (gradient_hooks(parameter), None),
+                (stepping_hooks(parameter), parameter),
+            )
             for hook in (hooks or {}).values()
         ),
     ]
 
 
-def may_set_by(hooks: Iterable[Hook]) -> bool:
-    """Return whether any hook may set what outlives it."""
-    return any(
-        may_set(still.f_code) for hook in hooks for still in frames_of(hook.function, hook.given)
-    )
+def may_set_by(functions: Iterable[Callable[..., Any]]) -> bool:
+    """Return whether any function, or what it calls, may set what outlives it."""
+    return any(may_set(still.f_code) for function in functions for still in frames_of(function))
 
 
-@dataclass
-class StillRun:
-    """What a hook does in the order of its source: what it has set itself is not carried to it."""
-
-    came: set[Hashable] = field(default_factory=set)
-    fresh: set[Hashable] = field(default_factory=set)
-
-    def reads_its_own(self, where: Hashable) -> bool:
-        """Note a read, and return whether it is of what was set here."""
-        self.came |= set() if where in self.fresh else {where}
-        return where in self.fresh
-
-    def sets(self, where: Hashable) -> None:
-        """Note that something is set."""
-        self.fresh |= set() if where in self.came else {where}
+def uses_state(function: Callable[..., Any]) -> bool:
+    """Return whether a function, or what it calls, may set or read what outlives it."""
+    for still in frames_of(function):
+        frame = Frame(still, {}, None)  # type: ignore[arg-type]
+        for access in itertools.chain.from_iterable(accesses_of(still.f_code).values()):
+            with contextlib.suppress(Exception):  # of an object that cannot be looked at
+                if frame.owner_of(access)[0] is not None:
+                    return True
+    return False
 
 
-def frames_of(hook: Callable[..., Any], given: object = None) -> Iterator[StillFrame]:
-    """Yield the user's functions that a hook is and calls, as far as its source tells.
+def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[StillFrame]:
+    """Yield the user's functions that a hook or a loss is and calls, as far as its source tells.
 
     Args:
-        hook: a function, a method, or an object that can be called.
+        function: a function, a method, a module, or another object that can be called.
         given: its first argument; ``None``: it is not known.
     """
-    todo: list[tuple[Any, tuple[Any, ...]]] = [(hook, () if given is None else (given,))]
+    todo: list[tuple[Any, tuple[Any, ...]]] = [(function, () if given is None else (given,))]
     seen: set[types.CodeType] = set()
     while todo and len(seen) < _MOST_CALLS:
         called, arguments = todo.pop()
         if isinstance(called, functools.partial):
             todo.append((called.func, called.args))
             continue
+        if isinstance(called, WeightedLoss):
+            todo.append((called.loss_fn, arguments))
+            continue
+        if isinstance(called, nn.Module):
+            called = called.forward
         if not isinstance(called, types.FunctionType | types.MethodType | type):
             called = getattr(called, "__call__", called)  # noqa: B004 - of an object
         if isinstance(called, types.MethodType):
@@ -128,18 +130,3 @@ def frames_of(hook: Callable[..., Any], given: object = None) -> Iterator[StillF
         frame = Frame(still, {}, None)  # type: ignore[arg-type]
         for call in calls_of(called.__code__):
             todo.append((frame.bound(call.func), ()))
-
-
-def back(hop: int) -> int:
-    """Return the number that a hop's backward has, where hops have theirs."""
-    return -1 - hop
-
-
-def hops_of(numbers: Iterable[int]) -> list[int]:
-    """Return the hops of such numbers, and of hops."""
-    return sorted({hop if hop >= 0 else back(hop) for hop in numbers})
-
-
-def in_backward(numbers: Iterable[int]) -> str:
-    """Return in words whether any of them is a backward's."""
-    return " in a backward" if min(numbers) < 0 else ""

@@ -1,0 +1,74 @@
+"""Questions about the places that plain values are in: their names, and what they hold."""
+
+from __future__ import annotations
+
+import sys
+import types
+from array import array
+from collections import deque
+from contextvars import ContextVar
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._common.nested import tensors
+from ...restoring.model_state import is_users
+from ...stages.cursor import is_of_microbatch
+from .expressions import Names
+
+CONTENTS = (list, dict, set, deque, bytearray, array, StringIO, ContextVar)
+
+_SHARE_MEMORY = (torch.from_numpy, torch.as_tensor, torch.asarray)
+_ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
+
+
+def is_by_microbatch(container: Any) -> bool:
+    """Return whether a dictionary has an entry for each micro-batch: they share none of it."""
+    return isinstance(container, dict) and bool(container) and all(map(is_of_microbatch, container))
+
+
+def attribute_of(owner: Any, key: Any) -> tuple[str, type | None] | None:
+    """Return the name by which code reads a value, and the class of its owner (``None`` for a
+    variable); an entry or an element has no name."""
+    if isinstance(owner, CONTENTS) or not isinstance(key, str):
+        return None
+    if isinstance(owner, Names | types.CellType):
+        return key, None
+    return key, owner if isinstance(owner, type) else type(owner)
+
+
+def space_of(owner: Any) -> int:
+    """Return the number by which an object is known; a module's variables have one for all
+    readers."""
+    return id(owner.names if isinstance(owner, Names) else owner)
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is an array of numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def shares_memory(function: Any) -> bool:
+    """Return whether a function makes a tensor that has the memory of an array."""
+    return any(function is one for one in _SHARE_MEMORY)
+
+
+def is_looked_into(function: Any) -> bool:
+    """Return whether a function's own code is traced, or it asks for nothing that changes."""
+    if function in _ASKS:
+        return True
+    if isinstance(function, nn.Module):
+        function = type(function)
+    if isinstance(function, types.FunctionType | types.MethodType | type):
+        return is_users(function.__module__)
+    return False
+
+
+def has_tensors(value: Any) -> bool:
+    """Return whether a value carries tensors: they say themselves which micro-batch they are of."""
+    inside = getattr(value, "__dict__", None)
+    parts = [*inside.values()] if isinstance(inside, dict) else []
+    return any(True for _ in tensors([value, *parts]))

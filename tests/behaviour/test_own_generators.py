@@ -1,0 +1,144 @@
+"""Random generators of the user's own, of Python and numpy, and arrays that tensors share."""
+
+import copy
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ..parity import assert_same_gradients, plain_step
+from ..stage_devices import stages
+
+OF_MODULE = random.Random(0)
+
+
+class Net(nn.Module):
+    """Two layers on two stages, each with what a test does there."""
+
+    def __init__(self, first: Callable[..., Tensor], second: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.second = first, second
+        self.random, self.other = random.Random(0), random.Random(1)
+        self.numpy, self.old = np.random.default_rng(0), np.random.RandomState(0)
+        self.array = np.ones((2, 4), dtype=np.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.first(self, self.a(x).tanh())
+        with bp.Block(stage=1):
+            return self.second(self, self.b(h))
+
+
+def drawn(generator: random.Random) -> float:
+    return generator.random()
+
+
+def _of_python(net: Net, h: Tensor) -> Tensor:
+    return h * net.random.random()
+
+
+def _by_a_function(net: Net, h: Tensor) -> Tensor:
+    return h * drawn(net.random)
+
+
+def _by_a_local_name(net: Net, h: Tensor) -> Tensor:
+    own = net.random
+    return h * own.uniform(0.0, 1.0)
+
+
+def _of_numpy(net: Net, h: Tensor) -> Tensor:
+    return h * float(net.numpy.normal())
+
+
+def _of_old_numpy(net: Net, h: Tensor) -> Tensor:
+    return h * float(net.old.rand())
+
+
+def _of_module(net: Net, h: Tensor) -> Tensor:
+    return h * OF_MODULE.random()
+
+
+def _of_another(net: Net, h: Tensor) -> Tensor:
+    return h * net.other.random()
+
+
+def _of_a_new_one(net: Net, h: Tensor) -> Tensor:
+    return h * random.Random(3).random()
+
+
+X = torch.randn(8, 4)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("draws", "what"),
+    [
+        (_of_python, "a Random"),
+        (_by_a_function, "a Random"),
+        (_by_a_local_name, "a Random"),
+        (_of_numpy, "a Generator"),
+        (_of_old_numpy, "a RandomState"),
+        (_of_module, "a Random"),
+    ],
+)
+def test_a_generator_that_several_stages_draw_from_is_refused(
+    draws: Callable[..., Tensor], what: str
+) -> None:
+    """Which micro-batch got which numbers depended on timing."""
+    pipe = bp.Pipeline(Net(draws, draws), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=rf"{what} on hops \[0, 1\] \(.*tors\.py.*of its own"):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("first", "second"), [(_of_python, _of_another), (_of_a_new_one, _of_a_new_one)]
+)
+def test_a_generator_for_each_stage_gives_the_plain_loops_numbers(
+    first: Callable[..., Tensor], second: Callable[..., Tensor]
+) -> None:
+    net = Net(first, second)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+    plain_step(plain, (X,), {}, X, mse_loss, 4)
+    assert_same_gradients(net, plain)
+
+
+def _shares(net: Net, h: Tensor) -> Tensor:
+    net.array[...] = float(h.shape[0])
+    net.array += 1.0
+    return h * torch.from_numpy(net.array).to(h.device)
+
+
+def _copies(net: Net, h: Tensor) -> Tensor:
+    net.array += 1.0
+    return h * torch.tensor(net.array, device=h.device)
+
+
+def _nothing(net: Net, h: Tensor) -> Tensor:
+    return h
+
+
+def test_a_tensor_with_the_memory_of_an_array_that_the_forward_writes_is_refused() -> None:
+    """Autograd keeps the tensor, and the next micro-batch wrote to its memory."""
+    pipe = bp.Pipeline(Net(_shares, _nothing), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"a ndarray on hops \[0\].*in a backward.*torch\.tensor"):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
+def test_a_copy_of_an_array_that_the_forward_writes_is_fine() -> None:
+    net = Net(_copies, _nothing)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+    plain_step(plain, (X,), {}, X, mse_loss, 4)
+    assert_same_gradients(net, plain)
