@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A torch to install instead of the newest (CI tests the lower bound with it).
 TORCH ?= torch torchvision
 
-.PHONY: demo test test-cpu test-devices test-slow test-all lint types docs sweep benchmarks clean
+.PHONY: demo test test-rest test-devices test-slow test-all lint types docs sweep benchmarks clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,9 +33,9 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated --one-in 12
 
-# Every parameter set, and every example of each property.
-test-cpu: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+# What make test leaves out and is not slow: every other parameter set, every example of a property.
+test-rest: $(VENV)/.test
+	$(BIN)/python -m pytest -n auto --dist worksteal --rest
 	$(BIN)/python -m pytest -m "timed and not slow"
 
 # On the simulated accelerator: make test runs one test in twelve there.

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 from blockpipe.execution.lanes.thread_pool import close_idle_threads
 from blockpipe.preparation import prepared
@@ -64,6 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="one parameter set of each test, fewer examples of each property, no slow tests",
     )
+    parser.addoption("--rest", action="store_true", help="what --quick leaves out and is not slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -105,6 +106,7 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
     """What does not run, on the simulated accelerator or because it shall be quick, and why."""
     seed, most = config.getoption("--delay-seed"), config.getoption("--parameters")
     is_simulated, is_quick = config.getoption("--simulated"), config.getoption("--quick")
+    is_rest = config.getoption("--rest")
     is_beside_others = hasattr(config, "workerinput")  # in a process of pytest-xdist
     if most is None:
         most = 1 if is_quick else PARAMETERS if is_simulated else 0
@@ -113,20 +115,24 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
         mark = item.get_closest_marker("cpu") if is_simulated else None
         if mark is not None:
             yield item, mark.args[0]
-        elif is_quick and item.get_closest_marker("slow"):
+        elif (is_quick or is_rest) and item.get_closest_marker("slow"):
             yield item, "slow: left out by --quick"
         elif is_beside_others and item.get_closest_marker("timed"):
             yield item, "timed: needs a run without -n"
         elif is_simulated and not _is_own(item) and not _asks_for_devices(item):
             yield item, "its module asks for no devices (tests/stage_devices.py)"
         elif item.get_closest_marker("every") or (_is_own(item) and not is_quick):
-            continue
+            if is_rest:
+                yield item, "--quick runs it"
         else:
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     one_in, turn = config.getoption("--one-in"), config.getoption("--turn")
     for family in families.values():
         family.sort(key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
         kept = family[:most] if most else family
+        if is_rest and not _is_property(family[0]):
+            yield family[0], "--quick runs it"
+            continue
         for item in family[len(kept) :]:
             yield item, "another parameter set of the same test: --parameters"
         for item in kept:
@@ -137,6 +143,11 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
 def _is_own(item: pytest.Item) -> bool:
     """Whether it tests the simulated accelerator itself."""
     return item.path.parent == SIMULATED
+
+
+def _is_property(item: pytest.Item) -> bool:
+    """Whether Hypothesis draws its examples, fewer of them with ``--quick``."""
+    return is_hypothesis_test(getattr(item, "obj", None))
 
 
 def _asks_for_devices(item: pytest.Item) -> bool:
