@@ -191,7 +191,10 @@ class Pipeline(ReportMethods, ModuleInterface):
         self._preparer = Preparer(model, devices=devices, plan=plan, values=self._values)
         several = len(set(self._preparer.given_devices or ()))
         if chunks == 1 and several > 1 and schedule != "sequential":
-            warn(f"chunks=1 on {several} devices: only one works at a time; pass chunks=8, say")
+            warn(
+                f"chunks=1 on {several} devices: only one works at a time; pass chunks=8, say, to "
+                "cut a batch into 8 micro-batches"
+            )
         if deferred_batch_norm and (left_alone := synchronized(model)):
             warn(
                 f"deferred_batch_norm=True leaves SyncBatchNorm alone ({', '.join(left_alone)}): "
