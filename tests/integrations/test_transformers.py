@@ -236,6 +236,19 @@ def test_a_pipeline_in_the_plain_trainer_is_refused(tmp_path):
         made(Trainer, tmp_path, pipe, train_dataset=texts()).train()
 
 
+@pytest.mark.slow  # importing trl takes seconds
+def test_a_pipeline_in_one_of_trls_trainers_names_the_mixin(tmp_path):
+    """They ask the model for its configuration first."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    pipe = bp.Pipeline(bp.begin_blocks(gpt(), {"transformer.h.1": 1}), devices=stages(2), chunks=2)
+    with pytest.raises(AttributeError, match=r"'config'; this trainer takes.*PipelineTrainerMixin"):
+        trl.SFTTrainer(
+            pipe,
+            trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
+            train_dataset=datasets.Dataset.from_list([{"input_ids": [1, 2, 3]}]),
+        )
+
+
 def test_a_trainer_that_replaces_the_pipelines_model_is_refused(tmp_path):
     """As TRL's do for ``peft_config``."""
 
