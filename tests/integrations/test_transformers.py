@@ -53,7 +53,8 @@ def test_a_loss_that_ignores_the_number_of_items_stays_a_mean(tmp_path):
         train_dataset=classes(),
         eval_dataset=classes()[:7],
     )
-    assert ours.model_accepts_loss_kwargs
+    # Before 5.0 this forward took no further arguments, and the trainer passed no number.
+    assert ours.model_accepts_loss_kwargs is (int(transformers.__version__.split(".")[0]) >= 5)
     assert_same(ours, plain)
 
 
