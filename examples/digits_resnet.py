@@ -73,7 +73,7 @@ def check_gradients(pipe: bp.Pipeline, x: Tensor, y: Tensor) -> float:
 def main() -> None:
     """Train, test, and check the gradients."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=6)
     options = parser.parse_args()
     torch.manual_seed(0)
     begun = time.perf_counter()
