@@ -17,6 +17,7 @@ from ._common.callsite import remembers_caller, users_line, warn
 from ._common.checks import near_miss
 from ._common.hints import knows_other_names
 from ._common.threads.model_turns import alone_with
+from ._torch.modes import untraced
 from .batches.batch_dims import BatchDims
 from .batches.microbatch import LossReduction
 from .devices.devices import Devices
@@ -191,7 +192,10 @@ class Pipeline(ReportMethods, ModuleInterface):
         self._preparer = Preparer(model, devices=devices, plan=plan, values=self._values)
         several = len(set(self._preparer.given_devices or ()))
         if chunks == 1 and several > 1 and schedule != "sequential":
-            warn(f"chunks=1 on {several} devices: only one works at a time; pass chunks=8, say")
+            warn(
+                f"chunks=1 on {several} devices: only one works at a time; pass chunks=8, say, to "
+                "cut a batch into 8 micro-batches"
+            )
         if deferred_batch_norm and (left_alone := synchronized(model)):
             warn(
                 f"deferred_batch_norm=True leaves SyncBatchNorm alone ({', '.join(left_alone)}): "
@@ -290,6 +294,7 @@ class Pipeline(ReportMethods, ModuleInterface):
 
     # --- steps
 
+    @untraced
     @remembers_caller
     @runs_model
     def forward_backward(
@@ -331,6 +336,7 @@ class Pipeline(ReportMethods, ModuleInterface):
         )
 
     @with_models_signature
+    @untraced
     @remembers_caller
     @runs_model
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -343,6 +349,7 @@ class Pipeline(ReportMethods, ModuleInterface):
         check_reduction(None, kwargs, self.loss_reduction, self.chunks)
         return self._runner.forward(args, kwargs)
 
+    @untraced
     @remembers_caller
     @runs_model
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

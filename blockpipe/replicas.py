@@ -115,6 +115,10 @@ class Replicas:
             step.
         """
         check_loss(loss_fn, target)
+        if isinstance(
+            loss_fn, nn.Module
+        ):  # as Pipeline does; the other copies read its tensors there
+            loss_fn.to(self.pipes[0].output_device)
         kwargs = joined_kwargs(kwargs, model_kwargs)
         shares = self._shares(args, kwargs, target)
         weights = weights_of(shares, reduction_for(loss_fn, self.pipes[0].loss_reduction))

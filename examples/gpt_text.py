@@ -81,7 +81,7 @@ def write(pipe: bp.Pipeline, start: Tensor, count: int, length: int) -> Tensor:
 def main() -> None:
     """Train for some steps and write a little."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=180)
     parser.add_argument("--length", type=int, default=64)
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -35,7 +35,13 @@ _PACKAGES = sysconfig.get_paths()["purelib"] + "/"
 _LOOPS = (
     *("accelerate/", "lightning/", "lightning_fabric/", "pytorch_lightning/"),
     *("transformers/trainer", "trl/trainer/"),
-    *("peft/mapping_func", "peft/peft_model", "peft/tuners/tuners_utils"),
+    *(
+        "peft/mapping",
+        "peft/mixed_model",
+        "peft/peft_model",
+        "peft/tuners/mixed/",
+        "peft/tuners/tuners_utils",
+    ),
 )
 _OTHERS = tuple(_PACKAGES + name for name in _LOOPS)
 _SKIPPED = (_OURS, _package_directory("torch"), "<frozen", "<string>", *_OTHERS)

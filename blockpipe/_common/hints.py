@@ -129,6 +129,22 @@ def lacking(module: str, name: str, instead: Mapping[str, str], known: Iterable[
     return f"module {module!r} has no attribute {name!r}" + (hint and f"; {hint}")
 
 
+def for_trainer(asking: str) -> str | None:
+    """Return what to pass a trainer of Hugging Face's in the place of a pipeline, of which it asks
+    what a model has; ``None``: somebody else asks.
+
+    Args:
+        asking: the name of the module whose code asks.
+    """
+    if not asking.startswith(("transformers.trainer", "trl.")):
+        return None
+    return (
+        "this trainer takes the plain model: derive one that makes a pipeline of it, class "
+        "PipelineSFTTrainer(PipelineTrainerMixin, SFTTrainer) for example, with the mixin of "
+        "blockpipe.integrations.transformers"
+    )
+
+
 def where_model_has(model: nn.Module | None, name: str) -> str | None:
     """Return how to reach an attribute of a pipeline's model; ``None``: it has none of that name.
 

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -125,3 +126,22 @@ def _takes_reference() -> bool:
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls("blockpipe_probe", probe)
     return sys.getrefcount(probe) == before
+
+
+# --- torch.compile
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that ``torch.compile`` calls as it is, where it compiles a caller of it.
+
+    ``torch.compiler.disable`` was no alternative: it imports the compiler, which takes seconds, as
+    soon as a function is decorated. Here this is done when a compiler comes by.
+    """
+    disabled: Callable[P, T] = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        run = disabled if torch.compiler.is_dynamo_compiling() else function
+        return run(*args, **kwargs)
+
+    return call

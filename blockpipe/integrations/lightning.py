@@ -30,7 +30,17 @@ from ..pipeline import Pipeline
 __all__ = ["PipelineStrategy"]
 
 
-class PipelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+class _NamesInstance(type(SingleDeviceStrategy)):  # type: ignore[misc]
+    """A class whose name in an error says to make an instance of it.
+
+    Lightning refuses ``Trainer(strategy=PipelineStrategy)``, and shows what it was given.
+    """
+
+    def __repr__(cls) -> str:
+        return f"{super().__repr__()}, the class: write {cls.__name__}()"
+
+
+class PipelineStrategy(SingleDeviceStrategy, metaclass=_NamesInstance):  # type: ignore[misc]
     """A strategy for a ``LightningModule`` with a :class:`~blockpipe.Pipeline`, which is not moved.
 
     The rest of the module (losses with parameters, metrics) and the batches are on the device of

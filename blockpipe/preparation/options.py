@@ -108,13 +108,20 @@ FIXED = {
 
 # By name: importing them takes time, and few have them.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+_MISSING_FORWARDS = {nn.Module.forward.__qualname__, "LightningModule.forward"}
 
 
 def check_model(model: object) -> None:
-    """Raise :class:`UsageError` for a model that is no module, is on several devices already, or
-    has weights that are on none."""
+    """Raise :class:`UsageError` for a model that is no module, has no forward or weights on no
+    device, or is on several devices already."""
     if not isinstance(model, nn.Module):
         raise UsageError(expected("an nn.Module", model, for_="model of Pipeline"))
+    if getattr(getattr(model, "forward", None), "__qualname__", None) in _MISSING_FORWARDS:
+        raise UsageError(
+            f"expected a model with a forward, got {type(model).__name__} without one "
+            f"({users_line()}); write one, or make the pipeline of the part that has one, inside "
+            "of it: self.net = Pipeline(self.net, …)"
+        )
     for path, module in model.named_modules():
         if type(module).__name__ in _WRAPPERS and type(module).__module__.startswith("torch."):
             where = f"{path!r} is a" if path else "the model is a"

@@ -8,6 +8,7 @@ treat the stages as one module on one device (``.to(device)``, ``torch.compile``
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.hints import ALL_REDUCE, what_is_meant, where_model_has
+from .._common.hints import ALL_REDUCE, for_trainer, what_is_meant, where_model_has
 from .._common.nested import map_tensors
 from .._torch.modules import CHILDREN, RefusesWrappers, Wrapper, versions_in
 from .._torch.tensors import arguments_of_to
@@ -147,7 +148,8 @@ class ModuleInterface(RefusesWrappers):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            hint = where_model_has(self.__dict__.get(CHILDREN, {}).get("module"), name)
+            hint = for_trainer(sys._getframe(1).f_globals.get("__name__", ""))
+            hint = hint or where_model_has(self.__dict__.get(CHILDREN, {}).get("module"), name)
             hint = hint or what_is_meant(name, dir(type(self)))
             if hint is None:
                 raise

@@ -120,22 +120,33 @@ class Pops(nn.Module):
         return self.layers(x) + skip
 
 
+class Half(nn.Module):
+    """Half of the layers, as a layer of the user's."""
+
+    def __init__(self, half: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = half
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 class Skips(nn.Module):
     """The same without names."""
 
     def __init__(self, halves: nn.Sequential) -> None:
         super().__init__()
-        self.halves = halves
+        self.first, self.last = Half(halves[0]), Half(halves[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.halves[1](self.halves[0](x)) + x
+        return self.last(self.first(x)) + x
 
 
 def skip(width: int, devices: list[str], x: Tensor, y: Tensor) -> Pair:
     """A skip from the first stage to the last, by name and as a variable."""
     net = layers(width)
     twin = Skips(copy.deepcopy(net))
-    bp.begin_blocks(twin, {"halves.1": 1})
+    bp.begin_blocks(twin, {"last": 1})
     named = nn.Sequential(Stashes(net[0]), Pops(net[1]))
     model = GPipe(named, [1, 1], devices=devices, chunks=CHUNKS, checkpoint="never")
     pipe = bp.Pipeline(twin, devices=devices, chunks=CHUNKS)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import blockpipe as bp
-from blockpipe.compat import poptorch
+from blockpipe.compat import keras, poptorch
 from blockpipe.compat.poptorch import MISSING, options
 from blockpipe.errors import MicrobatchError, UsageError
 
@@ -234,6 +234,22 @@ def test_batches_of_the_loader_are_those_of_a_call() -> None:
     assert [len(r) for (r,) in poptorch.DataLoader(opts, data, 2, drop_last=False)] == [24, 24, 2]
     with pytest.warns(UserWarning, match=r"DataLoader\(mode=…\) does nothing here"):
         poptorch.DataLoader(opts, data, mode=None)
+
+
+@pytest.mark.parametrize(
+    ("tried", "hint"),
+    [
+        (lambda: poptorch.Options().Training.deviceIterations(2), r"call Options\(\)\.deviceIt"),
+        (lambda: poptorch.Options().Training.enableProfiling(), r"call Options\(\)\.enableProf"),
+        (lambda: poptorch.inferenceModel(two_stages()).isAttachedToDevice(), "leave it out"),
+        (lambda: poptorch.inferenceModel(two_stages()).getTensorNames(), "return the tensor"),
+        (lambda: poptorch.CTCBeamSearchDecoder, "decode the outputs of a call"),
+        (lambda: keras.IPUStrategy, r"Pipeline\(model, devices="),
+    ],
+)
+def test_what_scripts_call_and_doors_lack_says_what_to_write(tried: Any, hint: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute .*; .*{hint}"):
+        tried()
 
 
 def test_the_page_has_every_name() -> None:

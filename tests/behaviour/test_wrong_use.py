@@ -113,6 +113,31 @@ def test_peft_around_a_pipeline_is_refused() -> None:
             peft.get_peft_model(pipe, peft.LoraConfig(target_modules=["0"]))
 
 
+def test_peft_around_a_module_that_holds_a_pipeline_is_refused() -> None:
+    """By each of peft's functions, before it has changed anything, with the user's line."""
+    peft = pytest.importorskip("peft")
+    outer, config = (
+        nn.Sequential(pipeline(), nn.Linear(4, 4)),
+        peft.LoraConfig(target_modules=["0"]),
+    )
+    for wrap in (
+        lambda: peft.get_peft_model(outer, config),
+        lambda: peft.get_peft_model(outer, config, mixed=True),
+        lambda: peft.PeftModel(outer, config),
+        lambda: peft.inject_adapter_in_model(config, outer),
+    ):
+        with unchanged(outer):
+            with pytest.raises(UsageError, match=rf"peft around a pipeline.*{HERE}.*put the pipel"):
+                wrap()
+
+
+@pytest.mark.parametrize("model", [nn.ModuleList([nn.Linear(4, 4)]), nn.Module()], ids=type)
+def test_a_model_without_a_forward_is_refused_at_once(model: nn.Module) -> None:
+    said = rf"a model with a forward, got {type(model).__name__} without one \(.*{HERE}\); write"
+    with pytest.raises(UsageError, match=said):
+        bp.Pipeline(model, devices=["cpu"] * 2, chunks=2)
+
+
 def test_data_parallel_around_a_pipeline_is_refused() -> None:
     with pytest.raises(UsageError, match=rf"the model is a DataParallel.*{HERE}"):
         bp.Pipeline(nn.DataParallel(nn.Linear(4, 4)), devices=["cpu"] * 2, chunks=2)

@@ -274,6 +274,19 @@ def test_a_module_without_a_pipeline_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, True).fit(Automatic(make_net()), loader(), loader(20))
 
 
+def test_a_module_without_a_forward_is_no_model_of_a_pipeline() -> None:
+    """Lightning's module has one that only raises; its parts may have one that runs."""
+    with pytest.raises(
+        bp.errors.UsageError, match=r"got Automatic without one .*self\.net = Pipeline"
+    ):
+        bp.Pipeline(Automatic(make_net()), devices=stages(2), chunks=2)
+
+
+def test_the_class_in_the_place_of_a_strategy_is_told_apart() -> None:
+    with pytest.raises(ValueError, match=r"the class: write PipelineStrategy\(\)`"):
+        pl.Trainer(strategy=PipelineStrategy, accelerator="cpu", logger=False)
+
+
 def test_slips_of_the_strategys_arguments_are_named() -> None:
     """A pipeline, or its devices, in the place of the device of the module's rest."""
     for slip in (lambda: PipelineStrategy(devices=["cpu"] * 2), lambda: PipelineStrategy(chunks=2)):

@@ -53,7 +53,8 @@ def test_a_loss_that_ignores_the_number_of_items_stays_a_mean(tmp_path):
         train_dataset=classes(),
         eval_dataset=classes()[:7],
     )
-    assert ours.model_accepts_loss_kwargs
+    # Before 5.0 this forward took no further arguments, and the trainer passed no number.
+    assert ours.model_accepts_loss_kwargs is (int(transformers.__version__.split(".")[0]) >= 5)
     assert_same(ours, plain)
 
 
@@ -234,6 +235,19 @@ def test_a_pipeline_in_the_plain_trainer_is_refused(tmp_path):
     )
     with pytest.raises(UsageError, match="use blockpipe.integrations.transformers.PipelineTrainer"):
         made(Trainer, tmp_path, pipe, train_dataset=texts()).train()
+
+
+@pytest.mark.slow  # importing trl takes seconds
+def test_a_pipeline_in_one_of_trls_trainers_names_the_mixin(tmp_path):
+    """They ask the model for its configuration first."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    pipe = bp.Pipeline(bp.begin_blocks(gpt(), {"transformer.h.1": 1}), devices=stages(2), chunks=2)
+    with pytest.raises(AttributeError, match=r"'config'; this trainer takes.*PipelineTrainerMixin"):
+        trl.SFTTrainer(
+            pipe,
+            trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
+            train_dataset=datasets.Dataset.from_list([{"input_ids": [1, 2, 3]}]),
+        )
 
 
 def test_a_trainer_that_replaces_the_pipelines_model_is_refused(tmp_path):

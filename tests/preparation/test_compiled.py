@@ -205,3 +205,46 @@ def test_inductor_gives_plain_gradients_to_rounding():
         loss = pipe.forward_backward(x, loss_fn=square).loss
         expected = plain_step(plain, (x,), {}, None, square, 4)
     assert difference(net, plain, loss, expected).gradients < 1e-6
+
+
+class Holding(nn.Module):
+    """A module of the user's that holds a pipeline, with layers before and after it."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.last(self.pipe(self.first(x))).relu()
+
+
+def test_a_compiled_module_runs_the_pipeline_that_it_holds_as_it_is():
+    """The compiler takes what is around the pipeline, and gradients are those without it."""
+    counting = Counting()
+    model, x = Holding(make_net()), torch.randn(8, 6)
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=counting)
+    for _ in range(3):
+        square(compiled(x)).backward()
+        square(plain(x)).backward()
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.grad, expected.grad)
+    assert counting.calls == 3 * 2
+
+
+def test_a_compiled_step_runs_the_pipeline_as_it_is():
+    """``forward_backward`` and ``run`` in a function that the user compiles."""
+    net, counting, x = make_net(), Counting(), torch.randn(8, 6)
+    plain, pipe = copy.deepcopy(net), bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+
+    @torch.compile(backend=counting)
+    def step(x):
+        loss = pipe.forward_backward(x * 2, loss_fn=square).loss
+        return loss, pipe.run(pipe.module, x * 3) + 1
+
+    loss, output = step(x)
+    expected = plain_step(plain, (x * 2,), {}, None, square, 4)
+    assert difference(net, plain, loss, expected).same
+    assert torch.equal(output, net(x * 3) + 1)
+    assert counting.graphs > 0

@@ -32,6 +32,8 @@ MISSING = {
     "ModelLayerPipelineStageAssignment": _ENTRY,
     "NestedModelPipelineStageAssignment": _ENTRY,
     "SequentialLayerPipelineStageAssignment": _ENTRY,
+    "IPUConfig": "pass Pipeline(…, devices=[…])",
+    "IPUStrategy": "leave its scope out, and pass Pipeline(model, devices=[…])",
     "Model": "the model is PyTorch's: derive it from torch.nn.Module",
     "Sequential": "the model is PyTorch's: torch.nn.Sequential",
     "layers": "layers are PyTorch's: torch.nn",

@@ -70,8 +70,9 @@ class PipelineStage(marks.Block):
         super().__init__(stage)
 
     def __enter__(self) -> Self:
-        if active_cursor() is not None:
-            super().__enter__()
+        cursor = active_cursor()
+        if cursor is not None:
+            cursor.enter(Mark(self.stage, None, users_line()))
         elif not torch.compiler.is_dynamo_compiling():
             _ModuleInit().__enter__()
             _made.set((*_made.get(), []))
@@ -83,8 +84,9 @@ class PipelineStage(marks.Block):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if active_cursor() is not None:
-            super().__exit__(kind, error, traceback)
+        cursor = active_cursor()
+        if cursor is not None:
+            cursor.leave()
         elif not torch.compiler.is_dynamo_compiling():
             *outer, made = _made.get()
             _made.set(tuple(outer))

@@ -47,6 +47,7 @@ _PHASES = (
 )
 MISSING = {
     "AsynchronousDataAccessor": "use torch's DataLoader with num_workers= and pin_memory=True",
+    "CTCBeamSearchDecoder": "decode the outputs of a call, by torchaudio for example",
     "CPU": "call the function in the forward: it runs where its tensors are",
     "DataLoaderMode": "loading is asynchronous with DataLoader(…, num_workers=4)",
     "ParallelPhasedExecution": _PHASES,

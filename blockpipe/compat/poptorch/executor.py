@@ -13,7 +13,7 @@ from torch import nn
 from ..._common.callsite import remembers_caller, users_line, warn
 from ..._common.nested import map_tensors
 from ...batches.microbatch import split
-from ...devices.devices import check_device, default_devices
+from ...devices.devices import default_devices
 from ...errors import PlanError, UsageError
 from ...pipeline import Pipeline
 from ...recording.record import record
@@ -33,6 +33,9 @@ _MISSING = {
     "getIpuHostLatency": _TIMED,
     "getLatency": _TIMED,
     "getPerfCounters": _TIMED,
+    "getAnchoredTensor": "return the tensor from the forward",
+    "getTensorNames": "return the tensor from the forward",
+    "isAttachedToDevice": "leave it out: a call attaches to the devices itself",
     "compileAndExport": _NOT_COMPILED,
     "loadExecutable": _NOT_COMPILED,
     "save": _NOT_COMPILED,
@@ -292,14 +295,6 @@ class PoplarExecutor:
             "batch_dims": {"output": None},  # which of them come back, the output mode says
             **self._pipeline_options,
         }
-        several = len({check_device(device) for device in groups[0]})
-        if given["chunks"] == 1 and several > 1 and given["schedule"] != "sequential":
-            given["schedule"] = "sequential"  # of one micro-batch every schedule is this one
-            option = "Training.gradientAccumulation" if self._training else "deviceIterations"
-            warn(
-                f"{option}(1) with stages on {several} devices: only one works at a time; "
-                f"set {option}(8), say, and give as many times the samples in a call"
-            )
         if len(groups) > 1:
             return Replicas(self.model, groups, **given)
         return Pipeline(self.model, devices=groups[0], **given)

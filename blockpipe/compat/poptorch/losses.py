@@ -46,10 +46,13 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
 
 def loss_of(output: Any) -> Any:
     """Return the loss that a model's output marks by :func:`identity_loss`, or its own one."""
-    is_row = type(output) is tuple and all(isinstance(item, Tensor) for item in output)
-    members = output if is_row else tensors(output)  # the common case, in every micro-batch
-    marked = [tensor for tensor in members if getattr(tensor, _IS_LOSS, False)]
-    return marked[-1] if marked else own_loss(output)
+    marked = None
+    for member in output if type(output) is tuple else (output,):
+        # Each micro-batch asks: most members are tensors, and need no search.
+        for tensor in (member,) if isinstance(member, Tensor) else tensors(member):
+            if getattr(tensor, _IS_LOSS, False):
+                marked = tensor
+    return own_loss(output) if marked is None else marked
 
 
 class CallLoss(StepLoss):

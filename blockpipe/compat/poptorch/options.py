@@ -314,6 +314,8 @@ def _elsewhere(
     hint = did_you_mean(name, [*own, *accepted, *refused], otherwise="")
     if group == "Options" and hasattr(TrainingOptions, name):
         hint = f"it is one of Training: Options().Training.{name}(…)"
+    elif group == "Training" and (hasattr(Options, name) or name in ACCEPTED or name in REFUSED):
+        hint = f"it is no option of training alone: call Options().{name}(…) on a line of its own"
     text = f"{type(options).__name__!r} object has no attribute {name!r}"
     raise AttributeError(f"{text}; {hint}" if hint else text)
 

@@ -74,6 +74,8 @@ def _combined(results: Sequence[Any], how: Any) -> Any:
     """Combine results leaf by leaf; a leaf that is not a tensor is taken from the last result."""
     if len(results) == 1:
         return results[0]
+    if isinstance(results[0], Tensor):
+        return how([*results])
     columns = zip(*(leaves(result) for result in results), strict=True)
     values = iter(
         [how(list(column)) if isinstance(column[0], Tensor) else column[-1] for column in columns]

@@ -145,7 +145,10 @@ class Numbering:
         self.ipus: dict[int, int] = {}
 
     def __call__(self, cursor: Cursor, mark: Mark) -> int:
-        name, ipu = _name_of(cursor, mark), mark.stage
+        ipu, name = mark.stage, mark.name
+        if name is None:  # it is counted even where its IPU decides
+            noted = cursor.noted.get(id(mark))
+            name = _auto_id(cursor, mark) if noted is None else noted[0]
         if self.strategy.number_of:
             stage = self.strategy.stage(name)
             number = self.strategy.number_of[name]
@@ -165,20 +168,16 @@ def restart_auto_ids() -> None:
         cursor.noted.pop(_AUTO, None)
 
 
-def _name_of(cursor: Cursor, mark: Mark) -> str:
-    """Return a block's ``user_id``, or its number among blocks without one.
+def _auto_id(cursor: Cursor, mark: Mark) -> str:
+    """Give a block without a ``user_id`` its number among such blocks.
 
     A module under BeginBlock has one mark and one number, however often it is called. A ``with
     Block()`` is another block each time. The mark is kept alive, so that no other gets its ``id``.
     """
-    if mark.name is not None:
-        return mark.name
-    if id(mark) not in cursor.noted:
-        number = cursor.noted.get(_AUTO, 0)
-        cursor.noted[_AUTO] = number + 1
-        cursor.noted[id(mark)] = str(number), mark
-    name: str = cursor.noted[id(mark)][0]
-    return name
+    number = cursor.noted.get(_AUTO, 0)
+    cursor.noted[_AUTO] = number + 1
+    cursor.noted[id(mark)] = str(number), mark
+    return str(number)
 
 
 def _as_stage(stage: object) -> Stage:

@@ -51,7 +51,7 @@ class Namespace:
 Key = tuple[Namespace | None, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes longer to make, and each micro-batch makes some
 class stash:  # noqa: N801 - torchgpipe's name
     """``yield stash(name, tensor)``: keep a tensor for the layer that pops it.
 
@@ -77,7 +77,7 @@ class stash:  # noqa: N801 - torchgpipe's name
     tensor: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class pop:  # noqa: N801 - torchgpipe's name
     """``tensor = yield pop(name)``: take the tensor that an earlier layer has stashed.
 
@@ -113,14 +113,6 @@ class _InThread(threading.local):
 
 
 _in_thread = _InThread()
-
-
-def _kept() -> dict[Key, Tensor | None]:
-    cursor = current_cursor()
-    if cursor is None:
-        return _in_thread.kept
-    kept: dict[Key, Tensor | None] = cursor.kept.setdefault(_KEPT, {})
-    return kept
 
 
 class Skippable(nn.Module):
@@ -190,24 +182,22 @@ class Skippable(nn.Module):
         Returns:
             Its result.
         """
-        kept, used = _kept(), set[str]()
-        output = self.module(input)
+        output, used = self.module(input), set[str]()
         # The abstract class is asked last: that is slow.
         if isinstance(output, GeneratorType) or (
             not isinstance(output, Tensor) and isinstance(output, Generator)
         ):
-            output = self._drive(output, kept, used)
+            output = self._drive(output, used)
         if len(used) < len(self.stashable_names) + len(self.poppable_names):
             self._check_used("stash", self.stashable_names, used)
             self._check_used("pop", self.poppable_names, used)
         return output
 
-    def _drive(
-        self,
-        commands: Generator[object, Tensor | None, Any],
-        kept: dict[Key, Tensor | None],
-        used: set[str],
-    ) -> Any:
+    def _drive(self, commands: Generator[object, Tensor | None, Any], used: set[str]) -> Any:
+        cursor = current_cursor()
+        kept: dict[Key, Tensor | None] = (
+            _in_thread.kept if cursor is None else cursor.kept.setdefault(_KEPT, {})
+        )
         answer: Tensor | None = None
         while True:
             try:
@@ -222,7 +212,10 @@ class Skippable(nn.Module):
             elif isinstance(command, pop):
                 if command.name not in self.poppable_names:
                     raise self._undeclared(command.name, "pop", self.poppable_names)
-                answer = self._popped((self.namespaces.get(command.name), command.name), kept)
+                key = (self.namespaces.get(command.name), command.name)
+                if key not in kept:
+                    raise self._not_stashed(command.name)
+                answer = kept.pop(key)
             else:
                 raise UsageError(
                     expected("stash(…) or pop(…)", command, for_=f"a yield of {self._name}")
@@ -242,13 +235,11 @@ class Skippable(nn.Module):
                 f"({users_line()}); yield {verb}(…) in its forward, or declare less"
             )
 
-    def _popped(self, key: Key, kept: dict[Key, Tensor | None]) -> Tensor | None:
-        if key not in kept:
-            raise RecordingError(
-                f"expected {key[1]!r} to be stashed before {self._name} pops it, but it was not "
-                f"({users_line()}); stash it in an earlier layer"
-            )
-        return kept.pop(key)
+    def _not_stashed(self, name: str) -> RecordingError:
+        return RecordingError(
+            f"expected {name!r} to be stashed before {self._name} pops it, but it was not "
+            f"({users_line()}); stash it in an earlier layer"
+        )
 
     @property
     def _name(self) -> str:
