@@ -13,6 +13,7 @@ from .. import __version__
 from .._common.nested import leaf_names, leaves
 from .._common.text import dtype_text
 from .._common.threads.thread_state import autocast_states
+from .._torch.modules import children_of, parameters_of
 from .agreement import Kind
 from .build import CutForward
 
@@ -49,9 +50,30 @@ def kind_of_step(
 
 def modes_in_words(model: nn.Module) -> dict[str, str]:
     """Which modules are in training mode, and which parameters are trained."""
-    training = [module.training for module in model.modules()]
-    trained = [parameter.requires_grad for parameter in model.parameters()]
-    return {"modules in training mode": _flags(training), "trained parameters": _flags(trained)}
+    modules = _modules(model)
+    held = (parameter for module in modules for parameter in parameters_of(module).values())
+    parameters = {id(parameter): parameter for parameter in held if parameter is not None}
+    trained = [parameter.requires_grad for parameter in parameters.values()]
+    return {
+        "modules in training mode": _flags([module.training for module in modules]),
+        "trained parameters": _flags(trained),
+    }
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """Return all modules once, in a fixed order.
+
+    Each step asks. ``model.parameters()`` goes through a generator for each level of the model, and
+    was most of a step's Python calls beside those of the stages.
+    """
+    found: dict[int, nn.Module] = {}
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            left += children_of(module).values()
+    return [*found.values()]
 
 
 def arguments_in_words(args: Any, kwargs: dict[str, Any]) -> str:
