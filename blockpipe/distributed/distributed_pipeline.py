@@ -274,11 +274,14 @@ class DistributedPipeline(StageReportMethods):
         places, outputs = self._engines.places, None
         sources = dict.fromkeys(source for engine, _ in runs for source in engine.sources)
         streams = StepStreams([*sources], self._device, places, self._replicas)
-        calls = StageCalls(streams, self.checkpoint, len(microbatches))
+        sums = self._gradients.begin(len(microbatches)) if backward else None
+        calls = StageCalls(streams, self.checkpoint, len(microbatches), sums)
         loss_fn = loss_fn if backward else no_loss
         step = Step(loss_fn, self._device, calls, asks_outputs=asks_outputs)
         with streams.step(), self._batch_norm.step():
             self._run_engines(step, calls, runs, weights, backward=backward)
+            if sums is not None:
+                sums.begin_rest()
         self._failures.progress.done("the last micro-batch")
         loss = step.shared_loss(places, self._replicas)
         if asks_outputs:

@@ -308,7 +308,7 @@ class Engine:
         for module in self.modules.values():
             module.microbatch, module.calls = first, calls
         for stage in self._stages:
-            stage.first, stage.observer = first, observer
+            stage.first, stage.observer, stage.sums = first, observer, calls.sums
         given = {"arg_mbs": inputs, "target_mbs": targets if self.has_last else None}
         if backward:
             self._schedule.step(**given, return_outputs=False)

@@ -96,6 +96,12 @@ def kind_of_forward(cut: CutForward) -> Kind:
     return Kind(common, own)
 
 
+def kind_of_values(model: nn.Module) -> Kind:
+    """Return the parameters and buffers of a model that each process has as a whole."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return Kind({f"the value {name!r}": _leaf(tensor) for name, tensor in named})
+
+
 def _flags(flags: list[bool]) -> str:
     """As many words as there are changes."""
     runs = [f"{len([*run])} {'yes' if flag else 'no'}" for flag, run in groupby(flags)]
