@@ -65,7 +65,8 @@ class Agreement:
         """Check at the end of a block that all processes do the same and that none has failed.
 
         Args:
-            kind: returns a description of the next action, as for :meth:`check`.
+            kind: returns a description of the next action, as for :meth:`check`; called after the
+                block.
             asks: bits that this process asks for.
 
         Yields:
@@ -75,8 +76,8 @@ class Agreement:
         what, failure = Kind(), None
         try:
             with self._failures.progress.computing("what it does before a step"):
-                what = kind()
                 yield asked
+                what = kind()
         except Exception as error:
             failure = error
         asked.append(self.check(what, asks, failure))

@@ -207,6 +207,7 @@ class TiedLayers(nn.Module):
 
     def __init__(self, stages: int, sharing: set[int]) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(stages))
         self.shared = nn.Linear(6, 6)
         self.sharing = sharing
