@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ import torch.distributed as dist
 
 from .._common.callsite import users_line
 from ..errors import RankError
-from .rank_failures.failures import Failures
+from .rank_failures.failures import Failures, root_of
 
+_BEFORE = "failed before the step began, and nothing was sent"
 _SHOWN = 5  # differences in a message, and ranks of each
 
 
@@ -63,7 +65,8 @@ class Agreement:
         """Check at the end of a block that all processes do the same and that none has failed.
 
         Args:
-            kind: returns a description of the next action, as for :meth:`check`.
+            kind: returns a description of the next action, as for :meth:`check`; called after the
+                block.
             asks: bits that this process asks for.
 
         Yields:
@@ -73,8 +76,8 @@ class Agreement:
         what, failure = Kind(), None
         try:
             with self._failures.progress.computing("what it does before a step"):
-                what = kind()
                 yield asked
+                what = kind()
         except Exception as error:
             failure = error
         asked.append(self.check(what, asks, failure))
@@ -94,23 +97,45 @@ class Agreement:
             BaseException: the failure, in the process that has it.
             RankError: another process has failed, or passes another description.
         """
+        said = f"{type(failure).__name__}: {failure}" if failure is not None else ""
+        return self._checked(kind, asks, failure, said, _BEFORE)
+
+    def end(self, failure: BaseException | None) -> None:
+        """Check at the end of a step that it has failed in no process.
+
+        Args:
+            failure: the error that it has ended with in this one.
+
+        Raises:
+            BaseException: the failure, in the process that has it.
+            RankError: the step has failed in another process; with the traceback.
+        """
+        said = ""
+        if failure is not None:
+            said = "\n" + "".join(traceback.format_exception(root_of(failure)))
+        self._failures.began = False  # once all know of it, they can go on
+        self._checked(Kind({"call": "the end of a step"}), 0, failure, said, "failed in a step")
+        self._failures.began = True
+
+    def _checked(
+        self, kind: Kind, asks: int, failure: BaseException | None, said: str, when: str
+    ) -> int:
         self._failures.is_agreed = False
         self._failures.progress.done("what it does before a step")
         common, own = _digest(kind.common), _digest(kind.own)
         rows = self._rows([failure is not None, common, own, asks], self._group)
         is_trouble = any(row[0] for row in rows) or any(row[1:3] != rows[0][1:3] for row in rows)
-        said = f"{type(failure).__name__}: {failure}" if failure is not None else ""
         texts = []
         if is_trouble:
             texts = self._texts(said, kind.common, kind.own, self._group)
-        trouble = _trouble(texts)
+        trouble = _trouble(texts, when)
         if self._replicas is not None:
             rows_of_replicas = self._rows([is_trouble, rows[0][1]], self._replicas)
             first = rows_of_replicas[0]
             if any(row[0] or row[1] != first[1] for row in rows_of_replicas):
                 texts = self._texts(trouble, kind.common, {}, self._replicas)
                 troubles = [text.failure for text in texts if text.failure]
-                trouble = troubles[0] if troubles else _trouble(texts)
+                trouble = troubles[0] if troubles else _trouble(texts, when)
         self._failures.is_agreed = True
         if failure is not None:
             raise failure
@@ -158,14 +183,11 @@ def _digest(values: Mapping[str, str]) -> int:
     return int.from_bytes(hashlib.sha256(json.dumps([*values.items()]).encode()).digest()[:7])
 
 
-def _trouble(texts: list[_Text]) -> str:
-    """What is wrong, if anything is."""
+def _trouble(texts: list[_Text], when: str) -> str:
+    """What is wrong, if anything is; a failure is told with when it came."""
     for text in texts:
         if text.failure:
-            return (
-                f"rank {text.rank} failed before the step began, and nothing was sent "
-                f"({users_line()}): {text.failure}"
-            )
+            return f"rank {text.rank} {when} ({users_line()}): {text.failure}"
     names = dict.fromkeys(name for text in texts for name in text.values)
     differing = []
     for name in names:

@@ -27,7 +27,7 @@ from ..restoring.restored_thread import leaves_intact
 from ..stages.plan import StagePlan
 from ..weights.materialize import Init, materialize
 from ..weights.sources import Weights
-from .cutting import StageTape, cut
+from .cutting import StageTape, cut, questions
 from .microbatches.streams import drawn_sources
 from .replay import StageModule
 from .taping.tape import Tape
@@ -91,6 +91,18 @@ class CutForward:
             if spec is not None:
                 module.recomputable[path] = spec
         return module
+
+    def answers(self) -> str:
+        """Return what the forward has asked about its arguments, with the answers, in words."""
+        asked = (entry for entry in self.tape.entries if entry.answer is not None)
+        return ", ".join(f"{entry.name} ({entry.where}): {entry.answer}" for entry in asked)
+
+    def questions(self) -> StageModule | None:
+        """Make the module that asks again what the forward has asked about its arguments."""
+        asked = questions(self.tape)
+        if asked is None:
+            return None
+        return StageModule(self.model, self.tape, asked, self._names, [], self.device)
 
     def place(self, index: int) -> None:
         """Move the tensors of one stage to its device, in the model itself, so that modules built

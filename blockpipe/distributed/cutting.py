@@ -99,6 +99,33 @@ def cut(tape: Tape) -> list[StageTape]:
     return stages
 
 
+def questions(tape: Tape) -> StageTape | None:
+    """Return the calls that answer what the forward asks about its arguments, on any stage.
+
+    They depend on the arguments alone, so that one process can ask before a step.
+
+    Returns:
+        A stage without results; ``None`` if the forward asks nothing.
+    """
+    needed: set[int] = set()
+    entries: list[Entry] = []
+    for entry in reversed(tape.entries):
+        made = {value for value in (*entry.results, *entry.writes) if value is not None}
+        if entry.answer is None and not made & needed:
+            continue
+        entries.insert(0, entry)
+        given = references((entry.args, entry.kwargs))
+        needed.update(r.index for r in given if isinstance(r, Value))
+    if not entries:
+        return None
+    inputs = [v for v, made in enumerate(tape.made) if made < 0 and v in needed]
+    written = {tape.storages[v] for entry in entries for v in entry.writes}
+    metas = [tape.metas[0][v] for v in inputs]
+    asked = StageTape(0, tape.route[0], entries, inputs, [], metas)
+    asked.written = {v for v in inputs if tape.storages[v] in written}
+    return asked
+
+
 def _last_uses(tape: Tape) -> dict[int, int]:
     """Return the last hop that uses each value; unused values are left out."""
     found: dict[int, int] = {}

@@ -274,11 +274,14 @@ class DistributedPipeline(StageReportMethods):
         places, outputs = self._engines.places, None
         sources = dict.fromkeys(source for engine, _ in runs for source in engine.sources)
         streams = StepStreams([*sources], self._device, places, self._replicas)
-        calls = StageCalls(streams, self.checkpoint, len(microbatches))
+        sums = self._gradients.begin(len(microbatches)) if backward else None
+        calls = StageCalls(streams, self.checkpoint, len(microbatches), sums)
         loss_fn = loss_fn if backward else no_loss
         step = StepResults(loss_fn, self._device, calls, asks_outputs=asks_outputs)
         with streams.step(), self._batch_norm.step():
             self._run_engines(step, calls, runs, weights, backward=backward)
+            if sums is not None:
+                sums.begin_rest()
         self._failures.progress.done("the last micro-batch")
         loss = step.shared_loss(places, self._replicas)
         if asks_outputs:
@@ -408,7 +411,8 @@ class DistributedPipeline(StageReportMethods):
             "checkpoint": self.checkpoint,
             "batch norm": self._batch_norm,
         }
-        return kind_of_step(self.module, args, kwargs, options, self.chunks)
+        answers = self._engines.answers
+        return kind_of_step(self.module, args, kwargs, options, self.chunks, answers)
 
     def _split(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
         dims = dims_of_call(self.module, self.batch_dims, args, kwargs)
@@ -417,6 +421,7 @@ class DistributedPipeline(StageReportMethods):
     def _runs(self, microbatches: list[Microbatch]) -> list[Run]:
         """Micro-batches of one size after the other, with their engines; the larger come first."""
         parts: list[list[Microbatch]] = []
+        self._engines.answers = []
         for microbatch in microbatches:
             if not parts or parts[-1][0].size != microbatch.size:
                 parts.append([])

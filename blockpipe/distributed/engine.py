@@ -14,7 +14,8 @@ from torch.distributed.pipelining import schedules as torchs
 
 from .._common.callsite import users_line
 from .._common.checks import did_you_mean
-from ..errors import PlanError, ScheduleError, UsageError
+from ..batches.microbatch import Microbatch
+from ..errors import PlanError, RouteError, ScheduleError, UsageError
 from .build import CutForward
 from .microbatches.calls import StageCalls
 from .microbatches.engine_stage import StageObserver
@@ -264,6 +265,7 @@ class Engine:
         where = places(name, cut.tape.route, ranks)
         own = [k for k, place in enumerate(where) if place == rank]
         count, device = len(where), cut.device
+        self._device = device
         self.modules = {k: cut.module(k) for k in own}
         self.sources = cut.sources
         for module in self.modules.values():
@@ -273,6 +275,8 @@ class Engine:
         self.last = self.modules.get(count - 1) or cut.module(count - 1)
         self.first = self.modules.get(0)
         self.has_last = count - 1 in self.modules
+        self.answers = cut.answers()
+        self._questions = None if self.first is None else cut.questions()
         splits = splits_backward(name)
         self._stages = [
             make_stage(m, count, device, group, splits=splits, progress=progress)
@@ -284,6 +288,23 @@ class Engine:
                 f"expected a torch whose schedules take micro-batches, got {torch.__version__}; "
                 "install a newer one (2.15 has been tried)"
             )
+
+    @torch.no_grad()
+    def ask(self, part: Sequence[Microbatch]) -> None:
+        """Ask in the first stage's process what the forward asks about its arguments.
+
+        Raises:
+            RouteError: a micro-batch has another answer than the recorded one.
+        """
+        if self._questions is None:
+            return
+        for number, microbatch in enumerate(part):
+            given = self._questions.arguments(*microbatch.args, **microbatch.kwargs)
+            try:
+                self._questions.run(tuple(tensor.to(self._device) for tensor in given))
+            except RouteError as error:
+                error.add_note(f"blockpipe: in micro-batch {number} of {len(part)} of one size")
+                raise
 
     def run(
         self,
@@ -308,7 +329,7 @@ class Engine:
         for module in self.modules.values():
             module.microbatch, module.calls = first, calls
         for stage in self._stages:
-            stage.first, stage.observer = first, observer
+            stage.first, stage.observer, stage.sums = first, observer, calls.sums
         given = {"arg_mbs": inputs, "target_mbs": targets if self.has_last else None}
         if backward:
             self._schedule.step(**given, return_outputs=False)

@@ -38,6 +38,7 @@ class Engines:
     Attributes:
         first: the forward of the sample.
         places: the ranks of its stages.
+        answers: what the forwards of the present step's micro-batches were recorded with.
     """
 
     first: CutForward
@@ -58,6 +59,7 @@ class Engines:
         self._group = group
         self._loss_fn = loss_fn
         self._progress = progress
+        self.answers: list[str] = []
         self._cuts: dict[str, CutForward] = {}
         self._engines: dict[str, Engine] = {}
 
@@ -74,6 +76,10 @@ class Engines:
             part: the micro-batches.
             schedule: the user's.
             chunks: how many micro-batches the user asked for.
+
+        Raises:
+            RouteError: in the first stage's process, if the micro-batches are none of this kind,
+                because the forward asks something about them that has another answer.
         """
         name, ranks = schedule, self.places.ranks
         if not takes(name, len(part), ranks) and takes(name, chunks, ranks):
@@ -91,7 +97,10 @@ class Engines:
             self._engines[key] = Engine(
                 cut, name, len(part), self._group, self._loss_fn, self._progress
             )
-        return self._engines[key]
+        engine = self._engines[key]
+        engine.ask(part)
+        self.answers.append(engine.answers)
+        return engine
 
     def _cut(self, microbatch: Microbatch) -> CutForward:
         """The cut forward of a micro-batch's kind; recorded once."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .data_parallel.step_sums import StepSums
 from .replicas import StageReplicas
 from .stage_values import StageValues
 from .tied import TiedParameters
@@ -23,6 +24,9 @@ class StageGradients:
         replicas: the processes that have the same stages; ``None`` if there are none.
         group: the processes of the pipeline; ``None`` takes all of them.
         device: the device of the tensors that are exchanged.
+
+    Attributes:
+        sums: the sums over replicas of the step that is under way, or of the last one.
     """
 
     def __init__(
@@ -38,6 +42,19 @@ class StageGradients:
         self._replicas = replicas
         self._group = group
         self._device = device
+        self.sums: StepSums | None = None
+
+    def begin(self, microbatches: int) -> StepSums | None:
+        """Return what begins to sum each stage's gradients when they are complete.
+
+        Args:
+            microbatches: of the step.
+        """
+        self.sums = None
+        if self._replicas is not None:
+            trained = self._values.trained_by_stages()
+            self.sums = StepSums(self._replicas, trained, microbatches, self._device)
+        return self.sums
 
     @contextlib.contextmanager
     def summing(self) -> Iterator[None]:
@@ -51,9 +68,9 @@ class StageGradients:
             parameter.grad = None
         try:
             yield
+            if self.sums is not None:
+                self.sums.finish()
             self._tied.sum_gradients()
-            if self._replicas is not None:
-                self._replicas.sum_gradients(shared, self._device)
         finally:  # also where the step was refused
             for parameter, earlier in zip(shared, before, strict=True):
                 if earlier is not None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from .. import __version__
+from .._common.callsite import users_line
 from .._common.nested import leaf_names, leaves
 from .._common.text import dtype_text
 from .._common.threads.thread_state import autocast_states
+from .._torch.modules import children_of, parameters_of
+from ..errors import UsageError
 from .agreement import Kind
 from .build import CutForward
+
+_SHARDED = (FSDPModule, FullyShardedDataParallel)
 
 
 def kind_of_step(
@@ -23,6 +29,7 @@ def kind_of_step(
     kwargs: dict[str, Any],
     options: Mapping[str, object],
     chunks: int,
+    answers: Sequence[str] = (),
 ) -> Kind:
     """Describe a step, with the same words in every process.
 
@@ -32,6 +39,7 @@ def kind_of_step(
         kwargs: the model's keyword arguments.
         options: options of the pipeline and of the call; of a function only its presence counts.
         chunks: the number of micro-batches.
+        answers: that the forwards' recordings got when they asked about the arguments.
     """
     common = {
         "model": type(model).__name__,
@@ -44,14 +52,52 @@ def kind_of_step(
         **modes_in_words(model),
     }
     own = {"arguments": arguments_in_words(args, kwargs), "chunks": str(chunks)}
+    own["answers about the arguments"] = "; ".join(answers)
     return Kind(common, own)
 
 
 def modes_in_words(model: nn.Module) -> dict[str, str]:
-    """Which modules are in training mode, and which parameters are trained."""
-    training = [module.training for module in model.modules()]
-    trained = [parameter.requires_grad for parameter in model.parameters()]
-    return {"modules in training mode": _flags(training), "trained parameters": _flags(trained)}
+    """Return which modules are in training mode, and which parameters are trained.
+
+    Raises:
+        UsageError: a module's parameters are sharded over processes.
+    """
+    modules = _modules(model)
+    if any(isinstance(module, _SHARDED) for module in modules):
+        _refuse_sharded(model)
+    held = (parameter for module in modules for parameter in parameters_of(module).values())
+    parameters = {id(parameter): parameter for parameter in held if parameter is not None}
+    trained = [parameter.requires_grad for parameter in parameters.values()]
+    return {
+        "modules in training mode": _flags([module.training for module in modules]),
+        "trained parameters": _flags(trained),
+    }
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    found = next(path for path, m in model.named_modules() if isinstance(m, _SHARDED))
+    raise UsageError(
+        "expected stages of which each process has whole parameters, got fully_shard on "
+        f"{f'module {found!r}' if found else 'the model'} ({users_line()}); leave it out: replicas "
+        "by mesh= have their stages whole. For less memory, mark more stages, or pass "
+        "checkpoint='always'"
+    )
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """Return all modules once, in a fixed order.
+
+    Each step asks. ``model.parameters()`` goes through a generator for each level of the model, and
+    was most of a step's Python calls beside those of the stages.
+    """
+    found: dict[int, nn.Module] = {}
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            left += children_of(module).values()
+    return [*found.values()]
 
 
 def arguments_in_words(args: Any, kwargs: dict[str, Any]) -> str:
@@ -63,7 +109,7 @@ def arguments_in_words(args: Any, kwargs: dict[str, Any]) -> str:
 
 def kind_of_forward(cut: CutForward) -> Kind:
     """Return the stages of a forward, what crosses between them, and their parameters."""
-    common, own = {"route": str(cut.tape.route)}, {}
+    common, own = {"route": str(cut.tape.route)}, {"answers about the arguments": cut.answers()}
     for stage in cut.stages:
         given = ", ".join(f"{dtype_text(m.dtype)}{list(m.shape)}" for m in stage.input_metas)
         where = f"stage {stage.stage} (step {stage.index} of the route)"
@@ -74,6 +120,12 @@ def kind_of_forward(cut: CutForward) -> Kind:
     for name, parameter in cut.model.named_parameters():
         common[f"parameter {name!r}"] = _leaf(parameter)
     return Kind(common, own)
+
+
+def kind_of_values(model: nn.Module) -> Kind:
+    """Return the parameters and buffers of a model that each process has as a whole."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return Kind({f"the value {name!r}": _leaf(tensor) for name, tensor in named})
 
 
 def _flags(flags: list[bool]) -> str:

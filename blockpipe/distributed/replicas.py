@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,33 +47,80 @@ class StageReplicas:
         dist.all_reduce(found, group=self._group)
         return found.item()
 
-    def sum_gradients(self, parameters: Sequence[Tensor], device: torch.device) -> None:
-        """Sum gradients over the replicas, in buckets; a parameter without any stays so."""
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Return whether it is so in any replica."""
+        found = torch.tensor([flag], dtype=torch.int32, device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found.item())
+
+    def begin_sum(self, parameters: Sequence[Tensor], device: torch.device) -> PendingSum:
+        """Begin to sum gradients over the replicas, in buckets; in the same order in each.
+
+        Args:
+            parameters: whose; a parameter without a gradient counts as zero.
+            device: where they are.
+        """
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-        has = has.to(device)
-        dist.all_reduce(has, dist.ReduceOp.MAX, group=self._group)
-        for parameter, any_has in zip(parameters, has.tolist(), strict=True):
-            if any_has and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(flat, group=self._group)
-            sizes = [gradient.numel() for gradient in bucket]
-            for gradient, summed in zip(bucket, flat.split(sizes), strict=True):
-                gradient.copy_(summed.view_as(gradient))
+        pending = PendingSum([*parameters], has.to(device))
+        pending.begin(self._group)
+        return pending
 
 
-def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one dtype each, of at most :data:`_BUCKET` bytes or a single one."""
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+class PendingSum:
+    """A sum of gradients that is under way.
+
+    Args:
+        parameters: whose gradients are summed.
+        has: for each, whether there is a gradient.
+    """
+
+    def __init__(self, parameters: list[Tensor], has: Tensor) -> None:
+        self._has = has
+        self._parameters = parameters
+        self._buckets: list[tuple[list[Tensor], Tensor]] = []
+        self._works: list[Any] = []
+
+    def begin(self, group: dist.ProcessGroup) -> None:
+        """Send what is there; nothing is waited for."""
+        maximum = dist.ReduceOp.MAX
+        self._works.append(dist.all_reduce(self._has, maximum, group=group, async_op=True))
+        for bucket in _buckets(self._parameters):
+            flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket])
+            self._works.append(dist.all_reduce(flat, group=group, async_op=True))
+            self._buckets.append((bucket, flat))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the sums, and put them into ``.grad``; what has one nowhere stays without."""
+        for work in self._works:
+            work.wait()
+        pairs = zip(self._parameters, self._has.tolist(), strict=True)
+        has = {id(parameter) for parameter, any_has in pairs if any_has}
+        for bucket, flat in self._buckets:
+            sizes = [parameter.numel() for parameter in bucket]
+            for parameter, summed in zip(bucket, flat.split(sizes), strict=True):
+                if id(parameter) not in has:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad.copy_(summed.view_as(parameter))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters of one dtype each, of at most :data:`_BUCKET` bytes or a single one."""
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         bucket: list[Tensor] = []
-        for gradient in gradients:
-            if gradient.dtype != dtype:
+        for parameter in parameters:
+            if parameter.dtype != dtype:
                 continue
-            if bucket and sum(g.nbytes for g in bucket) + gradient.nbytes > _BUCKET:
+            if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > _BUCKET:
                 yield bucket
                 bucket = []
-            bucket.append(gradient)
+            bucket.append(parameter)
         if bucket:
             yield bucket
 

@@ -61,6 +61,18 @@ class StageValues:
         """Yield the parameters."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def trained_by_stages(self) -> dict[tuple[int, ...], list[Tensor]]:
+        """Return the parameters that are trained, by the stages of this process that read them."""
+        stages: dict[int, list[int]] = {}
+        for stage in self._stages:
+            for parameter in stage.parameters():
+                stages.setdefault(id(parameter), []).append(stage.index)
+        found: dict[tuple[int, ...], list[Tensor]] = {}
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                found.setdefault(tuple(stages[id(parameter)]), []).append(parameter)
+        return found
+
     def buffers(self) -> Iterator[Tensor]:
         """Yield the buffers."""
         return (buffer for stage in self._stages for buffer in stage.buffers())

@@ -7,6 +7,9 @@ Two worker processes live as long as the candidate. Between steps they are block
 parent, and take nothing from the others. A step's time is the workers' own: from the moment at
 which the first of them leaves a barrier to the moment at which the last is done; the command's way
 through the pipe is not in it, since a training script would not have one.
+
+A worker that fails says why, and one that does not answer in time is ended: the other candidates
+are timed all the same.
 """
 
 import contextlib
@@ -15,8 +18,10 @@ import io
 import multiprocessing
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,8 @@ import blockpipe as bp
 from blockpipe.distributed import DistributedPipeline
 
 Step = Callable[[], Tensor | None]  # returns the batch's loss, where it is known
+
+_GOODBYE = 5.0  # seconds that a worker has to end by itself
 
 
 class Separate(nn.Module):
@@ -55,9 +62,29 @@ class Separate(nn.Module):
         return self.stage(border if len(border) > 1 else border[0])
 
 
-class Processes(Candidate):
-    """Two processes of torch.distributed.pipelining."""
+class ProcessesFailedError(Exception):
+    """A candidate's processes raised an error, ended, or gave no answer in time.
 
+    Args:
+        candidate: whose processes they are.
+        reason: what happened.
+    """
+
+    def __init__(self, candidate: "Processes", reason: str) -> None:
+        super().__init__(reason)
+        self.candidate = candidate
+
+
+class Processes(Candidate):
+    """Two processes of torch.distributed.pipelining.
+
+    Attributes:
+        patience: seconds in which a process has to answer; the first answer has the imports and
+            the making of its stage in it.
+        loss: the last step's.
+    """
+
+    patience = 180.0
     loss: float
 
     @staticmethod
@@ -81,9 +108,42 @@ class Processes(Candidate):
             self.workers.append(worker)
 
     def _ask(self, command: str) -> list[Any]:
+        """Return both answers.
+
+        Raises:
+            ProcessesFailedError: what the first process reported that failed, or that there was no
+                answer in time. The other one may wait for it for as long as its group does, and is
+                not waited for here.
+        """
+        answers: dict[int, Any] = {}
+        ends = time.monotonic() + self.patience
         for pipe in self.pipes:
-            pipe.send(command)
-        return [pipe.recv() for pipe in self.pipes]
+            with contextlib.suppress(OSError):  # it has ended: what it left is read below
+                pipe.send(command)
+        while len(answers) < len(self.pipes):
+            left = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            ready = wait(left, timeout=max(0.0, ends - time.monotonic()))
+            if not ready:
+                ranks = [str(self.pipes.index(pipe)) for pipe in left]
+                seconds = f"{self.patience:.0f} s"
+                raise ProcessesFailedError(
+                    self, f"no answer to {command!r} from rank {' and '.join(ranks)} for {seconds}"
+                )
+            for pipe in ready:
+                rank = self.pipes.index(pipe)
+                answers[rank] = self._answer(rank)
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def _answer(self, rank: int) -> Any:
+        try:
+            answer = self.pipes[rank].recv()
+        except (EOFError, OSError):
+            self.workers[rank].join(1)
+            code = self.workers[rank].exitcode
+            raise ProcessesFailedError(self, f"rank {rank} ended, exit code {code}") from None
+        if isinstance(answer, _Failure):
+            raise ProcessesFailedError(self, f"rank {rank} failed: {answer.text}")
+        return answer
 
     def step(self) -> Seconds:
         answers = self._ask("step")
@@ -96,9 +156,12 @@ class Processes(Candidate):
         return [g for blob in self._ask("gradients") for g in torch.load(io.BytesIO(blob))]
 
     def close(self) -> None:
+        """End the processes, also those that wait for one that has failed."""
         for pipe in self.pipes:
             pipe.close()
         for worker in self.workers:
+            worker.join(_GOODBYE)
+            worker.kill()
             worker.join()
         self.meeting.cleanup()
 
@@ -117,8 +180,8 @@ class TorchPipelining(Processes):
 class TorchTracer(Processes):
     """Stages that ``torch.distributed.pipelining.pipeline`` makes from a trace of the model.
 
-    Without the patch of :class:`Separate`, gloo refuses the gradients of the U-Net's skips: its
-    processes fail, and it is left out.
+    It has no patch as :class:`Separate` has one, and with torch 2.15 it runs the U-Net without. A
+    model that it cannot trace is left out, with the error.
     """
 
     @staticmethod
@@ -167,28 +230,39 @@ def _one_f_one_b(stage: Any, workload: Workload, x: Tensor, y: Tensor, chunks: i
     return step
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """Why a worker cannot go on."""
+
+    text: str
+
+
 def _work(
     pipe: Connection, rank: int, store: Path, kind: type[Processes], name: str, chunks: int
 ) -> None:
-    """A worker's life, until the parent closes the pipe."""
-    dist.init_process_group(
-        "gloo",
-        init_method=store.as_uri(),
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=60),  # one that fails is not waited for half an hour
-    )
-    do_step, parameters = kind.make(WORKLOADS[name], chunks, rank)
-    with contextlib.suppress(EOFError):
-        while True:
-            if pipe.recv() == "gradients":
-                blob = io.BytesIO()
-                torch.save(gradients_of(parameters), blob)
-                pipe.send(blob.getvalue())
-                continue
-            dist.barrier()
-            begun = time.perf_counter()  # one clock for all processes of a machine
-            loss = do_step()
-            ended = time.perf_counter()
-            pipe.send((begun, ended, None if loss is None else loss.item()))
-    dist.destroy_process_group()
+    """A worker's life, until the parent closes the pipe, or until it fails."""
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=store.as_uri(),
+            rank=rank,
+            world_size=2,
+            timeout=datetime.timedelta(seconds=60),  # one that fails is not waited for longer
+        )
+        do_step, parameters = kind.make(WORKLOADS[name], chunks, rank)
+        with contextlib.suppress(EOFError):
+            while True:
+                if pipe.recv() == "gradients":
+                    blob = io.BytesIO()
+                    torch.save(gradients_of(parameters), blob)
+                    pipe.send(blob.getvalue())
+                    continue
+                dist.barrier()
+                begun = time.perf_counter()  # one clock for all processes of a machine
+                loss = do_step()
+                ended = time.perf_counter()
+                pipe.send((begun, ended, None if loss is None else loss.item()))
+        dist.destroy_process_group()
+    except Exception as error:
+        with contextlib.suppress(OSError):  # the other one's failure was heard before, and all ends
+            pipe.send(_Failure("".join(traceback.format_exception_only(error)).strip()))

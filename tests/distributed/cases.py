@@ -207,6 +207,7 @@ class TiedLayers(nn.Module):
 
     def __init__(self, stages: int, sharing: set[int]) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(stages))
         self.shared = nn.Linear(6, 6)
         self.sharing = sharing
@@ -326,3 +327,46 @@ def replicas_of_a_pipeline(rank: int, ranks: int) -> None:
     for name, parameter in pipe.named_parameters():
         if gradients[name] is not None:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def a_stage_is_summed_over_replicas_while_others_run(rank: int, ranks: int) -> None:
+    """The last one first; with several stages a process, a tied weight waits for all of its own."""
+    mesh = init_device_mesh("cpu", (ranks, 1))
+    for schedule in ("looped-bfs", "zb-v", "interleaved"):
+        model = TiedLayers(2, {0, 1})
+        plain = copy.deepcopy(model)
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn(2, 5 * ranks, 6, generator=generator)
+        own = slice(5 * rank, 5 * rank + 5)
+        pipe = DistributedPipeline(model, sample=x[own], mesh=mesh, chunks=2, schedule=schedule)
+        for _ in range(2):
+            pipe.forward_backward(x[own], target=y[own], loss_fn=mean_square)
+            mean_square(plain(x), y).backward()
+            sums = pipe._gradients.sums
+            assert sums is not None
+            assert [stages for stages, _ in sums.order] == [(1,), (0,), (0, 1)], schedule
+            assert [before for _, before in sums.order] == [True, False, False], schedule
+        for parameter, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, wanted.grad, rtol=1e-4, atol=1e-6)
+
+
+def classes_weigh_as_in_the_whole_batch(rank: int, ranks: int) -> None:
+    """CrossEntropyLoss(weight=…) divides by the weights of the targets, in replicas as well."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(8, 6, generator=generator), torch.tensor([0, 0, 0, 1, 2, 2, 1, 2])
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.2, 1.0, 1.0, 1.0]))
+    shares = [2.0, 4.0, 0.4, 3.2]
+    whole = [share / sum(shares) for share in shares]
+    model = TiedLayers(ranks, set())
+    compare(model, (x,), target=y, loss_fn=loss_fn, weights=whole, chunks=4)
+    model, mesh = TiedLayers(ranks // 2, set()), init_device_mesh("cpu", (2, ranks // 2))
+    plain = copy.deepcopy(model)
+    own = slice(0, 5) if rank < ranks // 2 else slice(5, 8)
+    pipe = DistributedPipeline(model, sample=x[own], mesh=mesh, chunks=2)
+    found = pipe.forward_backward(x[own], target=y[own], loss_fn=loss_fn).loss
+    loss = loss_fn(plain(x), y)
+    loss.backward()
+    torch.testing.assert_close(found.item(), loss.item())
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name])

@@ -1,5 +1,6 @@
 """What several processes run together: what fails in some of them is an error in all."""
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -166,3 +167,41 @@ def failing(
             assert text in str(error), str(error)
     else:
         raise AssertionError("it went on")
+
+
+class Masked(nn.Module):
+    """Branches on whether its mask has padding, and asks on the second stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = mask.eq(0)
+        h = self.first(x)
+        with bp.Block(1):
+            if hidden.any():
+                h = h.masked_fill(hidden, 0.0)
+            return self.second(h)
+
+
+def another_answer_about_the_arguments_is_refused_before_the_step(rank: int, ranks: int) -> None:
+    """On all ranks, also if only the first one's values have it; the next step works."""
+    if ranks != 2:
+        return
+    x, ones = torch.randn(8, 6), torch.ones(8, 6)
+    padded = ones.clone()
+    padded[5, 3] = 0.0
+    pipe = DistributedPipeline(Masked(), sample=(x, ones), chunks=4)
+    said = "expected False from" if rank == 0 else "rank 0 failed before the step began"
+    for mask in (padded, padded if rank == 0 else ones):
+        _raises(said, partial(pipe.forward_backward, x, mask, loss_fn=torch.sum))
+        assert all(p.grad is None for p in pipe.parameters())
+        pipe.forward_backward(x, ones, loss_fn=torch.sum)
+        pipe.zero_grad()
+    # What is recorded anew is recorded by the values that each process has.
+    own, said = padded if rank == 0 else ones, "answers about the arguments"
+    other = torch.zeros(12, 6) if rank == 0 else torch.ones(12, 6)
+    _raises(said, lambda: pipe.forward_backward(torch.ones(12, 6), other, loss_fn=torch.sum))
+    _raises(said, lambda: DistributedPipeline(Masked(), sample=(x, own), chunks=1))
+    pipe.forward_backward(x, ones, loss_fn=torch.sum)

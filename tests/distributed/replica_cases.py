@@ -5,7 +5,8 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import blockpipe as bp
@@ -89,18 +90,100 @@ def a_tied_weight_waits_for_all_its_stages(rank: int, ranks: int) -> None:
     assert [hops for hops, _ in shared.sums.order] == [(2,), (1,), (0,), (0, 3)]
 
 
-def a_failed_step_ends(rank: int, ranks: int) -> None:
-    """In all processes alike, and the next one works."""
+def a_step_that_fails_in_one_process_ends_in_all(rank: int, ranks: int) -> None:
+    """With where it failed, before the first sum and after some; the next one works."""
     net = bp.begin_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"1": 1})
     shared = ReplicatedPipeline(bp.Pipeline(net, devices=["cpu"] * 2, chunks=2))
+    x, y, last = torch.ones(4, 4), torch.ones(4, 4), ranks - 1
 
-    def fails(output: Any) -> Any:
+    def fails(output: Any, target: Any) -> Any:
         raise ValueError("no luck")
 
+    def fails_backwards(gradient: Tensor) -> None:
+        raise ValueError("no luck with gradients")
+
+    shared.forward_backward(x, target=y, loss_fn=mean_square)
+    before = [p.grad.clone() for p in net.parameters()]
+    hook = net[0].weight.register_hook(fails_backwards) if rank == last else None
+    for text, loss_fn in (
+        ("no luck with gradients", mean_square),
+        ("no luck", fails if rank == last else mean_square),
+    ):
+        try:
+            shared.forward_backward(x, target=y, loss_fn=loss_fn)
+        except ValueError as error:
+            assert rank == last, str(error)
+        except bp.BlockpipeError as error:
+            assert rank < last, str(error)
+            for said in (f"rank {last} failed in a step", f"ValueError: {text}", "micro-batch"):
+                assert said in str(error), str(error)
+            assert "replica_cases.py" in str(error), str(error)
+        else:
+            raise AssertionError("it went on")
+        if hook is not None:
+            hook.remove()
     try:
-        shared.forward_backward(torch.ones(4, 4), loss_fn=fails)
-    except ValueError as error:
-        assert "no luck" in str(error)
+        shared.forward_backward(x[:3] if rank == last else x, target=y, loss_fn=mean_square)
+    except bp.BlockpipeError as error:
+        assert "expected a shape with the batch's 3 samples" in str(error)
     else:
         raise AssertionError("it went on")
-    shared.forward_backward(torch.ones(4, 4), loss_fn=torch.sum)
+    for parameter in net.parameters():
+        parameter.grad = None
+    shared.forward_backward(x, target=y, loss_fn=mean_square)
+    for parameter, wanted in zip(net.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad, wanted)
+
+
+def each_process_has_dropout_of_its_own(rank: int, ranks: int) -> None:
+    """The same one in a second run; generators that began alike are alike after each step."""
+
+    def numbers() -> Any:
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(6, 32), nn.Dropout(), nn.Linear(32, 32), nn.Dropout())
+        bp.begin_blocks(net, {"2": 1})
+        shared = ReplicatedPipeline(bp.Pipeline(net, devices=["cpu"] * 2, chunks=2))
+        found, after = [], []
+        for _ in range(2):
+            result = shared.forward_backward(
+                torch.ones(4, 6), loss_fn=lambda out: out.sum(), return_outputs=True
+            )
+            found.append(result.outputs == 0)
+            after.append(torch.default_generator.get_state())
+        return torch.stack(found), torch.stack(after)
+
+    dropped, states = numbers()
+    again, states_again = numbers()
+    assert torch.equal(dropped, again)
+    assert torch.equal(states, states_again)
+    assert not torch.equal(dropped[0], dropped[1])
+    for tensor, alike in ((dropped.to(torch.uint8), False), (states, True)):
+        every = [torch.empty_like(tensor) for _ in range(ranks)]
+        dist.all_gather(every, tensor)
+        assert torch.equal(every[0], every[1]) is alike
+    if rank == 0:  # those of a pipeline alone
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(6, 32), nn.Dropout(), nn.Linear(32, 32), nn.Dropout())
+        pipe = bp.Pipeline(bp.begin_blocks(net, {"2": 1}), devices=["cpu"] * 2, chunks=2)
+        alone = pipe.forward_backward(
+            torch.ones(4, 6), loss_fn=lambda out: out.sum(), return_outputs=True
+        )
+        assert torch.equal(alone.outputs == 0, dropped[0])
+
+
+def classes_weigh_as_in_the_whole_batch(rank: int, ranks: int) -> None:
+    """CrossEntropyLoss(weight=…) divides by the weights of the targets, which differ."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    plain = copy.deepcopy(net)
+    x, y = torch.randn(8, 6), torch.tensor([0, 0, 0, 1, 2, 2, 1, 2])
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.2]))
+    bp.begin_blocks(net, {"1": 1})
+    shared = ReplicatedPipeline(bp.Pipeline(net, devices=["cpu"] * 2, chunks=2))
+    share = slice(0, 5) if rank == 0 else slice(5, 8)
+    found = shared.forward_backward(x[share], target=y[share], loss_fn=loss_fn)
+    loss = loss_fn(plain(x), y)
+    loss.backward()
+    torch.testing.assert_close(found.loss.item(), loss.item())
+    for parameter, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad)

@@ -29,7 +29,7 @@ NAMES, REFUSED = cases_of(cases), cases_of(refused_cases)
 WITH_FOUR = [name for name in NAMES if name.endswith("frozen_1")]
 WITH_FOUR += ["unet", "integers", "tied_gpt", "rotary_llama", "encoder_decoder"]
 WITH_FOUR += ["clipped", "replicas_of_a_pipeline", "values_of_one_process_count"]
-WITH_FOUR += ["other_processes_share_in_the_next_model"]
+WITH_FOUR += ["other_processes_share_in_the_next_model", "classes_weigh_as_in_the_whole_batch"]
 REFUSED_WITH_FOUR = [
     "a_replica_that_fails_before_a_step_ends_it_for_all",
     "what_differs_is_named_at_the_start",

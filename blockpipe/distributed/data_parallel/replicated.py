@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -14,15 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..._common.callsite import remembers_caller, users_line
 from ..._common.checks import expected
 from ...batches.batch_dims import BatchDims, dims_of_call
-from ...batches.losses import computed_loss
-from ...batches.microbatch import LossReduction, split
+from ...batches.class_weights import reduction_for
+from ...batches.losses import WeightedLoss
+from ...batches.microbatch import LossReduction, split, weights_of
 from ...devices.devices import is_on_meta
 from ...devices.observer import Observer
+from ...devices.rng_streams import current, derived, host_sources, moved, restore, torchs_of
 from ...errors import UsageError
 from ...execution.step_result import StepLoss, StepResult
+from ...preparation.options import check_loss
 from ...preparation.prepared import Prepared
+from ..agreement import Agreement, Kind
+from ..kinds import kind_of_step, kind_of_values
+from ..rank_failures.failures import Failures
 from ..replicas import StageReplicas
 from .stage_sums import StageSums
+
+_TIMEOUT = 600.0  # seconds, as DistributedPipeline has it
 
 Observes = Callable[[Prepared, int], Observer]
 
@@ -34,6 +42,8 @@ class OnePipeline(Protocol):
 
     @property
     def chunks(self) -> int: ...
+    @property
+    def devices(self) -> Sequence[torch.device]: ...
     @property
     def batch_dims(self) -> BatchDims: ...
     @property
@@ -53,9 +63,17 @@ class ReplicatedPipeline:
         pipe: with all of its stages on devices of this process; its model has values.
         group: the processes; ``None``: all.
         mesh: instead of a group, a mesh of one dim.
+        timeout: seconds for which no process may go on while one of them waits, as for
+            :class:`DistributedPipeline`.
 
     Raises:
         UsageError: no process group, a mesh of several dims, or a model on the meta device.
+        RankError: another process failed, or has another model.
+
+    Each process draws random numbers of its own: the first one those of its generators, each other
+    one those that follow from them and from its rank. So processes with one seed have different
+    dropout, and the same one in each run. After a step that has drawn, generators go on from a
+    state that follows from the one before it, which is the same in processes with one seed.
 
     Source: ``torch.nn.parallel.DistributedDataParallel``.
     """
@@ -67,6 +85,7 @@ class ReplicatedPipeline:
         *,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        timeout: float = _TIMEOUT,
     ) -> None:
         if not dist.is_initialized() or is_on_meta(pipe.module):
             raise UsageError(
@@ -86,7 +105,15 @@ class ReplicatedPipeline:
         everyone = group or dist.group.WORLD
         assert everyone is not None  # there is one where torch is initialized
         self._replicas = StageReplicas(everyone)
-        with torch.no_grad():
+        self._device = torch.device("cpu")
+        if dist.get_backend(everyone) != "gloo":
+            self._device = pipe.devices[0]
+        members = dist.get_process_group_ranks(everyone)
+        self._failures = Failures([everyone], members, self._device, timeout)
+        self._agreement = Agreement(everyone, None, self._device, self._failures)
+        with self._failures.told(), torch.no_grad():
+            self._agreement.check(kind_of_values(pipe.module))
+            self._failures.began = True
             self._replicas.broadcast([*pipe.module.parameters(), *pipe.module.buffers()])
 
     @remembers_caller
@@ -111,56 +138,102 @@ class ReplicatedPipeline:
             The loss of all shares, in every process, and the outputs of this process's share.
 
         Raises:
-            The first exception of the step. The other processes wait for as long as
-            ``init_process_group(timeout=…)`` says.
+            Exception: the step's own, in the process in which it failed.
+            RankError: the step has failed in another process, or that has ended or hangs. If it
+                was an error, the next step works. ``.grad`` may then hold part of the step.
         """
-        weight = self._weight(args, kwargs, target)
-
-        def weighted(output: Any, target: Any = None) -> Any:
-            return computed_loss(output, target, loss_fn) * weight
-
-        with self._summing():
-            result = self.pipe.forward_backward(
-                *args, target=target, loss_fn=weighted, return_outputs=return_outputs, **kwargs
-            )
-        loss = result.loss
-        total = self._replicas.total(loss.item(), loss.device)
-        shared: Tensor = torch.tensor(total, dtype=loss.dtype, device=loss.device)
+        check_loss(loss_fn, target)
+        with self._failures.told():
+            reduction = reduction_for(loss_fn, self.pipe.loss_reduction)
+            with self._agreement.at_end(lambda: self._kind(args, kwargs, loss_fn)):
+                own = self._counted(args, kwargs, target, reduction)
+            self._failures.began = True
+            weight = 1.0
+            if reduction != "sum":
+                weight = own / self._replicas.total(own, self._device)
+            given = {"loss_fn": WeightedLoss(loss_fn, weight), "return_outputs": return_outputs}
+            result = self._step(args, {"target": target, **given, **kwargs})
+            total = self._replicas.total(result.loss.item(), self._device)
+        shared: Tensor = torch.tensor(total, dtype=result.loss.dtype, device=result.loss.device)
         return StepResult(shared.as_subclass(StepLoss), result.outputs)
 
-    def _weight(self, args: Any, kwargs: dict[str, Any], target: Any) -> float:
-        """The share of this process in the loss of the whole batch."""
-        reduction = self.pipe.loss_reduction
+    def _kind(self, args: Any, kwargs: dict[str, Any], loss_fn: object) -> Kind:
+        """What all processes do alike; shares may have other shapes."""
+        options = {"loss": loss_fn or "the model's", "loss_reduction": self.pipe.loss_reduction}
+        kind = kind_of_step(self.pipe.module, args, kwargs, options, self.pipe.chunks)
+        return Kind(kind.common)
+
+    def _counted(
+        self, args: Any, kwargs: dict[str, Any], target: Any, reduction: LossReduction
+    ) -> float:
+        """What this process's share counts in the loss of the whole batch."""
         if reduction == "sum":
             return 1.0
         dims = dims_of_call(self.pipe.module, self.pipe.batch_dims, args, kwargs)
         parts = split(args, kwargs, target, self.pipe.chunks, dims)
-        own = float(sum(part.size for part in parts))
+        weights_of(parts, reduction)  # for its errors
         if callable(reduction):
-            own = float(sum(reduction(part.args, part.kwargs, part.target) for part in parts))
-        return own / self._replicas.total(own, next(self.pipe.module.parameters()).device)
+            return float(sum(reduction(part.args, part.kwargs, part.target) for part in parts))
+        return float(sum(part.size for part in parts))
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepResult:
+        """Run the pipeline's step, sum its gradients, and find out whether it failed anywhere."""
+        failure, failed = None, True
+        with self._gradients_of_before():
+            self.sums = None
+            with self.pipe.observed_by(self._observes):
+                try:
+                    with self._failures.progress.computing("a step"), self._drawing():
+                        result = self.pipe.forward_backward(*args, **kwargs)
+                    failed = False
+                except Exception as error:
+                    failure = error
+                finally:
+                    if self.sums is not None:
+                        self.sums.end(failed=failed)
+            if self.sums is not None:
+                self.sums.finish()
+            elif any(parameter.requires_grad for parameter in self.pipe.module.parameters()):
+                self._replicas.any(True, self._device)  # others wait for this before a first sum
+            self._agreement.end(failure)
+        return result
 
     @contextmanager
-    def _summing(self) -> Iterator[None]:
-        """Sum the gradients of a step, and add them to those of before."""
+    def _gradients_of_before(self) -> Iterator[None]:
+        """While entered, gradients begin anew; at the end they are added to those of before."""
         parameters = [*self.pipe.module.parameters()]
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        self.sums = None
         try:
-            with self.pipe.observed_by(self._observes):
-                yield
-        except BaseException:
-            if self.sums is not None:
-                self.sums.finish(failed=True)
-            raise
-        assert self.sums is not None
-        self.sums.finish(failed=False)
-        for parameter, earlier in zip(parameters, before, strict=True):
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+            yield
+        finally:  # also where the step has failed
+            for parameter, earlier in zip(parameters, before, strict=True):
+                if earlier is not None:
+                    now = parameter.grad
+                    parameter.grad = earlier if now is None else earlier + now
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Draw this process's own numbers; a step that fails counts as if it had not drawn."""
+        torchs = [source for device in self.pipe.devices for source in torchs_of(device)]
+        sources = [*host_sources(), *dict.fromkeys(torchs)]
+        before = current(sources)
+        begin = before
+        if not self._replicas.is_first:
+            what = f"copy {self._replicas.number}"
+            begin = {source: derived(source, state, what) for source, state in before.items()}
+        after = before
+        try:
+            restore(begin)
+            yield
+            drew = moved(begin)
+            next_step = {s: derived(s, before[s], "the next step") for s in drew}
+            after = {**before, **next_step}
+        finally:
+            restore(after)
 
     def _observes(self, prepared: Prepared, microbatches: int) -> Observer:
-        self.sums = StageSums(self.pipe.module, self._replicas, prepared, microbatches)
+        whose = (self.pipe.module, self._replicas, prepared, microbatches, self._device)
+        self.sums = StageSums(*whose, self._failures.progress)
         return self.sums

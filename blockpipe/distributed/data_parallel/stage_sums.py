@@ -20,7 +20,10 @@ from ...devices.devices import is_asynchronous
 from ...devices.observer import Watch
 from ...preparation.prepared import Prepared
 from ...schedules.schedule import Kind, Schedule
+from ..rank_failures.progress import ProcessProgress
 from ..replicas import StageReplicas
+
+_NAMES: dict[str, str] = {"F": "the forward", "B": "the backward", "R": "the recomputation"}
 
 
 class StageSums:
@@ -31,15 +34,26 @@ class StageSums:
         replicas: the processes that have a share of the batch each.
         prepared: what the step runs by.
         microbatches: how many there are.
+        device: of the flags that are exchanged.
+        progress: where it is noted what the step does.
 
     Attributes:
-        order: for each sum that has begun, the hops that it waited for; for tests.
+        order: for each sum that has begun, the hops that it waited for, and whether the step was
+            over; for tests.
     """
 
     def __init__(
-        self, model: nn.Module, replicas: StageReplicas, prepared: Prepared, microbatches: int
+        self,
+        model: nn.Module,
+        replicas: StageReplicas,
+        prepared: Prepared,
+        microbatches: int,
+        device: torch.device,
+        progress: ProcessProgress,
     ) -> None:
         self._replicas = replicas
+        self._device = device
+        self._progress = progress
         self._devices = prepared.devices
         self._left = [microbatches] * len(prepared.route)
         self._split: set[tuple[int, int]] = set()
@@ -59,6 +73,9 @@ class StageSums:
 
     def begins(self, kind: Kind | Literal["wait"], hop: int, stage: int, microbatch: int) -> None:
         """An action begins."""
+        if kind != "wait":
+            named = f"{_NAMES.get(kind, kind)} of stage {stage}, micro-batch {microbatch}"
+            self._progress.goes_on(named)
 
     def ends(self, kind: Kind | Literal["wait"], hop: int, microbatch: int) -> None:
         """An action is over; the last part of a backward completes gradients."""
@@ -74,13 +91,20 @@ class StageSums:
 
     # --- the sums
 
-    def finish(self, *, failed: bool) -> None:
-        """The step is over: wait for the sums that are left."""
+    def end(self, *, failed: bool) -> None:
+        """The step is over in this process; the sums that are left go on."""
         with self._changed:
             self._is_over, self._has_failed = True, failed
             self._changed.notify()
+
+    def finish(self) -> None:
+        """Wait for the sums that are left.
+
+        Raises:
+            Exception: a process is gone.
+        """
         self._thread.join()
-        if self._error is not None and not failed:
+        if self._error is not None:
             raise self._error
 
     def _work(self) -> None:
@@ -88,9 +112,10 @@ class StageSums:
             for hops, parameters in self._groups:
                 with self._changed:
                     self._changed.wait_for(partial(self._is_complete, hops))
-                    if self._has_failed:
-                        return
-                    self.order.append((hops, self._is_over))
+                    failed, is_over = self._has_failed, self._is_over
+                if self._replicas.any(failed, self._device):
+                    return  # in every process after the same sum
+                self.order.append((hops, is_over))
                 self._sum(parameters)
         except BaseException as error:
             self._error = error
@@ -103,7 +128,7 @@ class StageSums:
             if is_asynchronous(device):
                 torch.accelerator.synchronize(device)  # this thread's stream is another one
             own = [p for p in parameters if p.device == device]
-            self._replicas.sum_gradients(own, device)
+            self._replicas.begin_sum(own, device).finish()
             if is_asynchronous(device):
                 torch.accelerator.synchronize(device)
 

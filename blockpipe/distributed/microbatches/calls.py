@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...preparation.options import recomputes
 from ...stages.cursor import set_microbatch
+from .engine_stage import StageSumming
 from .streams import StepStreams
 
 Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
@@ -36,10 +37,18 @@ class StageCalls:
         streams: the random numbers.
         checkpoint: the micro-batches whose calls are recomputed, as ``Pipeline`` says it.
         microbatches: how many there are.
+        sums: sums gradients when they are complete; ``None``: nobody does.
     """
 
-    def __init__(self, streams: StepStreams, checkpoint: str, microbatches: int) -> None:
+    def __init__(
+        self,
+        streams: StepStreams,
+        checkpoint: str,
+        microbatches: int,
+        sums: StageSumming | None = None,
+    ) -> None:
         self.streams = streams
+        self.sums = sums
         self._checkpoint = checkpoint
         self._microbatches = microbatches
 

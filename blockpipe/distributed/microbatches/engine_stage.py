@@ -19,16 +19,25 @@ class StageObserver(Protocol):
         """The action is over."""
 
 
+class StageSumming(Protocol):
+    """Sums gradients when they are complete."""
+
+    def completed(self, stage: int) -> None:
+        """A backward of a stage is over."""
+
+
 class EngineStage(PipelineStage):
     """A stage that tells an observer when it works, and that runs without a backward as well.
 
     Attributes:
         first: the number of the first micro-batch; torch counts from 0 in each of its steps.
         observer: hears of each action; ``None``: nobody does.
+        sums: hears of each backward that is complete; ``None``: nobody does.
     """
 
     first = 0
     observer: StageObserver | None = None
+    sums: StageSumming | None = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a forward."""
@@ -36,11 +45,21 @@ class EngineStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a backward, or its first part."""
-        return self._observed("B", bwd_chunk_id, super().backward_one_chunk, args, kwargs)
+        result = self._observed("B", bwd_chunk_id, super().backward_one_chunk, args, kwargs)
+        if kwargs.get("full_backward", True):
+            self._completed()
+        return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the second part of a backward."""
-        return self._observed("W", bwd_chunk_id, super().backward_weight_one_chunk, args, kwargs)
+        run = super().backward_weight_one_chunk
+        result = self._observed("W", bwd_chunk_id, run, args, kwargs)
+        self._completed()
+        return result
+
+    def _completed(self) -> None:
+        if self.sums is not None:
+            self.sums.completed(self.stage_index)
 
     # Of two neighbours in one process, torch hands the gradient over also where there is none.
 

@@ -86,7 +86,7 @@ class Failures:
                 if self.is_agreed and not self.began:
                     raise
                 failure = progress.failure
-                if failure is None or _root(failure) is not _root(error):
+                if failure is None or root_of(failure) is not root_of(error):
                     raise RankError(self._lost(error)) from error
                 error.add_note(f"blockpipe: on rank {self._rank}; the other ranks end as well")
                 self._report(error)
@@ -96,7 +96,7 @@ class Failures:
                 raise
 
     def _report(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(_root(error)))
+        text = "".join(traceback.format_exception(root_of(error)))
         self._watch.decide(Verdict(f"rank {self._rank} failed in a step:\n{text}"))
 
     def _lost(self, error: Exception) -> str:
@@ -109,7 +109,7 @@ class Failures:
             time.sleep(PERIOD / 10)
         verdict = self._watch.verdict
         if verdict is None:
-            said = "".join(traceback.format_exception(_root(error)))
+            said = "".join(traceback.format_exception(root_of(error)))
             verdict = self._watch.decide(
                 Verdict(
                     f"rank {self._rank} failed in a step, and {status}:\n{said}"
@@ -123,7 +123,8 @@ def _explained(verdict: Verdict) -> str:
     return f"expected all ranks to go on ({users_line()}): {verdict.text}"
 
 
-def _root(error: BaseException) -> BaseException:
+def root_of(error: BaseException) -> BaseException:
+    """Return the error that an error comes from in the end."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

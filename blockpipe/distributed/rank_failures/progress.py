@@ -63,6 +63,12 @@ class ProcessProgress:
             self._computes = ""
             self.done(what)
 
+    def goes_on(self, what: str) -> None:
+        """Note what this thread computes now, in the midst of what :meth:`computing` is around."""
+        self._thread = threading.get_ident()
+        self._computes = what
+        self._count()
+
     def done(self, what: str) -> None:
         """Note what was done last."""
         self._last = what

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.distributed import DistributedPipeline
+from blockpipe import current_microbatch
+from blockpipe.distributed import DistributedPipeline, ReplicatedPipeline
 
 from ..refused_cases import failing
 
@@ -160,3 +161,38 @@ def is_slow(rank: int, ranks: int) -> None:
     began = time.monotonic()
     pipe.forward_backward(*args, loss_fn=torch.sum)
     assert time.monotonic() - began > 6
+
+
+def _replicated(
+    rank: int, ranks: int, what: Callable[[], None], *expected: str, **options: Any
+) -> None:
+    """What becomes of a Pipeline in each process, if the last one's second stage fails."""
+
+    class Failing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if rank == ranks - 1 and type(x) is Tensor and current_microbatch() == 1:
+                what()
+            return super().forward(x)
+
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(6, 6), Failing(6, 6)), {"1": 1})
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    shared = ReplicatedPipeline(pipe, **options)
+    try:
+        with soon():
+            shared.forward_backward(torch.ones(4, 6), loss_fn=torch.sum)
+    except bp.BlockpipeError as error:
+        for text in expected:
+            assert text in str(error), str(error)
+    else:
+        raise AssertionError("it went on")
+
+
+def a_replica_dies(rank: int, ranks: int) -> None:
+    """While the other one waits for its gradients."""
+    _replicated(rank, ranks, _kill, "rank 1 has ended in a step without a word")
+
+
+def a_replica_hangs(rank: int, ranks: int) -> None:
+    """It is ended, and the other one is told where it was."""
+    expected = ["no rank went on for 5 s", "rank 1 is in the forward of stage 1, micro-batch 1"]
+    _replicated(rank, ranks, _hang, *expected, "in _hang", timeout=5)

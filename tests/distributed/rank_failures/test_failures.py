@@ -23,12 +23,15 @@ def test_a_process_that_raises_is_quoted_by_the_others(case: str) -> None:
     ranks.check(ranks.run_cases(failing_cases.__name__, [case], 2, patience=NEVER))
 
 
-def test_a_process_that_is_killed_is_named_by_all_others() -> None:
+@pytest.mark.every
+@pytest.mark.parametrize(("case", "processes"), [("dies", 3), ("a_replica_dies", 2)])
+def test_a_process_that_is_killed_is_named_by_all_others(case: str, processes: int) -> None:
     """Within a minute, which failing_cases.py looks at."""
     codes: dict[int, int] = {}
-    found = ranks.run_cases(failing_cases.__name__, ["dies"], 3, patience=NEVER, exit_codes=codes)
-    assert found == {"dies": {2: "it did not end"}}
-    assert codes[2] == -signal.SIGKILL
+    module, last = failing_cases.__name__, processes - 1
+    found = ranks.run_cases(module, [case], processes, patience=NEVER, exit_codes=codes)
+    assert found == {case: {last: "it did not end"}}
+    assert codes[last] == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("case", ["first_dies", "first_dies_with_the_store"])
@@ -46,11 +49,13 @@ def test_the_first_process_is_looked_after_by_the_others(case: str) -> None:
     assert codes == {0: -signal.SIGKILL, 1: 0}
 
 
-def test_a_process_that_hangs_is_ended_and_its_stack_is_shown() -> None:
+@pytest.mark.every
+@pytest.mark.parametrize("case", ["hangs", "a_replica_hangs"])
+def test_a_process_that_hangs_is_ended_and_its_stack_is_shown(case: str) -> None:
     """None is left over."""
     codes: dict[int, int] = {}
-    found = ranks.run_cases(failing_cases.__name__, ["hangs"], 2, patience=NEVER, exit_codes=codes)
-    assert found == {"hangs": {1: "it did not end"}}
+    found = ranks.run_cases(failing_cases.__name__, [case], 2, patience=NEVER, exit_codes=codes)
+    assert found == {case: {1: "it did not end"}}
     assert codes == {0: 0, 1: ranks.ENDED_BY_ITSELF}
 
 
