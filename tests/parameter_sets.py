@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 
 def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
@@ -82,7 +83,18 @@ def _most_new(axis: int, count: int, chosen: dict[int, int], missing: set[Any]) 
 
 
 def _parametrized(axes: Iterable[str], rows: list[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(list(axes), rows, ids=_name)
+    return pytest.mark.parametrize(list(axes), [_row(row) for row in rows], ids=_name)
+
+
+def _row(values: tuple[Any, ...]) -> Any:
+    """A set of values with the marks and names of those that are a ``pytest.param``."""
+    params = [value for value in values if isinstance(value, ParameterSet)]
+    if not params:
+        return values
+    plain = [v.values[0] if isinstance(v, ParameterSet) else v for v in values]
+    names = [v.id if isinstance(v, ParameterSet) else getattr(v, "__name__", v) for v in values]
+    marks = [mark for param in params for mark in param.marks]
+    return pytest.param(*plain, marks=marks, id="-".join(map(str, names)))
 
 
 def _name(value: Any) -> str | None:
