@@ -121,7 +121,7 @@ def questions(tape: Tape) -> StageTape | None:
     inputs = [v for v, made in enumerate(tape.made) if made < 0 and v in needed]
     written = {tape.storages[v] for entry in entries for v in entry.writes}
     metas = [tape.metas[0][v] for v in inputs]
-    asked = StageTape(0, tape.route[0], entries, inputs, [], metas)
+    asked = StageTape(0, tape.route[0], entries, inputs, [], input_metas=metas)
     asked.written = {v for v in inputs if tape.storages[v] in written}
     return asked
 
