@@ -75,6 +75,23 @@ class ReplicatedPipeline:
     dropout, and the same one in each run. After a step that has drawn, generators go on from a
     state that follows from the one before it, which is the same in processes with one seed.
 
+    Example:
+        One process; under ``torchrun``, ``init_process_group()`` needs no arguments, and each
+        process gives its own devices and its own share of the batch.
+
+        >>> import torch, blockpipe as bp
+        >>> import torch.distributed as dist
+        >>> from blockpipe.distributed import ReplicatedPipeline
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> net[1] = bp.BeginBlock(net[1], stage=1)
+        >>> pipe = ReplicatedPipeline(bp.Pipeline(net, devices=["cpu", "cpu"], chunks=4))
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> result = pipe.forward_backward(x, target=y, loss_fn=torch.nn.functional.mse_loss)
+        >>> result.loss.shape, net[0].weight.grad.shape
+        (torch.Size([]), torch.Size([4, 4]))
+        >>> dist.destroy_process_group()
+
     Source: ``torch.nn.parallel.DistributedDataParallel``.
     """
 
