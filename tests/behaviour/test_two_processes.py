@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from . import ranks
+from ..distributed import ranks
 
 pytestmark = [
     pytest.mark.slow,
