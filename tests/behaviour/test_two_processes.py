@@ -36,7 +36,6 @@ def peers() -> Iterator[Any]:
                 del sys.modules[name]
 
 
-@pytest.mark.every
 @pytest.mark.parametrize(
     ("name", "said"),
     [
