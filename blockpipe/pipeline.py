@@ -190,21 +190,25 @@ class Pipeline(ReportMethods, ModuleInterface):
         self._values = PendingValues(model, weights, init)
         self.module = model
         self._preparer = Preparer(model, devices=devices, plan=plan, values=self._values)
-        several = len(set(self._preparer.given_devices or ()))
-        if chunks == 1 and several > 1 and schedule != "sequential":
-            warn(
-                f"chunks=1 on {several} devices: only one works at a time; pass chunks=8, say, to "
-                "cut a batch into 8 micro-batches"
-            )
-        if deferred_batch_norm and (left_alone := synchronized(model)):
-            warn(
-                f"deferred_batch_norm=True leaves SyncBatchNorm alone ({', '.join(left_alone)}): "
-                "each micro-batch updates it; use BatchNorm where statistics are to be deferred"
-            )
+        self._warn_of_idle_options()
         if sample is not None:
             args, kwargs = as_sample(sample)
             with alone_with(self.module):
                 self._preparer.prepare(self._runner.split(args, kwargs)[0], self._options)
+
+    def _warn_of_idle_options(self) -> None:
+        """Warn where an option that was given can do nothing, or not what it is for."""
+        several = len(set(self._preparer.given_devices or ()))
+        if self.chunks == 1 and several > 1 and self.schedule != "sequential":
+            warn(
+                f"chunks=1 on {several} devices: only one works at a time; pass chunks=8, say, to "
+                "cut a batch into 8 micro-batches"
+            )
+        if self.deferred_batch_norm and (left_alone := synchronized(self.module)):
+            warn(
+                f"deferred_batch_norm=True leaves SyncBatchNorm alone ({', '.join(left_alone)}): "
+                "each micro-batch updates it; use BatchNorm where statistics are to be deferred"
+            )
 
     # --- options
 

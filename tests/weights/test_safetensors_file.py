@@ -105,7 +105,7 @@ def test_a_damaged_file_is_an_error_or_reads(data):
 @settings(max_examples=examples(50), deadline=None)
 def test_shards_of_any_size_round_trip(limit, sizes, tied, dtype):
     """Any shard size, tied or not: each file within the limit or one tensor, and all comes back."""
-    net = nn.Module()
+    net = nn.Sequential()
     for number, size in enumerate(sizes):
         value = torch.randint(-9, 9, (size, 3)).to(dtype)
         net.register_parameter(f"p{number}", nn.Parameter(value, requires_grad=False))

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -130,9 +131,9 @@ def test_a_disk_that_fails_in_the_middle(monkeypatch):
 @pytest.mark.parametrize("longer", ["checkpoint", "model"])
 def test_names_that_a_wrapper_made_longer_are_explained_quickly(longer):
     """The common prefix is said, and looking for it takes no time in a large model."""
-    net = nn.ModuleDict({"layers": nn.ModuleList(nn.BatchNorm1d(1) for _ in range(1500))})
+    net = nn.Sequential(*(nn.BatchNorm1d(1) for _ in range(1500)))
     inner = net.state_dict()
-    outer = nn.ModuleDict({"module": net})
+    outer = nn.Sequential(OrderedDict(module=net))
     given = {"checkpoint": outer.state_dict(), "model": inner}[longer]
     pipe = bp.Pipeline(net if longer == "checkpoint" else outer)
     start = time.process_time()
