@@ -63,10 +63,7 @@ def chain(count: int = 3) -> nn.Sequential:
     return bp.begin_blocks(net, {str(i): i for i in range(1, count)})
 
 
-@each_value(
-    schedule=WITH_INTERLEAVED,
-    checkpoint=["never", "always"],
-)
+@each_value(schedule=WITH_INTERLEAVED, checkpoint=["never", "always"])
 def test_a_write_on_the_own_stage_waits_for_the_copies(schedule, checkpoint):
     """A forward that comes back to stage 0 writes in place to what stage 1 copies."""
     net = ComesBack()
@@ -80,10 +77,7 @@ def test_a_write_on_the_own_stage_waits_for_the_copies(schedule, checkpoint):
     assert_same_gradients(net, plain)
 
 
-@each_value(
-    at=[0, 1, 2, 3],
-    how=["forward_backward", "pipe(x)", "no_grad"],
-)
+@each_value(at=[0, 1, 2, 3], how=["forward_backward", "pipe(x)", "no_grad"])
 def test_inputs_may_be_filled_anew_after_the_step(at, how):
     """The caller's batch and target, on whatever device, are the caller's again."""
     net = chain()

@@ -216,14 +216,9 @@ class CallerState:
         self._dispatch_modes = dispatch_modes()
         self._hooks = saved_tensor_hooks()
         self._streams = _current_streams()
-        self._has_grad_mode_alone = not (
-            self._autocast
-            or self._inference
-            or self._function_modes
-            or self._dispatch_modes
-            or self._hooks is not None
-            or self._streams
-        )
+        modes = self._function_modes, self._dispatch_modes
+        entered = self._autocast, self._inference, *modes, self._hooks, self._streams
+        self._has_grad_mode_alone = not any(entered)
         return self
 
     @property
