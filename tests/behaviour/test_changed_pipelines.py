@@ -17,6 +17,7 @@ from ..stage_devices import assert_close, device_type, is_simulated, stages
 from .pipelines import pipeline
 
 
+@pytest.mark.cpu("a forked child cannot use an accelerator that its parent has used")
 def test_a_forked_child_can_use_a_pipeline():
     """The pool's threads are not in the child; it makes its own. (torch itself forbids a backward
     there, once its parent has run one.)"""
