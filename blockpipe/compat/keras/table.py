@@ -75,8 +75,8 @@ def print_pipeline_stage_assignment_summary(
     write = print if print_fn is None else print_fn
     if not callable(write):
         raise UsageError(expected("a function of a line", write, for_="print_fn"))
-    call = "print_pipeline_stage_assignment_summary({}, args=x)"
-    recording = recording_of(model, args, kwargs, call)
+    line = "print_pipeline_stage_assignment_summary({}, args=x)"
+    recording = recording_of(model, args, kwargs, line)
     calls = [call for call in recording.calls if call.is_module]
     write(f'Model: "{recording.model}"')
     write("_" * length)
