@@ -42,12 +42,11 @@ Reader = Callable[[Tensor, Reads], Tensor]
 
 @dataclass(frozen=True)
 class ForwardPosition:
-    """The position of a run in its forward: its hop, and how many times everything was called."""
+    """The position of a run in its forward."""
 
     hop: int
     stage: int
     cursor: Cursor
-    calls: dict[int, int]
 
 
 class MicrobatchRun:
@@ -96,7 +95,6 @@ class MicrobatchRun:
         self._imports = self.importing(
             step, self.place, self._copies, self.gradients, self.writes, self.claims
         )
-        self._calls: dict[int, int] = {}
         self._marks = 0
         cursor.on_move = self._marked
 
@@ -147,26 +145,15 @@ class MicrobatchRun:
         place, stage = self.place, self.cursor.stage
         return (place.hop if stage == place.stage else self.next_hop(stage)) in hops
 
-    def count_call(self, what: object) -> int:
-        """Return how many times this was called before in this run, and count one more."""
-        count = self._calls.get(id(what), 0)
-        self._calls[id(what)] = count + 1
-        return count
-
     def position(self) -> ForwardPosition:
         """Return the position of the run, for another run to go on from."""
-        return ForwardPosition(self.hop, self.stage, self.cursor.copy(), dict(self._calls))
+        return ForwardPosition(self.hop, self.stage, self.cursor.copy())
 
     def resume_at(self, position: ForwardPosition) -> None:
         """Go to the position of another run; the cursor is there already, and moves nobody at
         once."""
         self.place.hop, self.place.stage = position.hop, position.stage
-        self._calls = dict(position.calls)
         self.cursor.on_move = None
-
-    def forget_calls(self) -> None:
-        """Count calls from 0 again: the model's forward begins anew."""
-        self._calls.clear()
 
     def _marked(self, stage: int) -> None:
         """Follow a mark that asks for a stage. Where the recording had a hop begin with this very

@@ -47,7 +47,12 @@ class PlainLoop:
 
     def _run_microbatch(self, m: int) -> None:
         state, prepared = self._state, self._prepared
-        cursor = _FixedCursor(self._first_stage, m) if prepared.is_one_hop else Cursor()
+        follow_marks = not prepared.planned
+        cursor = (
+            _FixedCursor(self._first_stage, m, follow_marks=follow_marks)
+            if prepared.is_one_hop
+            else Cursor(follow_marks=follow_marks)
+        )
         before, outer = set_cursor(cursor), set_microbatch(m)
         observer = None
         if self._request.observer is not None:
@@ -124,10 +129,10 @@ class PlainLoop:
 
 
 class _FixedCursor(Cursor):
-    """The cursor where the recording saw no mark move it."""
+    """The cursor where the recording saw nothing move it."""
 
-    def __init__(self, stage: int, microbatch: int) -> None:
-        super().__init__()
+    def __init__(self, stage: int, microbatch: int, *, follow_marks: bool) -> None:
+        super().__init__(follow_marks=follow_marks)
         self.stage = stage
         self.microbatch = microbatch
 

@@ -65,15 +65,18 @@ def mode_of(request: StepRequest, *, inputs_need_grad: bool) -> StepMode:
 
 
 def _may_leave_graph_whole(request: StepRequest, *, inputs_need_grad: bool) -> bool:
-    """Whether nothing that the user asked for needs the engine between the operations: a plan,
-    which is carried out there, the sanitizer, gradients of inputs, or recomputation.
+    """Whether nothing that the user asked for needs the engine between the operations: the
+    sanitizer, gradients of inputs, recomputation, or a plan of a forward that calls modules again
+    in its backward (``torch.utils.checkpoint``), for a plan goes by the number of a call.
 
     ``"uncut"`` leaves the graph whole as well, but it runs on the stages' devices.
     """
     if request.isolate_as is not None or not request.is_cut:
         return False
     prepared = request.prepared
-    return not (prepared.planned or inputs_need_grad or prepared.does_recompute)
+    if prepared.planned and any(hop.reruns_forward for hop in prepared.recording.hops):
+        return False
+    return not (inputs_need_grad or prepared.does_recompute)
 
 
 def _has_no_border(request: StepRequest) -> bool:

@@ -324,7 +324,7 @@ class _start_over:  # noqa: N801 - a context manager that reads as a verb
         def start(*_: Any) -> None:
             run.cursor.move(0, None)
             run.cursor.highest = -1
-            run.forget_calls()
+            run.cursor.forget_calls()
 
         self._handle = model.register_forward_pre_hook(start, prepend=True)
 

@@ -43,12 +43,15 @@ def around_plain_loop(state: StepState) -> Iterator[None]:
     """Stand around a step in which no operation is intercepted: only stand-ins for modules and
     the current device matter there, and mostly there are no stand-ins."""
     prepared = state.request.prepared
-    if prepared.compiled is not None or prepared.batch_norm is not None:
-        with around_cut_step(state):
-            yield
-    else:
-        with _current_device_kept(state.request), _no_early_steps(state):
-            yield
+    with ExitStack() as stack:
+        if prepared.compiled is not None or prepared.batch_norm is not None:
+            stack.enter_context(around_cut_step(state))
+        else:
+            stack.enter_context(_current_device_kept(state.request))
+            stack.enter_context(_no_early_steps(state))
+        if prepared.planned:
+            stack.enter_context(prepared.sealed_forwards.following)
+        yield
 
 
 def _no_early_steps(state: StepState) -> AbstractContextManager[None]:

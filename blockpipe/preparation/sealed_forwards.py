@@ -1,4 +1,4 @@
-"""The stand-ins for the forwards of sealed modules during a step.
+"""The stand-ins for the forwards of modules that are sealed, or that a plan names, during a step.
 
 A sealed module's inside stays on one stage. So its stand-in looks only at its arguments and
 results, and operations inside of it are not intercepted. Stand-ins are instance attributes, set for
@@ -21,6 +21,7 @@ from ..crossing.step_context import Seal
 from ..recording.calls import Call
 from ..recording.plan_resolution import Stages, planned_stage
 from ..recording.recording import Recording
+from ..stages.cursor import active_cursor
 
 
 class SealedForward(StandIn):
@@ -50,17 +51,84 @@ class SealedForward(StandIn):
         run = mode.run
         if mode.inside:
             if self.stages is not None:
-                run.count_call(self)  # a later one may be outside of what is sealed
+                run.cursor.count_call(self)  # a later one may be outside of what is sealed
             return self.forward(*args, **kwargs)
         if self.stages is not None:
-            call = run.count_call(self)
+            call = run.cursor.count_call(self)
             run.cursor.move(planned_stage(self.stages, call, run.cursor.stage), None)
         if self.seal.hops and run.is_sealed(self.seal.hops):
             return mode.call_sealed(self.forward, args, kwargs, self.seal)
         return self.forward(*args, **kwargs)
 
 
-class SealedForwards(ProcessChange):
+class PlannedForward(StandIn):
+    """Stands in for a module's ``forward`` in the plain loop, where only the cursor follows a plan.
+
+    Args:
+        stages: from the number of the module's call to the stage that the plan gives it.
+    """
+
+    forward: Callable[..., Any]
+
+    def __init__(self, stages: Mapping[int | None, int]) -> None:
+        self.stages = stages
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cursor = active_cursor()
+        if cursor is not None:
+            call = cursor.count_call(self)
+            cursor.move(planned_stage(self.stages, call, cursor.stage), None)
+        return self.forward(*args, **kwargs)
+
+
+class _StandIns(ProcessChange):
+    """Stand-ins for the forwards of modules, as instance attributes."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
+        self._before: list[Any] = []
+
+    def put_on(self) -> None:
+        """Put every stand-in in its place."""
+        self._before = [names.get(name, _MISSING) for names, name, _ in self._places]
+        for names, name, stand_in in self._places:
+            names[name] = stand_in
+
+    def take_off(self) -> None:
+        """Put back what was in their places."""
+        for (names, name, stand_in), before in zip(self._places, self._before, strict=False):
+            if names.get(name) is not stand_in:
+                continue  # the user's code has set its own meanwhile
+            if before is _MISSING:
+                del names[name]
+            else:
+                names[name] = before
+
+
+class PlannedForwards(_StandIns):
+    """The stand-ins by which the plain loop's cursor follows a plan. They may be put on over other
+    stand-ins, which they call.
+
+    Args:
+        model: the model whose modules they stand in for.
+        planned: from a module's path and call to the stage that the plan gives it.
+    """
+
+    def __init__(self, model: nn.Module, planned: Stages) -> None:
+        super().__init__()
+        modules = dict(model.named_modules())
+        self._modules = [modules[path] for path in planned]
+        for module, stages in zip(self._modules, planned.values(), strict=True):
+            self._places.append((module.__dict__, _called(module), PlannedForward(stages)))
+
+    def put_on(self) -> None:
+        for module, (_, name, stand_in) in zip(self._modules, self._places, strict=True):
+            assert isinstance(stand_in, PlannedForward)
+            stand_in.forward = getattr(module, name)
+        super().put_on()
+
+
+class SealedForwards(_StandIns):
     """The stand-ins of one recording; entered for each step, reentrant.
 
     Args:
@@ -69,6 +137,9 @@ class SealedForwards(ProcessChange):
         planned: from a module's path and call to the stage that a plan gives it.
         inner: other stand-ins, which are called by these: from a module's path to a function that
             makes one from the forward.
+
+    Attributes:
+        following: the stand-ins that follow the plan, for the plain loop.
     """
 
     def __init__(
@@ -78,7 +149,9 @@ class SealedForwards(ProcessChange):
         planned: Stages | None = None,
         inner: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] | None = None,
     ) -> None:
+        super().__init__()
         planned, inner = _outside_of_sealed(recording, planned or {}), inner or {}
+        self.following = PlannedForwards(model, planned)
         sealed = recording.sealed
         modules = dict(model.named_modules())
         waiting = {call.path for call in recording.calls if call.waits}
@@ -88,13 +161,10 @@ class SealedForwards(ProcessChange):
             spec = recompute_spec(what, path, recording, modules)
             return Seal(path, hops, spec, path in waiting, constants.get(path, frozenset()))
 
-        self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
         self._sealed: list[tuple[str, nn.Module, SealedForward, Callable[..., Any]]] = []
         for path in sorted({*sealed, *planned, *inner}):
             module = modules[path]
-            # A module compiled in place runs its compiled call instead of `forward`.
-            compiled = module.__dict__.get(COMPILED_CALL)
-            name = "forward" if compiled is None else COMPILED_CALL
+            name = _called(module)
             forward = getattr(module, name)
             if path in inner:
                 forward = inner[path](forward)
@@ -111,7 +181,6 @@ class SealedForwards(ProcessChange):
             key: sealed_as(f"function {key}", key, hops)
             for key, hops in recording.sealed_functions.items()
         }
-        self._before: list[Any] = []
 
     def stand_in(
         self,
@@ -139,24 +208,14 @@ class SealedForwards(ProcessChange):
                 found.append(path)
         return found
 
-    def put_on(self) -> None:
-        """Put every stand-in in its place."""
-        self._before = [names.get(name, _MISSING) for names, name, _ in self._places]
-        for names, name, sealed_forward in self._places:
-            names[name] = sealed_forward
-
-    def take_off(self) -> None:
-        """Put back what was in their places."""
-        for (names, name, sealed_forward), before in zip(self._places, self._before, strict=False):
-            if names.get(name) is not sealed_forward:
-                continue  # the user's code has set its own meanwhile
-            if before is _MISSING:
-                del names[name]
-            else:
-                names[name] = before
-
 
 _MISSING = object()
+
+
+def _called(module: nn.Module) -> str:
+    """Return the attribute that a call of a module calls: one that is compiled in place runs its
+    compiled call."""
+    return "forward" if module.__dict__.get(COMPILED_CALL) is None else COMPILED_CALL
 
 
 def recompute_spec(

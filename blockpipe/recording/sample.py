@@ -143,6 +143,11 @@ def _argument(model: nn.Module, name: int | str) -> str:
     return parameters[name] if name < len(parameters) else f"argument {name}"
 
 
+def taken_by(model: nn.Module) -> str:
+    """Return the names of what a forward takes, for a message: ``(input)``."""
+    return f"({_listed(_parameters(model))})"
+
+
 def _parameters(model: nn.Module) -> list[str]:
     """Return the names of a forward's parameters; none where Python cannot tell."""
     try:
@@ -173,10 +178,12 @@ def remedy(
             "batch norm in training needs several values of each channel in a micro-batch: pass "
             f"fewer chunks (chunks={max(share.batch // 2, 1)} or less for this batch)"
         )
-    if not _fits(model, args, kwargs):
-        takes = f"its forward takes ({_listed(_parameters(model))})"
+    if not fits(model, args, kwargs):
+        takes = f"its forward takes {taken_by(model)}"
         if not args and not kwargs:
             return f"{takes}: pass a sample of that"
+        if len(args) > 1 and _is_shape(args):
+            return f"{takes}; pass tensors, not their shapes: torch.zeros{tuple(args)}"
         parameters = _parameters(model)
         unknown = [name for name in kwargs if name not in parameters]
         meant = _meant(unknown[0], parameters) if unknown else None
@@ -214,7 +221,8 @@ def _meant(name: str, parameters: Sequence[str]) -> str | None:
     return _MEANT.get(name) if near is None else f"did you mean {near!r}?"
 
 
-def _fits(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def fits(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a forward takes so many arguments, of these names."""
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError:

@@ -50,7 +50,11 @@ class ReportMethods:
     # --- what is where
 
     def recorded(
-        self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        call: str = "recorded((x,))",
     ) -> Recording:
         """Return a recording on some arguments, or the newest one. Nothing is placed.
 
@@ -58,13 +62,13 @@ class ReportMethods:
             args: the model's arguments.
             kwargs: the model's keyword arguments; without any argument, the newest recording is
                 returned.
+            call: the call as a user writes it, for the error.
 
         Raises:
             UsageError: no arguments were given, and nothing has been recorded yet.
         """
-        return self._inspector.seen("get_pipeline_stage_assignment(pipe, x)", args, kwargs or {})[
-            0
-        ].recording
+        prepared, _ = self._inspector.seen(call, args, kwargs or {})
+        return prepared.recording
 
     @remembers_caller
     def summary(

@@ -75,12 +75,13 @@ class Cursor:
         self.noted: dict[Any, Any] = {}
         self.kept: dict[str, Any] = {}
         self.keys: dict[int, object] = {}
+        self._calls: dict[int, int] = {}
 
     def copy(self) -> "Cursor":
         """Return a cursor at the same position, without callbacks."""
         new = Cursor(follow_marks=self.follow_marks)
         new.stage, new.mark, new.highest = self.stage, self.mark, self.highest
-        new.noted = {**self.noted}
+        new.noted, new._calls = {**self.noted}, {**self._calls}
         new.kept, new.keys = self.kept, self.keys
         new.checkpoint, new._scopes, new.in_scope = self.checkpoint, [*self._scopes], self.in_scope
         return new
@@ -88,6 +89,16 @@ class Cursor:
     def tell_apart(self, key: object) -> None:
         """Note that the user's code is given a key, for state that it keeps for this forward."""
         self.keys[id(key)] = key
+
+    def count_call(self, what: object) -> int:
+        """Return how many times this forward has called it before, and count one more."""
+        count = self._calls.get(id(what), 0)
+        self._calls[id(what)] = count + 1
+        return count
+
+    def forget_calls(self) -> None:
+        """Count calls from 0 again: the model's forward begins anew."""
+        self._calls.clear()
 
     def begin(self, mark: Mark) -> None:
         """Move to a mark's stage."""

@@ -1,14 +1,13 @@
 """What people type first, each with the words of the error that says what was meant.
 
-One row for each try that users were seen to make, and for those like it.
+One row for each try that users were seen to make, and for those like it. Other libraries' names are in
+``test_first_tries_by_door``.
 """
 
 import copy
 import inspect
 import re
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.compat import keras, poptorch
-from blockpipe.compat.torchgpipe import GPipe
 from blockpipe.errors import DeviceError, MarkError, PlanError, UsageError
 from blockpipe.replicas import Replicas
 
@@ -137,10 +134,6 @@ TRIES: dict[str, tuple[Callable[[], Any], str]] = {
     "Pipeline(m, micro_batch_size=)": (lambda: pipeline(micro_batch_size=4), "pass chunks= for the"),
     "Pipeline(m, dtype=)": (lambda: pipeline(dtype=torch.bfloat16), "model.to(dtype), or torch.aut"),
     "Pipeline(m, recompute=)": (lambda: pipeline(recompute=True), "pass checkpoint="),
-    "GPipe(m, micro_batches=)": (
-        lambda: GPipe(linears(2), [1, 1], micro_batches=4),  # type: ignore[call-arg]
-        "GPipe() got an unexpected keyword argument 'micro_batches'",
-    ),
     "Pipeline(m, num_stages=)": (lambda: pipeline(num_stages=4), "plan=balance(model, args, stag"),
     "Pipeline(m, optimizer=)": (lambda: pipeline(optimizer=None), "step() after forward_backward"),
     "Pipeline(m, loss_fn=)": (lambda: pipeline(loss_fn=square), "pass it to forward_backward(…"),
@@ -189,14 +182,6 @@ TRIES: dict[str, tuple[Callable[[], Any], str]] = {
         "pass tensors, not their shapes",
     ),
     "pipe.summary(x, dept=2)": (lambda: pipeline().summary(X, dept=2), "did you mean 'depth'?"),
-    "get_pipeline_stage_assignment(m)": (
-        lambda: bp.get_pipeline_stage_assignment(linears(2)),
-        "its forward takes (input): pass a sample of that",
-    ),
-    "print_…_summary(m)": (
-        lambda: bp.print_pipeline_stage_assignment_summary(linears(2)),
-        "its forward takes (input): pass a sample of that",
-    ),
     # Devices
     "pipe.to('cuda:7')": (lambda: pipeline().to("cuda:7"), "see 'Devices' in docs/how-to/training"),
     "pipe.cuda()": (lambda: pipeline().cuda(), "leave the call out, pass devices=[…]"),
@@ -207,16 +192,6 @@ TRIES: dict[str, tuple[Callable[[], Any], str]] = {
     "bp.MarkError": (lambda: bp.MarkError, "from blockpipe.errors import MarkError"),
     "bp.Replicas": (lambda: bp.Replicas, "from blockpipe.replicas import Replicas"),
     "bp.GPipe": (lambda: bp.GPipe, "from blockpipe.compat.torchgpipe import GPipe"),
-    "keras.Sequential": (lambda: keras.Sequential, "PyTorch's: torch.nn.Sequential"),
-    "poptorch.TrainingModel": (lambda: poptorch.TrainingModel, "did you mean 'trainingModel'?"),
-    "opts.gradientAccumulation()": (
-        lambda: poptorch.Options().gradientAccumulation(4),
-        "it is one of Training: Options().Training.gradientAccumulation(…)",
-    ),
-    "training_model.getLatency()": (
-        lambda: poptorch.inferenceModel(linears(2)).getLatency(),
-        "measure a step by model.pipeline.profile()",
-    ),
     "bp.verify": (lambda: bp.verify, "Pipeline(…).verify(…)"),
     "bp.begin_block": (lambda: bp.begin_block, "did you mean 'begin_blocks'?"),
 }  # fmt: skip
@@ -265,26 +240,6 @@ def test_a_path_from_further_inside_is_found() -> None:
     net = nn.ModuleDict({"transformer": nn.ModuleDict({"h": linears(3)})})
     with pytest.raises(MarkError, match=r"got 'h\.1' .*; did you mean 'transformer\.h\.1'\?"):
         bp.begin_blocks(net, {"h.1": 1})
-
-
-def test_a_poptorch_model_prints_what_runs_it() -> None:
-    model = poptorch.inferenceModel(linears(2), devices=stages(2))
-    assert str(model) == "PoplarExecutor(Sequential): Options(), not called yet"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one micro-batch keeps one of two devices at work
-        model(X)
-    assert "PoplarExecutor(Sequential): Pipeline(Sequential" in str(model)
-
-
-@pytest.mark.skipif(not is_simulated(), reason="lanes of the CPU are one device")
-def test_one_micro_batch_on_several_devices_is_warned_of_once_through_a_door() -> None:
-    """Under the schedule that was asked for: the door changes no option to have no warning."""
-    model = poptorch.inferenceModel(linears(2), devices=stages(2))
-    said = "chunks=1 on 2 devices: only one works at a time; .* 8 micro-batches"
-    with pytest.warns(UserWarning, match=said) as caught:
-        model(X)
-    assert [Path(warning.filename).name for warning in caught] == ["test_first_tries.py"]
-    assert model.pipeline.schedule == "1f1b"
 
 
 # --- what means something, and does it

@@ -181,6 +181,15 @@ def test_pinned_memory_is_read_when_the_copy_runs():
     assert [t.sum().item() for t in moved] == [20, 4]
 
 
+def test_an_expanded_tensor_of_the_host_is_copied():
+    """To memory of its own for each element; it was an error, as nothing is written to such a view."""
+    x = torch.arange(3).expand(2, 3)
+    for non_blocking in (False, True):
+        moved = x.to(ONE, non_blocking=non_blocking)
+        assert moved.tolist() == x.tolist()
+        assert moved.is_contiguous()
+
+
 def test_pinned_memory_is_kept_until_the_copy_is_over():
     """It is not used again before."""
     pinned = torch.ones(4).pin_memory()

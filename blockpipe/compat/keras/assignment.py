@@ -23,7 +23,7 @@ from ...pipeline import Pipeline
 from ...recording.plan_resolution import AttachedPlan, Planned, attach_plan, resolve
 from ...recording.record import record, record_planned
 from ...recording.recording import Recording
-from ...recording.sample import RecordRequest
+from ...recording.sample import RecordRequest, fits, taken_by
 from ...stages.assignment import Assignment
 from ...stages.marks import has_forward
 from ...stages.plan import StagePlan
@@ -52,7 +52,8 @@ def get_pipeline_stage_assignment(
         functions under :func:`BlockFunction` have no entry: they run on the forward's stage.
 
     Raises:
-        UsageError: the pipeline is not recorded yet, and there is no sample.
+        UsageError: there is no sample of a model whose forward takes arguments, or of a pipeline
+            that is not recorded yet.
 
     Source: IPU Keras' ``Model.get_pipeline_stage_assignment``.
 
@@ -62,7 +63,8 @@ def get_pipeline_stage_assignment(
         >>> bp.get_pipeline_stage_assignment(net, torch.zeros(1, 4))[1]
         Assignment(path='1', call=0, stage=0, kind='Linear')
     """
-    return recording_of(model, args, kwargs).plan.nested
+    call = "get_pipeline_stage_assignment({}, x)"
+    return recording_of(model, args, kwargs, call).plan.nested
 
 
 @remembers_caller
@@ -165,15 +167,29 @@ def reset_pipeline_stage_assignment(model: nn.Module) -> None:
 
 
 def recording_of(
-    what: nn.Module | Recording, args: Any, kwargs: Mapping[str, Any] | None
+    what: nn.Module | Recording, args: Any, kwargs: Mapping[str, Any] | None, call: str
 ) -> Recording:
-    """Return the recording of a model with a sample, of a pipeline, or a recording itself."""
+    """Return the recording of a model with a sample, of a pipeline, or a recording itself.
+
+    Args:
+        what: one of these.
+        args: the sample's positional arguments, or its only one.
+        kwargs: its keyword arguments.
+        call: the call as a user writes it, with a place for the model, for errors.
+    """
     if isinstance(what, Recording):
         return what
+    args = tuple(args) if isinstance(args, tuple | list) else (args,)
+    kwargs = dict(kwargs or {})
     if isinstance(what, Pipeline):
-        is_single = not isinstance(args, tuple | list)
-        return what.recorded((args,) if is_single else tuple(args), dict(kwargs or {}))
+        return what.recorded(args, kwargs, call=call.format("pipe"))
     if isinstance(what, nn.Module):
+        if not args and not kwargs and not fits(what, args, kwargs):
+            raise UsageError(
+                f"{call.partition('(')[0]}() needs a sample, in the place of the input shape by "
+                f"which Keras builds a model: the forward of {type(what).__name__} takes "
+                f"{taken_by(what)} ({users_line()}); write {call.format('model')}"
+            )
         return record(what, args, kwargs)
     raise UsageError(expected("an nn.Module, a Pipeline or a Recording", what, for_="model"))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..._common.callsite import remembers_caller
 from ..._common.checks import expected, is_integer
@@ -46,7 +46,8 @@ def print_pipeline_stage_assignment_summary(
         kwargs: the keyword arguments of the sample.
 
     Raises:
-        UsageError: the line is too short; the pipeline is not recorded yet, and there is no sample.
+        UsageError: the line is too short; there is no sample of a model whose forward takes
+            arguments, or of a pipeline that is not recorded yet.
 
     Source: the layout is that of IPU Keras' ``Model.print_pipeline_stage_assignment_summary``.
 
@@ -68,11 +69,14 @@ def print_pipeline_stage_assignment_summary(
     length = 89 if line_length is None else line_length
     if not is_integer(length, _LEAST):
         contract = f"an integer from {_LEAST} up"
-        raise UsageError(expected(contract, line_length, for_="line_length"))
+        is_sample = isinstance(line_length, Tensor | tuple | list | Mapping)
+        fix = "pass a sample by name: args=…" if is_sample else ""
+        raise UsageError(expected(contract, line_length, for_="line_length", fix=fix))
     write = print if print_fn is None else print_fn
     if not callable(write):
         raise UsageError(expected("a function of a line", write, for_="print_fn"))
-    recording = recording_of(model, args, kwargs)
+    line = "print_pipeline_stage_assignment_summary({}, args=x)"
+    recording = recording_of(model, args, kwargs, line)
     calls = [call for call in recording.calls if call.is_module]
     write(f'Model: "{recording.model}"')
     write("_" * length)

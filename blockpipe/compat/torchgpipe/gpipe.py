@@ -153,21 +153,30 @@ class GPipe(Pipeline):
         self.balance = sizes
         self.training = module.training
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layers as a pipeline; the result is differentiable.
 
         Args:
-            input: the first layer's argument.
+            args: the first layer's argument.
+            kwargs: the same by its name, ``input``.
 
         Returns:
             The last layer's result, on ``devices[-1]``.
 
         Raises:
-            UsageError: there is no tensor in the input.
+            UsageError: it is not one argument, or there is no tensor in it.
         """
-        if next(tensors(input), None) is None:
-            raise UsageError(expected("a tensor or a tuple of tensors", input, for_="input"))
-        return super().forward(input)
+        contract = "a tensor or a tuple of tensors"
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not kwargs.keys() <= {"input"}:
+            named = f" and {sorted(kwargs)} by name" if kwargs else ""
+            raise UsageError(
+                f"expected one argument, {contract} for input, got {len(args)} by position{named} "
+                f"({users_line()}); write model(x), or model((a, b)) for several tensors"
+            )
+        if next(tensors(given[0]), None) is None:
+            raise UsageError(expected(contract, given[0], for_="input"))
+        return super().forward(*given)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

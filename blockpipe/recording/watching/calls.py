@@ -128,7 +128,7 @@ class CallsUnderWay:
         call = Call(
             path,
             kind,
-            self._run.count_call(what),
+            self._run.cursor.count_call(what),
             len(self._stack),
             users_line(),
             parent=self.innermost,

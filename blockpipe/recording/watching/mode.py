@@ -111,7 +111,7 @@ class RecordedForward(StandIn):
             with alone_with(self.module):
                 return self.forward(*args, **kwargs)
         if self.stages is not None:
-            call_number = recorder.run.count_call(self)
+            call_number = recorder.run.cursor.count_call(self)
             now = recorder.cursor.stage
             stage = planned_stage(self.stages, call_number, now)
             if stage != now:

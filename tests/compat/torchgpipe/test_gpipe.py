@@ -154,8 +154,14 @@ def test_what_is_no_tensor_is_a_type_error() -> None:
             UsageError, match="expected a tensor or a tuple of tensors for input, got"
         ):
             model(wrong)
-    with pytest.raises(TypeError, match="positional arguments"):
-        model(torch.rand(2, 1), torch.rand(2, 1))
+    x = torch.rand(2, 1)
+    with pytest.raises(
+        UsageError, match=r"got 2 by position \(.*test_gpipe.*write .*model\(\(a, b"
+    ):
+        model(x, x)
+    with pytest.raises(UsageError, match=r"one argument, .*got 0 by position and \['x'\] by name"):
+        model(x=x)
+    assert_close(model(input=x), x)
     x, word = model((torch.ones(2, 1), "hello"))
     assert (x.tolist(), word) == ([[1.0], [1.0]], "hello")
 

@@ -73,9 +73,12 @@ inline Tensor as_cpu(const Tensor& t) {
                                         t.strides(), options));
 }
 
-// A tensor of the host as it is now: what is queued reads it later.
+// A tensor of the host as it is now: what is queued reads it later. It may be expanded, and no copy
+// can be written to memory that several of its elements share.
 inline Tensor host_copy(const Tensor& t) {
-  Tensor copy = at::detail::empty_strided_cpu(t.sizes(), t.strides(), t.scalar_type());
+  Tensor copy = t.is_non_overlapping_and_dense()
+                    ? at::detail::empty_strided_cpu(t.sizes(), t.strides(), t.scalar_type())
+                    : at::detail::empty_cpu(t.sizes(), t.scalar_type());
   if (t.numel()) {
     Below below;
     as_cpu(copy).copy_(as_cpu(t));
