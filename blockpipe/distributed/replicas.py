@@ -41,6 +41,23 @@ class StageReplicas:
         for tensor in held:
             dist.broadcast(tensor.data, dist.get_global_rank(self._group, 0), group=self._group)
 
+    @property
+    def count(self) -> int:
+        """The number of replicas."""
+        return dist.get_world_size(self._group)
+
+    def shared(self, value: Any, number: int = 0) -> Any:
+        """Return the object that one replica's process has, in all."""
+        given = [value]
+        home = dist.get_global_rank(self._group, number)
+        dist.broadcast_object_list(given, home, group=self._group)
+        return given[0]
+
+    def each(self, value: Any) -> Iterator[Any]:
+        """Yield every replica's object, one after the other, in the processes of all."""
+        for number in range(self.count):
+            yield self.shared(value, number)
+
     def total(self, number: float, device: torch.device) -> float:
         """Sum a number over the replicas."""
         found = torch.tensor(number, dtype=torch.float64, device=device)

@@ -147,3 +147,130 @@ def a_difference_is_found(rank: int, ranks: int) -> None:
     assert not found.ok
     worst = found.worst["gradients"]
     assert worst.verdict == "different"
+
+
+def contrastive(output: Tensor, target: Tensor) -> Tensor:
+    """Every other sample is a negative."""
+    return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def layers(ranks: int, *more: nn.Module) -> nn.Module:
+    """A layer on each stage, and other modules with the last one."""
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(ranks)]
+    made[-1].extend(more)
+    net = nn.Sequential(*made)
+    return bp.begin_blocks(net, {str(at): at for at in range(1, ranks)})
+
+
+def a_step_is_compared_with_the_whole_batch(rank: int, ranks: int) -> None:
+    """In evaluation mode where a mode matters; the report is the same in every process."""
+    x, y = batch()
+    pipe = DistributedPipeline(layers(ranks), sample=x, chunks=4)
+    found = pipe.verify(x, target=y, loss_fn=mean_square)
+    assert found.whole is not None
+    assert found.ok, str(found)
+    assert {d.kind for d in found.whole.differences} == {"outputs", "loss", "gradients"}
+    assert found.whole.notes == []
+    assert len(set(everywhere(str(found)))) == 1
+    assert pipe.verify(x, target=y, loss_fn=mean_square, whole=False).whole is None
+    listed = DistributedPipeline(layers(ranks), sample=x, chunks=4, batch_dims={"output": None})
+    found = listed.verify(x, target=y, loss_fn=mean_square)
+    assert found.ok, str(found)
+    pipe = DistributedPipeline(dropping(ranks, python=False), sample=x, chunks=4)
+    found = pipe.verify(x, target=y, loss_fn=mean_square)
+    assert found.ok, str(found)
+    assert found.whole is not None
+    assert "evaluation mode" in found.whole.notes[0]
+    assert all(module.training for module in pipe.module.modules())
+    pipe = DistributedPipeline(dropping(ranks, python=True), sample=x, chunks=4)
+    found = pipe.verify(x, target=y, loss_fn=mean_square)
+    assert found.whole is None
+    assert found.notes == [
+        "not compared with the whole batch: the forward draws random numbers in evaluation mode too"
+    ]
+
+
+def another_step_than_the_whole_batchs_has_its_cause(rank: int, ranks: int) -> None:
+    """A loss of all samples, a wrong weight, a wrong split, batch norm; a note where it fails."""
+    x, y = batch(8)
+    pipe = DistributedPipeline(layers(ranks), sample=x, chunks=4)
+    norm = nn.BatchNorm1d(6, track_running_stats=False)
+    for other, loss_fn, cause in (
+        (pipe, contrastive, "a loss that needs the whole batch"),
+        (pipe, lambda out, y: mean_square(out, y) * len(out), "loss_reduction"),
+        (
+            DistributedPipeline(layers(ranks, Centered()), sample=x, chunks=4),
+            mean_square,
+            "several samples at once",
+        ),
+        (
+            DistributedPipeline(layers(ranks, norm), sample=x, chunks=4),
+            mean_square,
+            "batch norm without running statistics",
+        ),
+    ):
+        found = other.verify(x, target=y, loss_fn=loss_fn)
+        assert found.is_plain, str(found)
+        assert found.whole is not None
+        assert not found.ok
+        assert cause in str(found.whole.cause), str(found)
+
+    def few(output: Tensor, target: Tensor) -> Tensor:
+        if len(output) > 2:
+            raise ValueError("too many")
+        return mean_square(output, target)
+
+    found = pipe.verify(x, target=y, loss_fn=few)
+    assert found.ok
+    assert found.notes == [
+        "not compared with the whole batch: its forward fails (ValueError: too many)"
+    ]
+    pipe.forward_backward(x, target=y, loss_fn=mean_square)
+
+
+class Centered(nn.Module):
+    """Looks at all samples of a micro-batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Doubling(nn.Module):
+    """Writes to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2) + 1
+
+
+def what_a_step_writes_to_is_copied(rank: int, ranks: int) -> None:
+    """The arguments, and the gradients of a loss that has parameters."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return mean_square(output * self.scale, target)
+
+    x, y = batch(8)
+    net = nn.Sequential(Doubling(), layers(ranks))
+    bp.begin_blocks(net, {})
+    before, loss_fn = x.clone(), Scaled()
+    pipe = DistributedPipeline(net, sample=x, chunks=4)
+    found = pipe.verify(x, target=y, loss_fn=loss_fn)
+    assert found.ok, str(found)
+    assert torch.equal(x, before)
+    assert loss_fn.scale.grad is None
+
+
+def numbers_of_another_mode_than_the_samples_are_verified(rank: int, ranks: int) -> None:
+    """The sample was recorded without dropout."""
+    x, y = batch(8)
+    pipe = DistributedPipeline(dropping(ranks).eval(), sample=x, chunks=4)
+    pipe.train()
+    state = torch.get_rng_state()
+    found = pipe.verify(x, target=y, loss_fn=mean_square)
+    assert found.ok, str(found)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -42,6 +42,18 @@ def handed_on(sources: Sequence[Source], device: torch.device) -> list[Source]:
     return [] if is_asynchronous(device) else [*sources]
 
 
+def of_replica(states: States, number: int) -> States:
+    """Return the states with which a replica begins a step.
+
+    Args:
+        states: of the first replica.
+        number: of the replica.
+    """
+    if number == 0:
+        return states
+    return {source: derived(source, state, f"copy {number}") for source, state in states.items()}
+
+
 class StepStreams:
     """The streams of one step's micro-batches in one process.
 
@@ -76,8 +88,8 @@ class StepStreams:
             return
         before = current(self._sources)
         self._begin = {**before, **self._shared(before, 0)}
-        if self._replicas is not None and not self._replicas.is_first:
-            self._begin = self._derived(f"copy {self._replicas.number}")
+        if self._replicas is not None:
+            self._begin = of_replica(self._begin, self._replicas.number)
         if not self._handed and not self._places.is_own(0):  # the host's would be the same ones
             own = self._derived(f"stage {self._places.own[0]}")
             self._begin.update({s: own[s] for s in own if s in ("random", "numpy", _CPU)})

@@ -11,10 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..._common.callsite import remembers_caller, users_line
-from ..._common.nested import map_tensors
 from ...batches.batch_dims import BatchDims
-from ...batches.class_weights import reduction_for
-from ...batches.losses import own_or_mean_square
 from ...batches.microbatch import LossReduction, Microbatch
 from ...costs.probing import rates_of
 from ...devices.devices import is_asynchronous
@@ -25,7 +22,6 @@ from ...preparation.options import check_loss
 from ...recording.recording import Recording
 from ...reports.summary.summary import Summary, summarize
 from ...reports.timeline.timeline import Timeline
-from ...reports.verify.reference_loop import ReferenceLoop
 from ...reports.verify.result import Verification
 from ...reports.verify.verdict import check_tolerances
 from ..agreement import Agreement, Kind
@@ -33,8 +29,10 @@ from ..engines import Engines
 from ..microbatches.batch_norm import StageBatchNorm
 from ..replicas import StageReplicas
 from ..stage_values import StageValues
+from ..step import Run
+from .plain_step import StepOptions
 from .profile import StageProfile
-from .verify import StageVerifier, plain_outcome, verdict
+from .verify import Call, StageVerifier, VerifiedStep
 
 
 class StageReportMethods:
@@ -67,6 +65,9 @@ class StageReportMethods:
         raise NotImplementedError
 
     def _split(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
+        raise NotImplementedError
+
+    def _runs(self, microbatches: list[Microbatch]) -> list[Run]:
         raise NotImplementedError
 
     @remembers_caller
@@ -138,63 +139,78 @@ class StageReportMethods:
         loss_fn: Callable[..., Any] | None = None,
         rtol: float | None = None,
         atol: float = 0.0,
+        whole: bool = True,
         **kwargs: Any,
     ) -> Verification:
         """Run a small batch over the processes and as a plain loop in one; compare the results.
 
         All processes call it together. The first stage's process runs the plain loop on its host,
-        which needs room for the whole model, and compares outputs, loss, gradients and buffers. The
+        which needs room for the whole model, and compares outputs, loss, gradients and buffers.
+        With replicas, that of the first one does so for the shares of all. Then outputs, loss and
+        gradients are compared with those of the whole batch in one forward, up to rounding. The
         model and the random generators are left as they were.
 
         Args:
-            *args: the model's arguments, for the whole batch; the same values in every process.
+            *args: the model's arguments, for the replica's whole share of the batch; the same
+                values in every process of a pipeline.
             target: the target, as for :meth:`forward_backward`.
             loss_fn: the loss, as for :meth:`Pipeline.verify`.
             rtol: the tolerance, as for :meth:`Pipeline.verify`.
             atol: the absolute tolerance.
+            whole: also compare with the whole batch in one forward, as for
+                :meth:`Pipeline.verify`. A note says so where replicas' shares do not make one
+                batch, or their buffers differ.
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`blockpipe.reports.Verification`, in every process.
+            A :class:`blockpipe.reports.Verification`, the same in every process.
 
         Raises:
-            UsageError: there are replicas, or stages on accelerators draw random numbers.
+            UsageError: stages on accelerators draw random numbers, or an argument of replicas
+                cannot be pickled.
         """
         check_loss(loss_fn, target)
         check_tolerances(rtol, atol)
-        cut, places = self._engines.first, self._engines.places
-        with self._agreement.at_end(lambda: self._kind(args, kwargs, loss_fn)):
-            self._check_verifiable(cut.sources)
-            microbatches = self._split(args, kwargs, target)
-        loss_fn = loss_fn or own_or_mean_square
-        verifier = StageVerifier(self.module, self._values, places, cut.sources)
-        whole, found = verifier.whole_model(), None
-        with self._agreement.at_end(lambda: Kind({"call": "the plain run of verify"})):
-            if whole is not None:
-                loop = ReferenceLoop(
-                    map_tensors(lambda t: t.detach().to("cpu", copy=True), microbatches),
-                    loss_fn,
-                    reduction_for(loss_fn, self.loss_reduction),
-                    self.batch_dims,
-                    cut.sources,
-                    is_deferred=self._batch_norm.is_deferred,
-                )
-                plain = plain_outcome(loop, whole, cut.sources)
-        given = {"target": target, "loss_fn": loss_fn, "return_outputs": True}
-        piped = verifier.pipelined(lambda: self.forward_backward(*args, **given, **kwargs))
-        if whole is not None:
-            found = verdict(plain, piped, rtol, atol, f"over processes, {self._described()}")
-        verification: Verification = places.shared(found, 0)
+
+        def run(call: Call) -> StepResult:
+            args, kwargs, target = call
+            given = {"target": target, "loss_fn": options.loss, "return_outputs": True}
+            return self.forward_backward(*args, **given, **kwargs)
+
+        def sources() -> list[Source]:
+            return self._drawn(args, kwargs, target, loss_fn)
+
+        deferred = self._batch_norm.is_deferred
+        how = (self.loss_reduction, self.batch_dims)
+        options = StepOptions(self.chunks, loss_fn, *how, is_deferred=deferred)
+        step = VerifiedStep((args, kwargs, target), run, sources, options)
+        held = (self.module, self._values, self._engines.places, self._replicas, self._agreement)
+        verification: Verification = StageVerifier(*held, step).verify(
+            rtol, atol, f"over processes, {self._described()}", whole=whole
+        )
         return verification
 
-    def _check_verifiable(self, sources: Iterable[Source]) -> None:
-        if self._replicas is not None:
-            raise UsageError(
-                f"expected one pipeline to verify, got one of several replicas ({users_line()}); "
-                "make one without mesh= for it"
-            )
-        if any(sources) and is_asynchronous(self._device):
-            raise UsageError(
-                "expected a forward without random numbers to verify on accelerators, whose "
-                f"numbers no other device draws ({users_line()}); set dropout to 0, or call eval()"
-            )
+    def _drawn(
+        self, args: Any, kwargs: dict[str, Any], target: Any, loss_fn: object
+    ) -> list[Source]:
+        """Return the generators that a step draws from, in the model's present modes.
+
+        Raises:
+            UsageError: no process can draw the same numbers again.
+        """
+        found: dict[Source, None] = {}
+
+        def kind() -> Kind:
+            same = self._kind(args, kwargs, loss_fn)
+            return Kind({**same.common, "random numbers": str(bool(found))}, same.own)
+
+        with self._agreement.at_end(kind):
+            for engine, _ in self._runs(self._split(args, kwargs, target)):
+                found.update(dict.fromkeys(engine.sources))
+            if found and is_asynchronous(self._device):
+                raise UsageError(
+                    "expected a forward without random numbers to verify on accelerators, whose "
+                    f"numbers no other device draws ({users_line()}); set dropout to 0, or call "
+                    "eval()"
+                )
+        return [*found]

@@ -33,6 +33,8 @@ class ReferenceLoop:
         dims: how outputs are joined.
         sources: the generators that the step draws from.
         is_deferred: whether batch norm is deferred.
+        others: micro-batches of the same batch that run elsewhere; they count in the weights of
+            losses.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class ReferenceLoop:
         sources: Sequence[Source],
         *,
         is_deferred: bool,
+        others: Sequence[Microbatch] = (),
     ) -> None:
         self._microbatches = microbatches
         self._loss_fn = loss_fn
         with theirs():
-            self._weights = weights_of(microbatches, reduction)
+            self._weights = weights_of([*microbatches, *others], reduction)[: len(microbatches)]
+            self._output_weights = weights_of(microbatches, reduction)
         self._dims = dims
         self._sources = [*sources]
         self._is_deferred = is_deferred
@@ -89,7 +93,7 @@ class ReferenceLoop:
                     total = part if total is None else total + part
         sizes = [batch.size for batch in self._microbatches]
         dim = output_dim(self._dims, outputs, sizes)
-        return join(outputs, sizes, self._weights, device, dim)[0], total
+        return join(outputs, sizes, self._output_weights, device, dim)[0], total
 
     def _forward(self, model: nn.Module, batch: Microbatch) -> tuple[Any, Tensor | None]:
         output = model(*batch.args, **batch.kwargs)

@@ -53,7 +53,7 @@ class Verifier:
         device: Any,
     ) -> None:
         # Outputs that are not joined are joined here: the whole batch's are compared with them.
-        self.options = replace(runner.options, batch_dims=_joining(runner.options.batch_dims))
+        self.options = replace(runner.options, batch_dims=joining(runner.options.batch_dims))
         self.runner, self.preparer = replace(runner, options=self.options), runner.preparer
         self.args, self.kwargs, self.target = args, kwargs, target
         self.loss = loss_fn if isinstance(loss_fn, nn.Module) else None
@@ -330,8 +330,8 @@ class Verifier:
             outcome.put("input gradients", [(name, t.grad) for name, t in inputs.items()])
 
 
-def _joining(dims: BatchDims) -> BatchDims:
-    """The same, but outputs are joined."""
+def joining(dims: BatchDims) -> BatchDims:
+    """Return the same ``batch_dims``, by which outputs are joined."""
     if not isinstance(dims, Mapping) or dims.get("output", 0) is not None:
         return dims
     return {name: dim for name, dim in dims.items() if name != "output"}

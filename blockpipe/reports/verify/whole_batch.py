@@ -8,19 +8,39 @@ once. Only a forward of the whole batch shows that, and only up to rounding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..._torch.modules import BatchNorm
 from .result import Difference, Outcome, WholeBatch, compared
-from .run import Verifier
 
 KINDS = ("outputs", "loss", "gradients", "input gradients")
 
 
-def against_whole_batch(verifier: Verifier, piped: Outcome) -> WholeBatch | str:
+class Runs(Protocol):
+    """The runs of one step, each from the same state."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether the forward draws random numbers."""
+
+    def all_modules(self) -> list[nn.Module]:
+        """Return all modules of the model and the loss."""
+
+    def anew(self) -> AbstractContextManager[None]:
+        """While entered, use a recording of the model as it is now."""
+
+    def pipelined(self) -> Outcome:
+        """Run a step of the pipeline."""
+
+    def whole(self) -> Outcome:
+        """Run the step of the whole batch in one forward."""
+
+
+def against_whole_batch(verifier: Runs, piped: Outcome) -> WholeBatch | str:
     """Return a comparison, or the reason why there is none.
 
     Args:
@@ -33,16 +53,16 @@ def against_whole_batch(verifier: Verifier, piped: Outcome) -> WholeBatch | str:
             # Each micro-batch draws its own numbers and has its own statistics. Without either,
             # a difference is due to the split or the weights.
             stack.enter_context(_in_evaluation(verifier.all_modules()))
-            stack.enter_context(verifier.anew())
-            if verifier.draws:
-                return "the forward draws random numbers in evaluation mode too"
-            notes.append(
-                "compared in evaluation mode: random draws and batch norm differ by design"
-            )
             try:
+                stack.enter_context(verifier.anew())
+                if verifier.draws:
+                    return "the forward draws random numbers in evaluation mode too"
                 piped = verifier.pipelined()
             except Exception as error:
                 return f"in evaluation mode the step fails ({type(error).__name__}: {error})"
+            notes.append(
+                "compared in evaluation mode: random draws and batch norm differ by design"
+            )
         try:
             whole = verifier.whole()
         except torch.OutOfMemoryError:
@@ -89,7 +109,7 @@ def _tolerance(outcomes: Iterable[Outcome]) -> float:
     return float(coarsest**0.5)
 
 
-def _cause(differences: list[Difference], whole: Outcome, verifier: Verifier) -> str | None:
+def _cause(differences: list[Difference], whole: Outcome, verifier: Runs) -> str | None:
     """Return the first thing to check."""
     bad = {found.kind for found in differences if found.verdict == "different"}
     if not bad:

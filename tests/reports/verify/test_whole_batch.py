@@ -94,6 +94,24 @@ def test_a_number_that_is_no_mean_is_not_ok():
     assert "loss_reduction" in str(found.whole)
 
 
+def test_a_model_that_cannot_be_recorded_for_evaluation_is_not_compared():
+    """The verdict on the micro-batches is there all the same."""
+
+    class Trains(nn.Dropout):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training:
+                raise ValueError("trains only")
+            return super().forward(x)
+
+    net = _net(nn.Linear(8, 8), Trains(0.5), nn.Linear(8, 4))
+    found = _pipe(net).verify(torch.randn(8, 8))
+    assert found.ok
+    assert found.whole is None
+    assert "in evaluation mode the step fails" in found.notes[-1]
+    assert "trains only" in found.notes[-1]
+    assert all(module.training for module in net.modules())
+
+
 @pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(8)], ids=["dropout", "norm"])
 def test_random_draws_and_batch_norm_are_compared_in_evaluation_mode(layer):
     """The model is as it was; and a wrong weighting is seen all the same."""
