@@ -47,7 +47,8 @@ def calls(module: ModuleType) -> Iterator[Callable[[], Any]]:
         axes = []
         for mark in getattr(function, "pytestmark", ()):
             if mark.name == "parametrize":
-                names = [n.strip() for n in mark.args[0].split(",")]
+                given = mark.args[0]
+                names = given.replace(",", " ").split() if isinstance(given, str) else given
                 axes.append([(names, v if len(names) > 1 else (v,)) for v in mark.args[1]])
         for choice in itertools.product(*axes):
             given = {n: v for names, values in choice for n, v in zip(names, values, strict=True)}
