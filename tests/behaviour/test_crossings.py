@@ -154,6 +154,16 @@ class Handled:
             return self.b(h) + made
 
     @row
+    def parts_of_a_complex_tensor_are_set(self, x):
+        with B(0):
+            h = self.a(x)
+            c = torch.complex(h, h.sin()) * 1
+            c.real = c.real * 2
+        with B(1):
+            c.imag = c.real * 3
+            return self.b(c.real + c.imag)
+
+    @row
     def expanded_and_transposed(self, x):
         with B(0):
             h = self.a(x).mean(1, keepdim=True).expand(-1, 4)
