@@ -5,6 +5,7 @@ taken off when the last of them leaves.
 """
 
 import functools
+from inspect import getattr_static
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -27,7 +28,7 @@ class Replacement(ProcessChange):
     def __new__(cls, *args: Any) -> Self:
         if cls._only is None:
             cls._only = super().__new__(cls)
-            cls._only._original = cls.owner.__dict__[cls.name]
+            cls._only._original = getattr_static(cls.owner, cls.name)
         return cast(Self, cls._only)
 
     def replacement(self) -> Any:
@@ -36,12 +37,51 @@ class Replacement(ProcessChange):
 
     def put_on(self) -> None:
         """Put the replacement in the place of the original."""
-        self._original = self.owner.__dict__[self.name]
+        self._original = getattr_static(self.owner, self.name)
         setattr(self.owner, self.name, self.replacement())
 
     def take_off(self) -> None:
         """Put the original back."""
         setattr(self.owner, self.name, self._original)
+
+
+class _Part(Replacement):
+    """A replacement by which an assignment to a part of a complex tensor is operations.
+
+    No function mode sees it: it would write to the tensor of another stage. torch sets the tensor's
+    hooks meanwhile, which a mode sees, and to look at the view then waits for a lock that the same
+    thread has.
+    """
+
+    owner = Tensor
+
+    def replacement(self) -> Any:
+        original = self._original
+
+        def assign(tensor: Tensor, value: Any) -> None:
+            mode = active_mode()
+            if mode is None or not mode.is_on():
+                original.__set__(tensor, value)
+            else:
+                original.__get__(tensor)[...] = value
+
+        return property(original.__get__, assign)
+
+    def take_off(self) -> None:
+        if self.name in vars(self.owner):  # the original is inherited
+            delattr(self.owner, self.name)
+
+
+class RealParts(_Part):
+    """As its base class says, for ``Tensor.real``."""
+
+    name = "real"
+
+
+class ImaginaryParts(_Part):
+    """As its base class says, for ``Tensor.imag``."""
+
+    name = "imag"
 
 
 class TensorHooks(Replacement):

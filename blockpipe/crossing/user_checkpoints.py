@@ -34,7 +34,14 @@ from .step_context import StepContext
 from .tags import TAG, GradientSlot, MicrobatchKey, Tag, enter_graph
 from .tensors.place import Reads
 from .tensors.tensor_import import TensorImport
-from .torch_patches import Backwards, CustomFunctions, Replacement, ScriptFunctions
+from .torch_patches import (
+    Backwards,
+    CustomFunctions,
+    ImaginaryParts,
+    RealParts,
+    Replacement,
+    ScriptFunctions,
+)
 from .uncut_run import UncutRun
 
 
@@ -206,7 +213,14 @@ def _put_back(arrivals: list[_Arrival]) -> Iterator[None]:
 @contextmanager
 def intercepting() -> Iterator[None]:
     """Replace all that the glue may need, for a forward of which nothing is known."""
-    with Backwards(), CustomFunctions(), ScriptFunctions(), Checkpoints():
+    with (
+        Backwards(),
+        CustomFunctions(),
+        ScriptFunctions(),
+        RealParts(),
+        ImaginaryParts(),
+        Checkpoints(),
+    ):
         yield
 
 

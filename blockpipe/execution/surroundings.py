@@ -6,7 +6,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 
-from ..crossing.torch_patches import Backwards, CustomFunctions, ScriptFunctions, TensorHooks
+from ..crossing.torch_patches import (
+    Backwards,
+    CustomFunctions,
+    ImaginaryParts,
+    RealParts,
+    ScriptFunctions,
+    TensorHooks,
+)
 from ..crossing.user_checkpoints import Checkpoints
 from .hook_steps import no_early_steps
 from .step_request import StepRequest
@@ -32,6 +39,8 @@ def around_cut_step(state: StepState) -> Iterator[None]:
         # Also where the recording has met none of these: a later forward may.
         stack.enter_context(CustomFunctions())
         stack.enter_context(ScriptFunctions())
+        stack.enter_context(RealParts())
+        stack.enter_context(ImaginaryParts())
         stack.enter_context(Checkpoints())
         stack.enter_context(_current_device_kept(request))
         stack.enter_context(_no_early_steps(state))

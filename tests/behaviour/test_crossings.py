@@ -275,6 +275,23 @@ def test_a_handled_row_trains_as_plain(name, engine):
     check_alike(Scripted(ROWS[name]), torch.randn(6, 4), **engine)
 
 
+def _set_parts(self, x):
+    with B(0):
+        h = self.a(x)
+        c = torch.complex(h, h.sin()) * 1
+        c.real = c.real * 2
+    with B(1):
+        c.imag = c.real * 3
+        return self.b(c.real + c.imag)
+
+
+@pytest.mark.cpu("the simulated accelerator has no complex numbers")
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_parts_of_a_complex_tensor_that_are_set_train_as_plain(engine):
+    """torch's setters go through no function mode."""
+    check_alike(Scripted(_set_parts), torch.randn(6, 4), **engine)
+
+
 NEED_GRADIENTS = {
     "autograd_grad_within_a_stage",
     "metadata_without_a_copy",

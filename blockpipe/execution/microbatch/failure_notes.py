@@ -23,6 +23,12 @@ def note_failure(error: BaseException, phase: str, microbatch: int, stage: int |
             "changed since then (for a KV cache pass use_cache=False); exclude it from "
             "recomputation with checkpoint=False"
         )
+    if phase == "backward" and "modified by an inplace operation" in str(error):
+        remedy = (
+            "; forwards of other micro-batches run before this backward: if one of them writes in "
+            "place to a value that it needs (a buffer), clone() the value before it is used, or "
+            'pass schedule="sequential"'
+        )
     with contextlib.suppress(Exception):  # an error of the user's own class may refuse notes
         error.add_note(
             f"blockpipe: in the {phase} of micro-batch {microbatch}{where}, "

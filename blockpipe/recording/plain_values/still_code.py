@@ -108,7 +108,7 @@ def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[St
     while todo and len(seen) < _MOST_CALLS:
         called, arguments = todo.pop()
         if isinstance(called, functools.partial):
-            todo.append((called.func, called.args))
+            todo.append((called.func, (*called.args, *arguments)))
             continue
         if isinstance(called, WeightedLoss):
             todo.append((called.loss_fn, arguments))

@@ -80,6 +80,28 @@ def _parameter_hook(net: Net) -> None:
     net.b.weight.register_hook(net.follow)
 
 
+class _Follows:
+    """A hook that is an object."""
+
+    def __init__(self, net: Net) -> None:
+        self.net = net
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.net.scale = float(gradient.norm())
+
+
+def _object(net: Net) -> None:
+    net.b.weight.register_hook(_Follows(net))
+
+
+def _set_scale(name: str, module: Net, *gradients: object) -> None:
+    module.scale = len(name)
+
+
+def _partial(net: Net) -> None:
+    net.register_full_backward_pre_hook(functools.partial(_set_scale, "a name"))
+
+
 def _stepping_hook(net: Net) -> None:
     net.b.weight.register_post_accumulate_grad_hook(functools.partial(Net.follow, net))
 
@@ -112,6 +134,8 @@ X = torch.randn(8, 4)
         (Scaled, _module_hook, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
         (Scaled, _pre_hook, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
         (Scaled, _parameter_hook, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
+        (Scaled, _object, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
+        (Scaled, _partial, r"'scale' of the model in a backward on hops \[\d\].*reads it on"),
         (Scaled, _stepping_hook, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
         (Hooked, _nothing, r"'scale' of the model in a backward on hops \[0\].*reads it on"),
         (Measures, _reads, r"'scale' of the model on hops \[0\].*reads it in a backward on"),
