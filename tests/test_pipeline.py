@@ -188,7 +188,7 @@ def test_the_model_stays_the_users():
 
 
 def test_a_usual_training_loop_gives_plain_parameters():
-    """A usual training loop gives the plain loop's parameters, to the bit."""
+    """A usual training loop gives the plain loop's parameters, to the bit on the CPU."""
     model = linears(3)
     plain = copy.deepcopy(model)
     pipe = pipeline(model)
@@ -211,7 +211,9 @@ def test_a_usual_training_loop_gives_plain_parameters():
             second.step()
             schedule.step()
         results.append(list(which.parameters()))
-    assert all(equal(p, q) for p, q in zip(*results, strict=True))
+    for ours, theirs in zip(*results, strict=True):
+        assert equal(ours, theirs) or is_simulated()
+        assert_close(ours, theirs)
 
 
 @pytest.mark.slow

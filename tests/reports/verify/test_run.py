@@ -17,7 +17,7 @@ from blockpipe.reports.verify.result import Verification
 
 from ...models import EVERY_SCHEDULE
 from ...parameter_sets import each_value
-from ...stage_devices import equal, is_simulated, stages
+from ...stage_devices import equal, exact, is_simulated, stages
 from .verified import Shared, Wrong, sharing
 
 
@@ -55,7 +55,7 @@ def _verify(net: nn.Module, chunks: int = 4, count: int = 3, **options: Any) -> 
 def test_a_good_model_is_exact(schedule: str, checkpoint: str):
     """With dropout, batch norm and uneven micro-batches, to the bit under every schedule."""
     found = _verify(_net(0.5), schedule=schedule, checkpoint=checkpoint)
-    assert found.verdict == "exact"
+    assert found.verdict in exact()
     assert found.exact != is_simulated()  # whether bits are promised
     assert found
     assert found.first_difference is None
@@ -68,20 +68,20 @@ def test_input_gradients_are_compared():
     pipe = bp.Pipeline(_net(), devices=stages(3), chunks=3)
     x = torch.randn(7, 8, requires_grad=True)
     found = pipe.verify(x)
-    assert found.worst["input gradients"].verdict == "exact"
+    assert found.worst["input gradients"].verdict in exact()
     assert x.grad is None
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", lambda args, kwargs, target: len(target)])
 def test_each_loss_reduction_is_weighed_as_the_pipeline_does(reduction: Any):
     """The plain loop weighs losses as the pipeline does."""
-    assert _verify(_net(), loss_reduction=reduction).verdict == "exact"
+    assert _verify(_net(), loss_reduction=reduction).verdict in exact()
 
 
 def test_the_plain_loop_defers_batch_norm_too():
     """The plain loop defers the running statistics as well, and they change."""
     found = _verify(_net(0.1), deferred_batch_norm=True)
-    assert found.verdict == "exact"
+    assert found.verdict in exact()
     assert len([d for d in found.differences if d.kind == "buffers"])
 
 
@@ -95,7 +95,7 @@ def test_batches_split_on_another_dim_are_compared():
     net = nn.Sequential(Turned(4, 4), Turned(4, 2))
     bp.begin_blocks(net, {"1": 1})
     pipe = bp.Pipeline(net, devices=stages(2), chunks=2, batch_dims=1)
-    assert pipe.verify(torch.randn(4, 6)).verdict == "exact"
+    assert pipe.verify(torch.randn(4, 6)).verdict in exact()
 
 
 def test_without_gradients_the_forward_is_compared():
@@ -119,7 +119,7 @@ def test_parameters_of_a_loss_are_compared():
     loss = Loss(4, 1)
     pipe = bp.Pipeline(_net(), devices=stages(3), chunks=2)
     found = pipe.verify(_batch()[0], loss_fn=loss)
-    assert found.verdict == "exact"
+    assert found.verdict in exact()
     assert {"loss_fn.weight", "loss_fn.bias"} <= {d.name for d in found.differences}
     assert loss.weight.grad is None
 
@@ -131,7 +131,7 @@ def test_several_threads_are_compared_with_as_many():
     x, y = _batch()
     pipe.forward_backward(x, target=y, loss_fn=F.cross_entropy)
     for _ in range(5):
-        assert pipe.verify(x, target=y, loss_fn=F.cross_entropy).verdict == "exact"
+        assert pipe.verify(x, target=y, loss_fn=F.cross_entropy).verdict in exact()
     assert torch.get_num_threads() == 2
 
 
@@ -279,7 +279,7 @@ def test_parameters_that_the_forward_writes_and_optimizers_in_the_backward():
     before = [p.detach().clone() for p in net.parameters()]
     pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
     found = pipe.verify(torch.arange(8).view(4, 2))
-    assert found.verdict == "exact"
+    assert found.verdict in exact()
     assert not steps
     assert all(equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
     pipe.forward_backward(torch.arange(8).view(4, 2), loss_fn=torch.sum)
@@ -296,7 +296,7 @@ def test_inputs_are_not_written_to():
     net = nn.Sequential(InPlace(4, 4), nn.Linear(4, 2))
     bp.begin_blocks(net, {"1": 1})
     x = torch.ones(4, 4)
-    assert bp.Pipeline(net, devices=stages(2), chunks=2).verify(x).verdict == "exact"
+    assert bp.Pipeline(net, devices=stages(2), chunks=2).verify(x).verdict in exact()
     assert equal(x, torch.ones(4, 4))
 
 
@@ -308,7 +308,7 @@ def test_on_the_stages_the_reference_is_uncut():
     pipe = bp.Pipeline(_net(0.5), devices=stages(3), chunks=4, checkpoint="always")
     x, y = _batch()
     found = pipe.verify(x, target=y, loss_fn=F.cross_entropy, device="stages")
-    assert found.verdict == "exact"
+    assert found.verdict in exact()
     assert "uncut graph" in found.reference
     assert (pipe.schedule, pipe.checkpoint) == ("1f1b", "always")
 
@@ -318,7 +318,7 @@ def test_a_model_from_the_meta_device():
     with torch.device("meta"):
         net = _net()
     pipe = bp.Pipeline(net, devices=stages(3), chunks=2, init="reset_parameters")
-    assert pipe.verify(_batch()[0]).verdict == "exact"
+    assert pipe.verify(_batch()[0]).verdict in exact()
 
 
 @pytest.mark.slow
@@ -336,7 +336,7 @@ def test_dropout_that_the_recording_did_not_see():
     net = _net(0.0)
     pipe = bp.Pipeline(net, devices=stages(3), chunks=4, sample=(_batch()[0],))
     net[3].p = 0.5
-    assert pipe.verify(_batch()[0]).verdict == "exact"
+    assert pipe.verify(_batch()[0]).verdict in exact()
 
 
 @told_by_threads
@@ -385,7 +385,7 @@ def test_integers_alone_have_no_gradient():
     ):
         pipe.verify(torch.randn(4, 4))
     with torch.no_grad():
-        assert pipe.verify(torch.randn(4, 4)).verdict == "exact"
+        assert pipe.verify(torch.randn(4, 4)).verdict in exact()
 
 
 def test_the_table_is_the_differences():
@@ -406,5 +406,5 @@ def test_values_that_are_not_finite_are_told():
     x = torch.randn(4, 4)
     x[0, 0] = float("nan")
     found = bp.Pipeline(net, devices=stages(2), chunks=2).verify(x)
-    assert found.verdict == "exact"
+    assert found.verdict in exact()
     assert "not finite in the plain run" in str(found)
