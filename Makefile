@@ -31,14 +31,13 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick
-	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated --one-in 12
+	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated --one-in 24
 
 # What make test leaves out and is not slow: every other parameter set, every example of a property.
 test-rest: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --rest
-	$(BIN)/python -m pytest -m "timed and not slow"
 
-# On the simulated accelerator: make test runs one test in twelve there.
+# On the simulated accelerator: make test runs one test in twenty-four there.
 test-devices: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated
 	$(BIN)/python -m pytest --quick --simulated -m timed

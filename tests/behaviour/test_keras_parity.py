@@ -10,7 +10,7 @@ from torch import nn
 
 import blockpipe as bp
 from blockpipe.compat import keras
-from blockpipe.errors import PlanError
+from blockpipe.errors import PlanError, UsageError
 
 from ..compat.keras.assigned_models import net_of
 
@@ -151,7 +151,7 @@ def test_a_model_without_a_sample_says_what_is_missing():
         keras.get_pipeline_stage_assignment,
         keras.print_pipeline_stage_assignment_summary,
     ):
-        with pytest.raises(RuntimeError, match=r"its forward takes \(one, two\): pass a sample"):
+        with pytest.raises(UsageError, match=r"forward of Twice takes \(one, two\) .*; write "):
             ask(Twice())
 
 

@@ -91,7 +91,7 @@ def test_a_shape_for_a_sample() -> None:
 
 def test_stages_without_a_sample() -> None:
     """A model alone does not say what its forward takes."""
-    with pytest.raises(RecordingError, match=r"takes \(x, mask\): pass a sample of that"):
+    with pytest.raises(UsageError, match=r"takes \(x, mask\) .*; write "):
         bp.get_pipeline_stage_assignment(Attends())
 
 
