@@ -19,13 +19,10 @@ from .checks import did_you_mean, near_miss
 P = ParamSpec("P")
 R = TypeVar("R")
 
-ALL_REDUCE = """all-reduce the gradients yourself:
+REPLICATED = """put a ReplicatedPipeline around the pipeline of each process:
 
-    pipe.forward_backward(x, target=y, loss_fn=loss_fn)
-    for p in pipe.parameters():
-        if p.grad is not None:
-            torch.distributed.all_reduce(p.grad)
-            p.grad /= torch.distributed.get_world_size()
+    pipe = blockpipe.distributed.ReplicatedPipeline(blockpipe.Pipeline(model, …))
+    pipe.forward_backward(x, target=y, loss_fn=loss_fn)  # its share; gradients are those of all
     optimizer.step()
 """
 

@@ -22,7 +22,7 @@ except ImportError as error:
 
 from .._common.callsite import remembers_caller, users_line
 from .._common.checks import expected
-from .._common.hints import ALL_REDUCE
+from .._common.hints import REPLICATED
 from ..errors import UsageError
 from ..execution.scaled_gradients import scaled_gradients
 from ..execution.step_result import StepResult
@@ -157,7 +157,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
             raise UsageError(
                 f"expected one process for a pipeline, got {self.num_processes} ({users_line()}): "
                 "DistributedDataParallel would reduce gradients once for each micro-batch; do not "
-                f"prepare the pipeline, and {ALL_REDUCE}"
+                f"prepare the pipeline, and {REPLICATED}"
             )
         if self.mixed_precision == "fp8":
             raise UsageError(

@@ -9,7 +9,7 @@ from torch import nn
 
 from .._common.callsite import users_line, warn
 from .._common.checks import expected, is_integer
-from .._common.hints import ALL_REDUCE
+from .._common.hints import REPLICATED
 from ..batches.batch_dims import BatchDims, dims_of_call
 from ..batches.microbatch import LossReduction, Microbatch, split
 from ..errors import MicrobatchError, PlanError, ScheduleError, UsageError
@@ -128,14 +128,14 @@ def check_model(model: object) -> None:
             raise UsageError(
                 f"{where} {type(module).__name__}, which acts on every backward, and a pipeline "
                 f"has one for each micro-batch ({users_line()}); pass Pipeline the module inside "
-                f"of it, and {ALL_REDUCE}"
+                f"of it, and {REPLICATED}"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise UsageError(
                 f"parameter {name!r} is a DTensor: the model is sharded (fully_shard, "
                 f"parallelize_module), and a stage is on one device ({users_line()}); pass "
-                f"Pipeline the plain model, and {ALL_REDUCE}"
+                f"Pipeline the plain model, and {REPLICATED}"
             )
     offloaded = offloaded_modules(model)
     if offloaded:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.hints import ALL_REDUCE, for_trainer, what_is_meant, where_model_has
+from .._common.hints import REPLICATED, for_trainer, what_is_meant, where_model_has
 from .._common.nested import map_tensors
 from .._torch.modules import CHILDREN, RefusesWrappers, Wrapper, versions_in
 from .._torch.tensors import arguments_of_to
@@ -40,7 +40,7 @@ _NOT_IN: dict[Wrapper, str] = {
     ),
     "DistributedDataParallel": (
         "DistributedDataParallel around a pipeline would reduce gradients once for each "
-        f"micro-batch ({{where}}); {ALL_REDUCE}"
+        f"micro-batch ({{where}}); {REPLICATED}"
     ),
     "DataParallel": (
         "DataParallel around a pipeline would copy it to each device at each call, but its "
@@ -49,11 +49,11 @@ _NOT_IN: dict[Wrapper, str] = {
     ),
     "FullyShardedDataParallel": (
         "FullyShardedDataParallel around a pipeline would gather all stages on one device "
-        f"({{where}}); leave it out, and {ALL_REDUCE}"
+        f"({{where}}); leave it out, and {REPLICATED}"
     ),
     "fully_shard": (
         "fully_shard, or replicate, of a pipeline would treat its stages as one module on one "
-        f"device ({{where}}); leave it out, and {ALL_REDUCE}"
+        f"device ({{where}}); leave it out, and {REPLICATED}"
     ),
     "torch.jit.script": (
         "torch.jit.script cannot see the stages of a pipeline ({where}); call unplace(), and give "

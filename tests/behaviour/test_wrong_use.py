@@ -64,18 +64,22 @@ def test_distributed_data_parallel_around_a_pipeline_is_refused() -> None:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(UsageError, match=r"DistributedDataParallel.*all-reduce"):
+        with pytest.raises(UsageError, match=r"DistributedDataParallel.*ReplicatedPipeline"):
             nn.parallel.DistributedDataParallel(pipeline())
-        with pytest.raises(UsageError, match=rf"DistributedDataParallel.*{HERE}.*all-reduce"):
+        with pytest.raises(
+            UsageError, match=rf"DistributedDataParallel.*{HERE}.*ReplicatedPipeline"
+        ):
             nn.parallel.DistributedDataParallel(nn.Sequential(pipeline(), nn.Linear(4, 4)))
         for wrapped in (
             nn.parallel.DistributedDataParallel(nn.Linear(4, 4)),
             nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(4, 4))),
         ):
-            with pytest.raises(UsageError, match=rf"DistributedDataParallel.*{HERE}.*all-reduce"):
+            with pytest.raises(
+                UsageError, match=rf"DistributedDataParallel.*{HERE}.*ReplicatedPipeline"
+            ):
                 bp.Pipeline(wrapped, devices=["cpu"] * 2, chunks=2)
         sharded = fully_shard(nn.Linear(4, 4), mesh=dist.init_device_mesh("cpu", (1,)))
-        with pytest.raises(UsageError, match=rf"is a DTensor.*{HERE}.*all-reduce"):
+        with pytest.raises(UsageError, match=rf"is a DTensor.*{HERE}.*ReplicatedPipeline"):
             bp.Pipeline(sharded, devices=["cpu"] * 2, chunks=2)
     finally:
         dist.destroy_process_group()

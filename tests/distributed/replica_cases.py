@@ -17,12 +17,13 @@ from .models import gpt, ids
 
 
 def shares_are_the_whole_batch(rank: int, ranks: int) -> None:
-    """Of different sizes, on several schedules, two steps; weights begin as the first has them."""
+    """Of different sizes, on several schedules, two steps, also where a layer is frozen; weights
+    begin as the first has them."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(10, 6, generator=generator), torch.randn(10, 6, generator=generator)
     index = torch.randint(0, 5, (10,), generator=generator)
-    for schedule in ("1f1b", "zb-h1", "sequential"):
-        model = deep(3)
+    for schedule, frozen in (("1f1b", 0), ("zb-h1", 1), ("sequential", 0)):
+        model = deep(3, frozen)
         plain = copy.deepcopy(model)
         if rank:
             with torch.no_grad():

@@ -335,7 +335,9 @@ def test_what_cannot_be_in_a_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch
         accelerator.forward_backward(pipe, torch.ones(4, 8), loss_fn=torch.mean)
     with monkeypatch.context() as changed:
         changed.setattr(PipelineAccelerator, "num_processes", 2)
-        with pytest.raises(bp.errors.UsageError, match=r"(?s)expected one process.*all_reduce"):
+        with pytest.raises(
+            bp.errors.UsageError, match=r"(?s)expected one process.*ReplicatedPipeline"
+        ):
             accelerator.prepare(pipe)
     with monkeypatch.context() as changed:
         changed.setattr(PipelineAccelerator, "mixed_precision", "fp8")

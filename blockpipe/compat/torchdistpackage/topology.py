@@ -8,7 +8,7 @@ import torch.distributed
 
 from ..._common.callsite import users_line
 from ..._common.checks import did_you_mean, expected, is_integer
-from ..._common.hints import ALL_REDUCE
+from ..._common.hints import REPLICATED
 from ...devices.devices import default_devices
 from ...errors import PlanError, UsageError
 from .ranks import current_rank, current_ranks
@@ -16,7 +16,7 @@ from .ranks import current_rank, current_ranks
 _MODES = ("data", "tensor", "pipe", "model", "global")
 _REFUSED = {
     "data": "copies on other devices of this process are blockpipe.replicas.Replicas; with a "
-    f"process for each copy {ALL_REDUCE}",
+    f"process for each copy {REPLICATED}",
     "tensor": "layers that are split over devices are not part of a pipeline",
 }
 

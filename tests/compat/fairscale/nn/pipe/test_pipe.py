@@ -107,7 +107,7 @@ def test_data_parallel_around_it_is_refused() -> None:
     model = Pipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(UsageError, match=r"all-reduce the gradients yourself"):
+        with pytest.raises(UsageError, match=r"put a ReplicatedPipeline around"):
             nn.parallel.DistributedDataParallel(model)
     finally:
         dist.destroy_process_group()
