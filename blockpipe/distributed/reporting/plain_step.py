@@ -23,7 +23,7 @@ from ...batches.microbatch import LossReduction, Microbatch, split
 from ...devices.rng_streams import Source, current, restore
 from ...errors import MicrobatchError
 from ...reports.verify.reference_loop import ReferenceLoop
-from ...reports.verify.result import Outcome
+from ...reports.verify.result import Outcome, named_outputs
 from ...restoring.preserved import PreservedModel, moved_copy
 from ..microbatches.streams import of_replica
 
@@ -133,14 +133,6 @@ def _with_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> nn.Module:
     for name, buffer in model.named_buffers():
         memo[id(buffer)] = buffers[name].clone()
     return copy.deepcopy(model, memo)
-
-
-def named_outputs(outputs: Any) -> list[tuple[str, Any]]:
-    """Return the values of an output with their names, on the host."""
-    found = [*leaves(outputs)]
-    names = ["output"] if len(found) == 1 else [f"output {number}" for number in range(len(found))]
-    plain = [v.detach().cpu() if isinstance(v, Tensor) else v for v in found]
-    return [*zip(names, plain, strict=True)]
 
 
 # --- the shares as one batch

@@ -24,7 +24,13 @@ from ...batches.microbatch import weights_of
 from ...devices.rng_streams import Source
 from ...errors import MicrobatchError, RankError, UsageError
 from ...execution.step_result import StepResult
-from ...reports.verify.result import Outcome, Verification, compared, not_finite
+from ...reports.verify.result import (
+    Outcome,
+    Verification,
+    compared,
+    named_outputs,
+    not_finite,
+)
 from ...reports.verify.run import joining
 from ...reports.verify.whole_batch import against_whole_batch
 from ...restoring.preserved import PreservedModel, fresh_copy
@@ -36,7 +42,6 @@ from .plain_step import (
     Share,
     StepOptions,
     joined_shares,
-    named_outputs,
     on_host,
     plain_outcomes,
     wholes,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..._common.nested import leaf_names, leaves
 from ..._common.text import text_table
 from ...errors import VerificationError
 from .divergence import Divergence
@@ -251,6 +252,12 @@ class Outcome:
     def put(self, kind: str, named: Iterable[tuple[str, Any]]) -> None:
         """Add the values of a kind."""
         self.values.setdefault(kind, {}).update(named)
+
+
+def named_outputs(outputs: Any) -> list[tuple[str, Any]]:
+    """Return the values of a model's output, without graphs, with where they are in it."""
+    named = zip(leaf_names(outputs), leaves(outputs), strict=True)
+    return [(name, v.detach() if isinstance(v, Tensor) else v) for name, v in named]
 
 
 def compared(plain: Outcome, piped: Outcome, rtol: float, atol: float) -> list[Difference]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._common.callsite import users_line
-from ..._common.nested import leaves, map_tensors, tensors
+from ..._common.nested import map_tensors, tensors
 from ..._common.threads.thread_state import intra_operation_threads
 from ..._torch.modules import is_compiled
 from ...batches.batch_dims import BatchDims, dims_of_call
@@ -26,7 +26,7 @@ from ...preparation.options import PipelineOptions
 from ...restoring.preserved import PreservedModel, fresh_copy, moved_copy
 from .divergence import CallWatch
 from .reference_loop import ReferenceLoop
-from .result import Outcome
+from .result import Outcome, named_outputs
 
 _IDENTITY: Any = object.__eq__
 
@@ -305,15 +305,13 @@ class Verifier:
 
     def _put_outputs(self, outcome: Outcome, outputs: Any) -> None:
         found = []
-        for value in leaves(outputs):
+        for name, value in named_outputs(outputs):
             if type(value).__eq__ is _IDENTITY:  # an object of each run, such as a cache of keys
                 note = f"not compared: a {type(value).__name__} in the outputs"
                 self.notes += [] if note in self.notes else [note]
             else:
-                found.append(value)
-        one = len(found) == 1
-        named = [("output" if one else f"output {i}", value) for i, value in enumerate(found)]
-        outcome.put("outputs", [(n, v.detach() if isinstance(v, Tensor) else v) for n, v in named])
+                found.append((name, value))
+        outcome.put("outputs", found)
 
     def _put_state(
         self, outcome: Outcome, modules: list[nn.Module], inputs: dict[str, Tensor]
