@@ -26,7 +26,7 @@ from ..stages.cursor import Cursor
 from .offload import Offload
 from .recompute import RecomputedCall, RecomputeSpec, SealedCall
 from .step_context import StepContext
-from .tags import TAG, UNCUT, Import, MicrobatchKey, Tag
+from .tags import TAG, UNCUT, Import, MicrobatchKey, Tag, latest
 from .tensors.claims import Claims
 from .tensors.gradients import Gradients
 from .tensors.hop_copies import HopCopies
@@ -209,10 +209,8 @@ class MicrobatchRun:
         tag: Tag | None = getattr(tensor, TAG, None)
         if tag is None:
             return tensor
-        while tag.newest is not None:
-            tensor = tag.newest
-            tag = getattr(tensor, TAG)
-            assert tag is not None
+        if tag.newest is not None:
+            tensor, tag = latest(tensor, tag)
         if self.writes.reached_back:
             self.writes.check_current(tensor, tag)
         return tensor

@@ -28,7 +28,7 @@ from ..devices.devices import is_asynchronous
 from ..devices.ownership import copying
 from ..errors import StateError
 from .host_stores import HostLinks, Store
-from .tags import TAG, Tag
+from .tags import TAG, Tag, latest
 
 # Smaller ones stay: a copy of its own costs more than they take. A guess.
 SMALLEST = 64 * 1024
@@ -145,9 +145,8 @@ class Offload:
         # What was written on another hop is there, and torch.utils.checkpoint, which saves what it
         # was given past the glue, is to run again with that: what comes back has no tag.
         tag: Tag | None = getattr(tensor, TAG, None)
-        while tag is not None and tag.newest is not None:
-            tensor = tag.newest
-            tag = getattr(tensor, TAG)
+        if tag is not None:
+            tensor, _ = latest(tensor, tag)
         away = self.away(tensor)
         if away is not None:
             return away

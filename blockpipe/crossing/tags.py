@@ -72,6 +72,14 @@ class Tag:
         return not tensor.is_inference() or not is_written(tensor)
 
 
+def latest(tensor: Tensor, tag: Tag) -> tuple[Tensor, Tag]:
+    """Return a tensor as the latest hop that wrote to it left it, and its tag."""
+    while tag.newest is not None:
+        tensor = tag.newest
+        tag = getattr(tensor, TAG)
+    return tensor, tag
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Import:
     """A tensor's copy on a hop, and whether it is an entry of that hop's graph."""

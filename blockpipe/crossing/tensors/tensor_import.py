@@ -20,7 +20,7 @@ from ..._torch.tensors import version_of
 from ...devices.ownership import Owner, owner_of, set_owner
 from ...errors import CrossingError, RouteError, StateError
 from ..step_context import StepContext
-from ..tags import RECORDING, TAG, UNCUT, Import, ParameterHome, Tag
+from ..tags import RECORDING, TAG, UNCUT, Import, ParameterHome, Tag, latest
 from .claims import Claims
 from .gradients import Gradients
 from .hop_copies import HopCopies
@@ -72,10 +72,8 @@ class TensorImport:
         tag: Tag | None = getattr(tensor, TAG, None)
         if tag is None:
             return self._local_untagged(tensor, reads)
-        while tag.newest is not None:
-            tensor = tag.newest
-            tag = getattr(tensor, TAG)
-            assert tag is not None
+        if tag.newest is not None:
+            tensor, tag = latest(tensor, tag)
         place = self._place
         if tag.key is not place.key:
             return self._of_another(tensor, tag, reads)
