@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A torch to install instead of the newest (CI tests the lower bound with it).
 TORCH ?= torch torchvision
 
-.PHONY: demo test test-rest test-devices test-slow test-all lint types docs sweep benchmarks clean
+.PHONY: demo test test-properties test-devices test-slow test-all lint types docs sweep benchmarks clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -29,31 +29,33 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml
 demo: $(VENV)/.demo
 	$(BIN)/python examples/digits_resnet.py
 
-test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist worksteal --quick
-	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated --one-in 24
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
-# What make test leaves out and is not slow: every other parameter set, every example of a property.
-test-rest: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist worksteal --rest
+# All that is not slow, and a sample of it on the simulated accelerator.
+test: $(VENV)/.test
+	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow' --simulated --parameters 1 --one-in 24
+
+# More examples of each property.
+test-properties: $(VENV)/.test
+	$(PYTEST) -m 'hypothesis and not slow' --hypothesis-profile full
 
 # On the simulated accelerator: make test runs one test in twenty-four there.
 test-devices: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist worksteal --quick --simulated
-	$(BIN)/python -m pytest --quick --simulated -m timed
+	$(PYTEST) -m 'not slow' --simulated --parameters 1
+	$(BIN)/python -m pytest -m 'timed and not slow' --simulated
 
 # What takes long, or one test in so many of it: as many turns in a row run all.
 ONE_IN ?= 1
 TURN ?= 0
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist worksteal -m slow \
-	    --one-in $(ONE_IN) --turn $(TURN)
+	$(PYTEST) -m slow --one-in $(ONE_IN) --turn $(TURN)
 
-# Every parameter set and the slow tests, on both: before a release.
+# Every test, example and parameter set, on both: before a release.
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto
+	$(PYTEST) --hypothesis-profile full
 	$(BIN)/python -m pytest -m timed
-	$(BIN)/python -m pytest -n auto --simulated
+	$(PYTEST) --simulated --hypothesis-profile full
 	$(BIN)/python -m pytest --simulated -m timed
 
 lint: $(VENV)/.dev

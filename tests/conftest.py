@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import settings
 
 from blockpipe.execution.lanes.thread_pool import close_idle_threads
 from blockpipe.preparation import prepared
@@ -28,8 +28,11 @@ from .parameter_sets import has_turn
 from .pinned import pin
 from .simulated_build import CannotBuildError
 
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+# How many examples of a property, which stage_devices.examples() scales; no deadline, for a machine
+# may be busy. --hypothesis-profile full is for CI.
+settings.register_profile("quick", deadline=None, max_examples=12)
+settings.register_profile("full", deadline=None, max_examples=100)
+settings.load_profile("quick")
 
 SIMULATED = Path(__file__).with_name("simulated")
 DELAY = 200  # microseconds at most, before one in five operations: enough for another order
@@ -59,16 +62,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--turn", type=int, default=0, help="with --one-in: as many turns in a row run every test"
     )
-    parser.addoption(
-        "--quick",
-        action="store_true",
-        help="one parameter set of each test, fewer examples of each property, no slow tests",
-    )
-    parser.addoption("--rest", action="store_true", help="what --quick leaves out and is not slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    stage_devices.is_quick = config.getoption("--quick")
     if not config.getoption("--simulated"):
         return
     try:
@@ -91,6 +87,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_own and (_why_not or not config.getoption("--simulated")) else None
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k: one parameter set is one of what they leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _why_not:
         for item in items:
@@ -103,36 +100,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[pytest.Item, str]]:
-    """What does not run, on the simulated accelerator or because it shall be quick, and why."""
+    """What does not run, on the simulated accelerator or because fewer tests shall, and why."""
     seed, most = config.getoption("--delay-seed"), config.getoption("--parameters")
-    is_simulated, is_quick = config.getoption("--simulated"), config.getoption("--quick")
-    is_rest = config.getoption("--rest")
+    is_simulated = config.getoption("--simulated")
     is_beside_others = hasattr(config, "workerinput")  # in a process of pytest-xdist
+    has_all_own = most is None
     if most is None:
-        most = 1 if is_quick else PARAMETERS if is_simulated else 0
+        most = PARAMETERS if is_simulated else 0
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
         mark = item.get_closest_marker("cpu") if is_simulated else None
         if mark is not None:
             yield item, mark.args[0]
-        elif (is_quick or is_rest) and item.get_closest_marker("slow"):
-            yield item, "slow: left out by --quick"
         elif is_beside_others and item.get_closest_marker("timed"):
             yield item, "timed: needs a run without -n"
         elif is_simulated and not _is_own(item) and not _asks_for_devices(item):
             yield item, "its module asks for no devices (tests/stage_devices.py)"
-        elif item.get_closest_marker("every") or (_is_own(item) and not is_quick):
-            if is_rest:
-                yield item, "--quick runs it"
-        else:
+        elif not (item.get_closest_marker("every") or (_is_own(item) and has_all_own)):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     one_in, turn = config.getoption("--one-in"), config.getoption("--turn")
     for family in families.values():
         family.sort(key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
         kept = family[:most] if most else family
-        if is_rest and not _is_property(family[0]):
-            yield family[0], "--quick runs it"
-            continue
         for item in family[len(kept) :]:
             yield item, "another parameter set of the same test: --parameters"
         for item in kept:
@@ -143,11 +132,6 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
 def _is_own(item: pytest.Item) -> bool:
     """Whether it tests the simulated accelerator itself."""
     return item.path.parent == SIMULATED
-
-
-def _is_property(item: pytest.Item) -> bool:
-    """Whether Hypothesis draws its examples, fewer of them with ``--quick``."""
-    return is_hypothesis_test(getattr(item, "obj", None))
 
 
 def _asks_for_devices(item: pytest.Item) -> bool:

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 from blockpipe._common.nested import map_tensors
 
 SIMULATED = "simulated"
-is_quick = False  # as pytest's --quick says
 
 
 def is_simulated() -> bool:
@@ -36,9 +36,10 @@ def device_type() -> str:
 
 
 def examples(count: int) -> int:
-    """So many examples of a property; a tenth of them where each operation is queued, and an eighth
-    where it shall be quick."""
-    return max(count // (10 if is_simulated() else 1) // (8 if is_quick else 1), 3)
+    """So many examples of a property under the profile ``full``, fewer under ``quick``
+    (``conftest.py``); a tenth of them where each operation is queued."""
+    wanted = count * settings.default.max_examples // 100
+    return max(wanted // (10 if is_simulated() else 1), 3)
 
 
 def host(value: Any) -> Any:
