@@ -24,14 +24,14 @@ from blockpipe.execution.lanes.thread_pool import close_idle_threads
 from blockpipe.preparation import prepared
 
 from . import stage_devices
-from .parameter_sets import has_turn
+from .parameter_sets import in_turn
 from .pinned import pin
 from .simulated_build import CannotBuildError
 
-# How many examples of a property, which stage_devices.examples() scales; no deadline, for a machine
-# may be busy. --hypothesis-profile full is for CI.
+# How many examples a property has, in percent of what it asks stage_devices.examples() for; no
+# deadline, for a machine may be busy. CI takes --hypothesis-profile full.
 settings.register_profile("quick", deadline=None, max_examples=12)
-settings.register_profile("full", deadline=None, max_examples=100)
+settings.register_profile("full", deadline=None, max_examples=200)
 settings.load_profile("quick")
 
 SIMULATED = Path(__file__).with_name("simulated")
@@ -118,15 +118,18 @@ def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[
             yield item, "its module asks for no devices (tests/stage_devices.py)"
         elif not (item.get_closest_marker("every") or (_is_own(item) and has_all_own)):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    one_in, turn = config.getoption("--one-in"), config.getoption("--turn")
+    sampled: list[pytest.Item] = []
     for family in families.values():
         family.sort(key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
         kept = family[:most] if most else family
         for item in family[len(kept) :]:
             yield item, "another parameter set of the same test: --parameters"
-        for item in kept:
-            if not has_turn(item.nodeid, one_in, turn):
-                yield item, f"one test in {one_in}: --one-in"
+        sampled += kept
+    one_in, turn = config.getoption("--one-in"), config.getoption("--turn")
+    chosen = in_turn([item.nodeid for item in sampled], one_in, turn)
+    for item in sampled:
+        if item.nodeid not in chosen:
+            yield item, f"one test in {one_in}: --one-in"
 
 
 def _is_own(item: pytest.Item) -> bool:

@@ -61,15 +61,24 @@ def every_pair(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     return _parametrized(axes, [tuple(values[a][i] for a, i in enumerate(row)) for row in rows])
 
 
-def has_turn(name: str, one_in: int, turn: int) -> bool:
-    """Whether a test is one of those that run in a turn, where one in so many does.
+def in_turn(names: Iterable[str], one_in: int, turn: int) -> set[str]:
+    """Return the tests that run in a turn, where one in so many does: those that are neighbours,
+    and often take equally long, have different turns.
 
     Args:
-        name: the test's.
+        names: of all tests, such as ``tests/stages/test_plan.py::test_…``.
         one_in: the number of turns that run every test.
         turn: the number of this one.
     """
-    return (zlib.crc32(name.encode()) + turn) % one_in == 0
+    by_folder: dict[str, list[str]] = {}
+    for name in sorted(names):
+        by_folder.setdefault("/".join(name.split("/")[:2]), []).append(name)
+    return {
+        name
+        for folder, found in by_folder.items()  # a new test shifts the turns of its folder's alone
+        for at, name in enumerate(found, start=zlib.crc32(folder.encode()) + turn)
+        if at % one_in == 0
+    }
 
 
 def _most_new(axis: int, count: int, chosen: dict[int, int], missing: set[Any]) -> int:

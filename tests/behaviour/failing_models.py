@@ -4,7 +4,8 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,27 +19,39 @@ from blockpipe.execution.lanes.thread_pool import idle_threads
 from ..stage_devices import assert_close, equal, stages
 
 STAGES, CHUNKS, ROWS = 3, 4, 8
+_OF_THE_TEST = "PYTEST_CURRENT_TEST"
 
 
 class Bomb:
-    """Raises at one (place, stage, micro-batch) while it is armed."""
+    """Raises at one (place, stage, micro-batch) while it is armed.
+
+    Where it is armed is in an event, which is no plain value: that would be a reason to record anew,
+    and the failing step would always be the first one, in which stages take turns.
+    """
 
     def __init__(self) -> None:
-        self.at: tuple[str, int, int] | None = None
-        self.error: type[BaseException] = ValueError
+        self._armed: Any = threading.Event()
+        self.disarm()
         self.visits: list[tuple[str, int, int]] = []
         self.before: Callable[[], None] = lambda: None
 
     def arm(self, place: str, stage: int, microbatch: int, error: type[BaseException]) -> None:
-        self.at, self.error = (place, stage, microbatch), error
+        self._armed.at, self._armed.error = (place, stage, microbatch), error
+
+    def disarm(self) -> None:
+        self._armed.at = None
 
     def visit(self, place: str, stage: int, microbatch: int | None) -> None:
         if microbatch is None:
             return
         self.visits.append((place, stage, microbatch))
-        if (place, stage, microbatch) == self.at:
+        if (place, stage, microbatch) == self._armed.at:
             self.before()
-            raise self.error("boom")
+            raise self._armed.error("boom")
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self.visit("loss", STAGES - 1, bp.current_microbatch())
+        return F.mse_loss(output, target)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Bomb":
         return Bomb()  # a plain copy's own, never armed
@@ -115,23 +128,34 @@ def make(schedule: str, **options: Any) -> tuple[Bomb, Net, nn.Module, bp.Pipeli
     return bomb, net, plain, pipe
 
 
+class Kept:
+    """A net with its pipeline for each schedule, which many tests use one after another: each of
+    them shows that it recovers, and a recording takes longer than the steps."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Bomb, Net, nn.Module, bp.Pipeline]] = {}
+
+    @contextmanager
+    def made(self, schedule: str) -> Iterator[tuple[Bomb, Net, nn.Module, bp.Pipeline]]:
+        """Yield the one of a schedule; one whose test failed is not used again."""
+        found = self._made.pop(schedule, None) or make(schedule)
+        name = os.environ.pop(_OF_THE_TEST)  # which pytest sets anew: a reason to record anew
+        try:
+            yield found
+        finally:
+            os.environ[_OF_THE_TEST] = name
+        self._made[schedule] = found
+
+
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(ROWS, 4, generator=generator), torch.randn(ROWS, 4, generator=generator)
 
 
-def loss_fn_with(bomb: Bomb) -> Callable[[Tensor, Tensor], Tensor]:
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        bomb.visit("loss", STAGES - 1, bp.current_microbatch())
-        return F.mse_loss(output, target)
-
-    return loss_fn
-
-
 def step(pipe: bp.Pipeline, bomb: Bomb, how: str) -> None:
     x, y = batch()
     if how == "forward_backward":
-        pipe.forward_backward(x, target=y, loss_fn=loss_fn_with(bomb))
+        pipe.forward_backward(x, target=y, loss_fn=bomb.loss)
     else:
         F.mse_loss(pipe(x), y.to(pipe.output_device)).backward()
 
@@ -160,7 +184,7 @@ def assert_recovers(net: nn.Module, plain: nn.Module, pipe: bp.Pipeline, bomb: B
     assert bp.current_microbatch() is None
     assert torch.is_grad_enabled()
     assert torch.get_num_threads() == 1
-    bomb.at = None
+    bomb.disarm()
     for how in ("forward_backward", "call"):
         net.zero_grad()
         plain.zero_grad()

@@ -26,6 +26,7 @@ from .failing_models import (
     CHUNKS,
     STAGES,
     Bomb,
+    Kept,
     Net,
     assert_recovers,
     batch,
@@ -51,6 +52,11 @@ def assert_says_where(error: BaseException, phase: str, stage: int, microbatch: 
     assert f"{HERE}:{visits[-1].lineno}" in notes[0]
 
 
+@pytest.fixture(scope="module")
+def kept() -> Kept:
+    return Kept()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_threads() -> Iterator[None]:
     yield
@@ -74,15 +80,15 @@ def _interruptible() -> Iterator[None]:
     how=["forward_backward", "call"],
 )
 def test_a_failure_in_forward_reaches_the_caller(
-    schedule: str, error: type[BaseException], what: str, stage: int, microbatch: int, how: str
+    kept: Kept, schedule: str, error: Any, what: str, stage: int, microbatch: int, how: str
 ) -> None:
     """An exception of any kind, in any stage's forward of any micro-batch, reaches the caller, who
-    can go on."""
-    bomb, net, plain, pipe = make(schedule)
-    bomb.arm(what, stage, microbatch, error)
-    found = catch(error, lambda: step(pipe, bomb, how))
-    assert_says_where(found, "forward", stage, microbatch)
-    assert_recovers(net, plain, pipe, bomb)
+    can go on, as often as that happens."""
+    with kept.made(schedule) as (bomb, net, plain, pipe):
+        bomb.arm(what, stage, microbatch, error)
+        found = catch(error, lambda: step(pipe, bomb, how))
+        assert_says_where(found, "forward", stage, microbatch)
+        assert_recovers(net, plain, pipe, bomb)
 
 
 @every_pair(
@@ -91,14 +97,14 @@ def test_a_failure_in_forward_reaches_the_caller(
     microbatch=range(CHUNKS),
 )
 def test_a_failure_in_loss_fn_is_of_the_last_stage(
-    schedule: str, error: type[BaseException], microbatch: int
+    kept: Kept, schedule: str, error: type[BaseException], microbatch: int
 ) -> None:
     """An exception in loss_fn is one of the last stage's forward."""
-    bomb, net, plain, pipe = make(schedule)
-    bomb.arm("loss", STAGES - 1, microbatch, error)
-    found = catch(error, lambda: step(pipe, bomb, "forward_backward"))
-    assert_says_where(found, "forward", STAGES - 1, microbatch)
-    assert_recovers(net, plain, pipe, bomb)
+    with kept.made(schedule) as (bomb, net, plain, pipe):
+        bomb.arm("loss", STAGES - 1, microbatch, error)
+        found = catch(error, lambda: step(pipe, bomb, "forward_backward"))
+        assert_says_where(found, "forward", STAGES - 1, microbatch)
+        assert_recovers(net, plain, pipe, bomb)
 
 
 @every_pair(
@@ -110,15 +116,15 @@ def test_a_failure_in_loss_fn_is_of_the_last_stage(
     how=["forward_backward", "call"],
 )
 def test_a_failure_in_backward_reaches_the_caller(
-    schedule: str, error: type[BaseException], what: str, stage: int, microbatch: int, how: str
+    kept: Kept, schedule: str, error: Any, what: str, stage: int, microbatch: int, how: str
 ) -> None:
     """An exception of any kind in a custom backward or a tensor hook reaches the caller, who can go
     on."""
-    bomb, net, plain, pipe = make(schedule)
-    bomb.arm(what, stage, microbatch, error)
-    found = catch(error, lambda: step(pipe, bomb, how))
-    assert_says_where(found, "backward", stage, microbatch)
-    assert_recovers(net, plain, pipe, bomb)
+    with kept.made(schedule) as (bomb, net, plain, pipe):
+        bomb.arm(what, stage, microbatch, error)
+        found = catch(error, lambda: step(pipe, bomb, how))
+        assert_says_where(found, "backward", stage, microbatch)
+        assert_recovers(net, plain, pipe, bomb)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -226,7 +232,7 @@ def test_failed_backward_of_a_call_cannot_be_tried_again() -> None:
     loss = F.mse_loss(pipe(x), y.to(pipe.output_device))
     bomb.arm("module backward", 1, 1, ValueError)
     catch(ValueError, loss.backward)
-    bomb.at = None
+    bomb.disarm()
     with pytest.raises((UsageError, RuntimeError), match=r"already|second time"):
         loss.backward()
     assert_recovers(net, plain, pipe, bomb)
@@ -239,7 +245,7 @@ def test_a_failure_with_two_calls_outstanding_leaves_the_other() -> None:
     good, bad = (F.mse_loss(pipe(x), y.to(pipe.output_device)) for _ in range(2))
     bomb.arm("glue backward", 0, 2, ValueError)
     catch(ValueError, bad.backward)
-    bomb.at = None
+    bomb.disarm()
     net.zero_grad()
     good.backward()
     F.mse_loss(plain(x), y).backward()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ..parameter_sets import each_value, every_pair, has_turn
+from ..parameter_sets import each_value, every_pair, in_turn
 
 AXES = st.lists(st.integers(1, 5), min_size=2, max_size=5)
 
@@ -41,8 +41,15 @@ def test_sets_are_the_same_each_time(way) -> None:
     assert way(**axes).args == way(**axes).args
 
 
-@given(st.text(), st.integers(1, 9), st.integers(0))
-def test_a_test_has_one_turn_of_those_in_a_row(name: str, one_in: int, turn: int) -> None:
+@given(st.sets(st.text()), st.integers(1, 9), st.integers(0))
+def test_a_test_has_one_turn_of_those_in_a_row(names: set[str], one_in: int, turn: int) -> None:
     """So none is left out for long."""
-    turns = range(turn, turn + one_in)
-    assert sum(has_turn(name, one_in, now) for now in turns) == 1
+    turns = [in_turn(names, one_in, now) for now in range(turn, turn + one_in)]
+    assert sorted(name for now in turns for name in now) == sorted(names)
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0))
+def test_the_tests_of_a_folder_are_spread_over_the_turns(count: int, one_in: int, turn: int):
+    """So that no turn has all those that take long."""
+    names = [f"tests/distributed/test_a.py::test_b[{number}]" for number in range(count)]
+    assert len(in_turn(names, one_in, turn)) in (count // one_in, -(-count // one_in))

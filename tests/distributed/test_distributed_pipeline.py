@@ -30,6 +30,8 @@ WITH_FOUR = [name for name in NAMES if name.endswith("frozen_1")]
 WITH_FOUR += ["unet", "integers", "tied_gpt", "rotary_llama", "encoder_decoder"]
 WITH_FOUR += ["clipped", "replicas_of_a_pipeline", "values_of_one_process_count"]
 WITH_FOUR += ["other_processes_share_in_the_next_model", "classes_weigh_as_in_the_whole_batch"]
+SHORT = ["schedule_1f1b_frozen_1", "schedule_zb_v_frozen_0", "weighed"]
+SHORT += ["replicas_of_a_pipeline", "state_goes_both_ways", "outputs_where_they_are_asked_for"]
 REFUSED_WITH_FOUR = [
     "a_replica_that_fails_before_a_step_ends_it_for_all",
     "what_differs_is_named_at_the_start",
@@ -37,7 +39,6 @@ REFUSED_WITH_FOUR = [
 
 
 @pytest.mark.slow
-@pytest.mark.every
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("processes", "module", "names"),
@@ -55,7 +56,17 @@ def test_processes_give_the_plain_numbers_or_an_error(
     ranks.check(ranks.run_cases(module.__name__, names, processes, seconds=800, patience=120))
 
 
+@pytest.mark.slow
+@pytest.mark.every
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("processes", "names"), [(2, SHORT), (4, SHORT)], ids=["2", "4"])
+def test_a_few_cases_run_with_each_commit(processes: int, names: list[str]) -> None:
+    """The others take turns: these go through schedules, replicas and state in seconds."""
+    ranks.check(ranks.run_cases(cases.__name__, names, processes))
+
+
 def test_every_case_is_run():
     """A case that nobody finds proves nothing."""
     assert len(NAMES) > 25
     assert len(REFUSED) > 4
+    assert {*SHORT} < {*NAMES}

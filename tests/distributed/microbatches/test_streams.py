@@ -14,7 +14,6 @@ WITH_FOUR = ["dropout_is_that_of_one_process", "dropout_of_an_encoder_and_a_deco
 
 
 @pytest.mark.slow
-@pytest.mark.every
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("processes", "names"), [(2, NAMES), (4, WITH_FOUR)], ids=["2", "4"])
 def test_pipelines_words_mean_the_same_over_processes(processes: int, names: list[str]) -> None:

@@ -17,13 +17,11 @@ NEVER = 1800  # seconds: the patience of torch's own connections, which nobody s
 
 
 @pytest.mark.parametrize("case", ["raises", "raises_in_a_backward"])
-@pytest.mark.every
 def test_a_process_that_raises_is_quoted_by_the_others(case: str) -> None:
     """With its traceback, stage and micro-batch."""
     ranks.check(ranks.run_cases(failing_cases.__name__, [case], 2, patience=NEVER))
 
 
-@pytest.mark.every
 @pytest.mark.parametrize(("case", "processes"), [("dies", 3), ("a_replica_dies", 2)])
 def test_a_process_that_is_killed_is_named_by_all_others(case: str, processes: int) -> None:
     """Within a minute, which failing_cases.py looks at."""
@@ -49,7 +47,6 @@ def test_the_first_process_is_looked_after_by_the_others(case: str) -> None:
     assert codes == {0: -signal.SIGKILL, 1: 0}
 
 
-@pytest.mark.every
 @pytest.mark.parametrize("case", ["hangs", "a_replica_hangs"])
 def test_a_process_that_hangs_is_ended_and_its_stack_is_shown(case: str) -> None:
     """None is left over."""

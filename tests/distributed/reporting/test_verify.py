@@ -11,7 +11,6 @@ NAMES = cases_of(verify_cases)
 
 
 @pytest.mark.slow
-@pytest.mark.every
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_replicas_are_verified_as_one_process(processes: int) -> None:

@@ -12,7 +12,6 @@ WITH_TWO = [name for name in cases_of(state_cases) if name not in WITH_THREE]
 
 
 @pytest.mark.slow
-@pytest.mark.every
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("processes", "names"), [(2, WITH_TWO), (3, WITH_THREE)], ids=["2", "3"])
 def test_state_goes_between_numbers_of_stages(processes: int, names: list[str]) -> None:
