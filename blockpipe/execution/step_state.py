@@ -16,6 +16,7 @@ from ..crossing.step_context import Graphs, StepContext
 from ..devices.devices import is_asynchronous
 from ..devices.digests import Comparisons
 from ..devices.observer import Watch
+from .microbatch.kept_values import KeptValues
 from .microbatch.whole_arguments import WholeArguments
 from .step_mode import mode_of
 from .step_randomness import StepRandomness
@@ -59,6 +60,7 @@ class StepState:
         self.context = _context(request, self.randomness, differentiable=differentiable)
         self.context.begin()
         self.links = HostLinks()
+        self.kept: KeptValues | None = None
         self.runs: dict[int, MicrobatchRun] = {}
         self.results: list[MicrobatchResult | None] = [None] * len(microbatches)
         # Names of what the forwards wrote, and had not written when the model was recorded. One by

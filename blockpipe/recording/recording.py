@@ -21,6 +21,7 @@ from .entries import (
     CrossingInfo,
     GeneratorUse,
     Hop,
+    LateBackward,
     Output,
     OutsideTensor,
     SharedChange,
@@ -66,6 +67,7 @@ class Recording:
     recomputes: bool = False
     shared_generators: list[GeneratorUse] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)
+    late_backwards: list[LateBackward] = field(default_factory=list)
     carried: dict[str, str] = field(default_factory=dict)
     """Plain values that each forward leaves for the next one, and the lines that read them."""
     changes_unseen: bool = False  # the forward changes something, and nobody saw who reads it

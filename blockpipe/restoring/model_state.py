@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.modes import DispatchMode
-from .._torch.tensors import FakeTensor, OpOverload, schema_of, storage_of, unset_fake_temporarily
+from .._torch.tensors import FakeTensor, storage_of, unset_fake_temporarily, written_by
 from .contents import content_of, in_array, kept_otherwise
 from .holders import (
     CacheHolder,
@@ -276,16 +276,11 @@ class _Undone(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, OpOverload) and (schema := schema_of(func)).is_mutable:
-            for argument, value in zip(schema.arguments, args, strict=False):
-                self._keep(argument, value)
-            for argument in schema.arguments[len(args) :]:
-                self._keep(argument, kwargs.get(argument.name))
+        for value in written_by(func, args, kwargs):
+            self._keep(value)
         return func(*args, **kwargs)
 
-    def _keep(self, argument: Any, value: Any) -> None:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            return
+    def _keep(self, value: Any) -> None:
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue

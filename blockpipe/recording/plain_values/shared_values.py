@@ -146,6 +146,7 @@ class SharedValues:
             for pending in [*self._pending.values()]:
                 self._is_set(pending)
             self._pending.clear()
+            self._returned.clear()  # it holds tensors, and the graph behind them
             self._checkpoints.forget()
 
     # --- what Python calls

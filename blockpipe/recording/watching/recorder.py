@@ -27,7 +27,7 @@ from ...errors import CrossingError, PlanError
 from ...stages.cursor import Mark
 from ...stages.plan import too_few_devices
 from ..calls import Call
-from ..entries import CrossingInfo, Hop, TensorInfo, Unmarked
+from ..entries import CrossingInfo, Hop, TensorInfo, note_unmarked
 from ..outside_state import OutsideState
 from ..outside_tensors import OutsideTensors
 from ..recording import Recording
@@ -37,6 +37,7 @@ from .calls import CallsUnderWay, RecordedTag, is_made_by
 from .costs import RecordedWork
 from .custom_functions import AppliedFunctions
 from .draws import RandomDraws, line
+from .late_backwards import LateBackwards
 from .saved_tensors import Activations
 from .watched_cursor import WatchedCursor
 
@@ -89,6 +90,7 @@ class Recorder:
         self.tensor_hooks: list[tuple[Callable[..., Any], int]] = []  # each with its hop
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.outside_tensors = OutsideTensors()
+        self.late: LateBackwards
         self.check_interrupts: Callable[[], None]
         self.changes: SharedChanges
         self.outside: OutsideState
@@ -202,7 +204,9 @@ class Recorder:
             and not self.cursor.in_scope
             and (not self.cursor.is_marked or self.cursor.block_ended)
         ):
-            self._note_unmarked(hop)
+            mark = self.cursor.mark
+            after = mark.where if mark is not None else None
+            note_unmarked(self.result.unmarked, self.stage, users_line(), after)
         innermost = self.calls.innermost
         self.activations.at(hop, innermost, self.segments.current.index)
         hooks = saved_tensor_hooks()
@@ -210,23 +214,15 @@ class Recorder:
             info.whole = "it recomputes, or packs its saved tensors"
             info.reruns_forward = True
 
-    def _note_unmarked(self, hop: int) -> None:
-        last = self.result.unmarked[-1] if self.result.unmarked else None
-        mark = self.cursor.mark
-        after = mark.where if mark is not None else None
-        if last is not None and last.stage == self.stage and last.after == after:
-            last.operations += 1
-        else:
-            self.result.unmarked.append(Unmarked(self.stage, users_line(), 1, after))
-
     def read(self, tensor: Tensor, reads: Reads) -> Tensor:
         """Note that an operation reads a tensor, and read it."""
-        tensor = self.stand_ins.get(id(tensor), tensor)
+        tensor = self.stand_in(tensor)
         self._note_origin(tensor)
         is_untagged = getattr(tensor, TAG, None) is None
+        if not self.has_made(tensor):
+            self.late.lasts(tensor)
         if is_untagged and self.step.graphs.cut:
-            held = self.held.get(id(tensor))
-            if held is None and not isinstance(tensor, FakeTensor):
+            if (held := self.held.get(id(tensor))) is None and not isinstance(tensor, FakeTensor):
                 self.outside_tensors.read(tensor, self.hop)
             if held is None or not held.is_buffer:
                 self.outsiders.append((tensor, version_of(tensor)))
@@ -238,6 +234,10 @@ class Recorder:
             # A sealed module is not looked into (torch.func makes such tensors): see conclude.
             self.custom.fail(error.with_traceback(None))
             return tensor
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """Return the tensor that stands for a parameter or a buffer in a fake run."""
+        return self.stand_ins.get(id(tensor), tensor)
 
     def _note_origin(self, tensor: Tensor) -> None:
         """Note where a tensor that is read comes from, and what that means for the calls under
@@ -254,7 +254,8 @@ class Recorder:
         if isinstance(tag, RecordedTag):
             self._note_flow(newest, tag)
             self.calls.read_unreturned(tag, line())
-        self._note_if_not_given(key, newest, tag)
+        if tag is not None and tag.key is self.key and not tag.is_constant(newest):
+            self.calls.read_ungiven(key, newest, tag, line())
         if self.run.is_foreign(newest):
             what = "a tensor" if held is None else held.name
             for call in self.calls.not_given(key, id(newest)):
@@ -272,22 +273,12 @@ class Recorder:
                 self.costs.add_gradient(tensor)
             tag.is_read = True
 
-    def _note_if_not_given(self, key: int, tensor: Tensor, tag: Tag | None) -> None:
-        """Note that a call reads a tensor that was made before it and did not come in by its
-        arguments: when the call is run again, it may be another micro-batch's."""
-        if tag is None or tag.key is not self.key or tag.is_constant(tensor):
-            return
-        inside = tag.calls if isinstance(tag, RecordedTag) else ()
-        for call in self.calls.not_given(key, id(tensor)):
-            if call.refuses is None and call not in inside:
-                call.refuses = f"it reads a tensor that it was not given ({line()})"
-
     def check_outsiders(self, func: Callable[..., Any], first: object) -> None:
         """Check after an operation whether it wrote to a tensor that is neither an argument nor a
         buffer."""
         outsiders, self.outsiders = self.outsiders, []
         if self.outside_tensors.written_by(func, first, outsiders):
-            self.calls.refuse(f"it writes to a tensor that is no argument and no buffer ({line()})")
+            self._refuse_write()
 
     def take_input(self, tensor: Tensor) -> Tensor:
         """Return an input of the forward as if it were made on its first hop."""
@@ -415,6 +406,15 @@ class Recorder:
         if held is not None:
             held.written = True
         self.outside_tensors.wrote(tensor)
+
+    def wrote_unseen(self, tensor: Tensor) -> None:
+        """Note such a write to what is no running statistic."""
+        self.wrote(tensor)
+        if not getattr(self.held.get(id(tensor)), "is_buffer", False):
+            self._refuse_write()
+
+    def _refuse_write(self) -> None:
+        self.calls.refuse(f"it writes to a tensor that is no argument and no buffer ({line()})")
 
     def given(self, operands: Iterable[Tensor]) -> None:
         """Note what an operation below autograd is given. Inside of a custom function nothing else

@@ -37,6 +37,7 @@ from ..sealing import conclude
 from ..shared_changes import SharedChanges
 from .costs import note_split_backwards
 from .held import held_tensors
+from .late_backwards import LateBackwards
 from .mode import RecordedForward, RecordingMode
 from .recorder import Recorder
 from .saved_tensors import Activations
@@ -97,6 +98,8 @@ def run_watched(
     try:
         inputs = _as_inputs(recorder, (request.args, request.kwargs))
         output = _run(model, inputs, recorder, values)
+        if recorder.step.graphs.differentiable:
+            result.late_backwards = list(recorder.late.found())
         note_split_backwards(recorder.run, result, output)
         given = recorder.held.keys() | {id(tensor) for tensor in tensors(inputs)}
         result.outputs = list(_outputs(output, given))
@@ -118,6 +121,7 @@ def run_watched(
         conclude(model, recorder, versions)
     finally:
         recorder.activations.forget()
+        recorder.late.forget()
     if planned is None:
         result.unreached = list(_unreached(model, {call.path for call in result.calls}))
     return result
@@ -135,6 +139,9 @@ def _watching(request: RecordRequest, result: Recording, holders: Collection[Hol
     recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
     recorder.check_interrupts = request.interrupts.check
     recorder.held, recorder.stand_ins = held_tensors(model, result), request.stand_ins
+    lasting = [*model.parameters(), *model.buffers()]
+    recorder.late = LateBackwards(recorder.held, lasting, recorder.hop_here, recorder.wrote_unseen)
+    activations.on_saved = recorder.late.saved if graphs.differentiable else None
     recorder.changes = SharedChanges(model)
     recorder.outside = OutsideState(holders, modules)
     recorder.users = {p for p, module in modules.items() if is_users(type(module).__module__)}
@@ -157,7 +164,8 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
     """Call the model while all watchers run, and return its output."""
     args, kwargs = inputs
     spent, waited = recorder.costs.spent, recorder.costs.waited
-    meter = Meter(spent, waited, recorder.draws.drew, recorder.wrote, recorder.given)
+    told = recorder.draws.drew, recorder.wrote, recorder.given, recorder.late.writing
+    meter = Meter(spent, waited, *told)
     about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
     with Progress(about, modules, "module calls") as recorder.calls.progress:
         with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
