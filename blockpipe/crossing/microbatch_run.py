@@ -253,6 +253,7 @@ class MicrobatchRun:
             known or torchs_of(device),
             offload=self.gradients.offload,
             comparisons=self.step.comparisons,
+            carried=self.step.carried_values,
         )
         self.gradients.recomputed_calls.setdefault(self.hop, []).append(recomputed)
         return recomputed

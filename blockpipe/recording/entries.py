@@ -326,3 +326,20 @@ class LateBackward:
     backwards: list[int]
     remedy: str
     compared: str | None = None
+
+
+@dataclass
+class CarriedValue:
+    """A plain value that each forward leaves for the next one.
+
+    Attributes:
+        name: its name.
+        where: the line that reads it.
+        hops: the hops that set it.
+        place: the id of what it is in, and the name or key in that (``None``: its content).
+    """
+
+    name: str
+    where: str
+    hops: list[int]
+    place: tuple[int, Any] = field(repr=False, compare=False)

@@ -18,6 +18,7 @@ from ..stages.assignment import Assignment
 from ..stages.plan import StagePlan, gaps, too_few_devices
 from .calls import Call, Flow, Saved, Segment
 from .entries import (
+    CarriedValue,
     CrossingInfo,
     GeneratorUse,
     Hop,
@@ -68,8 +69,7 @@ class Recording:
     shared_generators: list[GeneratorUse] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)
     late_backwards: list[LateBackward] = field(default_factory=list)
-    carried: dict[str, str] = field(default_factory=dict)
-    """Plain values that each forward leaves for the next one, and the lines that read them."""
+    carried: list[CarriedValue] = field(default_factory=list)
     changes_unseen: bool = False  # the forward changes something, and nobody saw who reads it
     outside: list[OutsideTensor] = field(default_factory=list, repr=False)
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name

@@ -28,7 +28,7 @@ from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
 from ..calls import Call
-from ..entries import SharedChange
+from ..entries import CarriedValue, SharedChange
 from ..outside_state import in_words
 from ..reads import NamesRead, libraries_code_reads
 from ..recording import Recording
@@ -48,7 +48,7 @@ from .places import (
 )
 from .still_code import frames_of
 from .tensor_uses import TensorUses
-from .values import ApartRun, PendingWrite, SharedValue, back, shared_change
+from .values import ApartRun, PendingWrite, SharedValue, back, hops_of, shared_change
 
 _REMEDY = "pass it along as an argument"
 _OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
@@ -259,6 +259,8 @@ class SharedValues:
                 self._pending[id(frame.frame)] = pending
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
             self._uses(access, self._objects.get(id(value), value), frame, hop)
+            if is_iterator(value):  # in a recording it is a copy of the user's
+                self._known(value, ALL).held_by = owner, key
 
     def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:
         """Note that a mutable value is read as a whole, or changed."""
@@ -401,19 +403,20 @@ class SharedValues:
             remedy = known.remedy or (_OF_CHECKPOINT if again else remedy)
             yield shared_change(known, self._named(known), read_on, where, remedy)
 
-    def carried(self, reads: NamesRead) -> dict[str, str]:
-        """The values that one forward leaves for the next one, and the lines that read them.
+    def carried(self, reads: NamesRead) -> Iterator[CarriedValue]:
+        """The values that one forward leaves for the next one.
 
         Args:
             reads: what the user's code reads.
         """
-        found = {}
         for known in self._values.values():
             name = attribute_of(known.owner, known.key)
             is_read = known.read_on and (name is None or not reads.is_unread(*name))
             if known.is_carried and known.set_on and is_read:
-                found[self._named(known)] = known.first_read
-        return found
+                place = known.held_by or (known.owner, None if known.key is ALL else known.key)
+                where = space_of(place[0]), place[1]
+                hops = hops_of(known.set_on)
+                yield CarriedValue(self._named(known), known.first_read, hops, where)
 
     def _of_all(self, known: SharedValue) -> list[SharedValue]:
         """Return the values that overlap: a container's entries for its whole content, or the

@@ -65,7 +65,8 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
     made_once = [c for c in first.shared_changes if c.settles and c.what not in recompute]
     first.settles = first.fake and bool(made_once)
     before = [c for c in first.shared_changes if not first.settles or c not in made_once]
-    first.carried = {k: v for k, v in first.carried.items() if k in second.carried}
+    again = {value.name for value in second.carried}
+    first.carried = [value for value in first.carried if value.name in again]
     known = {change.what for change in first.shared_changes}
     first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
     return first
@@ -209,7 +210,7 @@ def _note_state(
         *recorder.outside_tensors.shared(),
         *values.found(reads, result),
     ]
-    result.carried = values.carried(reads)
+    result.carried = list(values.carried(reads))
     result.outside = recorder.outside_tensors.found()
     result.collects = recorder.outside.collects
     result.unread = set(_unread(model, reads))

@@ -53,7 +53,7 @@ def _on_parameters(recording: Recording) -> Iterator[str]:
         yield f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops}"
     for late in recording.late_backwards:
         yield f"{late.what}, and the backward of an earlier micro-batch {late.needs}"
-    for what, where in recording.carried.items():
+    for what, where in {value.name: value.where for value in recording.carried}.items():
         yield (
             f"each forward changes {what}, and the next one reads it ({short(where)}): "
             "micro-batches count as forwards, so the numbers depend on how many there are in a step"
