@@ -5,6 +5,7 @@ class. Micro-batches under way at once would change them for each other. Objects
 values are left alone.
 """
 
+import io
 import logging
 import os
 import types
@@ -261,6 +262,8 @@ def _torchs_of(module: nn.Module) -> Iterator[Any]:
 
 def _is_watched(holder: Holder) -> bool:
     kind = type(holder.owner)
+    if issubclass(kind, io.IOBase) and not issubclass(kind, io.StringIO | io.BytesIO):
+        return False  # it has a position, and is asked for no content
     is_exception = issubclass(kind, BaseException)
     return not isinstance(holder, SlotsHolder) or is_exception or is_users(kind.__module__)
 

@@ -24,7 +24,12 @@ _WRITES = frozenset(
     ]
 )
 _FILLS = frozenset(["copy_", "zero_", "fill_"])  # of tensors; others that end so read as well
-_DOES_BOTH = frozenset(["pop", "popleft", "popitem", "setdefault", "send", "__next__"])
+_DOES_BOTH = frozenset(
+    [
+        *("pop", "popleft", "popitem", "setdefault", "send", "__next__"),
+        *("read", "readline", "readlines", "readinto", "read_byte"),  # from where a file stands
+    ]
+)
 _SAYS = frozenset(["print", "debug", "info", "warning", "error", "critical", "exception", "log"])
 _MATCHED = ast.Name("<match>")  # no function: patterns read attributes
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
@@ -117,7 +122,7 @@ def calls_of(code: types.CodeType) -> list[ast.Call]:
     return found
 
 
-_CHANGES = _WRITES | _DOES_BOTH | {*_SETTERS, "next"}
+_CHANGES = _WRITES | _DOES_BOTH | {*_SETTERS, "next", "cache_info"}  # each call changes the latter
 _Node = ast.Attribute | ast.Subscript | ast.Name | ast.Call
 _LOADS_TWO = re.compile("_FAST(_BORROW)?_LOAD_FAST")
 _Place = tuple[_Node, tuple[ast.AST, ...]]  # an expression, and what is around it

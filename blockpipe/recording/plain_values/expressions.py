@@ -182,6 +182,14 @@ class Frame:
         return next(iter(found.values())) if len(found) == 1 else None
 
 
+def asks_cache(access: Access, frame: Frame) -> bool:
+    """Return whether an access asks a ``functools.lru_cache`` how often it was used."""
+    node = access.node
+    if not isinstance(node, ast.Attribute) or node.attr != "cache_info":
+        return False
+    return isinstance(frame.evaluated(node.value), functools._lru_cache_wrapper)
+
+
 def _may_change(value: Any) -> bool:
     return not isinstance(value, (*_PLAIN, *_NO_STATE)) and type(value) is not object
 
@@ -263,7 +271,8 @@ def _attribute(owner: Any, name: str) -> Any:
             if name in attributes[slots]:
                 return attributes[slots][name]
     holder = _class_with(type(owner), name)
-    return UNKNOWN if holder is None else vars(holder)[name]
+    found = UNKNOWN if holder is None else vars(holder)[name]
+    return UNKNOWN if isinstance(found, types.GetSetDescriptorType) else found  # of code in C
 
 
 def _attributes_of(owner: Any) -> dict[str, Any]:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import io
+import mmap
 import sys
+import threading
 import types
 from array import array
 from collections import deque
 from contextvars import ContextVar
-from io import StringIO
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..._common.nested import tensors
+from ...restoring.contents import is_of_c
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
 from .expressions import Names
 
-CONTENTS = (list, dict, set, deque, bytearray, array, StringIO, ContextVar)
+CONTENTS = (
+    *(list, dict, set, deque, bytearray, array, io.StringIO, ContextVar),
+    *(threading.Event, mmap.mmap),
+)
 
 _SHARE_MEMORY = (torch.from_numpy, torch.as_tensor, torch.asarray)
 _ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
@@ -49,6 +55,14 @@ def is_array(value: Any) -> bool:
     """Return whether a value is an array of numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_content(value: Any) -> bool:
+    """Return whether a value has content that code changes in place: a container, an array, numbers
+    of C, or a file that is read."""
+    if isinstance(value, CONTENTS) or is_array(value) or is_of_c(value):
+        return True
+    return isinstance(value, io.IOBase) and value.readable()
 
 
 def shares_memory(function: Any) -> bool:

@@ -169,7 +169,8 @@ class Activations:
         return [Saved(at, size, is_input) for (at, is_input), size in found.items()]
 
     def forget(self) -> None:
-        """Release all tensors."""
+        """Release all tensors. What autograd has saved keeps this object as long as its graph."""
+        self.on_saved = None
         self._storages.clear()
         self._versions.clear()
 

@@ -99,6 +99,7 @@ def run_watched(
     try:
         inputs = _as_inputs(recorder, (request.args, request.kwargs))
         output = _run(model, inputs, recorder, values)
+        values.check()
         if recorder.step.graphs.differentiable:
             result.late_backwards = list(recorder.late.found())
         note_split_backwards(recorder.run, result, output)
@@ -202,15 +203,15 @@ def _note_state(
     recorder.outside.look(recorder.hop)
     reads = NamesRead((holder.owner for holder in holders), model.modules())
     for change in recorder.outside.changed():
-        values.changed(*change)
+        values.known.changed(*change)
         result.changes_unseen = not values.traces
     result.shared_changes = [
         *recorder.changes.found(result, recorder.held, reads),
         *recorder.outside.found(result, reads),
         *recorder.outside_tensors.shared(),
-        *values.found(reads, result),
+        *values.known.found(reads, result),
     ]
-    result.carried = list(values.carried(reads))
+    result.carried = list(values.known.carried(reads))
     result.outside = recorder.outside_tensors.found()
     result.collects = recorder.outside.collects
     result.unread = set(_unread(model, reads))
