@@ -2,8 +2,8 @@
 
 In: the frames of a watched forward, the hooks that a backward will call, and the loss. Out: entries
 :class:`SharedChange` of the recording. Read first: ``shared_values``, which traces, and
-``known_values``, which says what follows from what was read and set; ``accesses`` has what an instruction reads or sets, by its source, and ``expressions`` evaluates that without
-running anything. ``still_code`` looks at hooks and losses, which run in no recording, and
-``tensor_uses`` at the tensors in them; ``checkpoints`` tells what ``torch.utils.checkpoint`` will
-run again.
+``known_values``, which says what follows from what was read and set. ``accesses`` has what an
+instruction reads or sets, by its source, and ``expressions`` evaluates that without running
+anything. ``still_code`` looks at hooks and losses, which run in no recording, and ``tensor_uses``
+at the tensors in them; ``checkpoints`` tells what ``torch.utils.checkpoint`` will run again.
 """
