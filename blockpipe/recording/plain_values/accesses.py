@@ -30,6 +30,8 @@ _DOES_BOTH = frozenset(
         *("read", "readline", "readlines", "readinto", "read_byte"),  # from where a file stands
     ]
 )
+_READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
+_OF_ENVIRONMENT = ("getenv", "getenvb")
 _SAYS = frozenset(["print", "debug", "info", "warning", "error", "critical", "exception", "log"])
 _MATCHED = ast.Name("<match>")  # no function: patterns read attributes
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
@@ -186,7 +188,7 @@ def _nodes_of(source: str) -> _Nodes:
 def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access | None:
     is_said = _is_said(outer)
     if isinstance(node, ast.Call):
-        return _call(node, is_said)
+        return _call(node, outer, is_said=is_said)
     if isinstance(node.ctx, ast.Load):
         use, given_to = use_of(node, outer)
         if use is Use.NONE and "_FAST" in operation:
@@ -202,11 +204,16 @@ def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access |
     return Access(node, loads, not loads, counts, Use.WRITE if counts else Use.NONE)
 
 
-def _call(node: ast.Call, is_said: bool) -> Access | None:
-    """``getattr``, ``setattr`` and ``next`` are accesses as well."""
+def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Access | None:
+    """``getattr``, ``setattr``, ``next``, ``vars`` and ``os.getenv`` are accesses as well."""
     name = node.func.id if isinstance(node.func, ast.Name) else ""
-    if isinstance(node.func, ast.Attribute) and node.func.attr in _SETTERS:
+    if isinstance(node.func, ast.Attribute) and node.func.attr in (*_SETTERS, *_OF_ENVIRONMENT):
         name = node.func.attr
+    if name in _OF_ENVIRONMENT and node.args:
+        return Access(node, True, False, is_said=is_said)
+    if name == "vars" and node.args:
+        use, given_to = use_of(node, outer)
+        return Access(node, True, False, use=use, given_to=given_to, is_said=is_said)
     if name in ("getattr", "hasattr") and len(node.args) > 1:
         return Access(node, True, False, is_said=is_said)
     if name in _SETTERS and len(node.args) > 1:
@@ -226,10 +233,11 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
     around = outer[0] if outer else None
     if isinstance(around, ast.Attribute):
         call = outer[1] if len(outer) > 1 else None
-        if not (isinstance(call, ast.Call) and call.func is around):
+        is_called = isinstance(call, ast.Call) and call.func is around
+        if not is_called and around.attr not in _READS | _DOES_BOTH | _WRITES:
             return Use.NONE, None  # an attribute of it, which is an access of its own
         if around.attr in _DOES_BOTH:
-            is_dropped = len(outer) > 2 and isinstance(outer[2], ast.Expr)
+            is_dropped = is_called and len(outer) > 2 and isinstance(outer[2], ast.Expr)
             return (Use.WRITE if is_dropped else Use.BOTH), None
         if around.attr in _WRITES | _FILLS:
             return Use.WRITE, None

@@ -6,6 +6,7 @@ So no property, no ``__getattr__`` and no function is called.
 import ast
 import builtins
 import functools
+import os
 import types
 import weakref
 from collections import deque
@@ -67,6 +68,11 @@ class Frame:
 
     def evaluated(self, node: ast.expr) -> Any:
         """Return the value of an expression; ``UNKNOWN`` if code would have to run for it."""
+        found = self._evaluated(node)
+        # What a proxy answers, its object answers.
+        return found.__repr__.__self__ if type(found) in weakref.ProxyTypes else found
+
+    def _evaluated(self, node: ast.expr) -> Any:
         match node:
             case ast.Constant():
                 return node.value
@@ -107,6 +113,8 @@ class Frame:
             kept = [v for v in held if _may_change(v) and v is not vars(function)]
             self.kept += kept
             return kept[0] if len(kept) == 1 else UNKNOWN
+        if function is globals:
+            return self.frame.f_globals
         if function in (type, vars, getattr) and node.args:
             args = [*map(self.evaluated, node.args)]
             if UNKNOWN in args[:2]:
@@ -130,12 +138,22 @@ class Frame:
             return self._owner_of_name(node.id, self.evaluated(node))
         if isinstance(node, ast.Attribute):
             owner, key = self.evaluated(node.value), node.attr
+            if owner is UNKNOWN and isinstance(node.value, ast.Call):
+                made = self.evaluated(node.value.func)  # by its class: ``Options().scale``
+                owner = made if isinstance(made, type) else UNKNOWN
         elif isinstance(node, ast.Subscript):
             owner, key = self.evaluated(node.value), self.evaluated(node.slice)
             is_entry = not isinstance(owner, type) and owner is not UNKNOWN
             key = key if isinstance(owner, Mapping) else ALL
+            owner = Names(owner) if owner is self.frame.f_globals else owner
             return (owner if is_entry else None), key, member_of(owner, key)
         elif isinstance(node, ast.Call):
+            function = self.evaluated(node.func)
+            if function is vars:
+                return None, None, self.evaluated(node)
+            if function in (os.getenv, os.getenvb):
+                key = self.evaluated(node.args[0])
+                return os.environ, os.fsdecode(key) if isinstance(key, bytes) else key, UNKNOWN
             owner, key = self._asked_by_name(node)
         else:
             return None, None, self.evaluated(node)
@@ -251,7 +269,7 @@ def _content(owner: Any) -> Any:
 
 def _attribute(owner: Any, name: str) -> Any:
     if isinstance(owner, type):
-        holder = _class_with(owner, name)
+        holder = _class_with(owner, name) or _class_with(type(owner), name)
         return UNKNOWN if holder is None else vars(holder)[name]
     attributes = _attributes_of(owner)
     if name == "__dict__":

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import mmap
+import os
 import sys
 import threading
 import types
 from array import array
 from collections import deque
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..._common.nested import tensors
 from ...restoring.contents import is_of_c
@@ -26,6 +29,8 @@ CONTENTS = (
     *(threading.Event, mmap.mmap),
 )
 
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_MOST_NESTED, _MOST_INSIDE = 4, 64  # of the containers in an object: guesses
 _SHARE_MEMORY = (torch.from_numpy, torch.as_tensor, torch.asarray)
 _ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
 
@@ -63,6 +68,35 @@ def is_content(value: Any) -> bool:
     if isinstance(value, CONTENTS) or is_array(value) or is_of_c(value):
         return True
     return isinstance(value, io.IOBase) and value.readable()
+
+
+def is_of_library(value: Any) -> bool:
+    """Return whether a value is an object whose methods are a library's, or Python's."""
+    kind = type(value)
+    if kind is types.MappingProxyType:
+        return True
+    is_other = isinstance(value, (*_CODE, nn.Module, Tensor)) or value is os.environ
+    return not is_other and hasattr(value, "__dict__") and not is_users(kind.__module__)
+
+
+def inside(value: Any) -> Iterator[Any]:
+    """Yield the containers in which a library's object, or a container, keeps what it holds."""
+    level, seen = [value], {id(value)}
+    for _ in range(_MOST_NESTED):
+        level = [member for outer in level for member in _members_of(outer)]
+        level = [member for member in level if id(member) not in seen][:_MOST_INSIDE]
+        seen.update(map(id, level))
+        yield from (member for member in level if isinstance(member, CONTENTS))
+
+
+def _members_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | set | deque):
+        return value
+    if type(value) is types.MappingProxyType:
+        return gc.get_referents(value)
+    return vars(value).values() if is_of_library(value) else ()
 
 
 def shares_memory(function: Any) -> bool:

@@ -34,10 +34,13 @@ from .expressions import ALL, UNKNOWN, Frame, Names, asks_cache, member_of, owne
 from .frozen import frozen
 from .known_values import OF_CHECKPOINT, KnownValues
 from .places import (
+    CONTENTS,
+    inside,
     is_array,
     is_by_microbatch,
     is_content,
     is_looked_into,
+    is_of_library,
     shares_memory,
     space_of,
 )
@@ -251,6 +254,22 @@ class SharedValues:
             self._uses(access, self._objects.get(id(value), value), frame, hop)
             if is_iterator(value):  # in a recording it is a copy of the user's
                 self.known.at(value, ALL).held_by = owner, key
+        if access.reads and not access.is_said:
+            self._note_inside(access, value, owner, frame, hop)
+
+    def _note_inside(self, access: Access, value: Any, owner: Any, frame: Frame, hop: int) -> None:
+        """Note that a library's code reads what an object of the library holds, or what a container
+        holds that is handed to it. Nobody looks into that code."""
+        is_entry = isinstance(access.node, ast.Subscript)
+        held, given_to = (owner if is_entry else value), access.given_to
+        if access.use in (Use.NONE, Use.WRITE) and not is_entry:
+            return
+        if given_to is not None and is_looked_into(frame.evaluated(given_to)):
+            return
+        if is_of_library(held) or (given_to is not None and isinstance(held, CONTENTS)):
+            for inner in inside(held):
+                if id(inner) in self._lasting and not is_by_microbatch(inner):
+                    self._reads(inner, ALL, frame, hop, counts=access.counts)
 
     def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:
         """Note that a mutable value is read as a whole, or changed."""
