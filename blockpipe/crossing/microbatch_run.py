@@ -350,6 +350,11 @@ class MicrobatchRun:
 
     # --- what is done to tensors themselves
 
+    def has_made(self, tensor: Tensor) -> bool:
+        """Return whether this run made a tensor."""
+        tag: Tag | None = getattr(tensor, TAG, None)
+        return tag is not None and tag.key is self.key
+
     def is_foreign(self, tensor: Tensor) -> bool:
         """Return whether a tensor was made, or lives, on another hop than this one."""
         tag: Tag | None = getattr(tensor, TAG, None)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._common.threads.process_changes import ProcessChange
+from .._torch.modes import how_many_function_modes
 from .interception import active_mode, watched_register_hook
 from .tags import GraphEntry
 
@@ -82,6 +83,32 @@ class ImaginaryParts(_Part):
     """As its base class says, for ``Tensor.imag``."""
 
     name = "imag"
+
+
+class Subclasses(Replacement):
+    """A replacement by which ``Tensor.as_subclass`` in the glue is an operation; no function mode
+    sees it."""
+
+    owner, name = Tensor, "as_subclass"
+
+    def replacement(self) -> Any:
+        return _as_subclass
+
+    def take_off(self) -> None:
+        if self.name in vars(self.owner):  # the original is inherited
+            delattr(self.owner, self.name)
+
+
+_original_as_subclass: Any = Tensor.as_subclass
+
+
+@functools.wraps(_original_as_subclass)
+def _as_subclass(*args: Any) -> Any:
+    mode = active_mode()
+    # A subclass's own way to do an operation calls it, too, where all modes are off.
+    if mode is None or not mode.is_on() or not how_many_function_modes():
+        return _original_as_subclass(*args)
+    return mode.__torch_function__(_original_as_subclass, (), args, {})
 
 
 class TensorHooks(Replacement):
@@ -187,3 +214,11 @@ def _set_rng_state(new_state: Tensor) -> None:
     if mode is not None:
         mode.saw_generator_set()
     _original_set_rng_state(new_state)
+
+
+def original_of(value: object) -> object:
+    """Return the function of torch's that a replacement stands for; any other value as it is."""
+    for replacement in (_set_rng_state, _backward):
+        if value is replacement:
+            return replacement.__wrapped__
+    return value

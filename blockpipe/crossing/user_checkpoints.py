@@ -41,6 +41,7 @@ from .torch_patches import (
     RealParts,
     Replacement,
     ScriptFunctions,
+    Subclasses,
 )
 from .uncut_run import UncutRun
 
@@ -219,6 +220,7 @@ def intercepting() -> Iterator[None]:
         ScriptFunctions(),
         RealParts(),
         ImaginaryParts(),
+        Subclasses(),
         Checkpoints(),
     ):
         yield

@@ -12,6 +12,7 @@ from ..crossing.torch_patches import (
     ImaginaryParts,
     RealParts,
     ScriptFunctions,
+    Subclasses,
     TensorHooks,
 )
 from ..crossing.user_checkpoints import Checkpoints
@@ -41,6 +42,7 @@ def around_cut_step(state: StepState) -> Iterator[None]:
         stack.enter_context(ScriptFunctions())
         stack.enter_context(RealParts())
         stack.enter_context(ImaginaryParts())
+        stack.enter_context(Subclasses())
         stack.enter_context(Checkpoints())
         stack.enter_context(_current_device_kept(request))
         stack.enter_context(_no_early_steps(state))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._common.modules import StandIn
+from ..crossing.torch_patches import original_of
 from ..restoring.holders import (
     CacheHolder,
     ClassHolder,
@@ -340,7 +341,7 @@ def _of_namespace(
     """Yield the values that a function may read from a module that it names: ``F.relu``."""
     for attribute in function.__code__.co_names:
         if attribute in vars(module):
-            path, value = f"{name}.{attribute}", vars(module)[attribute]
+            path, value = f"{name}.{attribute}", original_of(vars(module)[attribute])
             yield path, value
             if isinstance(value, types.ModuleType) and path.count(".") < _MOST_DOTS:
                 yield from _of_namespace(path, value, function)
