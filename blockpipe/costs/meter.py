@@ -93,8 +93,9 @@ class Meter(DispatchMode):
         if self.drew is not None and _draws(func, args, kwargs):
             self.drew(kwargs.get("generator"))
         if "batch_norm" in getattr(func, "__name__", ""):
-            for tensor in _running_statistics(func, args, kwargs) if self.wrote else ():
-                self.wrote(tensor)
+            if self.wrote is not None:
+                for tensor in _running_statistics(func, args, kwargs):
+                    self.wrote(tensor)
         elif self.writing is not None:
             self.writing(tensors(written_by(func, args, kwargs)))
         if self.given is not None:

@@ -5,7 +5,6 @@ taken off when the last of them leaves.
 """
 
 import functools
-from inspect import getattr_static
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -29,7 +28,7 @@ class Replacement(ProcessChange):
     def __new__(cls, *args: Any) -> Self:
         if cls._only is None:
             cls._only = super().__new__(cls)
-            cls._only._original = getattr_static(cls.owner, cls.name)
+            cls._only._original = _as_it_is(cls.owner, cls.name)
         return cast(Self, cls._only)
 
     def replacement(self) -> Any:
@@ -38,7 +37,7 @@ class Replacement(ProcessChange):
 
     def put_on(self) -> None:
         """Put the replacement in the place of the original."""
-        self._original = getattr_static(self.owner, self.name)
+        self._original = _as_it_is(self.owner, self.name)
         setattr(self.owner, self.name, self.replacement())
 
     def take_off(self) -> None:
@@ -46,57 +45,52 @@ class Replacement(ProcessChange):
         setattr(self.owner, self.name, self._original)
 
 
-class _Part(Replacement):
-    """A replacement by which an assignment to a part of a complex tensor is operations.
+def _as_it_is(owner: Any, name: str) -> Any:
+    """Return an attribute of a class or module, unbound. ``inspect.getattr_static`` takes ten times
+    as long, and each step asks several times."""
+    for place in getattr(owner, "__mro__", (owner,)):
+        if name in vars(place):
+            return vars(place)[name]
+    raise AttributeError(f"expected {owner!r} to have {name!r}")
 
-    No function mode sees it: it would write to the tensor of another stage. torch sets the tensor's
-    hooks meanwhile, which a mode sees, and to look at the view then waits for a lock that the same
-    thread has.
+
+class UnseenOperations(Replacement):
+    """A replacement by which ``Tensor.as_subclass``, and an assignment to a part of a complex
+    tensor (``real``, ``imag``), are operations. No function mode sees them.
+
+    The first would read the tensor of another stage, and the others write to it. torch sets the
+    tensor's hooks meanwhile, which a mode sees, and to look at the view then waits for a lock that
+    the same thread has.
     """
 
-    owner = Tensor
-
-    def replacement(self) -> Any:
-        original = self._original
-
-        def assign(tensor: Tensor, value: Any) -> None:
-            mode = active_mode()
-            if mode is None or not mode.is_on():
-                original.__set__(tensor, value)
-            else:
-                original.__get__(tensor)[...] = value
-
-        return property(original.__get__, assign)
-
-    def take_off(self) -> None:
-        if self.name in vars(self.owner):  # the original is inherited
-            delattr(self.owner, self.name)
-
-
-class RealParts(_Part):
-    """As its base class says, for ``Tensor.real``."""
-
-    name = "real"
-
-
-class ImaginaryParts(_Part):
-    """As its base class says, for ``Tensor.imag``."""
-
-    name = "imag"
-
-
-class Subclasses(Replacement):
-    """A replacement by which ``Tensor.as_subclass`` in the glue is an operation; no function mode
-    sees it."""
-
     owner, name = Tensor, "as_subclass"
+    _before: dict[str, Any]
 
-    def replacement(self) -> Any:
-        return _as_subclass
+    def put_on(self) -> None:
+        own = vars(Tensor)  # torch's are inherited
+        self._before = {name: own[name] for name in _UNSEEN if name in own}
+        for name, stand_in in _UNSEEN.items():
+            setattr(Tensor, name, stand_in)
 
     def take_off(self) -> None:
-        if self.name in vars(self.owner):  # the original is inherited
-            delattr(self.owner, self.name)
+        for name in _UNSEEN:
+            if name in self._before:
+                setattr(Tensor, name, self._before[name])
+            else:
+                delattr(Tensor, name)
+
+
+def _part(original: Any) -> property:
+    """Return a property in the place of a part of a complex tensor."""
+
+    def assign(tensor: Tensor, value: Any) -> None:
+        mode = active_mode()
+        if mode is None or not mode.is_on():
+            original.__set__(tensor, value)
+        else:
+            original.__get__(tensor)[...] = value
+
+    return property(original.__get__, assign)
 
 
 _original_as_subclass: Any = Tensor.as_subclass
@@ -109,6 +103,12 @@ def _as_subclass(*args: Any) -> Any:
     if mode is None or not mode.is_on() or not how_many_function_modes():
         return _original_as_subclass(*args)
     return mode.__torch_function__(_original_as_subclass, (), args, {})
+
+
+_UNSEEN = {
+    **{name: _part(_as_it_is(Tensor, name)) for name in ("real", "imag")},
+    "as_subclass": _as_subclass,
+}
 
 
 class TensorHooks(Replacement):

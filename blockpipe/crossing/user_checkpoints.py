@@ -37,11 +37,9 @@ from .tensors.tensor_import import TensorImport
 from .torch_patches import (
     Backwards,
     CustomFunctions,
-    ImaginaryParts,
-    RealParts,
     Replacement,
     ScriptFunctions,
-    Subclasses,
+    UnseenOperations,
 )
 from .uncut_run import UncutRun
 
@@ -218,9 +216,7 @@ def intercepting() -> Iterator[None]:
         Backwards(),
         CustomFunctions(),
         ScriptFunctions(),
-        RealParts(),
-        ImaginaryParts(),
-        Subclasses(),
+        UnseenOperations(),
         Checkpoints(),
     ):
         yield

@@ -6,14 +6,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 
+from .._torch.graph import stepping_hooks
 from ..crossing.torch_patches import (
     Backwards,
     CustomFunctions,
-    ImaginaryParts,
-    RealParts,
     ScriptFunctions,
-    Subclasses,
     TensorHooks,
+    UnseenOperations,
 )
 from ..crossing.user_checkpoints import Checkpoints
 from .hook_steps import no_early_steps
@@ -40,9 +39,7 @@ def around_cut_step(state: StepState) -> Iterator[None]:
         # Also where the recording has met none of these: a later forward may.
         stack.enter_context(CustomFunctions())
         stack.enter_context(ScriptFunctions())
-        stack.enter_context(RealParts())
-        stack.enter_context(ImaginaryParts())
-        stack.enter_context(Subclasses())
+        stack.enter_context(UnseenOperations())
         stack.enter_context(Checkpoints())
         stack.enter_context(_current_device_kept(request))
         stack.enter_context(_no_early_steps(state))
@@ -71,8 +68,9 @@ def _no_early_steps(state: StepState) -> AbstractContextManager[None]:
     request = state.request
     if request.schedule in ("sequential", "uncut"):
         return nullcontext()
-    tensors = (home.tensor for home in request.prepared.homes.values())
-    return no_early_steps(tensors, len(request.microbatches))
+    homes = request.prepared.homes.values()
+    stepping = [home.tensor for home in homes if stepping_hooks(home.tensor)]
+    return no_early_steps(stepping, len(request.microbatches)) if stepping else nullcontext()
 
 
 def _in_flight(state: StepState) -> int:
@@ -83,12 +81,13 @@ def _in_flight(state: StepState) -> int:
     return request.prepared.schedule(request.schedule, len(request.microbatches)).in_flight()
 
 
-@contextmanager
-def _current_device_kept(request: StepRequest) -> Iterator[None]:
+def _current_device_kept(request: StepRequest) -> AbstractContextManager[None]:
     """Leave the caller's thread on the accelerator that it was on."""
-    if not request.prepared.is_asynchronous:
-        yield
-        return
+    return _device_kept() if request.prepared.is_asynchronous else nullcontext()
+
+
+@contextmanager
+def _device_kept() -> Iterator[None]:
     before = torch.accelerator.current_device_index()
     try:
         yield

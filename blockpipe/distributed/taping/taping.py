@@ -21,11 +21,9 @@ from ...crossing.interception import active_mode
 from ...crossing.torch_patches import (
     Backwards,
     CustomFunctions,
-    ImaginaryParts,
-    RealParts,
     Replacement,
     ScriptFunctions,
-    Subclasses,
+    UnseenOperations,
 )
 from ...errors import RecordingError
 from ...recording.plan_resolution import planned_stage
@@ -69,9 +67,7 @@ def taped(
         with ExitStack() as stack:
             for watch in (Backwards(), CustomFunctions(), ScriptFunctions(), Tracing(), mode.watch):
                 stack.enter_context(watch)
-            stack.enter_context(RealParts())
-            stack.enter_context(ImaginaryParts())
-            stack.enter_context(Subclasses())
+            stack.enter_context(UnseenOperations())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(mode)
             output = model(*args, **kwargs)
