@@ -199,9 +199,12 @@ class CrossingMode(TorchFunctionMode):
         if constants is not None:
             claims.claim_constant(result, func, constants, reads.outside)
         claims.claim(result, reads.outside)
-        if args and result is args[0] is not given[0] and run.has_made(given[0]):
-            return given[0]  # ``h.contiguous() is h``, as the user's code knows it
-        return result
+        return self._as_given(result, given[0]) if args and result is args[0] else result
+
+    def _as_given(self, result: Any, given: Any) -> Any:
+        """Return what an operation was given and has returned as the user's code knows it:
+        ``h.contiguous() is h`` of a tensor that crossed."""
+        return given if given is result or self.run.has_made(given) else result
 
     def _handed(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -222,6 +222,7 @@ def test_a_gradient_that_the_forward_reads_when_backwards_are_late_is_refused(
 @pytest.mark.parametrize(
     ("stage", "options"), [(1, {}), (0, {"schedule": "sequential"}), (0, {"chunks": 1})]
 )
+@pytest.mark.filterwarnings("ignore:chunks=1 on 2 devices:UserWarning")
 def test_what_backwards_need_when_none_is_late_is_the_plain_loops(
     use: Use, stage: int, options: dict[str, object]
 ) -> None:
