@@ -1,5 +1,7 @@
 """Save and restore the content of objects that hold no other objects: bytes, files in memory,
-positions in others, arrays, memory of C, events, loggers' levels, states of random generators.
+positions in others, arrays, memory of C, loggers' levels, states of random generators.
+
+Events and semaphores are left alone: another thread may have set one in the meantime.
 """
 
 import functools
@@ -8,7 +10,6 @@ import logging
 import mmap
 import random
 import sys
-import threading
 from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,8 +34,6 @@ def content_of(value: Any) -> ContentHolder | None:
         return ContentHolder(value, lambda: (value.level, value.disabled), _set_level(value))
     if isinstance(value, io.IOBase):
         return ContentHolder(value, lambda: _position(value), lambda before: _seek(value, before))
-    if isinstance(value, threading.Event):
-        return ContentHolder(value, lambda: bytes([value.is_set()]), _set_event(value))
     if isinstance(value, mmap.mmap):
         return _mapped(value)
     if is_of_c(value):
@@ -78,10 +77,6 @@ def _position(file: io.IOBase) -> tuple[str, int | None]:
 def _seek(file: io.IOBase, before: tuple[str, int | None]) -> None:
     if before[1] is not None and not file.closed:
         file.seek(before[1])
-
-
-def _set_event(event: threading.Event) -> Callable[[bytes], None]:
-    return lambda before: event.set() if before[0] else event.clear()
 
 
 def _mapped(memory: mmap.mmap) -> ContentHolder | None:
@@ -130,10 +125,7 @@ def _set_level(logger: logging.Logger) -> Callable[[tuple[int, bool]], None]:
 
 
 def kept_otherwise(value: Any) -> Callable[[], object] | None:
-    """Return a function that restores a random generator, a semaphore or an array of objects, or
-    ``None``."""
-    if isinstance(value, threading.Semaphore):
-        return functools.partial(setattr, value, "_value", value._value)
+    """Return a function that restores a random generator or an array of objects, or ``None``."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):

@@ -7,7 +7,6 @@ import io
 import mmap
 import os
 import sys
-import threading
 import types
 from array import array
 from collections import deque
@@ -26,7 +25,7 @@ from .expressions import Names
 
 CONTENTS = (
     *(list, dict, set, deque, bytearray, array, io.StringIO, ContextVar),
-    *(threading.Event, mmap.mmap),
+    mmap.mmap,
 )
 
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
