@@ -61,6 +61,48 @@ def share_hooks(tensor: Tensor, other: Tensor) -> None:
             setattr(other, hooks, getattr(tensor, hooks))
 
 
+NodeHooks: Any = torch.autograd.function._HookMixin
+"""The class whose :data:`ADD_HOOK` adds each hook to a node: ``node.register_hook`` and
+``register_prehook`` call it. A node can be given hooks in public, but not asked for them."""
+
+ADD_HOOK = "_register_hook"
+"""The static method of :data:`NodeHooks`: (the node's hooks or ``None``, the hook)."""
+
+
+def hook_of_several(hook: Callable[..., Any]) -> object:
+    """Return what the hooks of one ``register_multi_grad_hook`` have in common, given one of them;
+    ``None`` for other hooks."""
+    code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None)
+    is_torchs = code is not None and code.co_filename == torch.autograd.graph.__file__
+    if code is None or not is_torchs or "lock" not in code.co_freevars:
+        return None
+    return cells[code.co_freevars.index("lock")].cell_contents
+
+
+# --- the user's code in nodes
+
+
+def custom_function_of(node: Node) -> type[torch.autograd.Function] | None:
+    """Return the custom function that a node is of, whose context it is; ``None`` for torch's."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def custom_backward_of(info: object) -> Callable[..., Any] | None:
+    """Return the backward that ``torch.library`` knows for an operation, given what its own custom
+    function holds."""
+    is_torchs = type(info).__module__.startswith("torch._library")
+    return getattr(info, "_backward_fn", None) if is_torchs else None
+
+
+def recompute_context_of(recompute: Callable[..., Any]) -> Any:
+    """Return the second of the contexts that a checkpoint's ``context_fn`` made, given what torch
+    calls to run the checkpoint's function again; ``None`` if there is none."""
+    code, cells = getattr(recompute, "__code__", None), getattr(recompute, "__closure__", None)
+    if code is None or "recompute_context" not in code.co_freevars:
+        return None
+    return cells[code.co_freevars.index("recompute_context")].cell_contents
+
+
 # --- saved tensors
 
 saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = partial(

@@ -23,6 +23,8 @@ UNKNOWN: Any = object()  # not known
 
 ALL: Any = object()  # the key of a whole container
 
+BY_ARGUMENT: Any = object()  # the key of a dictionary's entry that only a call tells
+
 _PLAIN = (bool, int, float, str, bytes, type(None), tuple)
 _TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 _NO_STATE = (
@@ -72,8 +74,9 @@ class Frame:
                 return node.value
             case ast.Name():
                 for names in (self.frame.f_locals, self.frame.f_globals, vars(builtins)):
-                    if names is not self.frame.f_locals and self._is_local(node.id):
-                        break  # it is not set yet
+                    is_inner = self._is_local(node.id) or node.id in self.code.co_freevars
+                    if names is not self.frame.f_locals and is_inner:
+                        break  # it is not set yet, or not known
                     if node.id in names:
                         return names[node.id]
             case ast.Attribute():
@@ -90,6 +93,11 @@ class Frame:
     def bound(self, node: ast.expr) -> Any:
         """The value of an expression; a function of a class comes as the method that it is."""
         found = self.evaluated(node)
+        if isinstance(node, ast.Attribute) and isinstance(found, classmethod):
+            owner = self.evaluated(node.value)
+            return types.MethodType(
+                found.__func__, owner if isinstance(owner, type) else type(owner)
+            )
         if isinstance(node, ast.Attribute) and isinstance(found, types.FunctionType):
             owner = self.evaluated(node.value)
             is_method = not isinstance(owner, type | types.ModuleType) and (

@@ -29,20 +29,23 @@ from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
 from ..calls import Call
 from ..entries import SharedChange
-from ..outside_state import in_words
 from ..reads import NamesRead, libraries_code_reads
 from ..recording import Recording
 from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .checkpoints import CheckpointedFrames
-from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
+from .drawn_numbers import DrawnNumbers
+from .expressions import ALL, BY_ARGUMENT, UNKNOWN, Frame, Names, member_of, owners_of
 from .frozen import frozen
 from .places import (
     CONTENTS,
     attribute_of,
+    entry_of,
     has_tensors,
     is_array,
     is_by_microbatch,
     is_looked_into,
+    is_of_module,
+    named,
     shares_memory,
     space_of,
 )
@@ -125,8 +128,9 @@ class SharedValues:
         self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
         self._pending: dict[int, PendingWrite] = {}  # by the id of a frame
         self._checkpoints = CheckpointedFrames()
-        self.tensors = TensorUses()
+        self.tensors, self.draws = TensorUses(), DrawnNumbers()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
+        self._all_lasts = False  # see runs_beside
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -180,16 +184,21 @@ class SharedValues:
             self._returned[id(frame.f_back)] = frame.f_code, argument
         return self._ran
 
-    def runs_beside(self, function: Callable[..., Any], given: object, hop: int) -> None:
-        """Note what code may set, or read, that a step runs beside the forward: a hook or a loss.
+    def runs_beside(
+        self, function: Callable[..., Any], given: object, hop: int, *, lasts: bool = False
+    ) -> None:
+        """Note what code may set, or read, that a step runs beside the forward.
 
         Args:
             function: the user's function.
             given: its first argument, if that is known.
             hop: the hop that it is on, or the number of that hop's backward.
+            lasts: whether everything that it uses was there before the forward.
         """
-        self._still = ApartRun()
-        for still in frames_of(function, given):
+        self._still, self._all_lasts = ApartRun(), lasts
+        frames = [*frames_of(function, given)]
+        self.draws.note(frames, hop)
+        for still in frames:
             for accesses in accesses_of(still.f_code).values():
                 still.f_lineno = accesses[0].node.lineno
                 self._note_all(accesses, still, hop, over=True)
@@ -241,8 +250,13 @@ class SharedValues:
         if self._generators and access.use is not Use.NONE:
             self._draws(frame.evaluated(access.node), frame, hop)
         owner, key, value = frame.owner_of(access)
+        if self._still is not None:
+            if self._all_lasts or is_of_module(access.node, frame.code):
+                self._cached += [owner, value]
+                self._lasting.update((id(owner), id(value)))
+            owner, key, access = entry_of(access, frame, owner, key)
         if key is UNKNOWN:
-            return  # of a function that is not running: an entry by an argument
+            return  # of a function that is not running: it sets an entry by an argument
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
         owner = self._objects.get(id(owner), owner)  # whose attributes these are
@@ -344,6 +358,8 @@ class SharedValues:
         if not self._fake or now is UNKNOWN or pending.before != now:
             known = self._known(pending.owner, pending.key)
             known.is_set(pending.hop, pending.line)
+            if isinstance(pending.owner, dict) and pending.before is not UNKNOWN:
+                self._known(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
             if pending.apart is not None and self._still is None:
                 known.set_again_on.add(pending.hop)
 
@@ -398,7 +414,15 @@ class SharedValues:
             where = next(k.first_read for k in (known, *others) if k.first_read)
             remedy = _REMEDY if min(seen) >= 0 else "set it between steps"
             remedy = known.remedy or (_OF_CHECKPOINT if again else remedy)
-            yield shared_change(known, self._named(known), read_on, where, remedy)
+            yield shared_change(
+                known, named(known.owner, known.key, self._paths), read_on, where, remedy
+            )
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether a backward looks entries up by keys that are not known: forwards may set entries
+        of the same keys, or each one its own."""
+        return any(known.key is BY_ARGUMENT and known.read_on for known in self._values.values())
 
     def carried(self, reads: NamesRead) -> dict[str, str]:
         """The values that one forward leaves for the next one, and the lines that read them.
@@ -423,10 +447,4 @@ class SharedValues:
         return [] if whole is None else [whole]
 
     def _named(self, known: SharedValue) -> str:
-        owner, key = known.owner, known.key
-        if isinstance(owner, Names):
-            return f"{owner.names.get('__name__')}.{key}"
-        if isinstance(owner, types.CellType):
-            return f"variable {key!r} of a closure"
-        what = "entry" if isinstance(owner, CONTENTS) else "attribute"
-        return in_words(owner, None if key is ALL else key, self._paths, what)
+        return named(known.owner, known.key, self._paths)

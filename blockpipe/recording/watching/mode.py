@@ -11,10 +11,15 @@ from torch.overrides import TorchFunctionMode
 
 from ..._common.modules import StandIn
 from ..._common.threads.model_turns import alone_with
+from ..._common.threads.thread_state import ours
+from ..._torch.graph import nodes_made
 from ..._torch.modes import how_many_function_modes
-from ...crossing.interception import CrossingMode, is_question, looks_at_graph
+from ..._torch.tensors import is_registered
+from ...crossing.interception import BARE, CrossingMode, is_question, looks_at_graph
 from ...crossing.microbatch_run import Reader
+from ...crossing.step_context import Seal
 from ..plan_resolution import planned_stage
+from .backward_code import seeing_context
 from .recorder import SCRIPTED, Recorder
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -49,11 +54,12 @@ class RecordingMode(CrossingMode):
             self.recorder.changes.at_operation(self.recorder.hop)
             self.recorder.look_outside()
         elif looks_at_graph(func):
-            self.recorder.looked_at_graph()
-            if len(args) > 1 and callable(args[1]):
-                self.recorder.hooked(args[0], args[1])
+            self.recorder.looked_at_graph(args[0], args[1] if len(args) > 1 else None)
         self.recorder.changes.at_function(func, args)
+        since = nodes_made()
         result = super().__torch_function__(func, types, args, kwargs, modes)
+        if is_registered(func):  # its backward may be Python
+            self.recorder.backward_code.made(result, since, self.recorder.hop)
         self.recorder.check_outsiders(func, args[0] if args else None)
         if func == _SETS_DATA:  # each look at it makes another object
             self.recorder.wrote(args[0])
@@ -65,8 +71,33 @@ class RecordingMode(CrossingMode):
         given = self.recorder.calls.given_inside()
         return self.run.handed(func, args, kwargs, self._local, given)
 
-    def saw_checkpoint(self) -> None:
-        self.recorder.note_checkpoint()
+    def call_sealed(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seal: Seal = BARE,
+    ) -> Any:
+        since = nodes_made()
+        result = super().call_sealed(function, args, kwargs, seal)
+        with ours():
+            self.recorder.backward_code.made(result, since, max(self.recorder.hop, 0))
+        return result
+
+    def call_inner(
+        self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with seeing_context() as contexts:
+            result = apply(*args, **kwargs)
+        for context in contexts:
+            self.recorder.backward_code.applies(context, max(self.recorder.hop, 0))
+        return result
+
+    def saw_node_hook(self, hook: Callable[..., Any]) -> None:
+        self.recorder.backward_code.hooks_node(hook)
+
+    def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
+        self.recorder.note_checkpoint(recompute)
 
     def saw_generator_set(self) -> None:
         self.recorder.draws.drew(None)
