@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, _engine_run_backward
+from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
 from torch.utils import checkpoint
 
 # --- the engine
@@ -72,11 +72,27 @@ ADD_HOOK = "_register_hook"
 def hook_of_several(hook: Callable[..., Any]) -> object:
     """Return what the hooks of one ``register_multi_grad_hook`` have in common, given one of them;
     ``None`` for other hooks."""
-    code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None)
+    code = getattr(hook, "__code__", None)
     is_torchs = code is not None and code.co_filename == torch.autograd.graph.__file__
-    if code is None or not is_torchs or "lock" not in code.co_freevars:
+    return _enclosed(hook, "lock") if is_torchs else None
+
+
+def renew_hooks_of_several(parameter: Tensor) -> None:
+    """Tell those of ``register_multi_grad_hook`` on a parameter that was moved of its new node.
+    They ask the engine for the node of before, which never runs, and call no function then."""
+    for hook in (gradient_hooks(parameter) or {}).values():
+        nodes, index = _enclosed(hook, "grad_fns"), _enclosed(hook, "idx")
+        if hook_of_several(hook) is not None and isinstance(index, int):
+            with torch.enable_grad():
+                nodes[index] = get_gradient_edge(parameter).node
+
+
+def _enclosed(function: object, name: str) -> Any:
+    """Return the value of a variable around a function; ``None`` if it has no such variable."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or cells is None or name not in code.co_freevars:
         return None
-    return cells[code.co_freevars.index("lock")].cell_contents
+    return cells[code.co_freevars.index(name)].cell_contents
 
 
 # --- the user's code in nodes
@@ -97,10 +113,7 @@ def custom_backward_of(info: object) -> Callable[..., Any] | None:
 def recompute_context_of(recompute: Callable[..., Any]) -> Any:
     """Return the second of the contexts that a checkpoint's ``context_fn`` made, given what torch
     calls to run the checkpoint's function again; ``None`` if there is none."""
-    code, cells = getattr(recompute, "__code__", None), getattr(recompute, "__closure__", None)
-    if code is None or "recompute_context" not in code.co_freevars:
-        return None
-    return cells[code.co_freevars.index("recompute_context")].cell_contents
+    return _enclosed(recompute, "recompute_context")
 
 
 # --- saved tensors

@@ -25,13 +25,6 @@ FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 OpOverload = _ops.OpOverload
 """The class of what a dispatch mode is given as ``func``, which has no public name."""
 
-
-def is_registered(function: object) -> bool:
-    """Return whether a torch function is an operator by its name in ``torch.ops``, as those of
-    ``torch.library`` are."""
-    return isinstance(function, _ops.OpOverload | _ops.OpOverloadPacket)
-
-
 generator_id: Callable[[torch.Generator], int] = attrgetter("_cdata")
 """Which random generator it is. A dispatch mode is given another Python object in each call, whose
 ``id()`` the next one may have."""

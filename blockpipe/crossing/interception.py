@@ -43,7 +43,7 @@ _METHODS = """size dim stride numel nelement ndimension element_size storage_off
     is_same_size has_names"""
 _register_hook = Tensor.register_hook
 _NOTHING = nullcontext()
-BARE = Seal()
+_BARE = Seal()
 
 
 def watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -313,7 +313,7 @@ class CrossingMode(TorchFunctionMode):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        seal: Seal = BARE,
+        seal: Seal = _BARE,
     ) -> Any:
         """Call something without intercepting its operations; tensors are looked at on the way in
         and out only.

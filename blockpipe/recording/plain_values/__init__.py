@@ -4,6 +4,6 @@ In: the frames of a watched forward, the code that autograd will call, and the l
 :class:`SharedChange` of the recording. Read first: ``shared_values``, which traces; ``accesses``
 has what an instruction reads or sets, by its source, and ``expressions`` evaluates that without
 running anything. ``still_code`` looks at such code and losses, which run in no recording,
-``tensor_uses`` at the tensors in them and ``drawn_numbers`` at what they draw; ``checkpoints`` tells what ``torch.utils.checkpoint`` will
-run again.
+``tensor_uses`` at the tensors in them and ``drawn_numbers`` at what they draw. ``checkpoints``
+tells what ``torch.utils.checkpoint`` will run again.
 """

@@ -111,18 +111,12 @@ def tests_of(code: types.CodeType) -> list[ast.expr]:
 
 
 def assignments_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the local variables that a function's code sets once, each with what it is set to."""
+    """Yield the local variables that a function's code sets, each with what it is set to."""
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
     lines = {line for _, _, line in code.co_lines() if line is not None}
     own = {*code.co_varnames[code.co_argcount :], *code.co_cellvars}
-    stored = [
-        node.id
-        for line in lines
-        for node, _ in nodes.on_line.get(line, ())
-        if not isinstance(node.ctx, ast.Load)
-    ]
     for name, value in nodes.assignments:
-        if value.lineno in lines and name in own and stored.count(name) == 1:
+        if value.lineno in lines and name in own:
             yield name, value
 
 

@@ -45,8 +45,9 @@ class StillFrame:
         self.f_locals = {name: value for name, value in known.items() if value is not UNKNOWN}
         frame = Frame(self, {}, None)  # type: ignore[arg-type]
         for name, expression in assignments_of(code):
-            if (value := _or_unknown(frame.evaluated, expression)) is not UNKNOWN:
-                self.f_locals.setdefault(name, value)
+            value = _or_unknown(frame.evaluated, expression)
+            if value is not UNKNOWN and self.f_locals.get(name) is None:  # the first that is known
+                self.f_locals[name] = value
 
     def inner(self) -> Iterator[StillFrame]:
         """Yield the functions that are written inside of this one, comprehensions too."""
@@ -142,8 +143,8 @@ def _behind(called: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[Any, tupl
         yield called.func, (*called.args, *arguments)
     elif isinstance(called, WeightedLoss):
         yield called.loss_fn, arguments
-    elif isinstance(called, nn.Module | StandIn):
-        yield called.forward, arguments
+    elif isinstance(called, nn.Module | StandIn):  # a stand-in has the forward behind it
+        yield getattr(called, "forward", None), arguments
     elif isinstance(called, staticmethod):
         yield called.__func__, arguments
     elif isinstance(called, types.MethodType):

@@ -17,21 +17,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import Node
 
-from ..._common.nested import tensors
 from ..._torch.graph import (
     ADD_HOOK,
     NodeHooks,
     PythonNode,
     custom_function_of,
     hook_of_several,
+    nodes_made,
     recompute_context_of,
     saved_tensor_hooks,
     sequence_number,
 )
 from ...crossing.interception import active_mode
-from ...crossing.tags import TAG, UNCUT
+from ...crossing.tags import TAG, UNCUT, GraphEntry
 from ...crossing.torch_patches import Replacement
 from ...errors import CrossingError
 from ..plain_values.still_code import frames_of
@@ -68,6 +69,7 @@ class BackwardCode:
         self.around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._known: set[tuple[Any, ...]] = set()
         self._ambient: Any = None  # the hooks on saved tensors while the forward runs
+        self._first_nodes: list[int] = []  # by hop, the number of the first node
         self._looked_at = 0  # the hop of the graph that the forward has asked for
 
     def begin(self, watched: Callable[[], None]) -> None:
@@ -97,21 +99,38 @@ class BackwardCode:
         self.calls(hooks[1], None, hop)
         return True
 
-    def made(self, result: Any, since: int, hop: int) -> None:
-        """Note the custom functions in the graph of an operation's result.
+    def begins_hop(self) -> None:
+        """Note that the nodes that are made from here on belong to another hop."""
+        self._first_nodes.append(nodes_made())
+
+    def has_graph(self, hop: int, roots: Iterable[Node]) -> None:
+        """Note the custom functions in a hop's graph, by whatever name they were applied.
 
         Args:
-            result: what the operation returned.
-            since: the number of the first node that it has made.
-            hop: the hop that it ran on.
+            hop: the hop.
+            roots: where its backward begins.
+
+        Raises:
+            CrossingError: one of them has joined the graphs of two hops.
         """
-        todo = [t.grad_fn for t in tensors(result) if t.grad_fn is not None]
+        todo, seen = [*roots], dict[int, Node]()
         while todo:
             node = todo.pop()
-            if custom_function_of(node) is not None:
+            kind = custom_function_of(node)
+            if id(node) in seen or kind is GraphEntry:
+                continue
+            seen[id(node)] = node
+            following = [found for found, _ in node.next_functions if found is not None]
+            if kind is not None:
                 self.applies(node, hop)
-            following = (node for node, _ in node.next_functions if node is not None)
-            todo += [node for node in following if _is_new(node, since)]
+                if hop > 0 and any(self._is_of_earlier(found, hop) for found in following):
+                    raise _joins(kind, hop)
+            todo += following
+
+    def _is_of_earlier(self, node: Node, hop: int) -> bool:
+        is_leaf = not node.next_functions
+        is_entry = custom_function_of(node) is GraphEntry
+        return not (is_leaf or is_entry) and sequence_number(node) < self._first_nodes[hop]
 
     def applies(self, context: Node, hop: int) -> None:
         """Note a custom function that is applied.
@@ -176,7 +195,7 @@ def seeing_context() -> Iterator[list[Node]]:
     """Collect the context of a custom function that is applied while entered, where it makes no
     graph: in the forward of another one, which may run it again in its backward, as reentrant
     checkpoints do."""
-    found: list[Node] = []
+    found: list[Any] = []
 
     def called(frame: types.FrameType, event: str, _: object) -> None:
         code = frame.f_code
@@ -217,9 +236,15 @@ def check_several(hooks: Iterable[tuple[Callable[..., Any], int]]) -> None:
                 )
 
 
-def _is_new(node: Node, since: int) -> bool:
-    accumulates = not node.next_functions  # its number is the largest one
-    return not accumulates and sequence_number(node) >= since
+def _joins(function: type[Function], hop: int) -> CrossingError:
+    code = getattr(function.forward, "__code__", None)
+    where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    name = function.__qualname__
+    return CrossingError(
+        f"autograd.Function {name!r}{where} reads a tensor of an earlier hop on hop {hop}, but its "
+        "apply was kept under another name, by which the call cannot be seen; call "
+        f"{name}.apply(…), or put the call into a module of its own"
+    )
 
 
 def _is_state(value: object) -> bool:

@@ -11,13 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..._common.modules import StandIn
 from ..._common.threads.model_turns import alone_with
-from ..._common.threads.thread_state import ours
-from ..._torch.graph import nodes_made
 from ..._torch.modes import how_many_function_modes
-from ..._torch.tensors import is_registered
-from ...crossing.interception import BARE, CrossingMode, is_question, looks_at_graph
+from ...crossing.interception import CrossingMode, is_question, looks_at_graph
 from ...crossing.microbatch_run import Reader
-from ...crossing.step_context import Seal
 from ..plan_resolution import planned_stage
 from .backward_code import seeing_context
 from .recorder import SCRIPTED, Recorder
@@ -56,10 +52,7 @@ class RecordingMode(CrossingMode):
         elif looks_at_graph(func):
             self.recorder.looked_at_graph(args[0], args[1] if len(args) > 1 else None)
         self.recorder.changes.at_function(func, args)
-        since = nodes_made()
         result = super().__torch_function__(func, types, args, kwargs, modes)
-        if is_registered(func):  # its backward may be Python
-            self.recorder.backward_code.made(result, since, self.recorder.hop)
         self.recorder.check_outsiders(func, args[0] if args else None)
         if func == _SETS_DATA:  # each look at it makes another object
             self.recorder.wrote(args[0])
@@ -70,19 +63,6 @@ class RecordingMode(CrossingMode):
     ) -> Reader:
         given = self.recorder.calls.given_inside()
         return self.run.handed(func, args, kwargs, self._local, given)
-
-    def call_sealed(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        seal: Seal = BARE,
-    ) -> Any:
-        since = nodes_made()
-        result = super().call_sealed(function, args, kwargs, seal)
-        with ours():
-            self.recorder.backward_code.made(result, since, max(self.recorder.hop, 0))
-        return result
 
     def call_inner(
         self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -120,6 +120,7 @@ class Recorder:
     def departs(self, stage: int) -> None:
         """Write down the hop that the run is about to begin."""
         self._check_device(stage)
+        self.backward_code.begins_hop()
         hop = self.hop + 1
         self.step.route.append(stage)
         mark = self.cursor.mark

@@ -27,7 +27,7 @@ from ...stages.marks import mark_of
 from ..entries import Hop, Output
 from ..outside_state import TORCHS, OutsideState
 from ..plain_values.shared_values import SharedValues
-from ..plain_values.still_code import Hook, may_set_by
+from ..plain_values.still_code import Hook, hooks_in, may_set_by
 from ..plain_values.values import back
 from ..plan_resolution import Stages
 from ..reads import NamesRead
@@ -36,7 +36,7 @@ from ..sample import RecordRequest
 from ..sealing import conclude
 from ..shared_changes import SharedChanges
 from .backward_code import CalledInBackward, NodeHooksSeen, check_several
-from .costs import note_split_backwards
+from .costs import note_split_backwards, roots_of
 from .held import held_tensors
 from .mode import RecordedForward, RecordingMode
 from .recorder import Recorder
@@ -98,7 +98,10 @@ def run_watched(
     try:
         inputs = _as_inputs(recorder, (request.args, request.kwargs))
         output = _run(model, inputs, recorder, values)
-        note_split_backwards(recorder.run, result, output)
+        roots = roots_of(recorder.run, output)
+        note_split_backwards(recorder.run, result, roots)
+        for hop, begins in roots.items() if request.cut else ():
+            recorder.backward_code.has_graph(hop, [edge.node for edge, _ in begins])
         given = recorder.held.keys() | {id(tensor) for tensor in tensors(inputs)}
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
@@ -183,15 +186,17 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
     """Write down what the code that autograd calls sets and reads in the backwards of hops, and
     that of the loss on the last one."""
     if recorder.step.graphs.differentiable:
-        called = [*_called_on(request.hooks, recorder), *recorder.backward_code.called]
+        hooks = (*request.hooks, *hooks_in(request.model))  # the forward may have added some
+        called = [*_called_on(hooks, recorder), *recorder.backward_code.called]
         if request.cut:
             check_several((one.function, one.hop) for one in called)
         for function, given, hop in called:
             values.runs_beside(function, given, back(hop))
-        for hop in range(len(recorder.result.hops)) if recorder.backward_code.around else ():
+        if recorder.backward_code.around is not None:
             pack, unpack = recorder.backward_code.around
-            values.runs_beside(pack, None, hop, lasts=True)
-            values.runs_beside(unpack, None, back(hop), lasts=True)
+            for hop in range(len(recorder.result.hops)):
+                values.runs_beside(pack, None, hop, lasts=True)
+                values.runs_beside(unpack, None, back(hop), lasts=True)
         if not values.traces:  # the second run traces the reads of what these set
             recorder.result.changes_unseen = may_set_by(one.function for one in called)
     if request.loss_fn is not None:

@@ -125,6 +125,15 @@ class ReadsInCallback(Reads):
         return gradient, None
 
 
+class ReadsByLaterName(Reads):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        net = None
+        if ctx.needs_input_grad[0]:
+            net = ctx.net
+        return gradient * (1.0 + net.seen), None
+
+
 class CountsAll(Function):
     """Its backward counts in a global."""
 
@@ -193,6 +202,26 @@ class Counts(Net):
 
 def counting(function: type[Function]) -> type[Net]:
     return type(function.__name__, (Counts,), {"function": function})
+
+
+reads = Reads.apply  # as torch's tutorial does
+
+
+class CountsByOtherName(Counts):
+    def first(self, h: Tensor) -> Tensor:
+        self.seen += 1
+        return reads(h, self)
+
+
+class CrossesByOtherName(Net):
+    def second(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x).tanh()
+        with bp.Block(stage=1):
+            return self.b(reads(h, self))
 
 
 class CountsInReentrant(Counts):

@@ -25,13 +25,16 @@ from ...stage_devices import stages
 from .backward_models import (
     COUNTS,
     CountsAll,
+    CountsByOtherName,
     CountsInOperation,
     CountsInReentrant,
     CountsOnBoth,
+    CrossesByOtherName,
     Follows,
     Net,
     OfClass,
     Reads,
+    ReadsByLaterName,
     ReadsByProperty,
     ReadsByVjp,
     ReadsInCallback,
@@ -79,6 +82,15 @@ class HookOfOtherStage(Hooked):
     def second(self, h: Tensor) -> Tensor:
         self.kept.grad_fn.register_prehook(self.follow)
         return h
+
+
+class HooksModule(Hooked):
+    """Its first forward registers the hook of a module."""
+
+    def first(self, h: Tensor) -> Tensor:
+        if not self.a._backward_hooks:
+            self.a.register_full_backward_hook(self.follow)
+        return h * self.scale
 
 
 class Contexts(Net):
@@ -148,6 +160,9 @@ _CALLS = r"entry 'calls' of a dict in a backward on hops"
         (counting(ReadsInHelper), _SEEN),
         (counting(ReadsByVjp), _SEEN),
         (counting(ReadsInCallback), _SEEN),
+        (counting(ReadsByLaterName), _SEEN),
+        (CountsByOtherName, _SEEN),
+        (HooksModule, _SCALE),
         (CountsInReentrant, _SEEN),
         (CountsOnBoth, rf"{_CALLS} \[0, 1\]"),
         (CountsInOperation, rf"{_CALLS} \[0\]"),
@@ -271,6 +286,22 @@ def test_code_of_a_backward_that_shares_a_value_runs_where_micro_batches_come_on
     net = kind()
     plain = copy.deepcopy(net)
     _step(net, schedule="sequential")
+    plain_step(plain, (X,), {}, X, mse_loss, 4)
+    assert_same_gradients(net, plain)
+
+
+def test_a_custom_function_that_crosses_by_another_name_of_its_apply_is_refused() -> None:
+    """Nobody sees the call, and the graphs of two stages would be one."""
+    with pytest.raises(
+        CrossingError, match=r"'Reads' .*on hop 1, but its apply.*call Reads\.apply"
+    ):
+        _step(CrossesByOtherName())
+
+
+def test_a_custom_function_that_crosses_by_another_name_of_its_apply_runs_in_one_graph() -> None:
+    net = CrossesByOtherName()
+    plain = copy.deepcopy(net)
+    _step(net, schedule="uncut")
     plain_step(plain, (X,), {}, X, mse_loss, 4)
     assert_same_gradients(net, plain)
 
