@@ -115,7 +115,7 @@ def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[St
         given: its first argument; ``None``: it is not known.
     """
     todo = [(function, () if given is None else (given,))]
-    seen: set[tuple[int, ...]] = set()
+    seen, passed = set[tuple[int, ...]](), set[int]()  # the user's functions, and others
     while todo and len(seen) < _MOST_CALLS:
         called, arguments = todo.pop()
         if not isinstance(called, types.FunctionType):
@@ -123,7 +123,9 @@ def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[St
             continue
         # A decorator's function has the name and the module of the one that it is around.
         if not is_users(called.__globals__.get("__name__")):
-            todo += [(inner, arguments) for inner in _wrapped_by(called)]
+            if id(called) not in passed:
+                passed.add(id(called))
+                todo += [(inner, arguments) for inner in _wrapped_by(called)]
             continue
         key = id(called.__code__), *map(id, arguments)
         if key in seen:
