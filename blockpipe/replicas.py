@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ._common.callsite import remembers_caller, users_line
 from ._common.threads.thread_state import CallerState, intra_operation_threads
+from ._torch.modes import untraced
 from .batches.batch_dims import dims_of_call
 from .batches.class_weights import reduction_for
 from .batches.joining import join, output_dim
@@ -87,6 +88,7 @@ class Replicas:
             for each, group in zip(models, groups, strict=True)
         ]
 
+    @untraced
     @remembers_caller
     def forward_backward(
         self,
@@ -145,6 +147,7 @@ class Replicas:
             outputs = self._joined([result.outputs for result in results], shares, weights)
         return StepResult(loss.as_subclass(type(results[0].loss)), outputs)
 
+    @untraced
     @remembers_caller
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward over a batch, without a graph; outputs as for the step.

@@ -27,10 +27,11 @@ class ArgumentDims:
     def __init__(self, dims: BatchDims) -> None:
         self._dims = dims
         self.is_default = dims is None
+        self._is_mapping = dims is not None and isinstance(dims, Mapping)
 
     def check_names(self, names: Collection[int | str]) -> None:
         """Raise :class:`MicrobatchError` if a mapping names no argument of the call."""
-        if not isinstance(self._dims, Mapping):
+        if not self._is_mapping:
             return
         unknown = [name for name in self._dims if name not in {*names, "target", "output"}]
         if unknown:
@@ -49,7 +50,7 @@ class ArgumentDims:
 
     def names(self, name: int | str) -> bool:
         """Return whether a mapping names an argument."""
-        return isinstance(self._dims, Mapping) and name in self._dims
+        return self._is_mapping and name in self._dims
 
     def asks_for(self, name: int | str) -> bool:
         """Return whether the user has said how an argument is split."""
@@ -70,7 +71,7 @@ def dims_of_call(
         args: the positional arguments of the call.
         given: the names of its keyword arguments.
     """
-    if not isinstance(dims, Mapping):
+    if dims is None or not isinstance(dims, Mapping):
         return dims
     parameters = _parameters_of(model.forward)
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -4,8 +4,6 @@ Each is kept on the storage itself, so that the entry lives exactly as long as t
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -42,14 +40,14 @@ class _Copying(threading.local):
 _copying = _Copying()
 
 
-@contextmanager
-def copying() -> Iterator[None]:
+class copying:  # noqa: N801 - a context manager that reads as a participle
     """Enter to copy between stages: this thread may touch the tensors of any stage meanwhile."""
-    before, _copying.active = _copying.active, True
-    try:
-        yield
-    finally:
-        _copying.active = before
+
+    def __enter__(self) -> None:
+        self._before, _copying.active = _copying.active, True
+
+    def __exit__(self, *failure: object) -> None:
+        _copying.active = self._before
 
 
 def is_copying() -> bool:

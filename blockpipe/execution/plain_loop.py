@@ -18,7 +18,14 @@ from ..crossing.hop_backward import run_engine
 from ..crossing.microbatch_run import detached
 from ..devices.devices import is_asynchronous
 from ..errors import RouteError
-from ..stages.cursor import Cursor, Mark, set_cursor, set_microbatch
+from ..stages.cursor import (
+    Cursor,
+    Mark,
+    current_cursor,
+    current_microbatch,
+    set_cursor,
+    set_microbatch,
+)
 from .microbatch.failure_notes import note_failure
 from .microbatch.observed import PlainLoopObserver
 from .step_state import MicrobatchResult, StepState
@@ -39,11 +46,18 @@ class PlainLoop:
         self._prepared = state.request.prepared
         self._first_stage = self._prepared.route[0]
         self._is_asynchronous = is_asynchronous(self._prepared.devices[self._first_stage])
+        self._autocasts = state.request.caller.autocasts
+        self._outer = current_microbatch()
 
     def run(self) -> None:
         """Run all micro-batches."""
-        for m in range(len(self._request.microbatches)):
-            self._run_microbatch(m)
+        before = current_cursor()
+        try:
+            for m in range(len(self._request.microbatches)):
+                self._run_microbatch(m)
+        finally:
+            set_cursor(before)
+            set_microbatch(self._outer)
 
     def _run_microbatch(self, m: int) -> None:
         state, prepared = self._state, self._prepared
@@ -53,7 +67,8 @@ class PlainLoop:
             if prepared.is_one_hop
             else Cursor(follow_marks=follow_marks)
         )
-        before, outer = set_cursor(cursor), set_microbatch(m)
+        set_cursor(cursor)
+        set_microbatch(m)
         observer = None
         if self._request.observer is not None:
             observer = PlainLoopObserver(self._request.observer, prepared.route, cursor, m)
@@ -63,7 +78,7 @@ class PlainLoop:
             if observer is not None:
                 observer.turn_back()
             phase = "backward"
-            set_microbatch(outer)  # its forward is over: recomputation is no other one
+            set_microbatch(self._outer)  # its forward is over: recomputation is no other one
             self._backward(m, loss)
             if observer is not None:
                 observer.finish()
@@ -73,8 +88,6 @@ class PlainLoop:
             raise
         finally:
             state.randomness.leave(m, 0)
-            set_cursor(before)
-            set_microbatch(outer)
 
     def _forward(self, m: int) -> Tensor:
         """Run the model and its loss; the result is in the step's state."""
@@ -84,7 +97,7 @@ class PlainLoop:
             state.be_on(self._first_stage)
         args, kwargs, target = self._moved(m, (batch.args, batch.kwargs, batch.target))
         taken = state.whole_arguments.taken(batch, args, kwargs)
-        with caller.uncached_autocast() if caller.autocasts else _NOTHING, theirs():
+        with caller.uncached_autocast() if self._autocasts else _NOTHING, theirs():
             output = self._prepared.model(*args, **kwargs)
             loss = state.randomness.loss(output, target)
         loss = checked_loss(loss)
@@ -103,10 +116,9 @@ class PlainLoop:
     def _backward(self, m: int, loss: Tensor) -> None:
         if not self._request.weights[m]:
             return  # it adds nothing, but 0 * NaN would be NaN
-        caller = self._request.caller
-        with caller.no_autocast() if caller.autocasts else _NOTHING:
+        with self._request.caller.no_autocast() if self._autocasts else _NOTHING:
             # As loss.backward(root) does, when it has looked at its arguments.
-            roots = (loss,), (self._state.root(m, loss.detach()),)
+            roots = (loss,), (self._state.root(m, loss),)
             run_engine(*roots, False, False, (), True, True)
 
     def _moved(self, m: int, given: Any) -> Any:

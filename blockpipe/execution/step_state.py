@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .._common.nested import tensors
+from ..batches.microbatch import Microbatch
 from ..crossing.constants import Constants
 from ..crossing.host_stores import HostLinks
 from ..crossing.microbatch_run import MicrobatchRun
@@ -52,9 +53,7 @@ class StepState:
         microbatches = request.microbatches
         differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self.request = request
-        self.inputs_need_grad = differentiable and any(
-            t.requires_grad for m in microbatches for t in tensors((m.args, m.kwargs, m.target))
-        )
+        self.inputs_need_grad = differentiable and any(map(_needs_grad, microbatches))
         self.randomness = StepRandomness(request)
         self.context = _context(request, self.randomness, differentiable=differentiable)
         self.context.begin()
@@ -93,7 +92,8 @@ class StepState:
         key = weight, loss.dtype, loss.device
         if key not in self._roots:
             self._roots[key] = self._scaled(torch.full_like(loss, weight))
-        return self._roots[key].view(loss.shape)
+        root = self._roots[key]
+        return root if root.shape == loss.shape else root.view(loss.shape)
 
     def _scaled(self, root: Tensor) -> Tensor:
         scale = self.request.scale
@@ -112,6 +112,17 @@ class StepState:
                 run.abandon()
         self.context.settle()
         self.links.close()
+
+
+def _needs_grad(batch: Microbatch) -> bool:
+    """Return whether the caller's graph leads to a micro-batch's arguments or target."""
+    for value in (*batch.args, *batch.kwargs.values(), batch.target):
+        if isinstance(value, Tensor):  # as nearly always, and every micro-batch comes by here
+            if value.requires_grad:
+                return True
+        elif value is not None and any(t.requires_grad for t in tensors(value)):
+            return True
+    return False
 
 
 def _context(

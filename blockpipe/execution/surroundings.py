@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 
+from .._torch.graph import stepping_hooks
 from ..crossing.torch_patches import (
     Backwards,
     CustomFunctions,
@@ -69,8 +70,9 @@ def _no_early_steps(state: StepState) -> AbstractContextManager[None]:
     request = state.request
     if request.schedule in ("sequential", "uncut"):
         return nullcontext()
-    tensors = (home.tensor for home in request.prepared.homes.values())
-    return no_early_steps(tensors, len(request.microbatches))
+    homes = request.prepared.homes.values()
+    stepping = [home.tensor for home in homes if stepping_hooks(home.tensor)]
+    return no_early_steps(stepping, len(request.microbatches)) if stepping else nullcontext()
 
 
 def _in_flight(state: StepState) -> int:
@@ -81,12 +83,13 @@ def _in_flight(state: StepState) -> int:
     return request.prepared.schedule(request.schedule, len(request.microbatches)).in_flight()
 
 
-@contextmanager
-def _current_device_kept(request: StepRequest) -> Iterator[None]:
+def _current_device_kept(request: StepRequest) -> AbstractContextManager[None]:
     """Leave the caller's thread on the accelerator that it was on."""
-    if not request.prepared.is_asynchronous:
-        yield
-        return
+    return _device_kept() if request.prepared.is_asynchronous else nullcontext()
+
+
+@contextmanager
+def _device_kept() -> Iterator[None]:
     before = torch.accelerator.current_device_index()
     try:
         yield

@@ -27,7 +27,7 @@ States = tuple[list[_State], dict[str, _State]]  # of what several hops read, an
 
 # The types of nearly everything that a module has in its __dict__. There are thousands of these in
 # a large model, and isinstance takes several times as long.
-_NO_TENSORS = {bool, int, float, str, type(None), dict, OrderedDict, list, tuple, set}
+_NO_TENSORS = frozenset([bool, int, float, str, type(None), dict, OrderedDict, list, tuple, set])
 
 
 class Unwritten:
@@ -76,6 +76,8 @@ class Unwritten:
         shared = [_state_of(look()) for _, _, look in self._shared]
         others = {name: _state_of(look()) for name, look in self._others}
         for path, own in self._modules:
+            if _NO_TENSORS.issuperset(map(type, own.values())):
+                continue
             for key, value in own.items():
                 if type(value) not in _NO_TENSORS and isinstance(value, Tensor):
                     name = f"{path}.{key}"

@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: one thread a stage
 
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -21,15 +22,21 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of each candidate's runs, taken in turn so that a noisy moment hits all alike.
 
-    ``untimed`` runs go before each timed one. Whoever ran before leaves caches and cores in some
-    state: a tenth of a run of 20 ms was measured, and of a longer one it is a smaller part.
+    Each turn has another order, drawn from a fixed seed: who ran before leaves caches and cores in
+    some state. With one order for all turns, a version beside itself differed by 3 % in a run of
+    20 ms. ``untimed`` runs go before each timed one for the same reason: a tenth of such a run was
+    measured, and of a longer one it is a smaller part.
     """
+    order = list(candidates)
+    draws = random.Random(0)
     for run in candidates.values():
         for _ in range(warmup):
             run()
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(repeats):
-        for name, run in candidates.items():
+        draws.shuffle(order)
+        for name in order:
+            run = candidates[name]
             for _ in range(untimed):
                 run()
             begun = time.perf_counter()

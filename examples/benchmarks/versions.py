@@ -6,7 +6,8 @@
 The workloads of ``peers.py``, the single stage of ``one_stage.py`` and the sizes of
 ``small_operations.py`` (on lanes), with the plain loop beside them: one of its runs, one of each
 version's, and again, so that a noisy moment hits all alike. The other version is loaded under
-another name into the same process. The last column is the median of the pairs' ratios.
+another name into the same process. The ratios are medians over the pairs; the last one is of the
+processor's time of all threads, which other programs on the machine hardly disturb.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import copy
 import importlib.util
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +50,8 @@ def main() -> None:
     options = parser.parse_args()
     other = load(options.other)
     print(machine())
-    print(f"{'':<28} plain, ms   other / plain   this / plain   this / other")
+    columns = "plain, ms   other / plain   this / plain   this / other   by the processor's clock"
+    print(f"{'':<28} {columns}")
     for workload in WORKLOADS if "peers" in options.only else ():
         tell(f"{workload}, 8 micro-batches", peers(workload, 8, other), options.repeats)
     if "one_stage" in options.only:
@@ -73,17 +76,34 @@ def load(checkout: Path) -> ModuleType:
 
 def tell(case: str, runs: Runs, repeats: int) -> None:
     """Time them in turn; print medians and the pairs' ratios."""
-    times = interleaved(runs, repeats, untimed=1)
+    clocks: dict[str, list[float]] = {name: [] for name in runs}
+    times = interleaved(
+        {name: clocked(run, clocks[name]) for name, run in runs.items()}, repeats, untimed=1
+    )
     plain, other, this = times["plain"], times["other"], times["this"]
     ratios = [
         statistics.median(a / b for a, b in zip(one, two, strict=True))
         for one, two in ((other, plain), (this, plain), (this, other))
     ]
+    pairs = zip(clocks["this"][3:], clocks["other"][3:], strict=True)  # behind the warm-up
+    lower, middle, upper = statistics.quantiles((a / b for a, b in pairs), n=4)
     print(
         f"{case:<28} {1e3 * statistics.median(plain):9.2f} {ratios[0]:15.3f} {ratios[1]:14.3f} "
-        f"{ratios[2]:14.3f}",
+        f"{ratios[2]:14.3f}   {middle:.3f} (quartiles {lower:.3f} and {upper:.3f})",
         flush=True,
     )
+
+
+def clocked(run: Callable[[], object], into: list[float]) -> Callable[[], object]:
+    """Return a run that notes the processor's seconds."""
+
+    def call() -> object:
+        begun = time.process_time()
+        result = run()
+        into.append(time.process_time() - begun)
+        return result
+
+    return call
 
 
 def peers(workload: str, chunks: int, other: ModuleType) -> Runs:

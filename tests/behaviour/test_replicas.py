@@ -209,3 +209,26 @@ def test_unplaced_models_are_where_they_were():
     assert two.unplace() is net
     two.close()
     assert {p.device.type for p in net.parameters()} == {"cpu"}
+
+
+def test_a_compiled_step_when_it_calls_replicas_then_runs_them_as_they_are():
+    """The compiler takes what is around the copies."""
+    net, x, y = make_net(), torch.randn(8, 4), torch.randint(0, 2, (8,))
+    plain, graphs = copy.deepcopy(net), []
+    many = Replicas(net, groups(), chunks=2)
+
+    def backend(graph, _):
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def step(x, y):
+        return many.forward_backward(x * 2, target=y, loss_fn=F.cross_entropy).loss
+
+    loss = step(x, y)
+    expected = F.cross_entropy(plain(x * 2), y)
+    expected.backward()
+    assert_close(loss, expected)
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert_close(one.grad, other.grad)
+    assert [len(graph) for graph in graphs] == [1]

@@ -41,7 +41,8 @@ class ProcessChange:
     def _hold(self, times: int) -> None:
         """Set how many times this thread has it entered."""
         own = threading.get_ident()
-        threads = (*(t for t in self._threads if t != own), *[own] * times)
+        others = [t for t in self._threads if t != own]
+        threads = (*others, *(own,) * times)
         if not threads:
             self.take_off()
         elif not self._threads:

@@ -143,9 +143,14 @@ class Numbering:
     def __init__(self, strategy: PipelinedExecution) -> None:
         self.strategy = strategy
         self.ipus: dict[int, int] = {}
+        self._by_ipu = not strategy.number_of and strategy.auto is AutoStage.SameAsIpu
 
     def __call__(self, cursor: Cursor, mark: Mark) -> int:
         ipu, name = mark.stage, mark.name
+        if self._by_ipu and ipu is not None:  # no block's name matters
+            if ipu not in self.ipus:
+                self.ipus[ipu] = ipu
+            return ipu
         if name is None:  # it is counted even where its IPU decides
             noted = cursor.noted.get(id(mark))
             name = _auto_id(cursor, mark) if noted is None else noted[0]
@@ -153,8 +158,6 @@ class Numbering:
             stage = self.strategy.stage(name)
             number = self.strategy.number_of[name]
             ipu = stage.on_ipu if stage.on_ipu is not None else ipu
-        elif self.strategy.auto is AutoStage.SameAsIpu and ipu is not None:
-            number = ipu
         else:
             number = cursor.noted.setdefault(name, cursor.highest + 1)
         self.ipus.setdefault(number, number if ipu is None else ipu)

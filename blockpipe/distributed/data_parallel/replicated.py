@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..._common.callsite import remembers_caller, users_line
 from ..._common.checks import expected
+from ..._torch.modes import untraced
 from ...batches.batch_dims import BatchDims, dims_of_call
 from ...batches.class_weights import reduction_for
 from ...batches.losses import WeightedLoss
@@ -133,6 +134,7 @@ class ReplicatedPipeline:
             self._failures.began = True
             self._replicas.broadcast([*pipe.module.parameters(), *pipe.module.buffers()])
 
+    @untraced
     @remembers_caller
     def forward_backward(
         self,
