@@ -120,6 +120,13 @@ def assignments_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
             yield name, value
 
 
+def loops_of(code: types.CodeType) -> list[tuple[ast.expr, ast.expr]]:
+    """Return the targets of the loops in a function's code, each with what the loop runs over."""
+    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    lines = {line for _, _, line in code.co_lines() if line is not None}
+    return [loop for loop in nodes.loops if loop[0].lineno in lines]
+
+
 def calls_of(code: types.CodeType) -> list[ast.Call]:
     """The calls in a function's code."""
     found = []
@@ -151,12 +158,14 @@ class _Nodes:
         on_line: the names, by the line that they are on.
         tests: the conditions of branches and loops.
         assignments: the names that are set to an expression, in their order.
+        loops: the targets of loops, comprehensions too, with what they run over.
     """
 
     by_end: dict[tuple[int | None, int | None], list[_Place]]
     on_line: dict[int | None, list[tuple[ast.Name, tuple[ast.AST, ...]]]]
     tests: list[ast.expr]
     assignments: list[tuple[str, ast.expr]]
+    loops: list[tuple[ast.expr, ast.expr]]
 
     def of(self, instruction: dis.Instruction) -> list[_Place]:
         """The expressions that end where an instruction says it is, and the second variable of
@@ -174,7 +183,7 @@ class _Nodes:
 
 @functools.lru_cache(64)
 def _nodes_of(source: str) -> _Nodes:
-    found = _Nodes(defaultdict(list), defaultdict(list), [], [])
+    found = _Nodes(defaultdict(list), defaultdict(list), [], [], [])
     try:
         level: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(ast.parse(source), ())]
     except (SyntaxError, ValueError):
@@ -189,6 +198,8 @@ def _nodes_of(source: str) -> _Nodes:
             found.tests.append(node.test)
         elif isinstance(node, ast.Assign | ast.NamedExpr):
             found.assignments += _assigned(node)
+        elif isinstance(node, ast.For | ast.comprehension):
+            found.loops.append((node.target, node.iter))
         # No question reaches beyond a statement.
         inner = (node,) if isinstance(node, ast.stmt) else (node, *outer)
         level += ((child, inner) for child in ast.iter_child_nodes(node))

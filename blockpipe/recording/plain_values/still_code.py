@@ -21,10 +21,11 @@ from ..._torch.graph import custom_backward_of, gradient_hooks, stepping_hooks
 from ..._torch.modules import backward_hooks_of, parameters_of
 from ...batches.losses import WeightedLoss
 from ...restoring.model_state import is_users
-from .accesses import accesses_of, assignments_of, calls_of, may_set
-from .expressions import UNKNOWN, Frame, member_of
+from .accesses import accesses_of, assignments_of, calls_of, loops_of, may_set
+from .expressions import UNKNOWN, Frame, member_of, members_of
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
+_MOST_TURNS = 32  # of loops, in one function: a guess
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -53,8 +54,21 @@ class StillFrame:
         """Yield the functions that are written inside of this one, comprehensions too."""
         for code in self.f_code.co_consts:
             if isinstance(code, types.CodeType):
-                around = {name: self.f_locals.get(name, UNKNOWN) for name in code.co_freevars}
+                own = {*code.co_varnames, *code.co_cellvars}
+                around = {name: v for name, v in self.f_locals.items() if name not in own}
                 yield StillFrame(code, self.f_globals, around)
+
+    def turns(self) -> Iterator[StillFrame]:
+        """Yield the function in each turn of its loops, as far as it is known what they run
+        over."""
+        frame = Frame(self, {}, None)  # type: ignore[arg-type]
+        for target, over in loops_of(self.f_code):
+            if any(name in self.f_locals for name, _ in _bound(target, UNKNOWN)):
+                continue  # it is in a turn of this loop
+            members = _or_unknown(functools.partial(members_of, frame), over)
+            for member in () if members is UNKNOWN else _some(members):
+                known = {**self.f_locals, **dict(_bound(target, member))}
+                yield StillFrame(self.f_code, self.f_globals, known)
 
 
 class Hook(NamedTuple):
@@ -135,6 +149,7 @@ def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[St
         while frames:
             still = frames.pop()
             yield still
+            frames += itertools.islice(still.turns(), max(_MOST_TURNS - len(frames), 0))
             frames += still.inner()
             todo += _called_by(still)
 
@@ -210,6 +225,23 @@ def _first_of(nodes: Iterable[ast.expr], frame: Frame) -> Iterator[Any]:
             yield from values if isinstance(values, tuple) else ()
             return
         yield _or_unknown(frame.evaluated, node)
+
+
+def _bound(target: ast.expr, member: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names in a loop's target, with their values in a turn."""
+    if isinstance(target, ast.Name):
+        yield target.id, member
+    elif isinstance(target, ast.Tuple | ast.List):
+        is_known = isinstance(member, tuple) and len(member) == len(target.elts)
+        values = member if is_known else [UNKNOWN] * len(target.elts)
+        for inner, value in zip(target.elts, values, strict=True):
+            yield from _bound(inner, value)
+
+
+def _some(members: Iterable[Any]) -> list[Any]:
+    """Return all members, or as many as are looked at, from everywhere among them."""
+    found = [*members]
+    return found[:: len(found) // _MOST_TURNS + 1]
 
 
 def _or_unknown(look: Callable[[Any], Any], at: Any) -> Any:

@@ -70,6 +70,13 @@ class Measures(Net):
         return h
 
 
+class Inherits(Scaled):
+    """Its hook is its base class's."""
+
+    def follow(self, gradient: Tensor) -> None:
+        super().follow(gradient)
+
+
 def _module_hook(net: Net) -> None:
     net.b.register_full_backward_hook(lambda module, given, got: net.follow(got[0]))
 
@@ -139,6 +146,11 @@ X = torch.randn(8, 4)
         (Scaled, _object, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
         (Scaled, _partial, r"'scale' of the model in a backward on hops \[\d\].*reads it on"),
         (Scaled, _stepping_hook, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
+        (
+            Inherits,
+            _parameter_hook,
+            r"'scale' of the model in a backward on hops \[1\].*reads it on",
+        ),
         (Hooked, _nothing, r"'scale' of the model in a backward on hops \[0\].*reads it on"),
         (Measures, _reads, r"'scale' of the model on hops \[0\].*reads it in a backward on"),
         (Net, _counts_on_both, r"'seen' of .* in a backward on hops \[0, 1\].*in a backward on"),
