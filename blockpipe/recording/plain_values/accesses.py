@@ -124,7 +124,13 @@ def loops_of(code: types.CodeType) -> list[tuple[ast.expr, ast.expr]]:
     """Return the targets of the loops in a function's code, each with what the loop runs over."""
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
     lines = {line for _, _, line in code.co_lines() if line is not None}
-    return [loop for loop in nodes.loops if loop[0].lineno in lines]
+    own = {*code.co_varnames, *code.co_cellvars}
+    return [
+        (target, over)
+        for target, over in nodes.loops
+        if target.lineno in lines
+        and all(node.id in own for node in ast.walk(target) if isinstance(node, ast.Name))
+    ]
 
 
 def calls_of(code: types.CodeType) -> list[ast.Call]:

@@ -9,7 +9,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -229,7 +229,7 @@ def owners_of(owner: Any, key: Any) -> Iterator[Any]:
                 return
 
 
-def members_of(frame: Frame, node: ast.expr) -> Iterable[Any]:
+def members_of(frame: Frame, node: ast.expr) -> Any:
     """Return what a loop over an expression gives; ``UNKNOWN`` if code would have to run for it,
     other than a module's own."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
