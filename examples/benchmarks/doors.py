@@ -10,6 +10,7 @@ runs on the machine: so its ratio is there beside the wall clock's.
 
 import argparse
 import copy
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -220,7 +221,7 @@ def report(label: str, pair: Pair, repeats: int) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
     for _ in range(10):
         through(), without()
-    runs = [(clocks(through), clocks(without)) for _ in range(repeats)]
+    runs = taken_in_turn(through, without, repeats)
     wall, processor = (
         statistics.quantiles([door[clock] / pipe[clock] for door, pipe in runs], n=4)
         for clock in range(2)
@@ -231,6 +232,21 @@ def report(label: str, pair: Pair, repeats: int) -> None:
         f"(quartiles {processor[0]:.3f} and {processor[2]:.3f})",
         flush=True,
     )
+
+
+def taken_in_turn(
+    through: Callable[[], object], without: Callable[[], object], repeats: int
+) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """Return the seconds of each pair of runs, by both clocks; which is first is drawn each time,
+    for the second finds the first one's caches."""
+    draws, runs = random.Random(0), []
+    for _ in range(repeats):
+        if draws.random() < 0.5:
+            door, pipe = clocks(through), clocks(without)
+        else:
+            pipe, door = clocks(without), clocks(through)
+        runs.append((door, pipe))
+    return runs
 
 
 def clocks(run: Callable[[], object]) -> tuple[float, float]:
