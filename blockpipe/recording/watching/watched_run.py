@@ -186,8 +186,10 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
     """Write down what the code that autograd calls sets and reads in the backwards of hops, and
     that of the loss on the last one."""
     if recorder.step.graphs.differentiable:
-        hooks = (*request.hooks, *hooks_in(request.model))  # the forward may have added some
-        called = [*_called_on(hooks, recorder), *recorder.backward_code.called]
+        hooks = {(id(one.function), one.name): one for one in request.hooks}
+        for added in hooks_in(request.model):  # by the forward
+            hooks.setdefault((id(added.function), added.name), added)
+        called = [*_called_on(hooks.values(), recorder), *recorder.backward_code.called]
         if request.cut:
             check_several((one.function, one.hop) for one in called)
         for function, given, hop in called:

@@ -298,6 +298,7 @@ def test_a_custom_function_that_crosses_by_another_name_of_its_apply_is_refused(
         _step(CrossesByOtherName())
 
 
+@pytest.mark.cpu("nobody sees the call, and moves the tensor")
 def test_a_custom_function_that_crosses_by_another_name_of_its_apply_runs_in_one_graph() -> None:
     net = CrossesByOtherName()
     plain = copy.deepcopy(net)
