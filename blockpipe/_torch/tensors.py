@@ -25,6 +25,10 @@ FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 OpOverload = _ops.OpOverload
 """The class of what a dispatch mode is given as ``func``, which has no public name."""
 
+generator_id: Callable[[torch.Generator], int] = attrgetter("_cdata")
+"""Which random generator it is. A dispatch mode is given another Python object in each call, whose
+``id()`` the next one may have."""
+
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """An operator's schema: its arguments, and which of them it writes to. An operator shows it in
 public only as text."""

@@ -288,8 +288,18 @@ class CrossingMode(TorchFunctionMode):
                 "use_reentrant=False, or give Pipeline a sample that takes this way"
             )
 
-    def saw_checkpoint(self) -> None:
-        """Note a ``torch.utils.checkpoint`` in the glue; a recording writes it down."""
+    def call_inner(
+        self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Apply a custom autograd function in a sealed call; a recording writes it down."""
+        return apply(*args, **kwargs)
+
+    def saw_node_hook(self, hook: Callable[..., Any]) -> None:
+        """Note a hook of a node; a recording writes it down."""
+
+    def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
+        """Note a ``torch.utils.checkpoint`` in the glue, and what torch calls to run its function
+        again; a recording writes it down."""
 
     def saw_generator_set(self) -> None:
         """Note that torch's generator is given a state; a recording writes it down."""

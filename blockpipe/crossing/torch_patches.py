@@ -167,8 +167,10 @@ _original_apply: Any = torch.autograd.Function.__dict__["apply"]
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     original = _original_apply.__get__(None, cls)
     mode = active_mode()
-    if mode is None or mode.inside or cls is GraphEntry:
+    if mode is None or cls is GraphEntry:
         return original(*args, **kwargs)
+    if mode.inside:
+        return mode.call_inner(original, args, kwargs)
     mode.saw_custom_function(cls.__qualname__)
     return mode.call_sealed(original, args, kwargs)
 

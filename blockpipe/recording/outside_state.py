@@ -36,6 +36,7 @@ from ..restoring.model_state import is_users, names_in
 from ..stages.cursor import is_of_microbatch
 from .calls import hops_by_path
 from .entries import SharedChange
+from .plain_values.expressions import BY_ARGUMENT
 from .reads import NamesRead
 from .recording import Recording
 
@@ -66,6 +67,7 @@ class _Change:
     key: Any
     hops: set[int] = field(default_factory=set)
     grown_on: set[int] = field(default_factory=set)  # hops that only added to it
+    replaced_on: set[int] = field(default_factory=set)  # hops where there was another value before
     where: str = ""
 
 
@@ -140,6 +142,7 @@ class OutsideState:
                 key,
             )
         change.where = change.where or users_line()
+        change.replaced_on |= set() if then is _UNSET else {max(hop, 0)}
         if _is_growth(then, now):
             change.grown_on.add(max(hop, 0))
         elif not isinstance(now, Tensor):
@@ -178,11 +181,14 @@ class OutsideState:
 
     def changed(self) -> Iterator[tuple[Any, Any, set[int], str]]:
         """Yield each changed object, a name or key in it (``None`` for its content), the hops that
-        changed it, and the first line that did."""
+        changed it, and the first line that did; of dictionaries also the hops that replaced an
+        entry, for code that looks it up by an argument."""
         for change in self._changes.values():
             is_content = isinstance(change.owner, set)
             key = None if is_content else change.key
             yield change.owner, key, change.hops | change.grown_on, change.where
+            if isinstance(change.owner, dict):
+                yield change.owner, BY_ARGUMENT, change.replaced_on, change.where
 
     def found(self, result: Recording, reads: NamesRead) -> Iterator[SharedChange]:
         """Yield the changes that micro-batches under way at once would make for each other.

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from ..calls import Call
 from ..entries import CarriedValue, SharedChange
-from ..outside_state import in_words
 from ..reads import NamesRead, libraries_code_reads
 from ..recording import Recording
-from .expressions import ALL, Names, member_of
+from .expressions import ALL, BY_ARGUMENT, member_of
 from .frozen import frozen
-from .places import CONTENTS, attribute_of, has_tensors, space_of
+from .places import attribute_of, has_tensors, named, space_of
 from .values import SharedValue, back, hops_of, shared_change
 
 _REMEDY = "pass it along as an argument"
@@ -117,6 +115,12 @@ class KnownValues:
         variable, before = self.variables.get(id(known.owner), (None, None))
         return variable is not None and known.is_carried and frozen(variable.get(None)) != before
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether a backward looks entries up by keys that are not known: forwards may set entries
+        of the same keys, or each one its own."""
+        return any(known.key is BY_ARGUMENT and known.read_on for known in self._values.values())
+
     def carried(self, reads: NamesRead) -> Iterator[CarriedValue]:
         """The values that one forward leaves for the next one.
 
@@ -141,10 +145,4 @@ class KnownValues:
         return [] if whole is None else [whole]
 
     def _named(self, known: SharedValue) -> str:
-        owner, key = known.owner, known.key
-        if isinstance(owner, Names):
-            return f"{owner.names.get('__name__')}.{key}"
-        if isinstance(owner, types.CellType):
-            return f"variable {key!r} of a closure"
-        what = "entry" if isinstance(owner, CONTENTS) else "attribute"
-        return in_words(owner, None if key is ALL else key, self._paths, what)
+        return named(known.owner, known.key, self._paths)

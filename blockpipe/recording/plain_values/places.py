@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import io
 import mmap
@@ -10,8 +11,9 @@ import sys
 import types
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from ..._common.nested import tensors
 from ...restoring.contents import is_of_c
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
-from .expressions import Names
+from ..outside_state import in_words
+from .accesses import Access, Use
+from .expressions import ALL, BY_ARGUMENT, UNKNOWN, Frame, Names
 
 CONTENTS = (
     *(list, dict, set, deque, bytearray, array, io.StringIO, ContextVar),
@@ -47,6 +51,40 @@ def attribute_of(owner: Any, key: Any) -> tuple[str, type | None] | None:
     if isinstance(owner, Names | types.CellType):
         return key, None
     return key, owner if isinstance(owner, type) else type(owner)
+
+
+def entry_of(access: Access, frame: Frame, owner: Any, key: Any) -> tuple[Any, Any, Access]:
+    """Return the object, the key and the access that an access is in code that does not run: of a
+    dictionary's entry, if a method takes that, and by an argument, if its key is not known."""
+    if access.key is not None and isinstance(value := frame.evaluated(access.node), dict):
+        owner, key = value, frame.evaluated(access.key)
+        access = replace(access, use=Use.NONE)
+    return owner, BY_ARGUMENT if key is UNKNOWN and access.reads else key, access
+
+
+def named(owner: Any, key: Any, paths: Mapping[int, str]) -> str:
+    """Return the name of a value for an error.
+
+    Args:
+        owner: the object that holds it.
+        key: its key there.
+        paths: the path of each module, by its id.
+    """
+    if isinstance(owner, Names):
+        return f"{owner.names.get('__name__')}.{key}"
+    if isinstance(owner, types.CellType):
+        return f"variable {key!r} of a closure"
+    what = "entry" if isinstance(owner, CONTENTS) else "attribute"
+    return in_words(owner, None if key is ALL or key is BY_ARGUMENT else key, paths, what)
+
+
+def is_of_module(node: ast.expr, code: types.CodeType) -> bool:
+    """Return whether an expression of a function begins with a global variable, so that its value
+    outlives the call."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    own = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+    return isinstance(node, ast.Name) and node.id not in own
 
 
 def space_of(owner: Any) -> int:

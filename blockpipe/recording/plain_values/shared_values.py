@@ -30,17 +30,29 @@ from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
 from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .checkpoints import CheckpointedFrames
-from .expressions import ALL, UNKNOWN, Frame, Names, asks_cache, member_of, owners_of
+from .drawn_numbers import DrawnNumbers
+from .expressions import (
+    ALL,
+    BY_ARGUMENT,
+    UNKNOWN,
+    Frame,
+    Names,
+    asks_cache,
+    member_of,
+    owners_of,
+)
 from .frozen import frozen
 from .known_values import OF_CHECKPOINT, KnownValues
 from .places import (
     CONTENTS,
+    entry_of,
     inside,
     is_array,
     is_by_microbatch,
     is_content,
     is_looked_into,
     is_of_library,
+    is_of_module,
     shares_memory,
     space_of,
 )
@@ -116,8 +128,9 @@ class SharedValues:
         self._reads_counts = ""  # the line that asks a cache how often it was used
         self._pending: dict[int, PendingWrite] = {}  # by the id of a frame
         self._checkpoints = CheckpointedFrames()
-        self.tensors = TensorUses()
+        self.tensors, self.draws = TensorUses(), DrawnNumbers()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
+        self._all_lasts = False  # see runs_beside
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -172,16 +185,21 @@ class SharedValues:
             self._returned[id(frame.f_back)] = frame.f_code, argument
         return self._ran
 
-    def runs_beside(self, function: Callable[..., Any], given: object, hop: int) -> None:
-        """Note what code may set, or read, that a step runs beside the forward: a hook or a loss.
+    def runs_beside(
+        self, function: Callable[..., Any], given: object, hop: int, *, lasts: bool = False
+    ) -> None:
+        """Note what code may set, or read, that a step runs beside the forward.
 
         Args:
             function: the user's function.
             given: its first argument, if that is known.
             hop: the hop that it is on, or the number of that hop's backward.
+            lasts: whether everything that it uses was there before the forward.
         """
-        self._still = ApartRun()
-        for still in frames_of(function, given):
+        self._still, self._all_lasts = ApartRun(), lasts
+        frames = [*frames_of(function, given)]
+        self.draws.note(frames, hop)
+        for still in frames:
             for accesses in accesses_of(still.f_code).values():
                 still.f_lineno = accesses[0].node.lineno
                 self._note_all(accesses, still, hop, over=True)
@@ -235,8 +253,13 @@ class SharedValues:
         if asks_cache(access, frame) and not access.is_said:
             self._reads_counts = self._reads_counts or frame.line
         owner, key, value = frame.owner_of(access)
+        if self._still is not None:
+            if self._all_lasts or is_of_module(access.node, frame.code):
+                self._cached += [owner, value]
+                self._lasting.update((id(owner), id(value)))
+            owner, key, access = entry_of(access, frame, owner, key)
         if key is UNKNOWN:
-            return  # of a function that is not running: an entry by an argument
+            return  # of a function that is not running: it sets an entry by an argument
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
         owner = self._objects.get(id(owner), owner)  # whose attributes these are
@@ -353,6 +376,8 @@ class SharedValues:
         if not self._fake or now is UNKNOWN or pending.before != now:
             known = self.known.at(pending.owner, pending.key)
             known.is_set(pending.hop, pending.line)
+            if isinstance(pending.owner, dict) and pending.before is not UNKNOWN:
+                self.known.at(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
             if pending.apart is not None and self._still is None:
                 known.set_again_on.add(pending.hop)
 

@@ -15,6 +15,7 @@ from ..._torch.modes import how_many_function_modes
 from ...crossing.interception import CrossingMode, is_question, looks_at_graph
 from ...crossing.microbatch_run import Reader
 from ..plan_resolution import planned_stage
+from .backward_code import seeing_context
 from .recorder import SCRIPTED, Recorder
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -52,9 +53,7 @@ class RecordingMode(CrossingMode):
             recorder.changes.at_operation(recorder.hop)
             recorder.look_outside()
         elif looks_at_graph(func):
-            recorder.looked_at_graph()
-            if len(args) > 1 and callable(args[1]):
-                recorder.hooked(args[0], args[1])
+            recorder.looked_at_graph(args[0], args[1] if len(args) > 1 else None)
         recorder.changes.at_function(func, args)
         result = super().__torch_function__(func, types, args, kwargs, modes)
         recorder.check_outsiders(func, args[0] if args else None)
@@ -71,8 +70,20 @@ class RecordingMode(CrossingMode):
         given = self.recorder.calls.given_inside()
         return self.run.handed(func, args, kwargs, self._local, given)
 
-    def saw_checkpoint(self) -> None:
-        self.recorder.note_checkpoint()
+    def call_inner(
+        self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with seeing_context() as contexts:
+            result = apply(*args, **kwargs)
+        for context in contexts:
+            self.recorder.backward_code.applies(context, max(self.recorder.hop, 0))
+        return result
+
+    def saw_node_hook(self, hook: Callable[..., Any]) -> None:
+        self.recorder.backward_code.hooks_node(hook)
+
+    def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
+        self.recorder.note_checkpoint(recompute)
 
     def saw_generator_set(self) -> None:
         self.recorder.draws.drew(None)

@@ -15,7 +15,6 @@ from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ..._common.text import dtype_text
 from ..._common.threads.thread_state import ours
-from ..._torch.graph import saved_tensor_hooks
 from ..._torch.tensors import FakeTensor, version_of
 from ...costs.work import size_of
 from ...crossing.microbatch_run import MicrobatchRun
@@ -33,6 +32,7 @@ from ..outside_tensors import OutsideTensors
 from ..recording import Recording
 from ..segments import Segments
 from ..shared_changes import SharedChanges
+from .backward_code import BackwardCode
 from .calls import CallsUnderWay, RecordedTag, is_made_by
 from .costs import RecordedWork
 from .custom_functions import AppliedFunctions
@@ -87,7 +87,7 @@ class Recorder:
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
         self.checkpointed_in: list[Call | None] = []
         self.keepers: list[str] = []
-        self.tensor_hooks: list[tuple[Callable[..., Any], int]] = []  # each with its hop
+        self.backward_code = BackwardCode()
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.outside_tensors = OutsideTensors()
         self.late: LateBackwards
@@ -96,7 +96,6 @@ class Recorder:
         self.outside: OutsideState
         self.users: set[str] = set()  # paths of modules of the user's own classes
         self._sources: dict[int, Call] = {}  # calls that made what the operation under way reads
-        self._ambient_hooks: Any = None
 
     @property
     def hop(self) -> int:
@@ -110,8 +109,7 @@ class Recorder:
 
     def begin(self) -> None:
         """Begin to watch: the forward is about to run."""
-        self.activations.put_on()
-        self._ambient_hooks = saved_tensor_hooks()
+        self.backward_code.begin(self.activations.put_on)
         self.draws.begin()
 
     def end(self) -> None:
@@ -124,6 +122,7 @@ class Recorder:
     def departs(self, stage: int) -> None:
         """Write down the hop that the run is about to begin."""
         self._check_device(stage)
+        self.backward_code.begins_hop()
         hop = self.hop + 1
         self.step.route.append(stage)
         mark = self.cursor.mark
@@ -209,8 +208,7 @@ class Recorder:
             note_unmarked(self.result.unmarked, self.stage, users_line(), after)
         innermost = self.calls.innermost
         self.activations.at(hop, innermost, self.segments.current.index)
-        hooks = saved_tensor_hooks()
-        if hooks is not None and hooks != self._ambient_hooks:
+        if self.backward_code.packs(hop):
             info.whole = "it recomputes, or packs its saved tensors"
             info.reruns_forward = True
 
@@ -326,6 +324,7 @@ class Recorder:
     def abandon(self) -> None:
         """Release everything, and end the cycle of the recorder, its run and its cursor."""
         self.run.abandon()
+        self.backward_code.forget()
         self.run.place.listener = None
         self.cursor.on_mark = self.cursor.on_leave = self.cursor.on_tell_apart = None
         self.cursor.on_call = None
@@ -397,7 +396,7 @@ class Recorder:
         yield from self.calls.why_closed()
         if self.run.sealed:
             yield f"it is inside of autograd.Function {self.custom.last!r}"
-        if saved_tensor_hooks() not in (None, self._ambient_hooks):
+        if self.backward_code.packs(max(self.hop, 0)):
             yield "it is inside of code that is recomputed, or that packs its saved tensors"
 
     def wrote(self, tensor: Tensor) -> None:
@@ -430,19 +429,20 @@ class Recorder:
                     self._note_read(tensor, held)
                 self.custom.read_parameter(held)
 
-    def looked_at_graph(self) -> None:
-        """Note that the forward hooks into its graph, or asks for it."""
+    def looked_at_graph(self, tensor: Tensor, hook: object) -> None:
+        """Note that the forward asks for a tensor's graph, or registers a hook of the tensor."""
         if self.hop >= 0:
             self.result.hops[self.hop].whole = f"a hook, or a look at the graph ({line()})"
-
-    def hooked(self, tensor: Tensor, hook: Callable[..., Any]) -> None:
-        """Note that the forward registers a hook of a tensor. It is called where that was made."""
         tag: Tag | None = getattr(tensor, TAG, None)
-        self.tensor_hooks.append((hook, max(self.hop if tag is None else tag.hop, 0)))
+        hop = max(self.hop if tag is None else tag.hop, 0)
+        self.backward_code.looks_at_graph(hop)
+        if callable(hook):
+            self.backward_code.calls(hook, None, hop)
 
-    def note_checkpoint(self) -> None:
-        """Note that the forward uses ``torch.utils.checkpoint``."""
+    def note_checkpoint(self, recompute: Callable[..., Any]) -> None:
+        """Note a ``torch.utils.checkpoint``, and what it calls to run its function again."""
         self.checkpointed_in.append(self.calls.innermost)
+        self.backward_code.runs_again(recompute, max(self.hop, 0))
 
     def custom_function(self, name: str) -> None:
         """Note that a custom autograd function was applied, whose backward is not known."""

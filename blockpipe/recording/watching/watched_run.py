@@ -27,7 +27,7 @@ from ...stages.marks import mark_of
 from ..entries import Hop, Output
 from ..outside_state import TORCHS, OutsideState
 from ..plain_values.shared_values import SharedValues
-from ..plain_values.still_code import may_set_by
+from ..plain_values.still_code import Hook, hooks_in, may_set_by
 from ..plain_values.values import back
 from ..plan_resolution import Stages
 from ..reads import NamesRead
@@ -35,7 +35,8 @@ from ..recording import Recording
 from ..sample import RecordRequest
 from ..sealing import conclude
 from ..shared_changes import SharedChanges
-from .costs import note_split_backwards
+from .backward_code import CalledInBackward, NodeHooksSeen, check_several
+from .costs import note_split_backwards, roots_of
 from .held import held_tensors
 from .late_backwards import LateBackwards
 from .mode import RecordedForward, RecordingMode
@@ -102,7 +103,10 @@ def run_watched(
         values.check()
         if recorder.step.graphs.differentiable:
             result.late_backwards = list(recorder.late.found())
-        note_split_backwards(recorder.run, result, output)
+        roots = roots_of(recorder.run, output)
+        note_split_backwards(recorder.run, result, roots)
+        for hop, begins in roots.items() if request.cut else ():
+            recorder.backward_code.has_graph(hop, [edge.node for edge, _ in begins])
         given = recorder.held.keys() | {id(tensor) for tensor in tensors(inputs)}
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
@@ -114,6 +118,9 @@ def run_watched(
             recorder.stand_ins,
             lambda tensor: version_of(tensor) != versions[id(tensor)][1],
         )
+        if len(result.hops) > 1:
+            drawn, one_each = recorder.draws.generators, _is_accelerated(model)
+            result.shared_changes += values.draws.shared(drawn, one_each=one_each)
     finally:
         set_cursor(before)
         recorder.abandon()
@@ -170,7 +177,13 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
     meter = Meter(spent, waited, *told)
     about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
     with Progress(about, modules, "module calls") as recorder.calls.progress:
-        with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
+        with (
+            intercepting(),
+            GeneratorStates(),
+            NodeHooksSeen(),
+            _eager(),
+            _watched(recorder),
+        ):
             with theirs(), RecordingMode(recorder), meter, values.watching():
                 output = model(*args, **kwargs)
             recorder.run.notice_writes()
@@ -180,19 +193,42 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
 
 
 def _note_code_beside(request: RecordRequest, recorder: Recorder, values: SharedValues) -> None:
-    """Write down what the code of hooks sets and reads in the backwards of hops, and that of the
-    loss on the last one."""
+    """Write down what the code that autograd calls sets and reads in the backwards of hops, and
+    that of the loss on the last one."""
+    if recorder.step.graphs.differentiable:
+        hooks = {(id(one.function), one.name): one for one in request.hooks}
+        for added in hooks_in(request.model):  # by the forward
+            hooks.setdefault((id(added.function), added.name), added)
+        called = [*_called_on(hooks.values(), recorder), *recorder.backward_code.called]
+        if request.cut:
+            check_several((one.function, one.hop) for one in called)
+        for function, given, hop in called:
+            values.runs_beside(function, given, back(hop))
+        if recorder.backward_code.around is not None:
+            pack, unpack = recorder.backward_code.around
+            for hop in range(len(recorder.result.hops)):
+                values.runs_beside(pack, None, hop, lasts=True)
+                values.runs_beside(unpack, None, back(hop), lasts=True)
+        if not values.traces:  # the second run traces the reads of what these set
+            recorder.result.changes_unseen = may_set_by(one.function for one in called)
+    if request.loss_fn is not None:
+        values.runs_beside(request.loss_fn, None, max(recorder.hop, 0))
+
+
+def _called_on(hooks: Iterable[Hook], recorder: Recorder) -> Iterator[CalledInBackward]:
+    """Yield the hooks of modules and parameters for each hop in whose backward they are called."""
     hops = {name: set(held.hops) for held in recorder.result.parameters for name in held.names}
     for call in recorder.result.calls:
         if not call.is_function and call.hop is not None:
             hops.setdefault(call.path, set()).add(call.hop)  # where its backward ends
-    for hook in request.hooks:
-        for hop in hops.get(hook.name, ()):
-            values.runs_beside(hook.function, hook.given, back(hop))
-    for function, hop in recorder.tensor_hooks:
-        values.runs_beside(function, None, back(hop))
-    if request.loss_fn is not None:
-        values.runs_beside(request.loss_fn, None, max(recorder.hop, 0))
+    for hook in hooks:
+        for hop in sorted(hops.get(hook.name, ())):
+            yield CalledInBackward(hook.function, hook.given, hop)
+
+
+def _is_accelerated(model: nn.Module) -> bool:
+    parameter = next(model.parameters(), None)
+    return parameter is not None and parameter.device.type not in ("cpu", "meta")
 
 
 def _note_state(
@@ -204,7 +240,7 @@ def _note_state(
     reads = NamesRead((holder.owner for holder in holders), model.modules())
     for change in recorder.outside.changed():
         values.known.changed(*change)
-        result.changes_unseen = not values.traces
+        result.changes_unseen |= not values.traces
     result.shared_changes = [
         *recorder.changes.found(result, recorder.held, reads),
         *recorder.outside.found(result, reads),
@@ -213,7 +249,7 @@ def _note_state(
     ]
     result.carried = list(values.known.carried(reads))
     result.outside = recorder.outside_tensors.found()
-    result.collects = recorder.outside.collects
+    result.collects = recorder.outside.collects or values.known.looks_up
     result.unread = set(_unread(model, reads))
 
 
@@ -278,7 +314,7 @@ def hooked(attempt: Callable[[frozenset[str]], Recording]) -> Recording:
 
 
 @contextlib.contextmanager
-def _saving_watched(recorder: Recorder) -> Iterator[None]:
+def _watched(recorder: Recorder) -> Iterator[None]:
     recorder.begin()
     try:
         yield
