@@ -60,8 +60,9 @@ class KnownValues:
             hops: on which that was seen.
             where: the line at which it was seen first.
         """
-        whole = self._values.get((id(owner), ALL))
-        known = whole if key is None else self._values.get((id(owner), key), whole)
+        known = self._values.get((id(owner), ALL if key is None else key))
+        if known is None and isinstance(owner, dict):  # an entry that only code in C has named
+            known = self._values.get((id(owner), ALL))
         if known is not None and not (known.is_traced and key is not None):
             known.set_on |= hops
             known.first_write = known.first_write or where
