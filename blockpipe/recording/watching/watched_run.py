@@ -101,12 +101,7 @@ def run_watched(
         inputs = _as_inputs(recorder, (request.args, request.kwargs))
         output = _run(model, inputs, recorder, values)
         values.check()
-        if recorder.step.graphs.differentiable:
-            result.late_backwards = list(recorder.late.found())
-        roots = roots_of(recorder.run, output)
-        note_split_backwards(recorder.run, result, roots)
-        for hop, begins in roots.items() if request.cut else ():
-            recorder.backward_code.has_graph(hop, [edge.node for edge, _ in begins])
+        _note_backwards(request, recorder, output)
         given = recorder.held.keys() | {id(tensor) for tensor in tensors(inputs)}
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
@@ -190,6 +185,16 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
             for tensor in tensors(output):
                 recorder.run.newest(tensor)
     return output
+
+
+def _note_backwards(request: RecordRequest, recorder: Recorder, output: Any) -> None:
+    """Write down what the graphs of the hops tell of their backwards."""
+    if recorder.step.graphs.differentiable:
+        recorder.result.late_backwards = list(recorder.late.found())
+    roots = roots_of(recorder.run, output)
+    note_split_backwards(recorder.run, recorder.result, roots)
+    for hop, begins in roots.items() if request.cut else ():
+        recorder.backward_code.has_graph(hop, [edge.node for edge, _ in begins])
 
 
 def _note_code_beside(request: RecordRequest, recorder: Recorder, values: SharedValues) -> None:
