@@ -116,6 +116,8 @@ def run_watched(
         )
     finally:
         set_cursor(before)
+        recorder.activations.on_saved = None  # a graph that stays keeps the hooks
+        recorder.late.forget()
         recorder.abandon()
     if not result.hops:
         result.hops.append(Hop(0, 0, None, "the start"))
@@ -123,7 +125,6 @@ def run_watched(
         conclude(model, recorder, versions)
     finally:
         recorder.activations.forget()
-        recorder.late.forget()
     if planned is None:
         result.unreached = list(_unreached(model, {call.path for call in result.calls}))
     return result
