@@ -217,15 +217,15 @@ class LateBackwards:
 
     def forget(self) -> None:
         """Release all tensors, and end the cycle with what is told of writes."""
-        self._hop, self._wrote = _nothing, _nothing
+        self._hop, self._wrote = int, _nothing
         self._alive.clear()
         self._lasting.clear()
         self._writes.clear()
         self._saved.clear()
 
 
-def _nothing(*_: object) -> int:
-    return 0
+def _nothing(_: Tensor) -> None:
+    """Be told no more."""
 
 
 def _is_of_microbatch(tensor: Tensor) -> bool:
