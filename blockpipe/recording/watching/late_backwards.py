@@ -216,11 +216,16 @@ class LateBackwards:
         return -1 if key is None else self._seen.get(key, key)
 
     def forget(self) -> None:
-        """Release all tensors."""
+        """Release all tensors, and end the cycle with what is told of writes."""
+        self._hop, self._wrote = int, _nothing
         self._alive.clear()
         self._lasting.clear()
         self._writes.clear()
         self._saved.clear()
+
+
+def _nothing(_: Tensor) -> None:
+    """Be told no more."""
 
 
 def _is_of_microbatch(tensor: Tensor) -> bool:

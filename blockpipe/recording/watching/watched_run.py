@@ -118,6 +118,8 @@ def run_watched(
             result.shared_changes += values.draws.shared(drawn, one_each=one_each)
     finally:
         set_cursor(before)
+        recorder.activations.on_saved = None  # a graph that stays keeps the hooks
+        recorder.late.forget()
         recorder.abandon()
     if not result.hops:
         result.hops.append(Hop(0, 0, None, "the start"))
@@ -125,7 +127,6 @@ def run_watched(
         conclude(model, recorder, versions)
     finally:
         recorder.activations.forget()
-        recorder.late.forget()
     if planned is None:
         result.unreached = list(_unreached(model, {call.path for call in result.calls}))
     return result
