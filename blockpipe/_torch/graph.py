@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, _engine_run_backward
+from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
 from torch.utils import checkpoint
 
 # --- the engine
@@ -59,6 +59,61 @@ def share_hooks(tensor: Tensor, other: Tensor) -> None:
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(tensor, hooks):
             setattr(other, hooks, getattr(tensor, hooks))
+
+
+NodeHooks: Any = torch.autograd.function._HookMixin
+"""The class whose :data:`ADD_HOOK` adds each hook to a node: ``node.register_hook`` and
+``register_prehook`` call it. A node can be given hooks in public, but not asked for them."""
+
+ADD_HOOK = "_register_hook"
+"""The static method of :data:`NodeHooks`: (the node's hooks or ``None``, the hook)."""
+
+
+def hook_of_several(hook: Callable[..., Any]) -> object:
+    """Return what the hooks of one ``register_multi_grad_hook`` have in common, given one of them;
+    ``None`` for other hooks."""
+    code = getattr(hook, "__code__", None)
+    is_torchs = code is not None and code.co_filename == torch.autograd.graph.__file__
+    return _enclosed(hook, "lock") if is_torchs else None
+
+
+def renew_hooks_of_several(parameter: Tensor) -> None:
+    """Tell those of ``register_multi_grad_hook`` on a parameter that was moved of its new node.
+    They ask the engine for the node of before, which never runs, and call no function then."""
+    for hook in (gradient_hooks(parameter) or {}).values():
+        nodes, index = _enclosed(hook, "grad_fns"), _enclosed(hook, "idx")
+        if hook_of_several(hook) is not None and isinstance(index, int):
+            with torch.enable_grad():
+                nodes[index] = get_gradient_edge(parameter).node
+
+
+def _enclosed(function: object, name: str) -> Any:
+    """Return the value of a variable around a function; ``None`` if it has no such variable."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or cells is None or name not in code.co_freevars:
+        return None
+    return cells[code.co_freevars.index(name)].cell_contents
+
+
+# --- the user's code in nodes
+
+
+def custom_function_of(node: Node) -> type[torch.autograd.Function] | None:
+    """Return the custom function that a node is of, whose context it is; ``None`` for torch's."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def custom_backward_of(info: object) -> Callable[..., Any] | None:
+    """Return the backward that ``torch.library`` knows for an operation, given what its own custom
+    function holds."""
+    is_torchs = type(info).__module__.startswith("torch._library")
+    return getattr(info, "_backward_fn", None) if is_torchs else None
+
+
+def recompute_context_of(recompute: Callable[..., Any]) -> Any:
+    """Return the second of the contexts that a checkpoint's ``context_fn`` made, given what torch
+    calls to run the checkpoint's function again; ``None`` if there is none."""
+    return _enclosed(recompute, "recompute_context")
 
 
 # --- saved tensors

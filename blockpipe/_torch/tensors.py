@@ -1,6 +1,6 @@
 """One tensor: its version, its storage, its class, and operators on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -25,9 +25,22 @@ FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 OpOverload = _ops.OpOverload
 """The class of what a dispatch mode is given as ``func``, which has no public name."""
 
+generator_id: Callable[[torch.Generator], int] = attrgetter("_cdata")
+"""Which random generator it is. A dispatch mode is given another Python object in each call, whose
+``id()`` the next one may have."""
+
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """An operator's schema: its arguments, and which of them it writes to. An operator shows it in
 public only as text."""
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation below autograd writes to, by its schema."""
+    if not isinstance(func, OpOverload) or not (schema := schema_of(func)).is_mutable:
+        return []
+    given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
+    written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    return [given[name] for name in written if name in given]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -27,13 +27,13 @@ class ArgumentDims:
     def __init__(self, dims: BatchDims) -> None:
         self._dims = dims
         self.is_default = dims is None
-        self._is_mapping = dims is not None and isinstance(dims, Mapping)
+        self._named = None if dims is None or not isinstance(dims, Mapping) else dims
 
     def check_names(self, names: Collection[int | str]) -> None:
         """Raise :class:`MicrobatchError` if a mapping names no argument of the call."""
-        if not self._is_mapping:
+        if self._named is None:
             return
-        unknown = [name for name in self._dims if name not in {*names, "target", "output"}]
+        unknown = [name for name in self._named if name not in {*names, "target", "output"}]
         if unknown:
             contract = f"positions and names among {[*names, 'target', 'output']}"
             fix = "use those of this call's arguments"
@@ -50,7 +50,7 @@ class ArgumentDims:
 
     def names(self, name: int | str) -> bool:
         """Return whether a mapping names an argument."""
-        return self._is_mapping and name in self._dims
+        return self._named is not None and name in self._named
 
     def asks_for(self, name: int | str) -> bool:
         """Return whether the user has said how an argument is split."""

@@ -16,7 +16,7 @@ from .._common.callsite import users_line
 from .._common.nested import tensors
 from .._common.threads.thread_state import ours
 from .._torch.modes import DispatchMode
-from .._torch.tensors import OpOverload, schema_of
+from .._torch.tensors import OpOverload, schema_of, written_by
 from .work import Work, seen, size_of
 
 _aten = torch.ops.aten
@@ -57,6 +57,7 @@ class Meter(DispatchMode):
         wrote: called for each tensor that an operation writes without saying so: batch norm's
             running statistics, whose versions do not count.
         given: called for each operation with the tensors that it is given.
+        writing: called before each operation with the tensors that it says it writes to.
     """
 
     supports_higher_order_operators = True
@@ -68,6 +69,7 @@ class Meter(DispatchMode):
         drew: Callable[[torch.Generator | None], None] | None = None,
         wrote: Callable[[Tensor], None] | None = None,
         given: Callable[[Iterable[Tensor]], None] | None = None,
+        writing: Callable[[Iterable[Tensor]], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.spent = spent
@@ -75,6 +77,7 @@ class Meter(DispatchMode):
         self.drew = drew
         self.wrote = wrote
         self.given = given
+        self.writing = writing
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -89,9 +92,12 @@ class Meter(DispatchMode):
                 self.waited(HostSync(what, users_line()))
         if self.drew is not None and _draws(func, args, kwargs):
             self.drew(kwargs.get("generator"))
-        if self.wrote is not None and "batch_norm" in getattr(func, "__name__", ""):
-            for tensor in _running_statistics(func, args, kwargs):
-                self.wrote(tensor)
+        if "batch_norm" in getattr(func, "__name__", ""):
+            if self.wrote is not None:
+                for tensor in _running_statistics(func, args, kwargs):
+                    self.wrote(tensor)
+        elif self.writing is not None:
+            self.writing(tensors(written_by(func, args, kwargs)))
         if self.given is not None:
             self.given(tensors((args, kwargs)))
         result = func(*args, **kwargs)

@@ -168,6 +168,7 @@ class CrossingMode(TorchFunctionMode):
         run.arrive()
         reads = Reads()
         local = self._handed(func, args, kwargs) if func in _ON_ITSELF else self._local
+        given = args
         args = tuple(
             [
                 local(a, reads)
@@ -198,7 +199,12 @@ class CrossingMode(TorchFunctionMode):
         if constants is not None:
             claims.claim_constant(result, func, constants, reads.outside)
         claims.claim(result, reads.outside)
-        return result
+        return self._as_given(result, given[0]) if args and result is args[0] else result
+
+    def _as_given(self, result: Any, given: Any) -> Any:
+        """Return what an operation was given and has returned as the user's code knows it:
+        ``h.contiguous() is h`` of a tensor that crossed."""
+        return given if given is result or self.run.has_made(given) else result
 
     def _handed(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -282,8 +288,18 @@ class CrossingMode(TorchFunctionMode):
                 "use_reentrant=False, or give Pipeline a sample that takes this way"
             )
 
-    def saw_checkpoint(self) -> None:
-        """Note a ``torch.utils.checkpoint`` in the glue; a recording writes it down."""
+    def call_inner(
+        self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Apply a custom autograd function in a sealed call; a recording writes it down."""
+        return apply(*args, **kwargs)
+
+    def saw_node_hook(self, hook: Callable[..., Any]) -> None:
+        """Note a hook of a node; a recording writes it down."""
+
+    def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
+        """Note a ``torch.utils.checkpoint`` in the glue, and what torch calls to run its function
+        again; a recording writes it down."""
 
     def saw_generator_set(self) -> None:
         """Note that torch's generator is given a state; a recording writes it down."""

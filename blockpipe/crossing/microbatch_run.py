@@ -251,6 +251,7 @@ class MicrobatchRun:
             known or torchs_of(device),
             offload=self.gradients.offload,
             comparisons=self.step.comparisons,
+            carried=self.step.carried_values,
         )
         self.gradients.recomputed_calls.setdefault(self.hop, []).append(recomputed)
         return recomputed
@@ -346,6 +347,11 @@ class MicrobatchRun:
         self.gradients.abandon()
 
     # --- what is done to tensors themselves
+
+    def has_made(self, tensor: Tensor) -> bool:
+        """Return whether this run made a tensor."""
+        tag: Tag | None = getattr(tensor, TAG, None)
+        return tag is not None and tag.key is self.key
 
     def is_foreign(self, tensor: Tensor) -> bool:
         """Return whether a tensor was made, or lives, on another hop than this one."""

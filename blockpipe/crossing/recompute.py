@@ -43,6 +43,7 @@ from ..devices.digests import Comparisons
 from ..devices.rng_streams import Source, current, moved, replayed
 from ..errors import StateError
 from ..stages.cursor import Cursor, checkpointing, recomputing, set_cursor
+from .carried_values import CarriedValues
 from .offload import Offload, OffloadedTensor
 from .tags import GradientSlot, enter_graph
 
@@ -172,7 +173,8 @@ class RecomputedCall:
         sources: the generators that it draws random numbers from, if it draws any.
         offload: where to keep the arguments; ``None``: where they are.
         comparisons: where what is made again is compared with what was saved (a digest of each
-            tensor): in a pipeline's first step, for a module may depend on what nobody can see.
+            tensor): in a first step, for a module may depend on what nobody can see.
+        carried: the values that it must leave alone when it is run again, in a first step.
     """
 
     def __init__(
@@ -183,19 +185,20 @@ class RecomputedCall:
         *,
         offload: Offload | None = None,
         comparisons: Comparisons | None = None,
+        carried: CarriedValues | None = None,
     ) -> None:
         self.recompute_spec = recompute_spec
         self.stage = call.stage
         self.microbatch = call.microbatch
         self.function = call.function
         self.comparisons = comparisons
+        self._carried = carried
         self.keeps = False  # what was made again, after it was read: it may be read once more
         self.count = 0
         self._modes = call.modes
         self._surroundings = CallContext(call.modes)
-        self._arguments: dict[
-            int, _SavedArgument
-        ] = {}  # by id: modules ask whether two arguments are one
+        # By id: modules ask whether two arguments are one.
+        self._arguments: dict[int, _SavedArgument] = {}
 
         def keep(tensor: Tensor) -> Any:
             kept = self._arguments.get(id(tensor))
@@ -291,6 +294,9 @@ class RecomputedCall:
             self._check_arguments("was written in place after the call of")
         args, kwargs = map_leaves(self._argument(copies), _opened(self._call))
         with ExitStack() as stack:
+            if self._carried is not None:
+                what = self.recompute_spec.what
+                stack.enter_context(self._carried.left_alone(self.stage, what, self.microbatch))
             stack.callback(set_cursor, set_cursor(self._cursor()))
             stack.callback(recomputing.reset, recomputing.set(True))
             stack.callback(checkpointing.reset, checkpointing.set(False))

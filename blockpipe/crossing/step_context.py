@@ -17,6 +17,7 @@ from ..devices.digests import Comparisons
 from ..devices.observer import Observer, Watch
 from ..devices.ownership import Owner, set_owner
 from ..devices.rng_streams import Source
+from .carried_values import CarriedValues
 from .constants import Constants
 from .recompute import RecomputeSpec
 from .tags import TAG, ParameterHome, Tag
@@ -119,6 +120,7 @@ class StepContext:
         self.isolate = isolate_as is not None
         self.observer = observer
         self.comparisons: Comparisons | None = None  # of what a first step recomputes
+        self.carried_values: CarriedValues | None = None  # that it must leave alone
         self.lent = CopySources()  # the caller's tensors, and the model's, that are being copied
         self.sent_back = CopySources()  # by hop: gradients that are on their way
         self.returned = FinishedCopies()

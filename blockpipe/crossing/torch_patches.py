@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._common.threads.process_changes import ProcessChange
+from .._torch.modes import how_many_function_modes
 from .interception import active_mode, watched_register_hook
 from .tags import GraphEntry
 
@@ -53,43 +54,61 @@ def _as_it_is(owner: Any, name: str) -> Any:
     raise AttributeError(f"expected {owner!r} to have {name!r}")
 
 
-class _Part(Replacement):
-    """A replacement by which an assignment to a part of a complex tensor is operations.
+class UnseenOperations(Replacement):
+    """A replacement by which ``Tensor.as_subclass``, and an assignment to a part of a complex
+    tensor (``real``, ``imag``), are operations. No function mode sees them.
 
-    No function mode sees it: it would write to the tensor of another stage. torch sets the tensor's
-    hooks meanwhile, which a mode sees, and to look at the view then waits for a lock that the same
-    thread has.
+    The first would read the tensor of another stage, and the others write to it. torch sets the
+    tensor's hooks meanwhile, which a mode sees, and to look at the view then waits for a lock that
+    the same thread has.
     """
 
-    owner = Tensor
+    owner, name = Tensor, "as_subclass"
+    _before: dict[str, Any]
 
-    def replacement(self) -> Any:
-        original = self._original
-
-        def assign(tensor: Tensor, value: Any) -> None:
-            mode = active_mode()
-            if mode is None or not mode.is_on():
-                original.__set__(tensor, value)
-            else:
-                original.__get__(tensor)[...] = value
-
-        return property(original.__get__, assign)
+    def put_on(self) -> None:
+        own = vars(Tensor)  # torch's are inherited
+        self._before = {name: own[name] for name in _UNSEEN if name in own}
+        for name, stand_in in _UNSEEN.items():
+            setattr(Tensor, name, stand_in)
 
     def take_off(self) -> None:
-        if self.name in vars(self.owner):  # the original is inherited
-            delattr(self.owner, self.name)
+        for name in _UNSEEN:
+            if name in self._before:
+                setattr(Tensor, name, self._before[name])
+            else:
+                delattr(Tensor, name)
 
 
-class RealParts(_Part):
-    """As its base class says, for ``Tensor.real``."""
+def _part(original: Any) -> property:
+    """Return a property in the place of a part of a complex tensor."""
 
-    name = "real"
+    def assign(tensor: Tensor, value: Any) -> None:
+        mode = active_mode()
+        if mode is None or not mode.is_on():
+            original.__set__(tensor, value)
+        else:
+            original.__get__(tensor)[...] = value
+
+    return property(original.__get__, assign)
 
 
-class ImaginaryParts(_Part):
-    """As its base class says, for ``Tensor.imag``."""
+_original_as_subclass: Any = Tensor.as_subclass
 
-    name = "imag"
+
+@functools.wraps(_original_as_subclass)
+def _as_subclass(*args: Any) -> Any:
+    mode = active_mode()
+    # A subclass's own way to do an operation calls it, too, where all modes are off.
+    if mode is None or not mode.is_on() or not how_many_function_modes():
+        return _original_as_subclass(*args)
+    return mode.__torch_function__(_original_as_subclass, (), args, {})
+
+
+_UNSEEN = {
+    **{name: _part(_as_it_is(Tensor, name)) for name in ("real", "imag")},
+    "as_subclass": _as_subclass,
+}
 
 
 class TensorHooks(Replacement):
@@ -148,8 +167,10 @@ _original_apply: Any = torch.autograd.Function.__dict__["apply"]
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     original = _original_apply.__get__(None, cls)
     mode = active_mode()
-    if mode is None or mode.inside or cls is GraphEntry:
+    if mode is None or cls is GraphEntry:
         return original(*args, **kwargs)
+    if mode.inside:
+        return mode.call_inner(original, args, kwargs)
     mode.saw_custom_function(cls.__qualname__)
     return mode.call_sealed(original, args, kwargs)
 
@@ -195,3 +216,11 @@ def _set_rng_state(new_state: Tensor) -> None:
     if mode is not None:
         mode.saw_generator_set()
     _original_set_rng_state(new_state)
+
+
+def original_of(value: object) -> object:
+    """Return the function of torch's that a replacement stands for; any other value as it is."""
+    for replacement in (_set_rng_state, _backward):
+        if value is replacement:
+            return replacement.__wrapped__
+    return value

@@ -37,10 +37,9 @@ from .tensors.tensor_import import TensorImport
 from .torch_patches import (
     Backwards,
     CustomFunctions,
-    ImaginaryParts,
-    RealParts,
     Replacement,
     ScriptFunctions,
+    UnseenOperations,
 )
 from .uncut_run import UncutRun
 
@@ -217,8 +216,7 @@ def intercepting() -> Iterator[None]:
         Backwards(),
         CustomFunctions(),
         ScriptFunctions(),
-        RealParts(),
-        ImaginaryParts(),
+        UnseenOperations(),
         Checkpoints(),
     ):
         yield
@@ -239,7 +237,7 @@ class _WatchedHook(CheckpointHook):  # type: ignore[misc]
         self._under_way: tuple[MicrobatchRun, Callable[[int], None]] | None = None
         mode = active_mode()
         if mode is not None and not mode.inside:
-            mode.saw_checkpoint()
+            mode.saw_checkpoint(recomputed.recompute_fn)
             recomputed.recompute_fn = recompute_spec = Checkpoint(mode.run, recomputed.recompute_fn)
             self._under_way = mode.run, recompute_spec.note_arrival
         super().__init__(recomputed)

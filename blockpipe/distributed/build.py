@@ -263,6 +263,12 @@ def _check(recording: Recording) -> None:
         f"({change.where})"
         for change in recording.shared_changes
     ]
+    for late in recording.late_backwards:
+        if late.compared is None:
+            raise StateError(
+                f"{late.what}, and the backward of an earlier micro-batch {late.needs}, which may "
+                f"come later than that; {late.remedy}"
+            )
     if problems:
         raise StateError(
             f"expected stages that share no state, got: {'; '.join(problems)}; each stage is in a "

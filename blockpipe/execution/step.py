@@ -19,8 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
+from ..preparation.late_backwards import check_backwards
+from ..schedules.builders import ScheduleOption
 from .inline_step import InlineStep
 from .laned_step import LanedStep
+from .microbatch.kept_values import KeptValues
 from .plain_loop import PlainLoop
 from .step_mode import reason_of
 from .step_request import StepRequest
@@ -60,6 +63,8 @@ class Step:
                     self.state.context.settle()
         else:
             runner = self._runner  # before anything is put around the step
+            if not self.state.mode.in_one_thread:
+                self._check_backwards(self.request.schedule)
             with (
                 around_cut_step(self.state),
                 self._cleaned_up(),
@@ -72,6 +77,8 @@ class Step:
     def run_forward(self) -> None:
         """Run all forwards; their graphs stay, for a backward that the caller starts."""
         runner = self._runner
+        if self.request.schedule not in ("sequential", "uncut"):
+            self._check_backwards("gpipe")
         with (
             around_cut_step(self.state),
             self._cleaned_up(only_on_failure=True),
@@ -86,6 +93,16 @@ class Step:
         with around_cut_step(self.state), self._cleaned_up():
             self._runner.run("gpipe", "B")
             self._check_results()
+
+    def _check_backwards(self, option: ScheduleOption) -> None:
+        """Check that the forwards bear the order of the backwards, or have the first step look."""
+        prepared, context = self.request.prepared, self.state.context
+        if not prepared.recording.late_backwards or not context.graphs.differentiable:
+            return
+        schedule = prepared.schedule(option, len(self.request.microbatches))
+        late = check_backwards(prepared.recording, schedule)
+        if late and context.comparisons is not None:
+            self.state.kept = KeptValues(prepared, late, context.comparisons)
 
     def _check_results(self) -> None:
         """Raise an error if a constant was written to after others had read it, or if recomputed

@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from .._common.nested import tensors
 from ..batches.microbatch import Microbatch
+from ..crossing.carried_values import Carried, CarriedValues
 from ..crossing.constants import Constants
 from ..crossing.host_stores import HostLinks
 from ..crossing.microbatch_run import MicrobatchRun
@@ -17,6 +18,8 @@ from ..crossing.step_context import Graphs, StepContext
 from ..devices.devices import is_asynchronous
 from ..devices.digests import Comparisons
 from ..devices.observer import Watch
+from ..preparation.prepared import Prepared
+from .microbatch.kept_values import KeptValues
 from .microbatch.whole_arguments import WholeArguments
 from .step_mode import mode_of
 from .step_randomness import StepRandomness
@@ -58,6 +61,7 @@ class StepState:
         self.context = _context(request, self.randomness, differentiable=differentiable)
         self.context.begin()
         self.links = HostLinks()
+        self.kept: KeptValues | None = None
         self.runs: dict[int, MicrobatchRun] = {}
         self.results: list[MicrobatchResult | None] = [None] * len(microbatches)
         # Names of what the forwards wrote, and had not written when the model was recorded. One by
@@ -65,7 +69,9 @@ class StepState:
         self.written: list[str] = []
         self.mode = mode_of(request, inputs_need_grad=self.inputs_need_grad)
         self.context.constants = None if self.mode.one_by_one else Constants()
-        self.context.comparisons = Comparisons() if request.prepared.steps == 0 else None
+        if request.prepared.steps == 0:
+            self.context.comparisons = Comparisons()
+            self.context.carried_values = _carried_by(request.prepared)
         self.whole_arguments = WholeArguments(
             microbatches,
             one_by_one=self.mode.in_one_thread and not self.context.has_copies,
@@ -112,6 +118,19 @@ class StepState:
                 run.abandon()
         self.context.settle()
         self.links.close()
+
+
+def _carried_by(prepared: Prepared) -> CarriedValues | None:
+    """Return the values that each forward leaves for the next one, if anything is recomputed."""
+    if not prepared.recording.carried or not prepared.does_recompute:
+        return None
+    found = []
+    for value in prepared.recording.carried:
+        stages = {prepared.route[hop] for hop in value.hops}
+        if len(stages) == 1:
+            owner, key = value.place
+            found.append(Carried(value.name, value.where, stages.pop(), owner, key))
+    return CarriedValues(prepared.model, found)
 
 
 def _needs_grad(batch: Microbatch) -> bool:

@@ -10,10 +10,9 @@ from .._torch.graph import stepping_hooks
 from ..crossing.torch_patches import (
     Backwards,
     CustomFunctions,
-    ImaginaryParts,
-    RealParts,
     ScriptFunctions,
     TensorHooks,
+    UnseenOperations,
 )
 from ..crossing.user_checkpoints import Checkpoints
 from .hook_steps import no_early_steps
@@ -40,8 +39,7 @@ def around_cut_step(state: StepState) -> Iterator[None]:
         # Also where the recording has met none of these: a later forward may.
         stack.enter_context(CustomFunctions())
         stack.enter_context(ScriptFunctions())
-        stack.enter_context(RealParts())
-        stack.enter_context(ImaginaryParts())
+        stack.enter_context(UnseenOperations())
         stack.enter_context(Checkpoints())
         stack.enter_context(_current_device_kept(request))
         stack.enter_context(_no_early_steps(state))

@@ -228,10 +228,17 @@ class PipelineOptions:
         dims = dims_of_call(model, self.batch_dims, args, kwargs)
         return split(args, kwargs, target, self.chunks, dims, cut=self.cuts)
 
+    @property
+    def shares_by(self) -> ScheduleOption:
+        """The schedule whose rules say what micro-batches may share: a single one is as one of
+        ``"sequential"``. The user's own schedule is played as it is, on lanes that run at once."""
+        is_alone = self.chunks == 1 and isinstance(self.schedule, str)
+        return "sequential" if is_alone and self.schedule != "uncut" else self.schedule
+
     def prepared_for(self) -> tuple[Any, ...]:
         """Return the options that a recording, and all that follows from it, depends on."""
         # State that stages share is an error under some schedules, which all others have in common.
-        kind = self.schedule if self.schedule in ("sequential", "uncut") else "cut"
+        kind = self.shares_by if self.shares_by in ("sequential", "uncut") else "cut"
         return kind, self.in_flight, self.checkpoint, self.offload, self.deferred_batch_norm
 
 

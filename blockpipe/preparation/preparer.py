@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .._common.callsite import users_line, warn
 from .._common.nested import leaves
 from .._common.text import bytes_text
+from .._torch.graph import saved_tensor_hooks
 from ..batches.microbatch import Microbatch
 from ..crossing.tags import ParameterHome
 from ..devices.devices import Devices, checked_devices, default_devices, named_devices
@@ -34,7 +35,7 @@ from .batch_norm import DeferredBatchNorm
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
-from .shared_state import LossKinds, check_shared_state, runs_by
+from .shared_state import CodeKinds, check_shared_state, runs_by
 from .watched_values import WatchedValues
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
@@ -89,7 +90,7 @@ class Preparer:
         self._written = frozenset[str]()  # by steps that had not written it when recorded
         self._has_warned_of_recordings = False
         self._has_cautioned = False
-        self._losses = LossKinds()
+        self._beside = CodeKinds()
 
     # --- what is known
 
@@ -179,7 +180,7 @@ class Preparer:
             recording = self._record(batch, options, loss_fn)
             devices = self.placed() or self._choose_devices(recording)
             recording.check(len(devices), in_order=self._placement is None)
-            check_shared_state(recording, options.schedule)
+            check_shared_state(recording, options.shares_by)
             prepared = self._place(recording, devices, options)
             self._compile(prepared)
             self._forget_oldest(batch)
@@ -317,8 +318,9 @@ class Preparer:
         names = tuple(batch.kwargs)
         steered = self._watched_values.known_by()
         modes = fingerprint.modes(), fingerprint.asked()
-        loss = self._losses.known_by(loss_fn)
-        return steered, modes, loss, torch.is_grad_enabled(), len(batch.args), names, shape
+        around = saved_tensor_hooks() or (None, None)  # what saved tensors go through
+        beside = tuple(map(self._beside.known_by, (loss_fn, *around)))
+        return steered, modes, beside, torch.is_grad_enabled(), len(batch.args), names, shape
 
     def look_again(
         self,
@@ -342,7 +344,7 @@ class Preparer:
         self._fingerprint = None  # the next step records anew; until then, this is what is known
         recording = self._record(batch, options, loss_fn)
         try:
-            check_shared_state(recording, options.schedule)
+            check_shared_state(recording, options.shares_by)
             if runs_by(recording) != runs_by(prepared.recording):
                 raise StateError("other tensors cross between the stages by now")
         except StateError as error:
@@ -410,7 +412,7 @@ class Preparer:
         """Leave out what is prepared: copies and pickles take the model and the options along, and
         record anew."""
         state = dict(self.__dict__)
-        state.update(known=OrderedDict(), _placement=None, _fingerprint=None, _losses=LossKinds())
+        state.update(known=OrderedDict(), _placement=None, _fingerprint=None, _beside=CodeKinds())
         del state["_watched_values"], state["_hooks"]
         return state
 

@@ -41,17 +41,17 @@ def check_shared_state(recording: Recording, schedule: ScheduleOption) -> None:
             )
 
 
-class LossKinds:
-    """Tells apart the loss functions that may share values with a forward."""
+class CodeKinds:
+    """Tells apart the functions beside a forward, such as losses, that may share values with it."""
 
     def __init__(self) -> None:
         self._uses_state: dict[Any, bool] = {}  # by kind
 
-    def known_by(self, loss_fn: Callable[..., Any] | None) -> Any:
-        """Return what a loss function is known by; ``None`` for one that shares nothing."""
-        kind = kind_of(loss_fn)
+    def known_by(self, function: Callable[..., Any] | None) -> Any:
+        """Return what a function is known by; ``None`` for one that shares nothing."""
+        kind = kind_of(function)
         if kind not in self._uses_state:
-            self._uses_state[kind] = loss_fn is not None and uses_state(loss_fn)
+            self._uses_state[kind] = function is not None and uses_state(function)
         return kind if self._uses_state[kind] else None
 
 

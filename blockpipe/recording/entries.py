@@ -255,6 +255,22 @@ class Unmarked:
     after: str | None
 
 
+def note_unmarked(found: list[Unmarked], stage: int, where: str, after: str | None) -> None:
+    """Count an operation that belongs to no mark.
+
+    Args:
+        found: the entries so far; the last one counts it if it is about the same place.
+        stage: the stage that it is on.
+        where: its line.
+        after: the line of the block that ended before it.
+    """
+    last = found[-1] if found else None
+    if last is not None and last.stage == stage and last.after == after:
+        last.operations += 1
+    else:
+        found.append(Unmarked(stage, where, 1, after))
+
+
 @dataclass
 class GeneratorUse:
     """A generator of the user that the forward draws from.
@@ -287,3 +303,43 @@ class SharedChange:
     where: str
     remedy: str
     settles: bool = False
+
+
+@dataclass
+class LateBackward:
+    """Something that the forward does in the plain loop's way only if the backwards of earlier
+    micro-batches are over by then.
+
+    Attributes:
+        what: what the forward does, and where.
+        needs: what such a backward does with it.
+        hop: the hop whose forward does it.
+        backwards: the hops whose backwards it is about.
+        remedy: the remedy for an error.
+        compared: the name of the parameter or buffer whose values say in the first step whether it
+            matters; ``None``: it matters whenever such a backward is late.
+    """
+
+    what: str
+    needs: str
+    hop: int
+    backwards: list[int]
+    remedy: str
+    compared: str | None = None
+
+
+@dataclass
+class CarriedValue:
+    """A plain value that each forward leaves for the next one.
+
+    Attributes:
+        name: its name.
+        where: the line that reads it.
+        hops: the hops that set it.
+        place: the id of what it is in, and the name or key in that (``None``: its content).
+    """
+
+    name: str
+    where: str
+    hops: list[int]
+    place: tuple[int, Any] = field(repr=False, compare=False)

@@ -6,6 +6,7 @@ kernels differ by device, and so does what autograd saves for them.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -77,7 +78,7 @@ def record_on_fake_devices(
     request = RecordRequest(model, tuple(args), kwargs, planned_by(model, plan), devices)
     try:
         with alone_with(model), request.interrupts:
-            return _hooked_fake(request, homes)
+            return contextvars.copy_context().run(_hooked_fake, request, homes)
     except BlockpipeError:
         raise
     except Exception as error:

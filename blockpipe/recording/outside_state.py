@@ -5,6 +5,7 @@ class. Micro-batches under way at once would change them for each other. Objects
 values are left alone.
 """
 
+import io
 import logging
 import os
 import types
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._common.modules import StandIn
+from ..crossing.torch_patches import original_of
 from ..restoring.holders import (
     CacheHolder,
     ClassHolder,
@@ -34,6 +36,7 @@ from ..restoring.model_state import is_users, names_in
 from ..stages.cursor import is_of_microbatch
 from .calls import hops_by_path
 from .entries import SharedChange
+from .plain_values.expressions import BY_ARGUMENT
 from .reads import NamesRead
 from .recording import Recording
 
@@ -64,6 +67,7 @@ class _Change:
     key: Any
     hops: set[int] = field(default_factory=set)
     grown_on: set[int] = field(default_factory=set)  # hops that only added to it
+    replaced_on: set[int] = field(default_factory=set)  # hops where there was another value before
     where: str = ""
 
 
@@ -138,6 +142,7 @@ class OutsideState:
                 key,
             )
         change.where = change.where or users_line()
+        change.replaced_on |= set() if then is _UNSET else {max(hop, 0)}
         if _is_growth(then, now):
             change.grown_on.add(max(hop, 0))
         elif not isinstance(now, Tensor):
@@ -176,11 +181,14 @@ class OutsideState:
 
     def changed(self) -> Iterator[tuple[Any, Any, set[int], str]]:
         """Yield each changed object, a name or key in it (``None`` for its content), the hops that
-        changed it, and the first line that did."""
+        changed it, and the first line that did; of dictionaries also the hops that replaced an
+        entry, for code that looks it up by an argument."""
         for change in self._changes.values():
             is_content = isinstance(change.owner, set)
             key = None if is_content else change.key
             yield change.owner, key, change.hops | change.grown_on, change.where
+            if isinstance(change.owner, dict):
+                yield change.owner, BY_ARGUMENT, change.replaced_on, change.where
 
     def found(self, result: Recording, reads: NamesRead) -> Iterator[SharedChange]:
         """Yield the changes that micro-batches under way at once would make for each other.
@@ -261,6 +269,8 @@ def _torchs_of(module: nn.Module) -> Iterator[Any]:
 
 def _is_watched(holder: Holder) -> bool:
     kind = type(holder.owner)
+    if issubclass(kind, io.IOBase) and not issubclass(kind, io.StringIO | io.BytesIO):
+        return False  # it has a position, and is asked for no content
     is_exception = issubclass(kind, BaseException)
     return not isinstance(holder, SlotsHolder) or is_exception or is_users(kind.__module__)
 
@@ -337,7 +347,7 @@ def _of_namespace(
     """Yield the values that a function may read from a module that it names: ``F.relu``."""
     for attribute in function.__code__.co_names:
         if attribute in vars(module):
-            path, value = f"{name}.{attribute}", vars(module)[attribute]
+            path, value = f"{name}.{attribute}", original_of(vars(module)[attribute])
             yield path, value
             if isinstance(value, types.ModuleType) and path.count(".") < _MOST_DOTS:
                 yield from _of_namespace(path, value, function)

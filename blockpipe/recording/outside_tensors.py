@@ -100,11 +100,11 @@ class OutsideTensors:
 def _overlap(one: Tensor, other: Tensor) -> bool:
     if one is other or torch.strided not in (one.layout, other.layout):
         return one is other
-    (begin, end), (begins, ends) = _extent(one), _extent(other)
+    (begin, end), (begins, ends) = extent_of(one), extent_of(other)
     return begin < ends and begins < end
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
+def extent_of(tensor: Tensor) -> tuple[int, int]:
     """Return the offsets in its storage of a tensor's first byte and of the byte after its last."""
     begin, size = int(tensor.storage_offset()), tensor.element_size()
     steps = zip(tensor.shape, tensor.stride(), strict=True)

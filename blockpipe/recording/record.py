@@ -6,6 +6,7 @@ With fake tensors it takes no device memory and does no arithmetic; where a mode
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -131,7 +132,9 @@ def _record(
     fake: bool,
 ) -> Recording:
     with request.interrupts:
-        return _recorded(request, share, intended, fake=fake)
+        # What the forward sets in context variables stays in this copy.
+        run = partial(_recorded, request, share, intended, fake=fake)
+        return contextvars.copy_context().run(run)
 
 
 def _recorded(

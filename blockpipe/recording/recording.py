@@ -18,9 +18,11 @@ from ..stages.assignment import Assignment
 from ..stages.plan import StagePlan, gaps, too_few_devices
 from .calls import Call, Flow, Saved, Segment
 from .entries import (
+    CarriedValue,
     CrossingInfo,
     GeneratorUse,
     Hop,
+    LateBackward,
     Output,
     OutsideTensor,
     SharedChange,
@@ -66,8 +68,8 @@ class Recording:
     recomputes: bool = False
     shared_generators: list[GeneratorUse] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)
-    carried: dict[str, str] = field(default_factory=dict)
-    """Plain values that each forward leaves for the next one, and the lines that read them."""
+    late_backwards: list[LateBackward] = field(default_factory=list)
+    carried: list[CarriedValue] = field(default_factory=list)
     changes_unseen: bool = False  # the forward changes something, and nobody saw who reads it
     outside: list[OutsideTensor] = field(default_factory=list, repr=False)
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name

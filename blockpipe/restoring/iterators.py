@@ -7,6 +7,7 @@ as it is advanced, and the generator stays where it was.
 """
 
 import functools
+import io
 import types
 import warnings
 from collections.abc import Iterator
@@ -20,10 +21,25 @@ _BOUND = (types.MethodWrapperType, types.BuiltinMethodType)
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether it is one of Python's own iterators or a generator. An iterator of a user's class has
-    attributes, which can be restored."""
+    """Whether it is one of Python's own iterators, a generator, one of a ``DataLoader``, or another
+    one without attributes. An iterator of a user's class has some, which can be restored, and a
+    file has a position."""
     kind = type(value)
-    return kind.__module__ in _MODULES and hasattr(kind, "__next__")
+    if not hasattr(kind, "__next__"):
+        return False
+    if kind.__module__ in _MODULES or is_of_loader(value):
+        return True
+    return not isinstance(value, io.IOBase) and not _has_attributes(value)
+
+
+def is_of_loader(value: Any) -> bool:
+    """Whether it is an iterator of a ``DataLoader``."""
+    return type(value).__module__.startswith("torch.utils.data.")
+
+
+def _has_attributes(value: Any) -> bool:
+    slots = any("__slots__" in vars(base) for base in type(value).__mro__)
+    return slots or hasattr(value, "__dict__")
 
 
 def bound_iterator(value: Any) -> Any:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.modes import DispatchMode
-from .._torch.tensors import FakeTensor, OpOverload, schema_of, storage_of, unset_fake_temporarily
+from .._torch.tensors import FakeTensor, storage_of, unset_fake_temporarily, written_by
 from .contents import content_of, in_array, kept_otherwise
 from .holders import (
     CacheHolder,
@@ -34,7 +34,8 @@ from .holders import (
     SlotsHolder,
     container_of,
 )
-from .iterators import StandIns, bound_iterator, is_iterator
+from .interpreter_state import kept_interpreter
+from .iterators import StandIns, bound_iterator, is_iterator, is_of_loader
 
 MOST_OBJECTS = 200_000  # a trainer may be in reach, and with it a data set
 _NO_STATE = frozenset([str, bytes, int, float, complex, bool, type(None)])
@@ -70,6 +71,8 @@ class ModelState:
         self._slots: dict[type, tuple[Any, ...]] = {}
         self._has_iterators = self._lends = False
         self.caches: list[object] = []  # each functools.lru_cache in reach
+        if contents:
+            self._restores.append(kept_interpreter())
         level: list[Any] = [inner for module in modules for inner in module.modules()]
         while level:  # breadth first, so that the nearest objects come first
             level = [found for value in level for found in self._look_at(value)]
@@ -133,7 +136,8 @@ class ModelState:
         if is_iterator(value):
             self._has_iterators = True
             # A generator is not advanced, so the objects that it holds do not change.
-            return () if isinstance(value, types.GeneratorType) else gc.get_referents(value)
+            is_refused = isinstance(value, types.GeneratorType) or is_of_loader(value)
+            return () if is_refused else gc.get_referents(value)
         if (iterator := bound_iterator(value)) is not None:
             return (iterator,)
         if not self._contents:
@@ -276,16 +280,11 @@ class _Undone(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, OpOverload) and (schema := schema_of(func)).is_mutable:
-            for argument, value in zip(schema.arguments, args, strict=False):
-                self._keep(argument, value)
-            for argument in schema.arguments[len(args) :]:
-                self._keep(argument, kwargs.get(argument.name))
+        for value in written_by(func, args, kwargs):
+            self._keep(value)
         return func(*args, **kwargs)
 
-    def _keep(self, argument: Any, value: Any) -> None:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            return
+    def _keep(self, value: Any) -> None:
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._common.modules import OwnHook, StandIn, named_slots
+from .._torch.graph import renew_hooks_of_several
 from .._torch.modules import (
     COMPILED_CALL,
     buffers_of,
@@ -99,6 +100,8 @@ class Placement:
 
 def _to(tensor: Tensor, device: torch.device) -> None:
     tensor.data = tensor.data.to(device)
+    if tensor.requires_grad:
+        renew_hooks_of_several(tensor)
     if tensor.grad is not None:
         tensor.grad.data = tensor.grad.data.to(device)
 

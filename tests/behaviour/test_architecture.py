@@ -147,6 +147,7 @@ PYTHONS = {
         "_getframe",
         "_lru_cache_wrapper",
     ),  # _data: of os.environ
+    *("_SimpleCData", "_type_"),  # of ctypes, documented
 }
 
 

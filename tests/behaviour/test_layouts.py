@@ -1,5 +1,7 @@
 """Tensors that are no dense ones, and of classes of the user's, where they cross or are split."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,6 +9,7 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.errors import CrossingError, MicrobatchError
 
+from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import stages
 
 pytestmark = pytest.mark.cpu("the simulated accelerator has dense tensors only")
@@ -66,10 +69,25 @@ def test_a_tensor_that_crosses_without_a_way_back_for_its_gradient_is_refused(
         _step(Net(kind), torch.randn(4, 4))
 
 
-def test_a_tensor_of_another_class_is_refused_by_name() -> None:
-    """No function mode sees as_subclass."""
-    with pytest.raises(CrossingError, match=r"layouts\.py:\d+\).*as_subclass\(Other\)"):
-        _step(Net("other"), torch.randn(4, 4))
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_tensor_when_its_class_is_another_one_crosses(on: int) -> None:
+    """No function mode sees as_subclass: the graph of stage 0 was read on stage 1."""
+
+    class Views(Net):
+        def made(self, h: Tensor) -> Tensor:
+            return h.as_subclass(Other) if on == 0 else h
+
+        def dense(self, h: Tensor) -> Tensor:
+            h = h if on == 0 else h.as_subclass(Other)
+            assert type(h * 2) is Other
+            return h * 2
+
+    net = Views("other")
+    plain = copy.deepcopy(net)
+    x = torch.randn(4, 4)
+    _step(net, x)
+    plain_step(plain, (x,), {}, None, lambda output: output.as_subclass(Tensor).square().mean(), 2)
+    assert_same_gradients(net, plain)
 
 
 def test_a_sparse_batch_is_refused() -> None:

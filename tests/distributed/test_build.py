@@ -377,3 +377,31 @@ def test_a_stage_that_is_not_there_is_an_error():
     net = bp.begin_blocks(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), {"1": 1})
     with pytest.raises(bp.BlockpipeError, match="expected a stage from 0 to 1, got 2"):
         build_stage(net, 2, torch.zeros(3, 4))
+
+
+class Parts(nn.Module):
+    """Sets the parts of a complex tensor of another stage, or takes it as another class."""
+
+    def __init__(self, *, parts: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.parts = nn.Linear(4, 4), nn.Linear(4, 4), parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        c = torch.complex(h, x)
+        with bp.Block(1):
+            if self.parts:
+                c.real = c.real * 2
+                c.imag = c.real * 3
+                return self.b(c.real + c.imag)
+            return self.b((h.as_subclass(Own) * 2).as_subclass(Tensor))
+
+
+class Own(Tensor):
+    """A class of the user's."""
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_what_no_function_mode_sees_when_stages_are_modules_is_the_plain_ones(parts: bool) -> None:
+    """An assignment to a part was a write to a leaf in the second stage."""
+    assert_like_plain(Parts(parts=parts), torch.randn(3, 4))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..._common.callsite import users_line
 from ..._torch.modes import has_tangent, is_transformed, outside_of_transforms
@@ -94,19 +93,12 @@ class TensorImport:
             return tensor  # inside a torch.func transform, which stays on its stage
         if tensor.requires_grad and step.graphs.differentiable:
             if tensor.grad_fn is not None:
-                by_class = (
-                    ""
-                    if type(tensor) in (Tensor, Parameter)
-                    else f"; torch shows no as_subclass({type(tensor).__name__}): call it on the "
-                    "stage that reads its result"
-                )
                 raise CrossingError(
                     f"an operation on stage {place.stage} (micro-batch {place.microbatch}) reads a "
                     f"tensor of shape {tuple(tensor.shape)} that has a gradient path, but was made "
                     f"outside of this forward or by code that Blockpipe cannot intercept "
                     f"({users_line()}); compute it inside the forward with torch operations (by "
                     f"torch.func: in a module of its own), detach it, or {UNCUT}"
-                    f"{by_class}"
                 )
             return self._at_home(tensor, step.adopt(tensor, place.hop, place.stage), reads)
         return self._constant(tensor, reads)

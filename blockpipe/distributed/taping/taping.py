@@ -18,7 +18,13 @@ from ..._common.modules import OwnHook, StandIn
 from ..._common.nested import map_leaves
 from ..._torch.modules import forward_hooks_of, forward_pre_hooks_of
 from ...crossing.interception import active_mode
-from ...crossing.torch_patches import Backwards, CustomFunctions, Replacement, ScriptFunctions
+from ...crossing.torch_patches import (
+    Backwards,
+    CustomFunctions,
+    Replacement,
+    ScriptFunctions,
+    UnseenOperations,
+)
 from ...errors import RecordingError
 from ...recording.plan_resolution import planned_stage
 from ...recording.recording import Recording
@@ -61,6 +67,7 @@ def taped(
         with ExitStack() as stack:
             for watch in (Backwards(), CustomFunctions(), ScriptFunctions(), Tracing(), mode.watch):
                 stack.enter_context(watch)
+            stack.enter_context(UnseenOperations())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(mode)
             output = model(*args, **kwargs)

@@ -74,6 +74,8 @@ class MicrobatchBackward:
         if kind == "R":
             run.restore(hop)
         else:
+            if kind == "B" and self._state.kept is not None:
+                self._state.kept.needed(hop, m)
             with _NOTHING if self.writes is None else self.writes.checked(action):
                 self._run_back(action, run)
         if self._observer is not None:

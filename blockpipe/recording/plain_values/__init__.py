@@ -1,9 +1,9 @@
 """Find plain Python values that one hop sets and another one reads, by tracing the user's code.
 
-In: the frames of a watched forward, the hooks that a backward will call, and the loss. Out: entries
-:class:`SharedChange` of the recording. Read first: ``shared_values``, which traces; ``accesses``
-has what an instruction reads or sets, by its source, and ``expressions`` evaluates that without
-running anything. ``still_code`` looks at hooks and losses, which run in no recording, and
-``tensor_uses`` at the tensors in them; ``checkpoints`` tells what ``torch.utils.checkpoint`` will
-run again.
+In: the frames of a watched forward, the code that autograd will call, and the loss. Out: entries
+:class:`SharedChange` of the recording. Read first: ``shared_values``, which traces, and
+``known_values``, which draws the conclusions. ``accesses`` has what an instruction reads or sets,
+by its source, and ``expressions`` evaluates that. ``still_code`` looks at code that runs in no
+recording, ``tensor_uses`` at its tensors and ``drawn_numbers`` at what it draws; ``checkpoints``
+tells what ``torch.utils.checkpoint`` will run again.
 """

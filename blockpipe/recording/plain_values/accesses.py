@@ -12,7 +12,7 @@ import linecache
 import re
 import types
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 # Methods of containers, by their effect on the content.
@@ -24,7 +24,15 @@ _WRITES = frozenset(
     ]
 )
 _FILLS = frozenset(["copy_", "zero_", "fill_"])  # of tensors; others that end so read as well
-_DOES_BOTH = frozenset(["pop", "popleft", "popitem", "setdefault", "send", "__next__"])
+_DOES_BOTH = frozenset(
+    [
+        *("pop", "popleft", "popitem", "setdefault", "send", "__next__"),
+        *("read", "readline", "readlines", "readinto", "read_byte"),  # from where a file stands
+    ]
+)
+_READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
+_OF_ENVIRONMENT = ("getenv", "getenvb")
+_TAKES_KEY = ("get", "pop", "setdefault")
 _SAYS = frozenset(["print", "debug", "info", "warning", "error", "critical", "exception", "log"])
 _MATCHED = ast.Name("<match>")  # no function: patterns read attributes
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
@@ -58,6 +66,7 @@ class Access:
         use: the use that code makes of the value.
         given_to: the functions that take it as an argument.
         is_said: whether it is only printed or logged.
+        key: of a container, the key of the entry that a method of it takes: ``table.pop(key)``.
     """
 
     node: ast.expr
@@ -67,6 +76,7 @@ class Access:
     use: Use = Use.READ
     given_to: ast.expr | None = None
     is_said: bool = False
+    key: ast.expr | None = None
 
 
 def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
@@ -107,6 +117,29 @@ def tests_of(code: types.CodeType) -> list[ast.expr]:
     return [test for test in nodes.tests if test.lineno in lines]
 
 
+def assignments_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the local variables that a function's code sets, each with what it is set to."""
+    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    lines = {line for _, _, line in code.co_lines() if line is not None}
+    own = {*code.co_varnames[code.co_argcount :], *code.co_cellvars}
+    for name, value in nodes.assignments:
+        if value.lineno in lines and name in own:
+            yield name, value
+
+
+def loops_of(code: types.CodeType) -> list[tuple[ast.expr, ast.expr]]:
+    """Return the targets of the loops in a function's code, each with what the loop runs over."""
+    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    lines = {line for _, _, line in code.co_lines() if line is not None}
+    own = {*code.co_varnames, *code.co_cellvars}
+    return [
+        (target, over)
+        for target, over in nodes.loops
+        if target.lineno in lines
+        and all(node.id in own for node in ast.walk(target) if isinstance(node, ast.Name))
+    ]
+
+
 def calls_of(code: types.CodeType) -> list[ast.Call]:
     """The calls in a function's code."""
     found = []
@@ -117,7 +150,7 @@ def calls_of(code: types.CodeType) -> list[ast.Call]:
     return found
 
 
-_CHANGES = _WRITES | _DOES_BOTH | {*_SETTERS, "next"}
+_CHANGES = _WRITES | _DOES_BOTH | {*_SETTERS, "next", "cache_info"}  # each call changes the latter
 _Node = ast.Attribute | ast.Subscript | ast.Name | ast.Call
 _LOADS_TWO = re.compile("_FAST(_BORROW)?_LOAD_FAST")
 _Place = tuple[_Node, tuple[ast.AST, ...]]  # an expression, and what is around it
@@ -137,11 +170,15 @@ class _Nodes:
         by_end: by its end, each expression and the nodes around it from the inside out.
         on_line: the names, by the line that they are on.
         tests: the conditions of branches and loops.
+        assignments: the names that are set to an expression, in their order.
+        loops: the targets of loops, comprehensions too, with what they run over.
     """
 
     by_end: dict[tuple[int | None, int | None], list[_Place]]
     on_line: dict[int | None, list[tuple[ast.Name, tuple[ast.AST, ...]]]]
     tests: list[ast.expr]
+    assignments: list[tuple[str, ast.expr]]
+    loops: list[tuple[ast.expr, ast.expr]]
 
     def of(self, instruction: dis.Instruction) -> list[_Place]:
         """The expressions that end where an instruction says it is, and the second variable of
@@ -159,7 +196,7 @@ class _Nodes:
 
 @functools.lru_cache(64)
 def _nodes_of(source: str) -> _Nodes:
-    found = _Nodes(defaultdict(list), defaultdict(list), [])
+    found = _Nodes(defaultdict(list), defaultdict(list), [], [], [])
     try:
         level: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(ast.parse(source), ())]
     except (SyntaxError, ValueError):
@@ -172,21 +209,38 @@ def _nodes_of(source: str) -> _Nodes:
                 found.on_line[node.lineno].append((node, outer))
         elif isinstance(node, ast.If | ast.While | ast.IfExp):
             found.tests.append(node.test)
+        elif isinstance(node, ast.Assign | ast.NamedExpr):
+            found.assignments += _assigned(node)
+        elif isinstance(node, ast.For | ast.comprehension):
+            found.loops.append((node.target, node.iter))
         # No question reaches beyond a statement.
         inner = (node,) if isinstance(node, ast.stmt) else (node, *outer)
         level += ((child, inner) for child in ast.iter_child_nodes(node))
+    found.assignments.sort(key=lambda one: (one[1].lineno, one[1].col_offset))
     return found
+
+
+def _assigned(node: ast.Assign | ast.NamedExpr) -> Iterator[tuple[str, ast.expr]]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    for target in targets:
+        pairs: Iterable[tuple[ast.expr, ast.expr]] = [(target, node.value)]
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs = zip(target.elts, node.value.elts, strict=False)
+        yield from ((one.id, value) for one, value in pairs if isinstance(one, ast.Name))
 
 
 def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access | None:
     is_said = _is_said(outer)
     if isinstance(node, ast.Call):
-        return _call(node, is_said)
+        return _call(node, outer, is_said=is_said)
     if isinstance(node.ctx, ast.Load):
         use, given_to = use_of(node, outer)
         if use is Use.NONE and "_FAST" in operation:
             return None  # a local variable
-        return Access(node, True, False, _goes_back(node, outer), use, given_to, is_said)
+        counts, key = _goes_back(node, outer), _key_taken(outer)
+        if key is not None:  # n[key] = n.get(key, 0) + 1
+            counts = _goes_back(ast.Subscript(node, key, ast.Load()), outer[2:])
+        return Access(node, True, False, counts, use, given_to, is_said, key)
     if "_FAST" in operation:
         return None
     around = outer[0] if outer else None
@@ -197,11 +251,16 @@ def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access |
     return Access(node, loads, not loads, counts, Use.WRITE if counts else Use.NONE)
 
 
-def _call(node: ast.Call, is_said: bool) -> Access | None:
-    """``getattr``, ``setattr`` and ``next`` are accesses as well."""
+def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Access | None:
+    """``getattr``, ``setattr``, ``next``, ``vars`` and ``os.getenv`` are accesses as well."""
     name = node.func.id if isinstance(node.func, ast.Name) else ""
-    if isinstance(node.func, ast.Attribute) and node.func.attr in _SETTERS:
+    if isinstance(node.func, ast.Attribute) and node.func.attr in (*_SETTERS, *_OF_ENVIRONMENT):
         name = node.func.attr
+    if name in _OF_ENVIRONMENT and node.args:
+        return Access(node, True, False, is_said=is_said)
+    if name == "vars" and node.args:
+        use, given_to = use_of(node, outer)
+        return Access(node, True, False, use=use, given_to=given_to, is_said=is_said)
     if name in ("getattr", "hasattr") and len(node.args) > 1:
         return Access(node, True, False, is_said=is_said)
     if name in _SETTERS and len(node.args) > 1:
@@ -221,10 +280,11 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
     around = outer[0] if outer else None
     if isinstance(around, ast.Attribute):
         call = outer[1] if len(outer) > 1 else None
-        if not (isinstance(call, ast.Call) and call.func is around):
+        is_called = isinstance(call, ast.Call) and call.func is around
+        if not is_called and around.attr not in _READS | _DOES_BOTH | _WRITES:
             return Use.NONE, None  # an attribute of it, which is an access of its own
         if around.attr in _DOES_BOTH:
-            is_dropped = len(outer) > 2 and isinstance(outer[2], ast.Expr)
+            is_dropped = is_called and len(outer) > 2 and isinstance(outer[2], ast.Expr)
             return (Use.WRITE if is_dropped else Use.BOTH), None
         if around.attr in _WRITES | _FILLS:
             return Use.WRITE, None
@@ -248,6 +308,14 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
         is_alias = isinstance(around, ast.AnnAssign | ast.NamedExpr | ast.Expr)
     is_asked = isinstance(around, ast.Compare) and isinstance(around.ops[0], ast.Is | ast.IsNot)
     return (Use.NONE if is_alias or is_asked else Use.READ), None
+
+
+def _key_taken(outer: tuple[ast.AST, ...]) -> ast.expr | None:
+    method, call = outer[:2] if len(outer) > 1 else (None, None)
+    if not (isinstance(method, ast.Attribute) and isinstance(call, ast.Call)):
+        return None
+    is_taken = call.func is method and method.attr in _TAKES_KEY and bool(call.args)
+    return call.args[0] if is_taken else None
 
 
 def _goes_back(node: ast.expr, outer: tuple[ast.AST, ...]) -> bool:

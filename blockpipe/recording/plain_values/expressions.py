@@ -6,9 +6,10 @@ So no property, no ``__getattr__`` and no function is called.
 import ast
 import builtins
 import functools
+import os
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,16 @@ UNKNOWN: Any = object()  # not known
 
 ALL: Any = object()  # the key of a whole container
 
+BY_ARGUMENT: Any = object()  # the key of a dictionary's entry that only a call tells
+
 _PLAIN = (bool, int, float, str, bytes, type(None), tuple)
 _TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
+_WALKS = frozenset(
+    [
+        *("parameters", "named_parameters", "buffers", "named_buffers"),
+        *("modules", "named_modules", "children", "named_children"),
+    ]
+)
 _NO_STATE = (
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType),
@@ -67,13 +76,19 @@ class Frame:
 
     def evaluated(self, node: ast.expr) -> Any:
         """Return the value of an expression; ``UNKNOWN`` if code would have to run for it."""
+        found = self._evaluated(node)
+        # What a proxy answers, its object answers.
+        return found.__repr__.__self__ if type(found) in weakref.ProxyTypes else found
+
+    def _evaluated(self, node: ast.expr) -> Any:
         match node:
             case ast.Constant():
                 return node.value
             case ast.Name():
                 for names in (self.frame.f_locals, self.frame.f_globals, vars(builtins)):
-                    if names is not self.frame.f_locals and self._is_local(node.id):
-                        break  # it is not set yet
+                    is_inner = self._is_local(node.id) or node.id in self.code.co_freevars
+                    if names is not self.frame.f_locals and is_inner:
+                        break  # it is not set yet, or not known
                     if node.id in names:
                         return names[node.id]
             case ast.Attribute():
@@ -89,14 +104,31 @@ class Frame:
 
     def bound(self, node: ast.expr) -> Any:
         """The value of an expression; a function of a class comes as the method that it is."""
-        found = self.evaluated(node)
-        if isinstance(node, ast.Attribute) and isinstance(found, types.FunctionType):
-            owner = self.evaluated(node.value)
-            is_method = not isinstance(owner, type | types.ModuleType) and (
-                node.attr not in _attributes_of(owner)
-            )
-            return types.MethodType(found, owner) if is_method else found
-        return found
+        if not isinstance(node, ast.Attribute):
+            return self.evaluated(node)
+        found, owner = self._of_super(node)
+        if found is UNKNOWN:
+            found, owner = self.evaluated(node), self.evaluated(node.value)
+        if isinstance(found, classmethod):
+            kind = owner if isinstance(owner, type) else type(owner)
+            return types.MethodType(found.__func__, kind)
+        is_method = isinstance(found, types.FunctionType) and (
+            not isinstance(owner, type | types.ModuleType)
+            and node.attr not in _attributes_of(owner)
+        )
+        return types.MethodType(found, owner) if is_method else found
+
+    def _of_super(self, node: ast.Attribute) -> tuple[Any, Any]:
+        """Return what ``super()`` finds, and the object that it is asked for."""
+        call = node.value
+        if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "super"):
+            return UNKNOWN, UNKNOWN
+        first = ast.Name(self.code.co_varnames[0]) if self.code.co_varnames else call.func
+        nodes = call.args if len(call.args) == 2 else [ast.Name("__class__"), first]
+        kind, owner = map(self.evaluated, nodes)
+        mro = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+        bases = mro[mro.index(kind) + 1 :] if kind in mro else ()
+        return next((vars(b)[node.attr] for b in bases if node.attr in vars(b)), UNKNOWN), owner
 
     def _called(self, node: ast.Call) -> Any:
         function = self.evaluated(node.func)
@@ -107,6 +139,8 @@ class Frame:
             kept = [v for v in held if _may_change(v) and v is not vars(function)]
             self.kept += kept
             return kept[0] if len(kept) == 1 else UNKNOWN
+        if function is globals:
+            return self.frame.f_globals
         if function in (type, vars, getattr) and node.args:
             args = [*map(self.evaluated, node.args)]
             if UNKNOWN in args[:2]:
@@ -130,12 +164,22 @@ class Frame:
             return self._owner_of_name(node.id, self.evaluated(node))
         if isinstance(node, ast.Attribute):
             owner, key = self.evaluated(node.value), node.attr
+            if owner is UNKNOWN and isinstance(node.value, ast.Call):
+                made = self.evaluated(node.value.func)  # by its class: ``Options().scale``
+                owner = made if isinstance(made, type) else UNKNOWN
         elif isinstance(node, ast.Subscript):
             owner, key = self.evaluated(node.value), self.evaluated(node.slice)
             is_entry = not isinstance(owner, type) and owner is not UNKNOWN
             key = key if isinstance(owner, Mapping) else ALL
+            owner = Names(owner) if owner is self.frame.f_globals else owner
             return (owner if is_entry else None), key, member_of(owner, key)
         elif isinstance(node, ast.Call):
+            function = self.evaluated(node.func)
+            if function is vars:
+                return None, None, self.evaluated(node)
+            if function in (os.getenv, os.getenvb):
+                key = self.evaluated(node.args[0])
+                return os.environ, os.fsdecode(key) if isinstance(key, bytes) else key, UNKNOWN
             owner, key = self._asked_by_name(node)
         else:
             return None, None, self.evaluated(node)
@@ -182,6 +226,14 @@ class Frame:
         return next(iter(found.values())) if len(found) == 1 else None
 
 
+def asks_cache(access: Access, frame: Frame) -> bool:
+    """Return whether an access asks a ``functools.lru_cache`` how often it was used."""
+    node = access.node
+    if not isinstance(node, ast.Attribute) or node.attr != "cache_info":
+        return False
+    return isinstance(frame.evaluated(node.value), functools._lru_cache_wrapper)
+
+
 def _may_change(value: Any) -> bool:
     return not isinstance(value, (*_PLAIN, *_NO_STATE)) and type(value) is not object
 
@@ -201,6 +253,30 @@ def owners_of(owner: Any, key: Any) -> Iterator[Any]:
             yield base
             if key in vars(base):
                 return
+
+
+def members_of(frame: Frame, node: ast.expr) -> Any:
+    """Return what a loop over an expression gives; ``UNKNOWN`` if code would have to run for it,
+    other than a module's own."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
+        owner, name = frame.evaluated(node.func.value), node.func.attr
+        if type(owner) in (dict, defaultdict, OrderedDict) and name in ("keys", "values", "items"):
+            return [*getattr(dict, name)(owner)]
+        if isinstance(owner, nn.Module) and name in _WALKS:
+            is_torchs = getattr(type(owner), name) is getattr(nn.Module, name)
+            return [*getattr(owner, name)()] if is_torchs else UNKNOWN
+        return UNKNOWN
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+        found = members_of(frame, node.args[0])
+        if found is UNKNOWN or node.func.id not in ("list", "tuple", "enumerate", "reversed"):
+            return UNKNOWN
+        return [*enumerate(found)] if node.func.id == "enumerate" else found
+    if isinstance(node, ast.Tuple | ast.List):
+        return [frame.evaluated(member) for member in node.elts]
+    value = frame.evaluated(node)
+    if isinstance(value, nn.ModuleList | nn.Sequential):
+        return [*children_of(value).values()]
+    return [*value] if type(value) in (list, tuple, deque, dict, set, frozenset) else UNKNOWN
 
 
 def member_of(owner: Any, key: Any) -> Any:
@@ -243,7 +319,7 @@ def _content(owner: Any) -> Any:
 
 def _attribute(owner: Any, name: str) -> Any:
     if isinstance(owner, type):
-        holder = _class_with(owner, name)
+        holder = _class_with(owner, name) or _class_with(type(owner), name)
         return UNKNOWN if holder is None else vars(holder)[name]
     attributes = _attributes_of(owner)
     if name == "__dict__":
@@ -263,7 +339,8 @@ def _attribute(owner: Any, name: str) -> Any:
             if name in attributes[slots]:
                 return attributes[slots][name]
     holder = _class_with(type(owner), name)
-    return UNKNOWN if holder is None else vars(holder)[name]
+    found = UNKNOWN if holder is None else vars(holder)[name]
+    return UNKNOWN if isinstance(found, types.GetSetDescriptorType) else found  # of code in C
 
 
 def _attributes_of(owner: Any) -> dict[str, Any]:

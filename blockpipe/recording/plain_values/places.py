@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import ast
+import gc
+import io
+import mmap
+import os
 import sys
 import types
 from array import array
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from io import StringIO
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..._common.nested import tensors
+from ...restoring.contents import is_of_c
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
-from .expressions import Names
+from ..outside_state import in_words
+from .accesses import Access, Use
+from .expressions import ALL, BY_ARGUMENT, UNKNOWN, Frame, Names
 
-CONTENTS = (list, dict, set, deque, bytearray, array, StringIO, ContextVar)
+CONTENTS = (
+    *(list, dict, set, deque, bytearray, array, io.StringIO, ContextVar),
+    mmap.mmap,
+)
 
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_MOST_NESTED, _MOST_INSIDE = 4, 64  # of the containers in an object: guesses
 _SHARE_MEMORY = (torch.from_numpy, torch.as_tensor, torch.asarray)
 _ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
 
@@ -39,6 +53,40 @@ def attribute_of(owner: Any, key: Any) -> tuple[str, type | None] | None:
     return key, owner if isinstance(owner, type) else type(owner)
 
 
+def entry_of(access: Access, frame: Frame, owner: Any, key: Any) -> tuple[Any, Any, Access]:
+    """Return the object, the key and the access that an access is in code that does not run: of a
+    dictionary's entry, if a method takes that, and by an argument, if its key is not known."""
+    if access.key is not None and isinstance(value := frame.evaluated(access.node), dict):
+        owner, key = value, frame.evaluated(access.key)
+        access = replace(access, use=Use.NONE)
+    return owner, BY_ARGUMENT if key is UNKNOWN and access.reads else key, access
+
+
+def named(owner: Any, key: Any, paths: Mapping[int, str]) -> str:
+    """Return the name of a value for an error.
+
+    Args:
+        owner: the object that holds it.
+        key: its key there.
+        paths: the path of each module, by its id.
+    """
+    if isinstance(owner, Names):
+        return f"{owner.names.get('__name__')}.{key}"
+    if isinstance(owner, types.CellType):
+        return f"variable {key!r} of a closure"
+    what = "entry" if isinstance(owner, CONTENTS) else "attribute"
+    return in_words(owner, None if key is ALL or key is BY_ARGUMENT else key, paths, what)
+
+
+def is_of_module(node: ast.expr, code: types.CodeType) -> bool:
+    """Return whether an expression of a function begins with a global variable, so that its value
+    outlives the call."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    own = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+    return isinstance(node, ast.Name) and node.id not in own
+
+
 def space_of(owner: Any) -> int:
     """Return the number by which an object is known; a module's variables have one for all
     readers."""
@@ -49,6 +97,43 @@ def is_array(value: Any) -> bool:
     """Return whether a value is an array of numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_content(value: Any) -> bool:
+    """Return whether a value has content that code changes in place: a container, an array, numbers
+    of C, or a file that is read."""
+    if isinstance(value, CONTENTS) or is_array(value) or is_of_c(value):
+        return True
+    return isinstance(value, io.IOBase) and value.readable()
+
+
+def is_of_library(value: Any) -> bool:
+    """Return whether a value is an object whose methods are a library's, or Python's."""
+    kind = type(value)
+    if kind is types.MappingProxyType:
+        return True
+    is_other = isinstance(value, (*_CODE, nn.Module, Tensor)) or value is os.environ
+    return not is_other and hasattr(value, "__dict__") and not is_users(kind.__module__)
+
+
+def inside(value: Any) -> Iterator[Any]:
+    """Yield the containers in which a library's object, or a container, keeps what it holds."""
+    level, seen = [value], {id(value)}
+    for _ in range(_MOST_NESTED):
+        level = [member for outer in level for member in _members_of(outer)]
+        level = [member for member in level if id(member) not in seen][:_MOST_INSIDE]
+        seen.update(map(id, level))
+        yield from (member for member in level if isinstance(member, CONTENTS))
+
+
+def _members_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | set | deque):
+        return value
+    if type(value) is types.MappingProxyType:
+        return gc.get_referents(value)
+    return vars(value).values() if is_of_library(value) else ()
 
 
 def shares_memory(function: Any) -> bool:

@@ -23,40 +23,45 @@ from typing import Any
 
 from torch import nn
 
+from ...errors import RecordingError
 from ...restoring.contents import is_generator
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import is_iterator
 from ...restoring.model_state import is_users
-from ..calls import Call
-from ..entries import SharedChange
-from ..outside_state import in_words
-from ..reads import NamesRead, libraries_code_reads
-from ..recording import Recording
 from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .checkpoints import CheckpointedFrames
-from .expressions import ALL, UNKNOWN, Frame, Names, member_of, owners_of
+from .drawn_numbers import DrawnNumbers
+from .expressions import (
+    ALL,
+    BY_ARGUMENT,
+    UNKNOWN,
+    Frame,
+    Names,
+    asks_cache,
+    member_of,
+    owners_of,
+)
 from .frozen import frozen
+from .known_values import OF_CHECKPOINT, KnownValues
 from .places import (
     CONTENTS,
-    attribute_of,
-    has_tensors,
+    entry_of,
+    inside,
     is_array,
     is_by_microbatch,
+    is_content,
     is_looked_into,
+    is_of_library,
+    is_of_module,
     shares_memory,
     space_of,
 )
 from .still_code import frames_of
 from .tensor_uses import TensorUses
-from .values import ApartRun, PendingWrite, SharedValue, back, shared_change
+from .values import ApartRun, PendingWrite, back
 
-_REMEDY = "pass it along as an argument"
 _OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
 _OF_ARRAY = "the tensor that is made of it shares its memory: make a copy (torch.tensor)"
-_OF_CHECKPOINT = (
-    "torch.utils.checkpoint runs its function again in the backward: set the value outside of "
-    "that function, and pass it to it as an argument"
-)
 
 _STOPS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 # Functions whose answer is another one in each forward, and those that ask a tensor for no value.
@@ -65,8 +70,6 @@ _ASKS_SHAPE = (
     *("size", "dim", "numel", "len", "isinstance", "hasattr", "getattr", "callable", "is_tensor"),
     *("is_floating_point", "is_grad_enabled", "is_contiguous", "type", "get", "stride"),
 )
-
-Where = tuple[int, Any]  # an object by its id, and a name or key in it
 
 
 class SharedValues:
@@ -89,9 +92,8 @@ class SharedValues:
         fake: bool,
         traces: bool,
     ) -> None:
-        self._paths = {id(module): path for path, module in modules.items()}
         self._hop, self._fake = hop, fake
-        self._lasting = {id(holder.owner) for holder in holders} | self._paths.keys()
+        self._lasting = {id(holder.owner) for holder in holders} | {*map(id, modules.values())}
         self._objects = {  # by the id of the dictionary that an object's attributes are in
             id(space): holder.owner
             for holder in holders
@@ -118,15 +120,17 @@ class SharedValues:
                 if is_users(function.__module__)
             )
         )
-        self._values: dict[Where, SharedValue] = {}
+        self.known = KnownValues({id(module): path for path, module in modules.items()})
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
         self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
+        self._reads_counts = ""  # the line that asks a cache how often it was used
         self._pending: dict[int, PendingWrite] = {}  # by the id of a frame
         self._checkpoints = CheckpointedFrames()
-        self.tensors = TensorUses()
+        self.tensors, self.draws = TensorUses(), DrawnNumbers()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
+        self._all_lasts = False  # see runs_beside
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -146,6 +150,7 @@ class SharedValues:
             for pending in [*self._pending.values()]:
                 self._is_set(pending)
             self._pending.clear()
+            self._returned.clear()  # it holds tensors, and the graph behind them
             self._checkpoints.forget()
 
     # --- what Python calls
@@ -180,16 +185,21 @@ class SharedValues:
             self._returned[id(frame.f_back)] = frame.f_code, argument
         return self._ran
 
-    def runs_beside(self, function: Callable[..., Any], given: object, hop: int) -> None:
-        """Note what code may set, or read, that a step runs beside the forward: a hook or a loss.
+    def runs_beside(
+        self, function: Callable[..., Any], given: object, hop: int, *, lasts: bool = False
+    ) -> None:
+        """Note what code may set, or read, that a step runs beside the forward.
 
         Args:
             function: the user's function.
             given: its first argument, if that is known.
             hop: the hop that it is on, or the number of that hop's backward.
+            lasts: whether everything that it uses was there before the forward.
         """
-        self._still = ApartRun()
-        for still in frames_of(function, given):
+        self._still, self._all_lasts = ApartRun(), lasts
+        frames = [*frames_of(function, given)]
+        self.draws.note(frames, hop)
+        for still in frames:
             for accesses in accesses_of(still.f_code).values():
                 still.f_lineno = accesses[0].node.lineno
                 self._note_all(accesses, still, hop, over=True)
@@ -229,7 +239,7 @@ class SharedValues:
                     return True
             elif isinstance(node, ast.Name | ast.Attribute):
                 owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
-                known = self._values.get((space_of(owner), key))
+                known = self.known.found_at(owner, key)
                 if known is not None and (known.set_on or known.counted_on):
                     return True
                 is_local = owner is None and isinstance(node, ast.Name)
@@ -240,9 +250,16 @@ class SharedValues:
     def _note(self, access: Access, frame: Frame, hop: int) -> None:
         if self._generators and access.use is not Use.NONE:
             self._draws(frame.evaluated(access.node), frame, hop)
+        if asks_cache(access, frame) and not access.is_said:
+            self._reads_counts = self._reads_counts or frame.line
         owner, key, value = frame.owner_of(access)
+        if self._still is not None:
+            if self._all_lasts or is_of_module(access.node, frame.code):
+                self._cached += [owner, value]
+                self._lasting.update((id(owner), id(value)))
+            owner, key, access = entry_of(access, frame, owner, key)
         if key is UNKNOWN:
-            return  # of a function that is not running: an entry by an argument
+            return  # of a function that is not running: it sets an entry by an argument
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
         owner = self._objects.get(id(owner), owner)  # whose attributes these are
@@ -258,6 +275,24 @@ class SharedValues:
                 self._pending[id(frame.frame)] = pending
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
             self._uses(access, self._objects.get(id(value), value), frame, hop)
+            if is_iterator(value):  # in a recording it is a copy of the user's
+                self.known.at(value, ALL).held_by = owner, key
+        if access.reads and not access.is_said:
+            self._note_inside(access, value, owner, frame, hop)
+
+    def _note_inside(self, access: Access, value: Any, owner: Any, frame: Frame, hop: int) -> None:
+        """Note that a library's code reads what an object of the library holds, or what a container
+        holds that is handed to it. Nobody looks into that code."""
+        is_entry = isinstance(access.node, ast.Subscript)
+        held, given_to = (owner if is_entry else value), access.given_to
+        if access.use in (Use.NONE, Use.WRITE) and not is_entry:
+            return
+        if given_to is not None and is_looked_into(frame.evaluated(given_to)):
+            return
+        if is_of_library(held) or (given_to is not None and isinstance(held, CONTENTS)):
+            for inner in inside(held):
+                if id(inner) in self._lasting and not is_by_microbatch(inner):
+                    self._reads(inner, ALL, frame, hop, counts=access.counts)
 
     def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:
         """Note that a mutable value is read as a whole, or changed."""
@@ -267,11 +302,11 @@ class SharedValues:
         if access.use is not Use.WRITE and not access.is_said:
             self._reads(value, ALL, frame, hop, counts=access.counts)
             if is_given and is_array(value) and shares_memory(frame.evaluated(is_given)):
-                known = self._known(value, ALL)  # what autograd saves may change, too
+                known = self.known.at(value, ALL)  # what autograd saves may change, too
                 known.is_read(back(hop), frame.line)
                 known.remedy = _OF_ARRAY
         if access.use is not Use.READ:
-            known = self._known(value, ALL)
+            known = self.known.at(value, ALL)
             known.is_set(hop, frame.line)
             known.is_constant = False
             if self._checkpoints.of(frame.frame) is not None:
@@ -282,7 +317,7 @@ class SharedValues:
     def _draws(self, generator: Any, frame: Frame, hop: int) -> None:
         """Note that code calls a random generator, or hands it to a function."""
         if id(generator) in self._generators:
-            known = self._known(generator, ALL)
+            known = self.known.at(generator, ALL)
             known.is_set(hop, frame.line)
             known.is_read(hop, frame.line)
             known.is_constant, known.remedy = False, _OF_GENERATOR
@@ -294,6 +329,7 @@ class SharedValues:
     def _is_content(self, value: Any, access: Access, owner: Any) -> bool:
         """Whether it can change, and outlives the forward."""
         if isinstance(value, ContextVar):
+            self.known.variables.setdefault(id(value), (value, frozen(value.get(None))))
             return True
         if is_iterator(value):
             return owner is not None and self._is_lasting(owner)
@@ -301,25 +337,21 @@ class SharedValues:
             return True
         if id(value) not in self._lasting:
             return False
-        if isinstance(value, CONTENTS) or is_array(value):
+        if is_content(value):
             return True
         # An object of the user's is read as a whole by code that is not looked into.
         is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
         return is_object and access.use is Use.READ and access.given_to is not None
-
-    def _known(self, owner: Any, key: Any) -> SharedValue:
-        where = space_of(owner), key
-        if where not in self._values:
-            self._values[where] = SharedValue(owner, key)
-        return self._values[where]
 
     def _reads(self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool) -> None:
         apart = self._apart(frame)
         is_its_own = apart is not None and apart.reads_its_own((space_of(owner), key))
         if is_its_own and self._still is not None:
             return
-        known = self._known(owner, key)
-        known.is_carried = known.is_carried or not known.set_on
+        known = self.known.at(owner, key)
+        # ``VARIABLE.set(VARIABLE.get() + 1)`` finds the variable first, and sets it last.
+        is_before = not known.set_on or known.first_write == frame.line
+        known.is_carried = known.is_carried or is_before
         known.is_read_outside = known.is_read_outside or self._still is not None
         if counts:
             known.counted_on.add(hop)
@@ -327,7 +359,7 @@ class SharedValues:
         known.is_read(hop, frame.line)
         if not is_its_own and self._checkpoints.of(frame.frame) is not None:
             known.is_read(back(hop), frame.line)
-            known.remedy = _OF_CHECKPOINT
+            known.remedy = OF_CHECKPOINT
 
     def _apart(self, frame: Frame) -> ApartRun | None:
         """Return the run apart from the forward that a frame is in."""
@@ -339,94 +371,21 @@ class SharedValues:
         now = frozen(member_of(pending.owner, pending.key))
         if pending.apart is not None:
             pending.apart.sets((space_of(pending.owner), pending.key))
-        self._known(pending.owner, pending.key).is_traced = True
+        self.known.at(pending.owner, pending.key).is_traced = True
         # On fake tensors the same is the same for all data.
         if not self._fake or now is UNKNOWN or pending.before != now:
-            known = self._known(pending.owner, pending.key)
+            known = self.known.at(pending.owner, pending.key)
             known.is_set(pending.hop, pending.line)
+            if isinstance(pending.owner, dict) and pending.before is not UNKNOWN:
+                self.known.at(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
             if pending.apart is not None and self._still is None:
                 known.set_again_on.add(pending.hop)
 
-    def changed(self, owner: Any, key: Any, hops: set[int], where: str) -> None:
-        """Something has changed, whoever did it: also code that is not traced.
-
-        Args:
-            owner: the object.
-            key: a name or key in it; ``None``: its content.
-            hops: on which that was seen.
-            where: the line at which it was seen first.
-        """
-        known = self._values.get((id(owner), ALL if key is None else key))
-        if known is not None and not (known.is_traced and key is not None):
-            known.set_on |= hops
-            known.first_write = known.first_write or where
-
-    def _called_on(self, calls: Iterable[Call]) -> None:
-        """A library's module reads its attributes wherever it is called."""
-        by_path: dict[str, list[SharedValue]] = {}
-        for known in self._values.values():
-            if known.set_on and libraries_code_reads(type(known.owner), known.key):
-                by_path.setdefault(self._paths.get(id(known.owner), " "), []).append(known)
-        for call in calls:
-            for known in by_path.get(call.path, ()):
-                known.read_on |= set() if call.hop is None else {call.hop}
-                known.first_read = known.first_read or call.where
-
-    def found(self, reads: NamesRead, result: Recording) -> Iterator[SharedChange]:
-        """The values that one hop sets and another one reads, when the forward is over.
-
-        Args:
-            reads: what the user's code reads.
-            result: with its hops and calls.
-        """
-        if len(result.hops) < 2:
-            return
-        self._called_on(result.calls)
-        for known in self._values.values():
-            others = self._of_all(known)
-            read_on = known.read_on.union(*(other.read_on for other in others))
-            again = {back(hop) for hop in known.set_again_on if known.is_carried}
-            seen = known.set_on | again | read_on
-            if not known.set_on or not read_on or len(seen) < 2:
-                continue
-            # In a forward a tensor says itself which micro-batch it is of.
-            if min(seen) >= 0 and has_tensors(member_of(known.owner, known.key)):
-                continue
-            name = attribute_of(known.owner, known.key)
-            if name is not None and not known.is_read_outside and reads.is_unread(*name):
-                continue
-            where = next(k.first_read for k in (known, *others) if k.first_read)
-            remedy = _REMEDY if min(seen) >= 0 else "set it between steps"
-            remedy = known.remedy or (_OF_CHECKPOINT if again else remedy)
-            yield shared_change(known, self._named(known), read_on, where, remedy)
-
-    def carried(self, reads: NamesRead) -> dict[str, str]:
-        """The values that one forward leaves for the next one, and the lines that read them.
-
-        Args:
-            reads: what the user's code reads.
-        """
-        found = {}
-        for known in self._values.values():
-            name = attribute_of(known.owner, known.key)
-            is_read = known.read_on and (name is None or not reads.is_unread(*name))
-            if known.is_carried and known.set_on and is_read:
-                found[self._named(known)] = known.first_read
-        return found
-
-    def _of_all(self, known: SharedValue) -> list[SharedValue]:
-        """Return the values that overlap: a container's entries for its whole content, or the
-        reverse."""
-        if known.key is ALL:
-            return [v for v in self._values.values() if v.owner is known.owner and v is not known]
-        whole = self._values.get((space_of(known.owner), ALL))
-        return [] if whole is None else [whole]
-
-    def _named(self, known: SharedValue) -> str:
-        owner, key = known.owner, known.key
-        if isinstance(owner, Names):
-            return f"{owner.names.get('__name__')}.{key}"
-        if isinstance(owner, types.CellType):
-            return f"variable {key!r} of a closure"
-        what = "entry" if isinstance(owner, CONTENTS) else "attribute"
-        return in_words(owner, None if key is ALL else key, self._paths, what)
+    def check(self) -> None:
+        """Raise :class:`RecordingError` if the forward reads what a recording cannot put back."""
+        if self._reads_counts:
+            raise RecordingError(
+                "a recording runs the forward once more and leaves no trace, but this forward asks "
+                "a functools.lru_cache how often it was used, which cannot be put back, at "
+                f"{self._reads_counts}; count in an attribute of the model"
+            )

@@ -1,49 +1,74 @@
-"""The user's code that a step will run beside the forward: hooks, and the loss function.
+"""The user's code that a step will run beside the forward: what autograd calls, and the loss.
 
 Neither a loss nor a backward runs in a recording, so that their source is all there is to look at.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..._common.modules import named_slots
-from ..._torch.graph import gradient_hooks, stepping_hooks
+from ..._common.modules import StandIn, named_slots
+from ..._torch.graph import custom_backward_of, gradient_hooks, stepping_hooks
 from ..._torch.modules import backward_hooks_of, parameters_of
 from ...batches.losses import WeightedLoss
 from ...restoring.model_state import is_users
-from .accesses import accesses_of, calls_of, may_set
-from .expressions import Frame
+from .accesses import accesses_of, assignments_of, calls_of, loops_of, may_set
+from .expressions import UNKNOWN, Frame, member_of, members_of
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
+_MOST_TURNS = 32  # of loops, in one function: a guess
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class StillFrame:
     """A function that is not running, as a frame.
 
     Args:
-        function: the function.
-        arguments: the first of its arguments, as far as they are known.
+        code: the function's code.
+        names: the global variables of its module.
+        known: its arguments and the variables around it, by name, as far as they are known.
     """
 
-    def __init__(self, function: types.FunctionType, arguments: tuple[Any, ...]) -> None:
-        code = function.__code__
-        self.f_code, self.f_globals = code, function.__globals__
+    def __init__(
+        self, code: types.CodeType, names: dict[str, Any], known: Mapping[str, Any]
+    ) -> None:
+        self.f_code, self.f_globals = code, names
         self.f_lineno = code.co_firstlineno
-        self.f_locals: dict[str, Any] = {}
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                self.f_locals[name] = cell.cell_contents
-            except ValueError:  # it is set later
-                continue
-        self.f_locals.update(zip(code.co_varnames[: code.co_argcount], arguments, strict=False))
+        self.f_locals = {name: value for name, value in known.items() if value is not UNKNOWN}
+        frame = Frame(self, {}, None)  # type: ignore[arg-type]
+        for name, expression in assignments_of(code):
+            value = _or_unknown(frame.evaluated, expression)
+            if value is not UNKNOWN and self.f_locals.get(name) is None:  # the first that is known
+                self.f_locals[name] = value
+
+    def inner(self) -> Iterator[StillFrame]:
+        """Yield the functions that are written inside of this one, comprehensions too."""
+        for code in self.f_code.co_consts:
+            if isinstance(code, types.CodeType):
+                own = {*code.co_varnames, *code.co_cellvars}
+                around = {name: v for name, v in self.f_locals.items() if name not in own}
+                yield StillFrame(code, self.f_globals, around)
+
+    def turns(self) -> Iterator[StillFrame]:
+        """Yield the function in each turn of its loops, as far as it is known what they run
+        over."""
+        frame = Frame(self, {}, None)  # type: ignore[arg-type]
+        for target, over in loops_of(self.f_code):
+            if any(name in self.f_locals for name, _ in _bound(target, UNKNOWN)):
+                continue  # it is in a turn of this loop
+            members = _or_unknown(functools.partial(members_of, frame), over)
+            for member in () if members is UNKNOWN else _some(members):
+                known = {**self.f_locals, **dict(_bound(target, member))}
+                yield StillFrame(self.f_code, self.f_globals, known)
 
 
 class Hook(NamedTuple):
@@ -103,30 +128,124 @@ def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[St
         function: a function, a method, a module, or another object that can be called.
         given: its first argument; ``None``: it is not known.
     """
-    todo: list[tuple[Any, tuple[Any, ...]]] = [(function, () if given is None else (given,))]
-    seen: set[types.CodeType] = set()
+    todo = [(function, () if given is None else (given,))]
+    seen, passed = set[tuple[int, ...]](), set[int]()  # the user's functions, and others
     while todo and len(seen) < _MOST_CALLS:
         called, arguments = todo.pop()
-        if isinstance(called, functools.partial):
-            todo.append((called.func, (*called.args, *arguments)))
+        if not isinstance(called, types.FunctionType):
+            todo += _behind(called, arguments)
             continue
-        if isinstance(called, WeightedLoss):
-            todo.append((called.loss_fn, arguments))
+        # A decorator's function has the name and the module of the one that it is around.
+        if not is_users(called.__globals__.get("__name__")):
+            if id(called) not in passed:
+                passed.add(id(called))
+                todo += [(inner, arguments) for inner in _wrapped_by(called)]
             continue
-        if isinstance(called, nn.Module):
-            called = called.forward
-        if not isinstance(called, types.FunctionType | types.MethodType | type):
-            called = getattr(called, "__call__", called)  # noqa: B004 - of an object
-        if isinstance(called, types.MethodType):
-            todo.append((called.__func__, (called.__self__, *arguments)))
+        key = id(called.__code__), *map(id, arguments)
+        if key in seen:
             continue
-        if not isinstance(called, types.FunctionType) or not is_users(called.__module__):
-            continue
-        if called.__code__ in seen:
-            continue
-        seen.add(called.__code__)
-        still = StillFrame(called, arguments)
-        yield still
-        frame = Frame(still, {}, None)  # type: ignore[arg-type]
-        for call in calls_of(called.__code__):
-            todo.append((frame.bound(call.func), ()))
+        frames = [_still(called, arguments, is_first=not seen)]
+        seen.add(key)
+        while frames:
+            still = frames.pop()
+            yield still
+            frames += itertools.islice(still.turns(), max(_MOST_TURNS - len(frames), 0))
+            frames += still.inner()
+            todo += _called_by(still)
+
+
+def _behind(called: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield what a call of an object calls, with its first arguments."""
+    if isinstance(called, functools.partial):
+        yield called.func, (*called.args, *arguments)
+    elif isinstance(called, WeightedLoss):
+        yield called.loss_fn, arguments
+    elif isinstance(called, nn.Module | StandIn):  # a stand-in has the forward behind it
+        yield getattr(called, "forward", None), arguments
+    elif isinstance(called, staticmethod):
+        yield called.__func__, arguments
+    elif isinstance(called, types.MethodType):
+        yield called.__func__, (called.__self__, *arguments)
+    elif not isinstance(called, type):
+        method = getattr(called, "__call__", None)  # noqa: B004 - of an object
+        if isinstance(method, types.FunctionType | types.MethodType):
+            yield method, arguments
+
+
+def _wrapped_by(function: types.FunctionType) -> Iterator[Any]:
+    """Yield the functions of the user's that a library's function has been made around, such as a
+    decorator's."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is set later
+            inner = cell.cell_contents
+            inner = custom_backward_of(inner) or inner
+            if isinstance(inner, _FUNCTIONS):
+                yield inner
+
+
+def _still(
+    function: types.FunctionType, arguments: tuple[Any, ...], *, is_first: bool
+) -> StillFrame:
+    code, known = function.__code__, dict[str, Any]()
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it is set later
+            known[name] = cell.cell_contents
+    names = code.co_varnames[: code.co_argcount]
+    if is_first:  # autograd passes nothing beside the gradients
+        defaults = function.__defaults__ or ()
+        known.update(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+        known.update(function.__kwdefaults__ or {})
+    known.update(zip(names, arguments, strict=False))
+    if code.co_flags & inspect.CO_VARARGS:
+        known[code.co_varnames[len(names) + code.co_kwonlyargcount]] = arguments[len(names) :]
+    return StillFrame(code, function.__globals__, known)
+
+
+def _called_by(still: StillFrame) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield what a function calls, with its first arguments, and the functions that it hands on."""
+    frame = Frame(still, {}, None)  # type: ignore[arg-type]
+    for call in calls_of(still.f_code):
+        yield _or_unknown(frame.bound, call.func), tuple(_first_of(call.args, frame))
+        for node in (*call.args, *(keyword.value for keyword in call.keywords)):
+            if isinstance(handed_on := _or_unknown(frame.bound, node), _FUNCTIONS):
+                yield handed_on, ()
+    for access in itertools.chain.from_iterable(accesses_of(still.f_code).values()):
+        if isinstance(node := access.node, ast.Attribute):
+            owner = _or_unknown(frame.evaluated, node.value)
+            found = _or_unknown(functools.partial(member_of, owner), node.attr)
+            if isinstance(found, property):
+                yield (found.fset if access.writes else found.fget), (owner,)
+
+
+def _first_of(nodes: Iterable[ast.expr], frame: Frame) -> Iterator[Any]:
+    """Yield the first arguments of a call, as far as they are known."""
+    for node in nodes:
+        if isinstance(node, ast.Starred):
+            values = _or_unknown(frame.evaluated, node.value)
+            yield from values if isinstance(values, tuple) else ()
+            return
+        yield _or_unknown(frame.evaluated, node)
+
+
+def _bound(target: ast.expr, member: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names in a loop's target, with their values in a turn."""
+    if isinstance(target, ast.Name):
+        yield target.id, member
+    elif isinstance(target, ast.Tuple | ast.List):
+        is_known = isinstance(member, tuple) and len(member) == len(target.elts)
+        values = member if is_known else [UNKNOWN] * len(target.elts)
+        for inner, value in zip(target.elts, values, strict=True):
+            yield from _bound(inner, value)
+
+
+def _some(members: Iterable[Any]) -> list[Any]:
+    """Return all members, or as many as are looked at, from everywhere among them."""
+    found = [*members]
+    return found[:: len(found) // _MOST_TURNS + 1]
+
+
+def _or_unknown(look: Callable[[Any], Any], at: Any) -> Any:
+    try:
+        return look(at)
+    except Exception:  # of an object that cannot be looked at
+        return UNKNOWN

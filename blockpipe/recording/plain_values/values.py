@@ -25,6 +25,7 @@ class SharedValue:
     is_traced: bool = False  # whether the user's own code sets it
     is_constant: bool = True  # all values that it is set to may be equal in each forward
     remedy: str = ""  # where it is a special one
+    held_by: tuple[Any, Any] | None = None  # where else to find it: an owner, and a key in that
     is_read_outside: bool = False  # by code that the model does not reach, such as a hook's
 
     def is_set(self, hop: int, line: str) -> None:

@@ -186,6 +186,21 @@ class CallsUnderWay:
             if not call.under_way:
                 call.open(f"it makes a tensor that it does not return, read at {where}")
 
+    def read_ungiven(self, key: int, tensor: Tensor, tag: Tag, where: str) -> None:
+        """Note that calls read a tensor that was made before them and did not come in by their
+        arguments: when such a call is run again, it may be another micro-batch's.
+
+        Args:
+            key: the id of the tensor as the code knows it.
+            tensor: its newest value.
+            tag: the tag of that.
+            where: the line.
+        """
+        inside = tag.calls if isinstance(tag, RecordedTag) else ()
+        for call in self.not_given(key, id(tensor)):
+            if call.refuses is None and call not in inside:
+                call.refuses = f"it reads a tensor that it was not given ({where})"
+
     def refuse(self, why: str, call: Call | None = None) -> None:
         """Note that none of the calls can be run again, nor can a call that is about to begin."""
         for under_way in [*self, *([call] if call else [])]:

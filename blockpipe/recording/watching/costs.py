@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -79,24 +80,35 @@ class RecordedWork:
             self._result.host_syncs.append(sync)
 
 
-def note_split_backwards(run: MicrobatchRun, result: Recording, output: Any) -> None:
-    """Note which hops' backwards cannot be split, by their graphs after the forward.
+def roots_of(run: MicrobatchRun, output: Any) -> dict[int, list[Root]]:
+    """Return by hop where the backwards begin, by the graphs after the forward.
 
     Args:
         run: the run that was watched.
-        result: the recording that is changed.
         output: the forward's result.
     """
-    graphs = run.gradients.graphs
     roots: dict[int, list[Root]] = {}
-    for graph in graphs.values():
+    for graph in run.gradients.graphs.values():
         for crossing in graph.crossings:
             roots.setdefault(crossing.to_hop, []).append((crossing.to_edge, None))
     for tensor in map(run.newest, tensors(output)):
         if tensor.requires_grad and is_made_by(tensor, run.key):
             roots.setdefault(run.hop_of(tensor), []).append((edge_of(tensor), None))
+    return roots
+
+
+def note_split_backwards(
+    run: MicrobatchRun, result: Recording, roots: Mapping[int, list[Root]]
+) -> None:
+    """Note which hops' backwards cannot be split.
+
+    Args:
+        run: the run that was watched.
+        result: the recording that is changed.
+        roots: by hop, where the backwards begin.
+    """
     for hop in result.hops:
-        graph = graphs.get(hop.index, HopGraph())
+        graph = run.gradients.graphs.get(hop.index, HopGraph())
         entries = [entry.node for entry in entries_of(graph)]
         why = why_whole(roots.get(hop.index, []), entries)
         hop.weight_bytes = kept_for_weights(roots.get(hop.index, []), entries)

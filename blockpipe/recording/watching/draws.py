@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..._common.callsite import users_line
+from ..._torch.tensors import generator_id
 from ...crossing.microbatch_run import MicrobatchRun
 from ...devices.rng_streams import current, host_sources, moved
 from ..entries import GeneratorUse
@@ -23,7 +24,7 @@ class RandomDraws:
         calls: the calls under way.
 
     Attributes:
-        generators: the uses of each generator of the user, by its id.
+        generators: the uses of each generator of the user, by its :data:`generator_id`.
     """
 
     def __init__(self, run: MicrobatchRun, result: Recording, calls: CallsUnderWay) -> None:
@@ -53,7 +54,8 @@ class RandomDraws:
         """
         if generator is not None:
             self._calls.refuse(f"it draws from a generator of its own ({line()})")
-            drawn = self.generators.setdefault(id(generator), GeneratorUse([], users_line()))
+            key = generator_id(generator)
+            drawn = self.generators.setdefault(key, GeneratorUse([], users_line()))
             hop = max(self._run.hop, 0)
             drawn.hops += [] if hop in drawn.hops else [hop]
             return

@@ -15,9 +15,11 @@ from ..._torch.modes import how_many_function_modes
 from ...crossing.interception import CrossingMode, is_question, looks_at_graph
 from ...crossing.microbatch_run import Reader
 from ..plan_resolution import planned_stage
+from .backward_code import seeing_context
 from .recorder import SCRIPTED, Recorder
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_READS_GRADIENT = frozenset([getattr(Tensor, name).__get__ for name in ("grad", "_grad")])
 
 
 class RecordingMode(CrossingMode):
@@ -42,21 +44,24 @@ class RecordingMode(CrossingMode):
     ) -> Any:
         if how_many_function_modes():
             return self.apart(func, types, args, kwargs)
-        self.recorder.check_interrupts()
-        self.recorder.costs.function = func.__name__
+        recorder = self.recorder
+        recorder.check_interrupts()
+        recorder.late.operated()
+        recorder.costs.function = func.__name__
         if not is_question(func):
-            self.recorder.operation()
-            self.recorder.changes.at_operation(self.recorder.hop)
-            self.recorder.look_outside()
+            recorder.operation()
+            recorder.changes.at_operation(recorder.hop)
+            recorder.look_outside()
         elif looks_at_graph(func):
-            self.recorder.looked_at_graph()
-            if len(args) > 1 and callable(args[1]):
-                self.recorder.hooked(args[0], args[1])
-        self.recorder.changes.at_function(func, args)
+            recorder.looked_at_graph(args[0], args[1] if len(args) > 1 else None)
+        recorder.changes.at_function(func, args)
         result = super().__torch_function__(func, types, args, kwargs, modes)
-        self.recorder.check_outsiders(func, args[0] if args else None)
+        recorder.check_outsiders(func, args[0] if args else None)
+        recorder.late.operated((args, kwargs))
         if func == _SETS_DATA:  # each look at it makes another object
-            self.recorder.wrote(args[0])
+            recorder.late.assigned(recorder.stand_in(args[0]), args[1])
+        elif func in _READS_GRADIENT:
+            recorder.late.reads_gradient(recorder.stand_in(args[0]))
         return result
 
     def _handed(
@@ -65,8 +70,20 @@ class RecordingMode(CrossingMode):
         given = self.recorder.calls.given_inside()
         return self.run.handed(func, args, kwargs, self._local, given)
 
-    def saw_checkpoint(self) -> None:
-        self.recorder.note_checkpoint()
+    def call_inner(
+        self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with seeing_context() as contexts:
+            result = apply(*args, **kwargs)
+        for context in contexts:
+            self.recorder.backward_code.applies(context, max(self.recorder.hop, 0))
+        return result
+
+    def saw_node_hook(self, hook: Callable[..., Any]) -> None:
+        self.recorder.backward_code.hooks_node(hook)
+
+    def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
+        self.recorder.note_checkpoint(recompute)
 
     def saw_generator_set(self) -> None:
         self.recorder.draws.drew(None)

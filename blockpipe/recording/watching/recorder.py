@@ -15,7 +15,6 @@ from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ..._common.text import dtype_text
 from ..._common.threads.thread_state import ours
-from ..._torch.graph import saved_tensor_hooks
 from ..._torch.tensors import FakeTensor, version_of
 from ...costs.work import size_of
 from ...crossing.microbatch_run import MicrobatchRun
@@ -27,16 +26,18 @@ from ...errors import CrossingError, PlanError
 from ...stages.cursor import Mark
 from ...stages.plan import too_few_devices
 from ..calls import Call
-from ..entries import CrossingInfo, Hop, TensorInfo, Unmarked
+from ..entries import CrossingInfo, Hop, TensorInfo, note_unmarked
 from ..outside_state import OutsideState
 from ..outside_tensors import OutsideTensors
 from ..recording import Recording
 from ..segments import Segments
 from ..shared_changes import SharedChanges
+from .backward_code import BackwardCode
 from .calls import CallsUnderWay, RecordedTag, is_made_by
 from .costs import RecordedWork
 from .custom_functions import AppliedFunctions
 from .draws import RandomDraws, line
+from .late_backwards import LateBackwards
 from .saved_tensors import Activations
 from .watched_cursor import WatchedCursor
 
@@ -86,15 +87,15 @@ class Recorder:
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
         self.checkpointed_in: list[Call | None] = []
         self.keepers: list[str] = []
-        self.tensor_hooks: list[tuple[Callable[..., Any], int]] = []  # each with its hop
+        self.backward_code = BackwardCode()
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.outside_tensors = OutsideTensors()
+        self.late: LateBackwards
         self.check_interrupts: Callable[[], None]
         self.changes: SharedChanges
         self.outside: OutsideState
         self.users: set[str] = set()  # paths of modules of the user's own classes
         self._sources: dict[int, Call] = {}  # calls that made what the operation under way reads
-        self._ambient_hooks: Any = None
 
     @property
     def hop(self) -> int:
@@ -108,8 +109,7 @@ class Recorder:
 
     def begin(self) -> None:
         """Begin to watch: the forward is about to run."""
-        self.activations.put_on()
-        self._ambient_hooks = saved_tensor_hooks()
+        self.backward_code.begin(self.activations.put_on)
         self.draws.begin()
 
     def end(self) -> None:
@@ -122,6 +122,7 @@ class Recorder:
     def departs(self, stage: int) -> None:
         """Write down the hop that the run is about to begin."""
         self._check_device(stage)
+        self.backward_code.begins_hop()
         hop = self.hop + 1
         self.step.route.append(stage)
         mark = self.cursor.mark
@@ -202,31 +203,24 @@ class Recorder:
             and not self.cursor.in_scope
             and (not self.cursor.is_marked or self.cursor.block_ended)
         ):
-            self._note_unmarked(hop)
+            mark = self.cursor.mark
+            after = mark.where if mark is not None else None
+            note_unmarked(self.result.unmarked, self.stage, users_line(), after)
         innermost = self.calls.innermost
         self.activations.at(hop, innermost, self.segments.current.index)
-        hooks = saved_tensor_hooks()
-        if hooks is not None and hooks != self._ambient_hooks:
+        if self.backward_code.packs(hop):
             info.whole = "it recomputes, or packs its saved tensors"
             info.reruns_forward = True
 
-    def _note_unmarked(self, hop: int) -> None:
-        last = self.result.unmarked[-1] if self.result.unmarked else None
-        mark = self.cursor.mark
-        after = mark.where if mark is not None else None
-        if last is not None and last.stage == self.stage and last.after == after:
-            last.operations += 1
-        else:
-            self.result.unmarked.append(Unmarked(self.stage, users_line(), 1, after))
-
     def read(self, tensor: Tensor, reads: Reads) -> Tensor:
         """Note that an operation reads a tensor, and read it."""
-        tensor = self.stand_ins.get(id(tensor), tensor)
+        tensor = self.stand_in(tensor)
         self._note_origin(tensor)
         is_untagged = getattr(tensor, TAG, None) is None
+        if not self.has_made(tensor):
+            self.late.lasts(tensor)
         if is_untagged and self.step.graphs.cut:
-            held = self.held.get(id(tensor))
-            if held is None and not isinstance(tensor, FakeTensor):
+            if (held := self.held.get(id(tensor))) is None and not isinstance(tensor, FakeTensor):
                 self.outside_tensors.read(tensor, self.hop)
             if held is None or not held.is_buffer:
                 self.outsiders.append((tensor, version_of(tensor)))
@@ -238,6 +232,10 @@ class Recorder:
             # A sealed module is not looked into (torch.func makes such tensors): see conclude.
             self.custom.fail(error.with_traceback(None))
             return tensor
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """Return the tensor that stands for a parameter or a buffer in a fake run."""
+        return self.stand_ins.get(id(tensor), tensor)
 
     def _note_origin(self, tensor: Tensor) -> None:
         """Note where a tensor that is read comes from, and what that means for the calls under
@@ -254,7 +252,8 @@ class Recorder:
         if isinstance(tag, RecordedTag):
             self._note_flow(newest, tag)
             self.calls.read_unreturned(tag, line())
-        self._note_if_not_given(key, newest, tag)
+        if tag is not None and tag.key is self.key and not tag.is_constant(newest):
+            self.calls.read_ungiven(key, newest, tag, line())
         if self.run.is_foreign(newest):
             what = "a tensor" if held is None else held.name
             for call in self.calls.not_given(key, id(newest)):
@@ -272,22 +271,12 @@ class Recorder:
                 self.costs.add_gradient(tensor)
             tag.is_read = True
 
-    def _note_if_not_given(self, key: int, tensor: Tensor, tag: Tag | None) -> None:
-        """Note that a call reads a tensor that was made before it and did not come in by its
-        arguments: when the call is run again, it may be another micro-batch's."""
-        if tag is None or tag.key is not self.key or tag.is_constant(tensor):
-            return
-        inside = tag.calls if isinstance(tag, RecordedTag) else ()
-        for call in self.calls.not_given(key, id(tensor)):
-            if call.refuses is None and call not in inside:
-                call.refuses = f"it reads a tensor that it was not given ({line()})"
-
     def check_outsiders(self, func: Callable[..., Any], first: object) -> None:
         """Check after an operation whether it wrote to a tensor that is neither an argument nor a
         buffer."""
         outsiders, self.outsiders = self.outsiders, []
         if self.outside_tensors.written_by(func, first, outsiders):
-            self.calls.refuse(f"it writes to a tensor that is no argument and no buffer ({line()})")
+            self._refuse_write()
 
     def take_input(self, tensor: Tensor) -> Tensor:
         """Return an input of the forward as if it were made on its first hop."""
@@ -335,6 +324,7 @@ class Recorder:
     def abandon(self) -> None:
         """Release everything, and end the cycle of the recorder, its run and its cursor."""
         self.run.abandon()
+        self.backward_code.forget()
         self.run.place.listener = None
         self.cursor.on_mark = self.cursor.on_leave = self.cursor.on_tell_apart = None
         self.cursor.on_call = None
@@ -406,7 +396,7 @@ class Recorder:
         yield from self.calls.why_closed()
         if self.run.sealed:
             yield f"it is inside of autograd.Function {self.custom.last!r}"
-        if saved_tensor_hooks() not in (None, self._ambient_hooks):
+        if self.backward_code.packs(max(self.hop, 0)):
             yield "it is inside of code that is recomputed, or that packs its saved tensors"
 
     def wrote(self, tensor: Tensor) -> None:
@@ -415,6 +405,15 @@ class Recorder:
         if held is not None:
             held.written = True
         self.outside_tensors.wrote(tensor)
+
+    def wrote_unseen(self, tensor: Tensor) -> None:
+        """Note such a write to what is no running statistic."""
+        self.wrote(tensor)
+        if not getattr(self.held.get(id(tensor)), "is_buffer", False):
+            self._refuse_write()
+
+    def _refuse_write(self) -> None:
+        self.calls.refuse(f"it writes to a tensor that is no argument and no buffer ({line()})")
 
     def given(self, operands: Iterable[Tensor]) -> None:
         """Note what an operation below autograd is given. Inside of a custom function nothing else
@@ -430,19 +429,20 @@ class Recorder:
                     self._note_read(tensor, held)
                 self.custom.read_parameter(held)
 
-    def looked_at_graph(self) -> None:
-        """Note that the forward hooks into its graph, or asks for it."""
+    def looked_at_graph(self, tensor: Tensor, hook: object) -> None:
+        """Note that the forward asks for a tensor's graph, or registers a hook of the tensor."""
         if self.hop >= 0:
             self.result.hops[self.hop].whole = f"a hook, or a look at the graph ({line()})"
-
-    def hooked(self, tensor: Tensor, hook: Callable[..., Any]) -> None:
-        """Note that the forward registers a hook of a tensor. It is called where that was made."""
         tag: Tag | None = getattr(tensor, TAG, None)
-        self.tensor_hooks.append((hook, max(self.hop if tag is None else tag.hop, 0)))
+        hop = max(self.hop if tag is None else tag.hop, 0)
+        self.backward_code.looks_at_graph(hop)
+        if callable(hook):
+            self.backward_code.calls(hook, None, hop)
 
-    def note_checkpoint(self) -> None:
-        """Note that the forward uses ``torch.utils.checkpoint``."""
+    def note_checkpoint(self, recompute: Callable[..., Any]) -> None:
+        """Note a ``torch.utils.checkpoint``, and what it calls to run its function again."""
         self.checkpointed_in.append(self.calls.innermost)
+        self.backward_code.runs_again(recompute, max(self.hop, 0))
 
     def custom_function(self, name: str) -> None:
         """Note that a custom autograd function was applied, whose backward is not known."""

@@ -7,7 +7,7 @@ was no alternative, because many of them are freed as soon as the next operation
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,15 +25,29 @@ _Key = int  # a storage's
 _FEW = 8  # storages whose sizes are kept
 
 
+class Packed:
+    """What autograd keeps of a tensor that it saves in a recording; it goes with that part of the
+    graph."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Not the tensor itself: a node that saves its own result would be a cycle.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+
+
 class Activations:
     """The storages that autograd saves, collected while the hooks are on.
 
     Args:
         skipped: parameters and buffers, which are in memory anyway.
+
+    Attributes:
+        on_saved: is told of each tensor that is saved, with the hop.
     """
 
     def __init__(self, skipped: Iterable[Tensor]) -> None:
-        self._skipped = {key for t in skipped if (key := _key_of(t)) is not None}
+        self._skipped = {key for t in skipped if (key := key_of(t)) is not None}
         self._storages: dict[_Key, tuple[Any, int]] = {}  # kept alive, so that keys stay unique
         self._saved: list[tuple[int, Call | None, _Key, int]] = []
         self._given: dict[int, set[_Key]] = {}  # a call's arguments, by its id
@@ -43,6 +57,7 @@ class Activations:
         self._hop = 0
         self._call: Call | None = None
         self._segment = 0
+        self.on_saved: Callable[[Packed, int], None] | None = None
 
     def put_on(self) -> None:
         """Hook into autograd's saving in this thread from here on."""
@@ -55,7 +70,7 @@ class Activations:
     def inputs(self, tensors: Iterable[Tensor]) -> None:
         """Note the micro-batch's inputs, which are slices of the caller's batch."""
         for tensor in tensors:
-            key = _key_of(tensor)
+            key = key_of(tensor)
             if key is not None and key not in self._skipped:
                 size = size_of(tensor)
                 self._storages[key] = tensor.untyped_storage(), size
@@ -75,18 +90,22 @@ class Activations:
                     if key in keys:
                         self._sharing.add(id(call))
                     keys.add(key)
-                self._versions.append((call, tensor, version_of(tensor)))
+                # A version is shared with what is detached, which keeps no graph alive.
+                kept = tensor if tensor.grad_fn is None else tensor.detach()
+                self._versions.append((call, kept, version_of(tensor)))
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> Packed:
         with without_torch_functions():
             key = self._noted(tensor)
             if key is not None:
                 self._saved.append((self._hop, self._call, key, self._segment))
-            # Not the tensor itself: a node that saves its own result would be a cycle.
-            return tensor if tensor.is_leaf else tensor.detach()
+            packed = Packed(tensor)
+            if self.on_saved is not None:
+                self.on_saved(packed, self._hop)
+            return packed
 
     def _noted(self, tensor: Tensor) -> _Key | None:
-        key = _key_of(tensor)
+        key = key_of(tensor)
         if key is None or key in self._skipped:
             return None
         if key not in self._storages:
@@ -150,7 +169,8 @@ class Activations:
         return [Saved(at, size, is_input) for (at, is_input), size in found.items()]
 
     def forget(self) -> None:
-        """Release all tensors."""
+        """Release all tensors. What autograd has saved keeps this object as long as its graph."""
+        self.on_saved = None
         self._storages.clear()
         self._versions.clear()
 
@@ -215,11 +235,12 @@ class Activations:
         return sum(self._storages[key][1] for key in keys)
 
 
-def _key_of(tensor: Tensor) -> _Key | None:
+def key_of(tensor: Tensor) -> _Key | None:
+    """Return which storage a tensor has; ``None`` if it has none to look at."""
     if tensor.layout is not torch.strided or is_transformed(tensor):  # it has none to look at
         return None
     return storage_id(tensor.untyped_storage())
 
 
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
+def _unpack(packed: Packed) -> Tensor:
+    return packed.tensor

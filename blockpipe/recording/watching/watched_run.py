@@ -27,7 +27,7 @@ from ...stages.marks import mark_of
 from ..entries import Hop, Output
 from ..outside_state import TORCHS, OutsideState
 from ..plain_values.shared_values import SharedValues
-from ..plain_values.still_code import may_set_by
+from ..plain_values.still_code import Hook, hooks_in, may_set_by
 from ..plain_values.values import back
 from ..plan_resolution import Stages
 from ..reads import NamesRead
@@ -35,8 +35,10 @@ from ..recording import Recording
 from ..sample import RecordRequest
 from ..sealing import conclude
 from ..shared_changes import SharedChanges
-from .costs import note_split_backwards
+from .backward_code import CalledInBackward, NodeHooksSeen, check_several
+from .costs import note_split_backwards, roots_of
 from .held import held_tensors
+from .late_backwards import LateBackwards
 from .mode import RecordedForward, RecordingMode
 from .recorder import Recorder
 from .saved_tensors import Activations
@@ -64,7 +66,8 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
     made_once = [c for c in first.shared_changes if c.settles and c.what not in recompute]
     first.settles = first.fake and bool(made_once)
     before = [c for c in first.shared_changes if not first.settles or c not in made_once]
-    first.carried = {k: v for k, v in first.carried.items() if k in second.carried}
+    again = {value.name for value in second.carried}
+    first.carried = [value for value in first.carried if value.name in again]
     known = {change.what for change in first.shared_changes}
     first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
     return first
@@ -97,7 +100,8 @@ def run_watched(
     try:
         inputs = _as_inputs(recorder, (request.args, request.kwargs))
         output = _run(model, inputs, recorder, values)
-        note_split_backwards(recorder.run, result, output)
+        values.check()
+        _note_backwards(request, recorder, output)
         given = recorder.held.keys() | {id(tensor) for tensor in tensors(inputs)}
         result.outputs = list(_outputs(output, given))
         recorder.keepers = _keepers(model, recorder)
@@ -109,8 +113,13 @@ def run_watched(
             recorder.stand_ins,
             lambda tensor: version_of(tensor) != versions[id(tensor)][1],
         )
+        if len(result.hops) > 1:
+            drawn, one_each = recorder.draws.generators, _is_accelerated(model)
+            result.shared_changes += values.draws.shared(drawn, one_each=one_each)
     finally:
         set_cursor(before)
+        recorder.activations.on_saved = None  # a graph that stays keeps the hooks
+        recorder.late.forget()
         recorder.abandon()
     if not result.hops:
         result.hops.append(Hop(0, 0, None, "the start"))
@@ -135,6 +144,9 @@ def _watching(request: RecordRequest, result: Recording, holders: Collection[Hol
     recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
     recorder.check_interrupts = request.interrupts.check
     recorder.held, recorder.stand_ins = held_tensors(model, result), request.stand_ins
+    lasting = [*model.parameters(), *model.buffers()]
+    recorder.late = LateBackwards(recorder.held, lasting, recorder.hop_here, recorder.wrote_unseen)
+    activations.on_saved = recorder.late.saved if graphs.differentiable else None
     recorder.changes = SharedChanges(model)
     recorder.outside = OutsideState(holders, modules)
     recorder.users = {p for p, module in modules.items() if is_users(type(module).__module__)}
@@ -157,10 +169,17 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
     """Call the model while all watchers run, and return its output."""
     args, kwargs = inputs
     spent, waited = recorder.costs.spent, recorder.costs.waited
-    meter = Meter(spent, waited, recorder.draws.drew, recorder.wrote, recorder.given)
+    told = recorder.draws.drew, recorder.wrote, recorder.given, recorder.late.writing
+    meter = Meter(spent, waited, *told)
     about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
     with Progress(about, modules, "module calls") as recorder.calls.progress:
-        with intercepting(), GeneratorStates(), _eager(), _saving_watched(recorder):
+        with (
+            intercepting(),
+            GeneratorStates(),
+            NodeHooksSeen(),
+            _eager(),
+            _watched(recorder),
+        ):
             with theirs(), RecordingMode(recorder), meter, values.watching():
                 output = model(*args, **kwargs)
             recorder.run.notice_writes()
@@ -169,20 +188,53 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
     return output
 
 
+def _note_backwards(request: RecordRequest, recorder: Recorder, output: Any) -> None:
+    """Write down what the graphs of the hops tell of their backwards."""
+    if recorder.step.graphs.differentiable:
+        recorder.result.late_backwards = list(recorder.late.found())
+    roots = roots_of(recorder.run, output)
+    note_split_backwards(recorder.run, recorder.result, roots)
+    for hop, begins in roots.items() if request.cut else ():
+        recorder.backward_code.has_graph(hop, [edge.node for edge, _ in begins])
+
+
 def _note_code_beside(request: RecordRequest, recorder: Recorder, values: SharedValues) -> None:
-    """Write down what the code of hooks sets and reads in the backwards of hops, and that of the
-    loss on the last one."""
+    """Write down what the code that autograd calls sets and reads in the backwards of hops, and
+    that of the loss on the last one."""
+    if recorder.step.graphs.differentiable:
+        hooks = {(id(one.function), one.name): one for one in request.hooks}
+        for added in hooks_in(request.model):  # by the forward
+            hooks.setdefault((id(added.function), added.name), added)
+        called = [*_called_on(hooks.values(), recorder), *recorder.backward_code.called]
+        if request.cut:
+            check_several((one.function, one.hop) for one in called)
+        for function, given, hop in called:
+            values.runs_beside(function, given, back(hop))
+        if recorder.backward_code.around is not None:
+            pack, unpack = recorder.backward_code.around
+            for hop in range(len(recorder.result.hops)):
+                values.runs_beside(pack, None, hop, lasts=True)
+                values.runs_beside(unpack, None, back(hop), lasts=True)
+        if not values.traces:  # the second run traces the reads of what these set
+            recorder.result.changes_unseen = may_set_by(one.function for one in called)
+    if request.loss_fn is not None:
+        values.runs_beside(request.loss_fn, None, max(recorder.hop, 0))
+
+
+def _called_on(hooks: Iterable[Hook], recorder: Recorder) -> Iterator[CalledInBackward]:
+    """Yield the hooks of modules and parameters for each hop in whose backward they are called."""
     hops = {name: set(held.hops) for held in recorder.result.parameters for name in held.names}
     for call in recorder.result.calls:
         if not call.is_function and call.hop is not None:
             hops.setdefault(call.path, set()).add(call.hop)  # where its backward ends
-    for hook in request.hooks:
-        for hop in hops.get(hook.name, ()):
-            values.runs_beside(hook.function, hook.given, back(hop))
-    for function, hop in recorder.tensor_hooks:
-        values.runs_beside(function, None, back(hop))
-    if request.loss_fn is not None:
-        values.runs_beside(request.loss_fn, None, max(recorder.hop, 0))
+    for hook in hooks:
+        for hop in sorted(hops.get(hook.name, ())):
+            yield CalledInBackward(hook.function, hook.given, hop)
+
+
+def _is_accelerated(model: nn.Module) -> bool:
+    parameter = next(model.parameters(), None)
+    return parameter is not None and parameter.device.type not in ("cpu", "meta")
 
 
 def _note_state(
@@ -193,17 +245,17 @@ def _note_state(
     recorder.outside.look(recorder.hop)
     reads = NamesRead((holder.owner for holder in holders), model.modules())
     for change in recorder.outside.changed():
-        values.changed(*change)
-        result.changes_unseen = not values.traces
+        values.known.changed(*change)
+        result.changes_unseen |= not values.traces
     result.shared_changes = [
         *recorder.changes.found(result, recorder.held, reads),
         *recorder.outside.found(result, reads),
         *recorder.outside_tensors.shared(),
-        *values.found(reads, result),
+        *values.known.found(reads, result),
     ]
-    result.carried = values.carried(reads)
+    result.carried = list(values.known.carried(reads))
     result.outside = recorder.outside_tensors.found()
-    result.collects = recorder.outside.collects
+    result.collects = recorder.outside.collects or values.known.looks_up
     result.unread = set(_unread(model, reads))
 
 
@@ -268,7 +320,7 @@ def hooked(attempt: Callable[[frozenset[str]], Recording]) -> Recording:
 
 
 @contextlib.contextmanager
-def _saving_watched(recorder: Recorder) -> Iterator[None]:
+def _watched(recorder: Recorder) -> Iterator[None]:
     recorder.begin()
     try:
         yield

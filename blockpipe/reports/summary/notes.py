@@ -51,7 +51,9 @@ def _on_parameters(recording: Recording) -> Iterator[str]:
         yield f"{kind} {info.name} is written, and read on several hops: {info.hops}"
     for shared in recording.shared_changes:
         yield f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops}"
-    for what, where in recording.carried.items():
+    for late in recording.late_backwards:
+        yield f"{late.what}, and the backward of an earlier micro-batch {late.needs}"
+    for what, where in {value.name: value.where for value in recording.carried}.items():
         yield (
             f"each forward changes {what}, and the next one reads it ({short(where)}): "
             "micro-batches count as forwards, so the numbers depend on how many there are in a step"

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.functional import mse_loss
 
 import blockpipe as bp
 from blockpipe.errors import StateError
+from blockpipe.recording.plain_values.still_code import frames_of
 
 from ...parity import assert_same_gradients, plain_step
 from ...stage_devices import stages
@@ -66,6 +68,13 @@ class Measures(Net):
     def first(self, h: Tensor) -> Tensor:
         self.scale = h.detach().abs().max().item()
         return h
+
+
+class Inherits(Scaled):
+    """Its hook is its base class's."""
+
+    def follow(self, gradient: Tensor) -> None:
+        super().follow(gradient)
 
 
 def _module_hook(net: Net) -> None:
@@ -137,6 +146,11 @@ X = torch.randn(8, 4)
         (Scaled, _object, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
         (Scaled, _partial, r"'scale' of the model in a backward on hops \[\d\].*reads it on"),
         (Scaled, _stepping_hook, r"'scale' of the model in a backward on hops \[1\].*reads it on"),
+        (
+            Inherits,
+            _parameter_hook,
+            r"'scale' of the model in a backward on hops \[1\].*reads it on",
+        ),
         (Hooked, _nothing, r"'scale' of the model in a backward on hops \[0\].*reads it on"),
         (Measures, _reads, r"'scale' of the model on hops \[0\].*reads it in a backward on"),
         (Net, _counts_on_both, r"'seen' of .* in a backward on hops \[0, 1\].*in a backward on"),
@@ -219,3 +233,21 @@ def test_hooks_that_set_what_the_forward_reads_are_the_plain_loops_one_by_one() 
     _step(net, schedule="sequential")
     plain_step(plain, (X,), {}, X, mse_loss, 4)
     assert_same_gradients(net, plain)
+
+
+def _in_library(source: str) -> dict[str, Any]:
+    """Return the names that code of a library has defined."""
+    names: dict[str, Any] = {"__name__": "torch.utils.made_up"}
+    exec(source, names)
+    return names
+
+
+def test_a_function_of_a_library_that_has_itself_in_its_closure_is_passed_once() -> None:
+    """To look for the user's functions in closures went on for ever."""
+    source = "def wrap(user):\n    def again(*args):\n        return user(*args) or again\n    return again"
+
+    def hook(gradient: Tensor) -> None:
+        pass
+
+    found = frames_of(_in_library(source)["wrap"](hook))
+    assert [still.f_code for still in found] == [hook.__code__]

@@ -100,6 +100,25 @@ def _drops_another_gradient(net: Net) -> None:
     net.b.weight.register_post_accumulate_grad_hook(hook)
 
 
+def _all_gradients(net: Net) -> None:
+    def hook(gradient: Tensor) -> Tensor:
+        found = [p.grad for _, (_, p) in enumerate(net.named_parameters()) if p.grad is not None]
+        return gradient * (1 + len(found))
+
+    net.a.weight.register_hook(hook)
+
+
+def _sums_all_gradients(net: Net) -> None:
+    def hook(gradient: Tensor) -> Tensor:
+        for layer in net.children():
+            for parameter in layer.parameters():
+                if parameter.grad is not None:
+                    gradient = gradient * parameter.grad.norm()
+        return gradient
+
+    net.a.weight.register_hook(hook)
+
+
 X = torch.randn(8, 4)
 
 
@@ -119,6 +138,8 @@ def _step(net: Net, **options: object) -> None:
         (_buffer_of_another_stage, r"buffer 'factor' in a backward on hops \[0\]"),
         (_reads_what_the_forward_writes, r"buffer 'mean' on hops \[0\]"),
         (_another_gradient, r"the \.grad of 'b\.weight' in a backward on hops \[1\]"),
+        (_all_gradients, r"the \.grad of 'b\.\w+' in a backward on hops \[1\]"),
+        (_sums_all_gradients, r"the \.grad of 'b\.\w+' in a backward on hops \[1\]"),
         (_scales_another_gradient, r"the \.grad of 'a\.bias' in a backward on hops \[0, 1\]"),
         (_drops_another_gradient, r"the \.grad of 'a\.bias' in a backward on hops \[0, 1\]"),
     ],

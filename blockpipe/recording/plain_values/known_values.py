@@ -1,0 +1,149 @@
+"""The plain values that a traced forward has read and set, and what follows from that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from ..calls import Call
+from ..entries import CarriedValue, SharedChange
+from ..reads import NamesRead, libraries_code_reads
+from ..recording import Recording
+from .expressions import ALL, BY_ARGUMENT, member_of
+from .frozen import frozen
+from .places import attribute_of, has_tensors, named, space_of
+from .values import SharedValue, back, hops_of, shared_change
+
+_REMEDY = "pass it along as an argument"
+_OF_VARIABLE = "count in an attribute of the model: each micro-batch has a context of its own"
+OF_CHECKPOINT = (
+    "torch.utils.checkpoint runs its function again in the backward: set the value outside of "
+    "that function, and pass it to it as an argument"
+)
+
+_Where = tuple[int, Any]  # an object by its id, and a name or key in it
+
+
+class KnownValues:
+    """The values at all places that one forward has read or set.
+
+    Args:
+        paths: the path of each module, by its id.
+
+    Attributes:
+        variables: the context variables among them by id, each with its first value.
+    """
+
+    def __init__(self, paths: Mapping[int, str]) -> None:
+        self.variables: dict[int, tuple[ContextVar[Any], Any]] = {}
+        self._paths = paths
+        self._values: dict[_Where, SharedValue] = {}
+
+    def at(self, owner: Any, key: Any) -> SharedValue:
+        """Return the value at a place, which is known from here on."""
+        where = space_of(owner), key
+        if where not in self._values:
+            self._values[where] = SharedValue(owner, key)
+        return self._values[where]
+
+    def found_at(self, owner: Any, key: Any) -> SharedValue | None:
+        """Return the value at a place, if it is known."""
+        return self._values.get((space_of(owner), key))
+
+    def changed(self, owner: Any, key: Any, hops: set[int], where: str) -> None:
+        """Something has changed, whoever did it: also code that is not traced.
+
+        Args:
+            owner: the object.
+            key: a name or key in it; ``None``: its content.
+            hops: on which that was seen.
+            where: the line at which it was seen first.
+        """
+        known = self._values.get((id(owner), ALL if key is None else key))
+        if known is None and isinstance(owner, dict):  # an entry that only code in C has named
+            known = self._values.get((id(owner), ALL))
+        if known is not None and not (known.is_traced and key is not None):
+            known.set_on |= hops
+            known.first_write = known.first_write or where
+
+    def _called_on(self, calls: Iterable[Call]) -> None:
+        """A library's module reads its attributes wherever it is called."""
+        by_path: dict[str, list[SharedValue]] = {}
+        for known in self._values.values():
+            if known.set_on and libraries_code_reads(type(known.owner), known.key):
+                by_path.setdefault(self._paths.get(id(known.owner), " "), []).append(known)
+        for call in calls:
+            for known in by_path.get(call.path, ()):
+                known.read_on |= set() if call.hop is None else {call.hop}
+                known.first_read = known.first_read or call.where
+
+    def found(self, reads: NamesRead, result: Recording) -> Iterator[SharedChange]:
+        """The values that one hop sets and another one reads, when the forward is over.
+
+        Args:
+            reads: what the user's code reads.
+            result: with its hops and calls.
+        """
+        if len(result.hops) < 2:
+            return
+        self._called_on(result.calls)
+        for known in self._values.values():
+            others = self._of_all(known)
+            read_on = known.read_on.union(*(other.read_on for other in others))
+            again = {back(hop) for hop in known.set_again_on if known.is_carried}
+            seen = known.set_on | again | read_on
+            if not known.set_on or not read_on:
+                continue
+            if len(seen) < 2:
+                if self._is_counted_in(known):
+                    where = known.first_read
+                    yield shared_change(known, "a ContextVar", read_on, where, _OF_VARIABLE)
+                continue
+            # In a forward a tensor says itself which micro-batch it is of.
+            if min(seen) >= 0 and has_tensors(member_of(known.owner, known.key)):
+                continue
+            name = attribute_of(known.owner, known.key)
+            if name is not None and not known.is_read_outside and reads.is_unread(*name):
+                continue
+            where = next(k.first_read for k in (known, *others) if k.first_read)
+            remedy = _REMEDY if min(seen) >= 0 else "set it between steps"
+            remedy = known.remedy or (OF_CHECKPOINT if again else remedy)
+            yield shared_change(known, self._named(known), read_on, where, remedy)
+
+    def _is_counted_in(self, known: SharedValue) -> bool:
+        """Whether it is a context variable in which each forward leaves something for the next."""
+        variable, before = self.variables.get(id(known.owner), (None, None))
+        return variable is not None and known.is_carried and frozen(variable.get(None)) != before
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether a backward looks entries up by keys that are not known: forwards may set entries
+        of the same keys, or each one its own."""
+        return any(known.key is BY_ARGUMENT and known.read_on for known in self._values.values())
+
+    def carried(self, reads: NamesRead) -> Iterator[CarriedValue]:
+        """The values that one forward leaves for the next one.
+
+        Args:
+            reads: what the user's code reads.
+        """
+        for known in self._values.values():
+            name = attribute_of(known.owner, known.key)
+            is_read = known.read_on and (name is None or not reads.is_unread(*name))
+            if known.is_carried and known.set_on and is_read:
+                place = known.held_by or (known.owner, None if known.key is ALL else known.key)
+                where = space_of(place[0]), place[1]
+                hops = hops_of(known.set_on)
+                yield CarriedValue(self._named(known), known.first_read, hops, where)
+
+    def _of_all(self, known: SharedValue) -> list[SharedValue]:
+        """Return the values that overlap: a container's entries for its whole content, or the
+        reverse."""
+        if known.key is ALL:
+            return [v for v in self._values.values() if v.owner is known.owner and v is not known]
+        whole = self._values.get((space_of(known.owner), ALL))
+        return [] if whole is None else [whole]
+
+    def _named(self, known: SharedValue) -> str:
+        return named(known.owner, known.key, self._paths)

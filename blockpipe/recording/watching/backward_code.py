@@ -1,0 +1,254 @@
+"""Collect the user's code that autograd will call in the backwards of a recorded forward.
+
+That is hooks of tensors and of nodes, the backwards of custom functions, what unpacks saved
+tensors, and the contexts in which a checkpoint runs again. No backward runs in a recording:
+gradients would have to be made up, and the code may step, log or talk to other processes. So the
+functions are noted where the forward hands them to torch, each with its hop, and ``plain_values``
+reads their source.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import Node
+
+from ..._torch.graph import (
+    ADD_HOOK,
+    NodeHooks,
+    PythonNode,
+    custom_function_of,
+    hook_of_several,
+    nodes_made,
+    recompute_context_of,
+    saved_tensor_hooks,
+    sequence_number,
+)
+from ...crossing.interception import active_mode
+from ...crossing.tags import TAG, UNCUT, GraphEntry
+from ...crossing.torch_patches import Replacement
+from ...errors import CrossingError
+from ..plain_values.still_code import frames_of
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_OF_CONTEXT = ("__enter__", "__exit__", "__torch_dispatch__", "__torch_function__")
+_OF_POLICY = "policy_fn"  # of torch's selective checkpoints
+
+
+class CalledInBackward(NamedTuple):
+    """A function that autograd calls.
+
+    Attributes:
+        function: the user's, or a library's around it.
+        given: its first argument; ``None``: that is not known.
+        hop: the hop in whose backward it is called.
+    """
+
+    function: Callable[..., Any]
+    given: object
+    hop: int
+
+
+class BackwardCode:
+    """The functions that a forward hands to autograd.
+
+    Attributes:
+        called: the functions, in the order in which they were handed over.
+        around: the hooks on saved tensors that were on around the forward; ``None``: none were.
+    """
+
+    def __init__(self) -> None:
+        self.called: list[CalledInBackward] = []
+        self.around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._known: set[tuple[Any, ...]] = set()
+        self._ambient: Any = None  # the hooks on saved tensors while the forward runs
+        self._first_nodes: list[int] = []  # by hop, the number of the first node
+        self._looked_at = 0  # the hop of the graph that the forward has asked for
+
+    def begin(self, watched: Callable[[], None]) -> None:
+        """Begin to collect.
+
+        Args:
+            watched: puts the recording's own hooks on saved tensors on, over those around it.
+        """
+        self.around = saved_tensor_hooks()
+        watched()
+        self._ambient = saved_tensor_hooks()
+
+    def looks_at_graph(self, hop: int) -> None:
+        """Note that the forward asks for the graph of a tensor that was made on a hop."""
+        self._looked_at = hop
+
+    def hooks_node(self, hook: Callable[..., Any]) -> None:
+        """Note a hook of a node. The forward has asked for the node before."""
+        self.calls(hook, None, self._looked_at)
+
+    def packs(self, hop: int) -> bool:
+        """Note the hooks of the user's, or of torch's checkpoints, that saved tensors go through
+        now; return whether there are any."""
+        hooks = saved_tensor_hooks()
+        if hooks is None or hooks == self._ambient:
+            return False
+        self.calls(hooks[1], None, hop)
+        return True
+
+    def begins_hop(self) -> None:
+        """Note that the nodes that are made from here on belong to another hop."""
+        self._first_nodes.append(nodes_made())
+
+    def has_graph(self, hop: int, roots: Iterable[Node]) -> None:
+        """Note the custom functions in a hop's graph, by whatever name they were applied.
+
+        Args:
+            hop: the hop.
+            roots: where its backward begins.
+
+        Raises:
+            CrossingError: one of them has joined the graphs of two hops.
+        """
+        todo, seen = [*roots], dict[int, Node]()
+        while todo:
+            node = todo.pop()
+            kind = custom_function_of(node)
+            if id(node) in seen or kind is GraphEntry:
+                continue
+            seen[id(node)] = node
+            following = [found for found, _ in node.next_functions if found is not None]
+            if kind is not None:
+                self.applies(node, hop)
+                if hop > 0 and any(self._is_of_earlier(found, hop) for found in following):
+                    raise _joins(kind, hop)
+            todo += following
+
+    def _is_of_earlier(self, node: Node, hop: int) -> bool:
+        is_leaf = not node.next_functions
+        is_entry = custom_function_of(node) is GraphEntry
+        return not (is_leaf or is_entry) and sequence_number(node) < self._first_nodes[hop]
+
+    def applies(self, context: Node, hop: int) -> None:
+        """Note a custom function that is applied.
+
+        Args:
+            context: its node, which is the context of its backward.
+            hop: the hop that it is applied on.
+        """
+        kind: Any = custom_function_of(context)
+        # An application that holds the same objects as another one is no other code.
+        key = kind, hop, *(id(value) for value in vars(context).values() if _is_state(value))
+        if key not in self._known:
+            self._known.add(key)
+            for function in (kind.backward, kind.vjp):
+                self.called.append(CalledInBackward(function, context, hop))
+
+    def runs_again(self, recompute: Callable[..., Any], hop: int) -> None:
+        """Note the context in which a checkpoint runs its function again."""
+        context = recompute_context_of(recompute)
+        if hasattr(context, "gen") and hasattr(context, "func"):  # made by contextlib
+            self.calls(context.func, next(iter(context.args), None), hop)
+            return
+        for name in _OF_CONTEXT:
+            method = getattr(type(context), name, None)
+            if method is not None:
+                self.calls(method, context, hop)
+        if hasattr(context, _OF_POLICY):
+            self.calls(getattr(context, _OF_POLICY), None, hop)
+
+    def calls(self, function: Callable[..., Any], given: object, hop: int) -> None:
+        """Note a function, as :class:`CalledInBackward` says."""
+        key = id(function), id(given), hop
+        if key not in self._known:
+            self._known.add(key)
+            self.called.append(CalledInBackward(function, given, hop))
+
+    def forget(self) -> None:
+        """Release the graph that the functions' contexts are in."""
+        self.called.clear()
+
+
+class NodeHooksSeen(Replacement):
+    """A replacement by which hooks of nodes are noticed in a recording. Nodes are classes of C++,
+    whose methods cannot be replaced, and cannot be asked for their hooks."""
+
+    owner, name = NodeHooks, ADD_HOOK
+
+    def replacement(self) -> Any:
+        add = self._original.__func__
+
+        def seen(hooks: Any, hook: Callable[..., Any]) -> Any:
+            mode = active_mode()
+            if mode is not None:
+                mode.saw_node_hook(hook)
+            return add(hooks, hook)
+
+        return staticmethod(seen)
+
+
+@contextmanager
+def seeing_context() -> Iterator[list[Node]]:
+    """Collect the context of a custom function that is applied while entered, where it makes no
+    graph: in the forward of another one, which may run it again in its backward, as reentrant
+    checkpoints do."""
+    found: list[Any] = []
+
+    def called(frame: types.FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        given = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+        given = given[0] if isinstance(given, tuple) and given else given
+        if event == "call" and isinstance(given, PythonNode):
+            found.append(given)
+            sys.setprofile(None)
+
+    profiles = sys.getprofile() is not None  # there is one at a time
+    if not profiles:
+        sys.setprofile(called)
+    try:
+        yield found
+    finally:
+        if not profiles:
+            sys.setprofile(None)
+
+
+def check_several(hooks: Iterable[tuple[Callable[..., Any], int]]) -> None:
+    """Raise :class:`CrossingError` for a hook over tensors of several stages.
+
+    Args:
+        hooks: the hooks of single tensors, each with the hop in whose backward it is called.
+    """
+    hops: dict[int, set[int]] = {}
+    for hook, hop in hooks:
+        common = hook_of_several(hook)
+        if common is not None:
+            hops.setdefault(id(common), set()).add(hop)
+            if len(found := hops[id(common)]) > 1:
+                code = next(frames_of(hook)).f_code
+                raise CrossingError(
+                    "expected a hook over tensors of one hop, got register_multi_grad_hook over "
+                    f"tensors of hops {sorted(found)}: each of their backwards would call it, with "
+                    f"its own gradients alone ({code.co_filename}:{code.co_firstlineno}); register "
+                    f"a hook on each tensor, or {UNCUT}"
+                )
+
+
+def _joins(function: type[Function], hop: int) -> CrossingError:
+    code = getattr(function.forward, "__code__", None)
+    where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    name = function.__qualname__
+    return CrossingError(
+        f"autograd.Function {name!r}{where} reads a tensor of an earlier hop on hop {hop}, but its "
+        "apply was kept under another name, by which the call cannot be seen; call "
+        f"{name}.apply(…), or put the call into a module of its own"
+    )
+
+
+def _is_state(value: object) -> bool:
+    """Whether a value in a function's context may be something that other code uses too."""
+    if isinstance(value, Tensor):
+        return getattr(value, TAG, None) is None
+    return not isinstance(value, _PLAIN)
