@@ -216,7 +216,6 @@ def test_a_usual_training_loop_gives_plain_parameters():
         assert_close(ours, theirs)
 
 
-@pytest.mark.slow
 def test_stages_run_under_the_callers_autocast():
     """The stages run under the caller's autocast; a scaled loss is scaled back."""
     model = linears(3)

@@ -168,7 +168,6 @@ def test_no_doors_inside_of_what_runs_untouched():
 # --- models that people use
 
 
-@pytest.mark.slow
 def test_a_torchvision_model_set_and_trained():
     """ResNet with stages set inside of residual blocks: the plain loop's gradients."""
     torchvision = pytest.importorskip("torchvision")

@@ -50,7 +50,6 @@ def test_a_hugging_face_model_is_cut_and_trains_as_plain(name: str, by: str) -> 
     assert "tied:" in str(plan)
 
 
-@pytest.mark.slow
 def test_a_timm_model_is_cut_at_blocks() -> None:
     """With some slack: of cuts that as many bytes cross, the outermost module is taken."""
     timm = pytest.importorskip("timm")

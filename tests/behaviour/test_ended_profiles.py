@@ -78,7 +78,6 @@ def test_a_profile_in_a_profile_is_refused():
     check(t)
 
 
-@pytest.mark.slow
 def test_two_pipelines_have_two_profiles():
     """Each sees its own steps."""
     one, other = made(), made("gpipe")
@@ -90,7 +89,6 @@ def test_two_pipelines_have_two_profiles():
     check(b, steps=2)
 
 
-@pytest.mark.slow
 def test_a_copy_of_a_profiled_pipeline_is_not_profiled():
     """Of a pipeline that is."""
     pipe = made()

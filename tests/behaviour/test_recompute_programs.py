@@ -25,7 +25,6 @@ from ..strategies import Program, programs
 from .recomputed_models import MODES, Layer, Wide, compared, layers, step
 
 
-@pytest.mark.slow
 def test_a_function_that_reads_what_it_saved_twice():
     """Costs no second recomputation."""
 

@@ -79,7 +79,6 @@ def test_optimizer_state_loaded_on_meta_is_refused(name):
     step(late, optimizer)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_distributed_checkpoints_of_model_and_optimizer_round_trip(tmp_path):
     """``torch.distributed.checkpoint`` saves and loads a pipeline's model and optimizer."""

@@ -196,7 +196,6 @@ def test_a_name_that_no_argument_has_is_refused():
         _pipe(Mean(), imagse="list")(torch.ones(4, 8))
 
 
-@pytest.mark.slow
 @pytest.mark.cpu("a detection model's own code needs no second run")
 def test_a_detection_model_of_torchvision_trains():
     """Exact, micro-batch by micro-batch; its losses are of sampled anchors, so not the batch's."""

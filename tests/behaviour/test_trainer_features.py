@@ -45,7 +45,6 @@ def test_evaluation_and_prediction_give_the_plain_runs_numbers(tmp_path):
         assert mine.predictions.shape == (7, 8, 32)
 
 
-@pytest.mark.slow
 def test_a_run_is_resumed_by_the_pipeline_and_by_the_plain_trainer(tmp_path):
     """From the same checkpoint, with the optimizer's momentum; the tied weight is saved once."""
     first = made(
@@ -72,7 +71,6 @@ def test_a_run_is_resumed_by_the_pipeline_and_by_the_plain_trainer(tmp_path):
             torch.testing.assert_close(mine.to("cpu"), theirs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
     """The learning rate is far too high, so that it is not the last one."""
     ours, plain = train_both(
@@ -90,7 +88,6 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
     assert_same(ours, plain)
 
 
-@pytest.mark.slow
 @pytest.mark.cpu("the trainer's autocast is for its own kind of device")
 def test_mixed_precision_is_the_plain_runs_over_the_same_micro_batches(tmp_path):
     """In bf16, where other micro-batches round otherwise: two of 2 samples a batch of 4. All labels
@@ -116,7 +113,6 @@ def test_mixed_precision_is_the_plain_runs_over_the_same_micro_batches(tmp_path)
     assert ours.predict(texts()[:2]).predictions.dtype == "float32"
 
 
-@pytest.mark.slow
 def test_a_gradient_scaler_scales_each_micro_batch_and_not_the_loss_that_is_logged(tmp_path):
     """As ``fp16`` has one on a GPU."""
     plain, ours = (
@@ -131,7 +127,6 @@ def test_a_gradient_scaler_scales_each_micro_batch_and_not_the_loss_that_is_logg
     assert_same(ours, plain)
 
 
-@pytest.mark.slow
 def test_gradient_checkpointing_recomputes_and_changes_nothing(tmp_path):
     ours, plain = train_both(
         tmp_path,
@@ -153,7 +148,6 @@ class Watching(TrainerCallback):
         control.should_training_stop = state.global_step == 1
 
 
-@pytest.mark.slow
 def test_callbacks_get_the_plain_model_and_the_bar_is_drawn(tmp_path, capsys):
     watching = Watching()
     ours = made(
@@ -165,7 +159,6 @@ def test_callbacks_get_the_plain_model_and_the_bar_is_drawn(tmp_path, capsys):
     assert "1/2" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_model_of_model_init_gets_a_pipeline_of_its_own(tmp_path):
     """``model_init`` is called again at each ``train``."""
     ours = made(PipelineTrainer, tmp_path, model_init=lambda: gpt(), pipeline=PIPELINE)
@@ -178,7 +171,6 @@ def test_a_model_of_model_init_gets_a_pipeline_of_its_own(tmp_path):
     assert_same(ours, plain)
 
 
-@pytest.mark.slow
 def test_a_pipeline_is_taken_as_the_model(tmp_path):
     """Its options stay, and so does a sum that the user has asked for."""
     model = bp.begin_blocks(gpt(), {"transformer.h.1": 1})
@@ -193,7 +185,6 @@ def test_a_pipeline_is_taken_as_the_model(tmp_path):
     assert_same(ours, plain)
 
 
-@pytest.mark.slow
 def test_lora_adapters_are_trained_and_saved(tmp_path):
     """With the model wrapped by peft, whose blocks have names of its own."""
     peft = pytest.importorskip("peft")

@@ -69,7 +69,6 @@ def test_a_resnet_with_dropout_is_exact(schedule: str):
     assert sum(d.kind == "buffers" for d in found.differences) == len(list(net.buffers()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_transformer_with_its_own_loss_is_exact(checkpoint: str):
     """Hugging Face: tied embeddings, dropout, labels as an argument."""

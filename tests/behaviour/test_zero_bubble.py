@@ -319,7 +319,6 @@ def test_hooks_on_parameters_fire_once(schedule):
     assert len(seen["piped"]) == len(seen["plain"]) == 3 * 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SPLITTING)
 def test_a_compiled_module_is_whole(schedule):
     """Its backward is one function: it would run twice."""

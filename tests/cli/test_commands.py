@@ -128,7 +128,6 @@ def test_simulate_compares_all_that_fit(capsys: pytest.CaptureFixture[str]) -> N
     assert {"gpipe", "1f1b", "zb-v"} <= set(names)
 
 
-@pytest.mark.slow
 def test_trace_writes_a_trace_and_a_page(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -292,7 +292,6 @@ def test_arguments_that_are_one_tensor_stay_one():
     assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 4)).same
 
 
-@pytest.mark.slow
 @pytest.mark.cpu("it is the CPU's autocast")
 def test_a_recomputation_is_under_the_forwards_autocast():
     """The caller's, and what the forward enters around a call."""

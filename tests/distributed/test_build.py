@@ -53,7 +53,6 @@ def test_tensors_cross_in_one_order_whatever_the_order_of_the_calls(writes: bool
         assert torch.equal(build_stage(net, 1, x)(*given)[0], net(x))
 
 
-@pytest.mark.slow
 def test_a_residual_network_is_cut_inside_of_a_block():
     """Batch norm's running statistics are the plain model's as well."""
     stages = assert_like_plain(resnet(), torch.randn(2, 3, 64, 64))
@@ -67,14 +66,12 @@ def test_a_gpt_with_tied_weights_has_them_on_both_stages():
     assert first["transformer.wte.weight"] is last["lm_head.weight"]
 
 
-@pytest.mark.slow
 def test_llama_with_rotary_embeddings_is_the_plain_one():
     """Their tables, and the mask, go to every stage."""
     mask = torch.ones(2, 8, dtype=torch.long)
     assert_like_plain(llama(), input_ids=ids(2), labels=ids(2), attention_mask=mask)
 
 
-@pytest.mark.slow
 def test_t5_hands_the_encoders_result_to_every_decoder_stage():
     """With dropout, whose numbers are drawn in the same order here."""
     assert_like_plain(t5(dropout_rate=0.1), input_ids=ids(2), labels=ids(2))

@@ -58,7 +58,6 @@ def test_a_loss_that_ignores_the_number_of_items_stays_a_mean(tmp_path):
     assert_same(ours, plain)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accepts", [True, False])
 def test_rows_without_a_label_that_counts_add_nothing(tmp_path, accepts):
     """Each row is a micro-batch: one of a batch has no label, and then a whole batch has none."""
@@ -78,7 +77,6 @@ def test_rows_without_a_label_that_counts_add_nothing(tmp_path, accepts):
     assert_same(ours, plain)
 
 
-@pytest.mark.slow
 def test_the_loss_of_speech_is_added_up_as_its_configuration_says(tmp_path):
     """For CTC: a sum over samples here, whatever labels they have."""
     config = transformers.Wav2Vec2Config(
@@ -134,14 +132,12 @@ class PipelineWeighted(PipelineTrainerMixin, Weighted):
     pass
 
 
-@pytest.mark.slow
 def test_a_compute_loss_of_ones_own_sees_the_whole_batch(tmp_path):
     ours, plain = train_both(tmp_path, kinds=(Weighted, PipelineWeighted))
     assert not ours._loss_is_models_own()
     assert_same(ours, plain)
 
 
-@pytest.mark.slow
 def test_a_loss_function_of_ones_own_sees_the_whole_batch(tmp_path):
     def squares(outputs, labels, num_items_in_batch):
         counts = labels.ne(-100)
@@ -150,7 +146,6 @@ def test_a_loss_function_of_ones_own_sees_the_whole_batch(tmp_path):
     assert_same(*train_both(tmp_path, compute_loss_func=squares))
 
 
-@pytest.mark.slow
 def test_label_smoothing_shifts_the_labels_of_a_language_model(tmp_path):
     """The trainer finds the model's class behind the pipeline."""
     assert_same(*train_both(tmp_path, label_smoothing_factor=0.3))
@@ -161,7 +156,6 @@ class Doubled(Trainer):
         return super().training_step(*args, **kwargs) * 2
 
 
-@pytest.mark.slow
 def test_a_training_step_of_ones_own_is_called(tmp_path):
     class PipelineDoubled(PipelineTrainerMixin, Doubled):
         pass

@@ -51,7 +51,6 @@ def test_balanced_is_never_worse_than_brute_force(data: st.DataObject, weights: 
     assert worst([0, *accumulate(found)]) == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.slow
 @given(data=st.data(), count=st.integers(1, 8))
 def test_bounds_are_the_best_and_then_those_with_the_least_crossing(
     data: st.DataObject, count: int

@@ -21,7 +21,6 @@ def _marked(net: nn.Module, text: str) -> nn.Module:
     return copied
 
 
-@pytest.mark.slow
 @each_value(
     by=["flops", "parameters"],
     stages=[2, 4],
@@ -52,7 +51,6 @@ class Odd(nn.Module):
         return self.get_submodule("lambda")(self.get_submodule("not a name")(x))
 
 
-@pytest.mark.slow
 def test_every_module_can_be_written() -> None:
     net, x = Odd(), torch.zeros(2, 4)
     plan = bp.balance(net, x, 6, "flops")

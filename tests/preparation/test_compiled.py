@@ -168,7 +168,6 @@ def test_a_compiled_hop_is_not_split():
     assert pipe.recording.hops[1].whole == "compiled module 1"
 
 
-@pytest.mark.slow
 def test_as_many_captures_as_micro_batches_in_flight():
     """An own schedule runs as it says, however small the model: each micro-batch has its slot."""
     own = make_schedule("gpipe", [0, 1], 4)

@@ -34,7 +34,6 @@ def _tried(report: ChunksReport) -> list[tuple[str, int]]:
     return [(trial.schedule, trial.microbatches) for trial in report.trials]
 
 
-@pytest.mark.slow
 def test_candidates_are_powers_of_two_and_the_pipelines_own():
     """Powers of two up to eight for each stage, and the pipeline's own; no more than samples."""
     report = _pipe(chunks=3).find_chunks(torch.randn(12, 8), **_batch() | {"candidates": None})
@@ -191,7 +190,6 @@ def test_a_failure_of_all_is_the_callers():
     assert net[0].weight.grad is None
 
 
-@pytest.mark.slow
 def test_a_search_leaves_nothing_behind():
     """Values, gradients, statistics, generators, options and recordings are as they were."""
     pipe = _pipe()

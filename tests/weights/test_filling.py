@@ -141,7 +141,6 @@ def test_init_is_called_for_what_is_above():
     assert net[0].a.weight.any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
 def test_a_hugging_face_model_is_initialized_as_if_built(kind):
     """By its own ``_init_weights``: every tensor has the spread that building gives it."""

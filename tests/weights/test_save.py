@@ -351,7 +351,6 @@ def test_what_cannot_be_saved(tmp_path):
         bp.Pipeline(wrapped).save_weights(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_hugging_face_checkpoints_go_both_ways(tmp_path, kind):
     """A model built on meta loads what ``save_pretrained`` wrote, by its own ``_init_weights`` for
@@ -397,7 +396,6 @@ def test_hugging_face_checkpoints_go_both_ways(tmp_path, kind):
     assert same_state(fresh.state_dict(), plain.state_dict())
 
 
-@pytest.mark.slow
 def test_buffers_that_timm_saves_in_no_checkpoint_are_reset():
     """Buffers that no checkpoint holds come from the modules' ``reset_parameters``."""
     timm = pytest.importorskip("timm")

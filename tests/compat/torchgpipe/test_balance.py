@@ -23,7 +23,6 @@ class Work(nn.Linear):
         return x
 
 
-@pytest.mark.slow
 @pytest.mark.cpu("profiled on the CPU")
 def test_balance_by_time() -> None:
     """The heaviest partition is as light as can be; a twentieth of the work does not count."""

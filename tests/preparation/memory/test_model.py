@@ -103,7 +103,6 @@ def test_the_prediction_is_within_15_percent(schedule, mode, chunks):
         assert abs(stage.activations + stage.working - measured) < 0.15 * measured, str(report)
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(30), deadline=None)
 @given(
     st.integers(2, 4),
@@ -217,7 +216,6 @@ def test_it_suggests_recomputation_chunks_and_a_move():
     assert "move '5' from stage 0 to stage 1" in text
 
 
-@pytest.mark.slow
 def test_what_it_suggests_helps():
     """Recomputation and a move really come to what is promised, within a tenth."""
     net = layers(count=8, stages=2, width=64)

@@ -312,7 +312,6 @@ def test_a_profile_shows_its_last_step_and_predictions(profiled):
     ]
 
 
-@pytest.mark.slow
 def test_the_page_works_in_a_notebooks_frame(browser, timeline, tmp_path):
     """The page is in a frame of its own, and works there."""
     path = tmp_path / "notebook.html"

@@ -172,7 +172,6 @@ def test_profiling_changes_no_gradient(schedule, isolate):
         assert equal(p.grad, q.grad)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "sequential", "uncut"])
 def test_a_profile_keeps_no_tensor(schedule):
     """Of a profiled step's tensors none is alive, not even while the profile goes on."""
