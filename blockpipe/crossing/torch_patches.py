@@ -73,7 +73,9 @@ class UnseenOperations(Replacement):
             setattr(Tensor, name, stand_in)
 
     def take_off(self) -> None:
-        for name in _UNSEEN:
+        for name, stand_in in _UNSEEN.items():
+            if vars(Tensor).get(name) is not stand_in:
+                continue  # after an interrupt: it was not put on yet, or is off again
             if name in self._before:
                 setattr(Tensor, name, self._before[name])
             else:
