@@ -151,6 +151,39 @@ def test_after_a_failure_other_micro_batches_stop(schedule: str) -> None:
 
 
 @pytest.mark.cpu("one run at a time runs Python on accelerators")
+def test_after_a_failure_another_lane_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the second stage fails, the first one ends the micro-batch that it is at, and stops."""
+    bomb, net, plain, pipe = make("gpipe")
+    second_is_under_way, has_failed, armed = (threading.Event() for _ in range(3))
+    failed, begun = LaneThreads.fail, []
+
+    def fail(self: LaneThreads, error: BaseException) -> None:
+        failed(self, error)
+        has_failed.set()
+
+    def visit(place: str, stage: int, microbatch: int | None) -> None:
+        if not armed.is_set():
+            return
+        here = place, stage, microbatch
+        begun.append(here)
+        if here == ("module", 1, 0):
+            assert second_is_under_way.wait(20)
+            raise ValueError("boom")
+        if here == ("module", 0, 1):
+            second_is_under_way.set()
+            assert has_failed.wait(20)
+
+    monkeypatch.setattr(LaneThreads, "fail", fail)
+    monkeypatch.setattr(bomb, "visit", visit)
+    step(pipe, bomb, "forward_backward")  # in the first step stages take turns: they may draw
+    armed.set()
+    catch(ValueError, lambda: step(pipe, bomb, "forward_backward"))
+    armed.clear()
+    assert {microbatch for _, _, microbatch in begun} == {0, 1}
+    assert_recovers(net, plain, pipe, bomb)
+
+
+@pytest.mark.cpu("one run at a time runs Python on accelerators")
 def test_the_first_of_two_failures_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """When two runs fail, the caller gets the one that failed first."""
     bomb, net, plain, pipe = make("gpipe")
