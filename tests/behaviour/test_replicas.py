@@ -213,6 +213,7 @@ def test_unplaced_models_are_where_they_were():
 
 def test_a_compiled_step_when_it_calls_replicas_then_runs_them_as_they_are():
     """The compiler takes what is around the copies."""
+    torch.compiler.reset()  # what it has given up in this process does not count
     net, x, y = make_net(), torch.randn(8, 4), torch.randint(0, 2, (8,))
     plain, graphs = copy.deepcopy(net), []
     many = Replicas(net, groups(), chunks=2)
@@ -231,4 +232,4 @@ def test_a_compiled_step_when_it_calls_replicas_then_runs_them_as_they_are():
     assert_close(loss, expected)
     for one, other in zip(net.parameters(), plain.parameters(), strict=True):
         assert_close(one.grad, other.grad)
-    assert [len(graph) for graph in graphs] == [1]
+    assert [len(graph) for graph in graphs] == [1], torch._dynamo.utils.counters
