@@ -333,8 +333,15 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             "checkpoint": self.checkpoint,
             "batch norm": self._batch_norm,
         }
-        answers = self._engines.answers
-        return kind_of_step(self.module, args, kwargs, options, self.chunks, answers)
+        return kind_of_step(
+            self.module,
+            args,
+            kwargs,
+            options,
+            self.chunks,
+            answers=self._engines.answers,
+            modes=self._engines.modes,
+        )
 
     def _split(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
         dims = dims_of_call(self.module, self.batch_dims, args, kwargs)
@@ -343,7 +350,7 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
     def _runs(self, microbatches: list[Microbatch]) -> list[Run]:
         """Micro-batches of one size after the other, with their engines; the larger come first."""
         parts: list[list[Microbatch]] = []
-        self._engines.answers = []
+        self._engines.begin_step()
         for microbatch in microbatches:
             if not parts or parts[-1][0].size != microbatch.size:
                 parts.append([])

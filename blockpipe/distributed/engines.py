@@ -39,6 +39,7 @@ class Engines:
         first: the forward of the sample.
         places: the ranks of its stages.
         answers: what the forwards of the present step's micro-batches were recorded with.
+        modes: the modes of the model's modules in the present step, in words.
     """
 
     first: CutForward
@@ -60,14 +61,21 @@ class Engines:
         self._loss_fn = loss_fn
         self._progress = progress
         self.answers: list[str] = []
+        self.modes: dict[str, str] = {}
         self._cuts: dict[str, CutForward] = {}
         self._engines: dict[str, Engine] = {}
 
     def start(self, sample: Microbatch, schedule: str) -> None:
         """Record the sample, and find where its stages are."""
+        self.begin_step()
         self.first = self._cut(sample)
         ranks = places(schedule, self.first.tape.route, dist.get_world_size(self._group))
         self.places = StagePlaces(ranks, self._group)
+
+    def begin_step(self) -> None:
+        """Look at the model once for all micro-batches of a step."""
+        self.answers = []
+        self.modes = modes_in_words(self._model)
 
     def engine(self, part: list[Microbatch], schedule: str, chunks: int) -> Engine:
         """Return the engine for micro-batches of one kind; made once.
@@ -114,6 +122,6 @@ class Engines:
         return self._cuts[key]
 
     def _key(self, microbatch: Microbatch) -> str:
-        modes = " ".join(modes_in_words(self._model).values())
+        modes = " ".join(self.modes.values())
         named = arguments_in_words(microbatch.args, microbatch.kwargs)
         return f"{named} {modes} {torch.is_grad_enabled()} {autocast_states()}"

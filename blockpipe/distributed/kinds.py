@@ -29,7 +29,9 @@ def kind_of_step(
     kwargs: dict[str, Any],
     options: Mapping[str, object],
     chunks: int,
+    *,
     answers: Sequence[str] = (),
+    modes: Mapping[str, str] | None = None,
 ) -> Kind:
     """Describe a step, with the same words in every process.
 
@@ -40,6 +42,7 @@ def kind_of_step(
         options: options of the pipeline and of the call; of a function only its presence counts.
         chunks: the number of micro-batches.
         answers: that the forwards' recordings got when they asked about the arguments.
+        modes: the model's :func:`modes_in_words`, if they have been looked at.
     """
     common = {
         "model": type(model).__name__,
@@ -49,7 +52,7 @@ def kind_of_step(
         "torch": str(torch.__version__),
         "blockpipe": __version__,
         **{name: "a function" if callable(o) else str(o) for name, o in options.items()},
-        **modes_in_words(model),
+        **(modes or modes_in_words(model)),
     }
     own = {"arguments": arguments_in_words(args, kwargs), "chunks": str(chunks)}
     own["answers about the arguments"] = "; ".join(answers)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import blockpipe as bp
-from blockpipe.distributed import DistributedPipeline
+from blockpipe.distributed import DistributedPipeline, engines, kinds
 from blockpipe.distributed.kinds import modes_in_words
 
 from . import ranks
@@ -71,3 +71,28 @@ def test_a_sharded_stage_is_refused_at_once() -> None:
         pipe.forward_backward(x, loss_fn=torch.sum)
     with pytest.raises(bp.BlockpipeError, match=said):
         DistributedPipeline(net, sample=x, **options)
+
+
+@pytest.mark.cpu("the process group has no simulated accelerator")
+@pytest.mark.usefixtures("one_process")
+@ranks.NEEDS_SCHEDULES
+def test_a_step_looks_at_the_modes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its micro-batches have two sizes, and so two engines."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2))
+    bp.begin_blocks(net, {"1": 1})
+    options: dict[str, Any] = {"device": "cpu", "chunks": 3, "schedule": "looped-bfs"}
+    pipe = DistributedPipeline(net, sample=torch.ones(8, 4), **options)
+    looked = []
+
+    def look(model: nn.Module) -> dict[str, str]:
+        looked.append(model)
+        return modes_in_words(model)
+
+    monkeypatch.setattr(engines, "modes_in_words", look)
+    monkeypatch.setattr(kinds, "modes_in_words", look)
+    pipe.forward_backward(torch.ones(8, 4), loss_fn=torch.sum)
+    assert looked == [net]
+    net.eval()
+    with torch.no_grad():
+        assert pipe(torch.ones(8, 4)).equal(net(torch.ones(8, 4)))  # recorded anew, with no dropout
+    assert looked == [net, net]
