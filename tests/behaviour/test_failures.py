@@ -4,6 +4,7 @@ import copy
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -177,7 +178,9 @@ def test_after_a_failure_another_lane_begins_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bomb, "visit", visit)
     step(pipe, bomb, "forward_backward")  # in the first step stages take turns: they may draw
     armed.set()
+    since = time.monotonic()
     catch(ValueError, lambda: step(pipe, bomb, "forward_backward"))
+    assert time.monotonic() - since < 60, "the first stage waited until the test's time was over"
     armed.clear()
     assert {microbatch for _, _, microbatch in begun} == {0, 1}
     assert_recovers(net, plain, pipe, bomb)
