@@ -8,6 +8,7 @@ fills again.
 
 import functools
 import gc
+import time
 import types
 import weakref
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from .._torch.tensors import FakeTensor, FakeTensorMode
 from ..errors import RecordingError
 
 _DEPTH = 4
+_ATTEMPTS = 500  # to collect, in 5 seconds
 _OURS = __name__.partition(".")[0] + "."
 # These values of a function lead on to all other objects.
 _NO_VALUES = (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)
@@ -41,7 +43,7 @@ class TrackedFakes(FakeTensorMode):
         """Raise :class:`RecordingError` for a tensor that an object still holds."""
         if not self._is_any_left():
             return
-        gc.collect()
+        _collect()
         if not self._is_any_left():
             return
         self.empty_caches(gc.get_objects())
@@ -77,6 +79,17 @@ class TrackedFakes(FakeTensorMode):
                 return True
             level = gc.get_referents(*(held for held in level if not isinstance(held, _NO_VALUES)))
         return False
+
+
+def _collect() -> None:
+    """Collect garbage; ``gc.collect()`` returns at once while another thread does it."""
+    for _ in range(_ATTEMPTS):
+        garbage: list[Any] = []
+        garbage.append(garbage)
+        del garbage
+        if gc.collect():
+            return
+        time.sleep(0.01)
 
 
 def _holder(value: object) -> str:

@@ -1,5 +1,8 @@
 """A model that is not placed yet is recorded on fakes of the devices that it will be on."""
 
+import gc
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -128,3 +131,31 @@ def test_autocast_keeps_no_cast_of_a_fake_weight(monkeypatch):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         bp.record(net, torch.ones(2, 4))
     assert not searched
+
+
+class LeavesCycle(nn.Module):
+    def forward(self, x):
+        cycle = [x * 2]
+        cycle.append(cycle)
+        return x + 1
+
+
+def test_a_tensor_in_a_cycle_is_no_leak_when_another_thread_collects():
+    """Until that thread is done, ``gc.collect()`` does nothing here."""
+    is_collecting, is_over = threading.Event(), threading.Event()
+
+    def wait(phase, _):
+        if phase == "start" and threading.current_thread() is other:
+            is_collecting.set()
+            is_over.wait(0.2)
+
+    other = threading.Thread(target=gc.collect)
+    gc.callbacks.append(wait)
+    try:
+        other.start()
+        assert is_collecting.wait(20)
+        bp.record(LeavesCycle(), torch.ones(2, 4))
+    finally:
+        is_over.set()
+        other.join()
+        gc.callbacks.remove(wait)
