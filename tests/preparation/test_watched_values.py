@@ -53,12 +53,12 @@ def test_what_was_asked_is_asked_again(ask):
     with watched.asked():
         ask(module)
     assert type(module.step) is int
-    known = watched.known_by()
+    known = watched.answered()
     for step in range(8):
         module.step = step
         assert not watched.has_turned(), "it is asked about by now"
         turned = ask(module) != ask_at(1, ask)
-        assert not turned or watched.known_by() != known
+        assert not turned or not watched.holds(known)
 
 
 def _looking(module: nn.Module) -> WatchedValues:
@@ -94,9 +94,9 @@ def test_numbers_that_are_asked_are_numbers():
         assert math.cos(module.rate) == math.cos(0.25)
         assert f"{module.step} {module.rate:.1f}" == "2 0.2"
         assert hash(module.step) == hash(2)
-        for made in (copy.copy, copy.deepcopy, lambda n: pickle.loads(pickle.dumps(n))):
-            assert type(made(module.step)) is int
-            assert type(made(module.rate)) is float
+        for number, kind in ((module.step, int), (module.rate, float)):
+            assert copy.copy(number) is copy.deepcopy(number) is number
+            assert type(pickle.loads(pickle.dumps(number))) is kind
 
 
 class WarmsUp(nn.Module):
