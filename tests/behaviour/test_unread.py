@@ -92,7 +92,7 @@ def _of_a_module(net: Two, h: Tensor, k: float) -> None:
     SPENT += k / 2
 
 
-NOTES = [_seconds, _logged, _recent, _largest, _timer, _bar, _of_a_class, _of_a_module]
+NOTES = [_seconds, _logged, _recent, _timer, _bar, _of_a_class, _of_a_module]
 
 
 @pytest.mark.parametrize("note", NOTES)
