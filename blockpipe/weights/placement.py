@@ -210,9 +210,10 @@ class Fingerprint:
 
     def asked(self) -> tuple[Any, ...]:
         """Return what else may decide a forward's way: which hooks each module has, and all have,
-        and which parameters need a gradient."""
+        which parameters need a gradient, and two of torch's settings."""
         hooks = [_codes_of(hooks) if hooks else () for hooks in self._hooks]
-        return (*hooks, *[tensor.requires_grad for _, _, tensor, _ in self._held])
+        torchs = torch.get_num_threads(), torch.get_default_dtype()
+        return (*torchs, *hooks, *[tensor.requires_grad for _, _, tensor, _ in self._held])
 
 
 def _codes_of(hooks: dict[int, Any]) -> tuple[Any, ...]:
