@@ -41,6 +41,12 @@ _SAYS = frozenset(
     ]
 )
 _FORMATS = frozenset(["str", "repr", "format", "int", "float", "round", "bool"])
+PURE = frozenset(  # functions whose result has no other effect
+    [
+        *("abs", "bool", "dict", "float", "int", "len", "list", "max", "min", "round"),
+        *("sorted", "str", "sum", "tuple"),
+    ]
+)
 _MATCHED = ast.Name("<match>")  # no function: patterns read attributes
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
 _STORES = frozenset(
@@ -381,7 +387,7 @@ def _goes_back(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:
         if isinstance(around, ast.Assign) and len(around.targets) == 1:
             same = ast.dump(around.targets[0]).replace("Store()", "Load()")
             return around.value if same == ast.dump(node) else None
-        is_pure = isinstance(around, ast.Call) and getattr(around.func, "id", "") in ("max", "min")
+        is_pure = isinstance(around, ast.Call) and getattr(around.func, "id", "") in PURE
         if not is_pure and not isinstance(around, through):
             return None
     return None

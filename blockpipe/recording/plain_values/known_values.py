@@ -18,8 +18,9 @@ from .values import SharedValue, back, hops_of, shared_change
 _REMEDY = "pass it along as an argument"
 _OF_VARIABLE = "count in an attribute of the model: each micro-batch has a context of its own"
 _OF_UPDATE = (
-    "something is called between the read and the write, so that updates are lost: compute first "
-    "what is added, in a statement of its own, or keep one for each stage"
+    "another stage may come in between the read and the write, and its update is lost: compute "
+    "first what is added, in a statement of its own, and keep the value in a dictionary or in an "
+    "object of your own (a module's attributes are set by a function), or keep one for each stage"
 )
 OF_CHECKPOINT = (
     "torch.utils.checkpoint runs its function again in the backward: set the value outside of "
