@@ -211,9 +211,9 @@ class Preparer:
             warn(
                 f"the model has been recorded for {MOST_RECORDINGS} different kinds of calls, and "
                 "once more now, which makes this step slow; each value of the arguments that are "
-                f"no tensors (here {plain}) has a recording of its own, for it may lead the "
-                "forward another way: pass what changes from call to call as a tensor "
-                f"({users_line()})"
+                f"no tensors (here {plain}) or of a number that the forward uses as a text or a "
+                "key has a recording of its own, for it may lead the forward another way: pass "
+                f"what changes as a tensor or compare the number ({users_line()})"
             )
 
     def _forget_if_moved(self) -> None:
