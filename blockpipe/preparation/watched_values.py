@@ -119,7 +119,7 @@ class WatchedValues:
                 for key, value in self._members_of(holder).items()
                 if (_id_of(holder), key) not in seen
             }
-            if not members and id(holder.owner) not in self._modules:
+            if not members and not _may_fill(holder):
                 continue
             seen.update((_id_of(holder), key) for key in members)
             count += sum(type(value) is not _Code for value in members.values())
@@ -280,6 +280,12 @@ def _is_known(module: nn.Module, key: Hashable, value: Any) -> bool:
 def _has_names(holder: Holder) -> bool:
     """Whether other names may be added to the object between steps."""
     return isinstance(holder, DictHolder | ClassHolder)
+
+
+def _may_fill(holder: Holder) -> bool:
+    """Whether an object without plain values may get some between steps: a module, a dictionary, an
+    object. There are thousands of functions and parameters, which hardly do."""
+    return _has_names(holder) and not isinstance(holder.owner, types.FunctionType | Tensor)
 
 
 def _plain_members(holder: Holder) -> dict[Hashable, Any]:

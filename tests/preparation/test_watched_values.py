@@ -215,6 +215,11 @@ GATES = {
     "slots": (lambda n, s: setattr(n.record, "step", s), lambda n: n.record.step >= 2),
     "dict": (lambda n, s: n.own.update(step=s), lambda n: n.own["step"] >= 2),
     "new entry": (lambda n, s: n.own.update({"on": 1} if s > 1 else {}), lambda n: "on" in n.own),
+    "first entry": (lambda n, s: n.empty.update({"on": 1} if s > 1 else {}), lambda n: n.empty),
+    "first attribute": (
+        lambda n, s: s > 1 and setattr(n.bare, "on", True),
+        lambda n: hasattr(n.bare, "on"),
+    ),
     "list": (lambda n, s: n.listed.__setitem__(0, s), lambda n: n.listed[0] >= 2),
     "set": (lambda n, s: n.names.update({"b"} if s > 1 else ()), lambda n: "b" in n.names),
     "class": (lambda n, s: setattr(Settings, "step", s), lambda n: Settings.step >= 2),
@@ -317,6 +322,7 @@ class Gated(nn.Module):
         self.step, self.value, self.pair = 0, None, (0, "a")
         self.config, self.record = types.SimpleNamespace(step=0), Config()
         self.own, self.listed, self.names = {"step": 0}, [0], {"a"}
+        self.empty, self.bare = {}, types.SimpleNamespace()
 
     def scaled(self, h: Tensor, factor: float) -> Tensor:
         if not self.is_on(self):
