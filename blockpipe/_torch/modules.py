@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn.modules import module as _of_all_modules
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.utils import parametrize
@@ -45,10 +46,26 @@ forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_h
 """A module's forward hooks by their handle's id, to count them: no public way tells of them."""
 
 
+_GLOBAL_BACKWARD = ("_global_backward_pre_hooks", "_global_backward_hooks")
+_GLOBAL = (
+    *("_global_forward_pre_hooks", "_global_forward_hooks", *_GLOBAL_BACKWARD),
+    *("_global_module_registration_hooks", "_global_parameter_registration_hooks"),
+    "_global_buffer_registration_hooks",
+)
+
+
+def hooks_of_all_modules() -> list[dict[int, Any]]:
+    """Return the hooks that every module calls (``register_module_forward_hook`` and its siblings),
+    by their handles' ids. They can be added in public, but not asked for."""
+    return [getattr(_of_all_modules, name) for name in _GLOBAL]
+
+
 def backward_hooks_of(module: nn.Module) -> list[Any]:
-    """Return a module's hooks that a backward calls, before it and after it. They can be added in
-    public, but not asked for."""
-    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+    """Return a module's hooks that a backward calls, before it and after it, with those that every
+    module calls. They can be added in public, but not asked for."""
+    of_all = [getattr(_of_all_modules, name) for name in _GLOBAL_BACKWARD]
+    hooks = (*of_all, module._backward_pre_hooks, module._backward_hooks)
+    return [hook for one in hooks for hook in one.values()]
 
 
 def caches_parametrizations() -> bool:

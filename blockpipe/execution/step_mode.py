@@ -105,6 +105,8 @@ def reason_of(mode: StepMode, request: StepRequest) -> str:
         return "in one thread: there is nothing to overlap"
     if request.schedule in ("sequential", "uncut"):
         return f"in one thread: schedule={request.schedule!r}"
+    if prepared.recording.given_at:
+        return f"in one thread: it uses a changing number at {prepared.recording.given_at}"
     if mode.unsettled is not None:
         return "in one thread: modules of several hops make tables that they keep"
     if prepared.is_small:

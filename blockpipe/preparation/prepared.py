@@ -200,9 +200,7 @@ class Prepared:
         return list(dict.fromkeys(s for device in self.devices for s in torchs_of(device)))
 
     def mark_as_random(self, hop: int | None = None, kind: str = "torch") -> None:
-        """Mark a hop as drawing random numbers although none were drawn in the recording.
-
-        From the next step on its forwards take turns.
+        """Mark a hop as drawing random numbers: from the next step on its forwards take turns.
 
         Args:
             hop: the hop; ``None``: it is not known (a dropout that was 0 until now).
@@ -294,7 +292,9 @@ class Prepared:
 
     def runs_inline(self, schedule: ScheduleOption, microbatches: int) -> bool:
         """Return whether micro-batches go out and come back one by one, in one thread."""
-        return runs_inline(schedule, microbatches, has_one_lane=self.has_one_lane)
+        return bool(self.recording.given_at) or runs_inline(
+            schedule, microbatches, has_one_lane=self.has_one_lane
+        )
 
     @property
     def rates(self) -> list[Rates]:

@@ -186,7 +186,6 @@ class Preparer:
             self._forget_oldest(batch)
             self._unread = frozenset(recording.unread)
             self._fingerprint = Fingerprint(self.model, self._unread)
-            # The recording may have more questions.
             key = self._key(batch, self._fingerprint, loss_fn)
             self.known[key] = prepared
             self._caution_once(prepared, options)
@@ -212,9 +211,9 @@ class Preparer:
             warn(
                 f"the model has been recorded for {MOST_RECORDINGS} different kinds of calls, and "
                 "once more now, which makes this step slow; each value of the arguments that are "
-                f"no tensors (here {plain}) has a recording of its own, for it may lead the "
-                "forward another way: pass what changes from call to call as a tensor "
-                f"({users_line()})"
+                f"no tensors (here {plain}) or of a number that the forward uses as a text or a "
+                "key has a recording of its own, for it may lead the forward another way: pass "
+                f"what changes as a tensor or compare the number ({users_line()})"
             )
 
     def _forget_if_moved(self) -> None:
@@ -241,6 +240,7 @@ class Preparer:
                 share=batch.share,
             )
         recording.samples = batch.size
+        recording.given_at = self._watched_values.is_recorded(recording.unread)
         return recording
 
     def _choose_devices(self, recording: Recording) -> list[torch.device]:
@@ -308,7 +308,8 @@ class Preparer:
         """Return what a recording depends on: modes, grad mode, structure, a loss that may share
         values with the forward, and the values of arguments that are no tensors. These may lead to
         another module on the same route, which nothing would notice. Sizes are not in it: a
-        micro-batch whose size leads elsewhere is noticed by its route."""
+        micro-batch whose size leads elsewhere is noticed by its route. Comparisons of numbers that
+        change between steps are, with their answers: those of the recording that fits."""
         shape = tuple(
             (leaf.dtype, leaf.dim(), leaf.requires_grad)
             if isinstance(leaf, Tensor)
@@ -320,7 +321,11 @@ class Preparer:
         modes = fingerprint.modes(), fingerprint.asked()
         around = saved_tensor_hooks() or (None, None)  # what saved tensors go through
         beside = tuple(map(self._beside.known_by, (loss_fn, *around)))
-        return steered, modes, beside, torch.is_grad_enabled(), len(batch.args), names, shape
+        found = steered, modes, beside, torch.is_grad_enabled(), len(batch.args), names, shape
+        for known in reversed(self.known):
+            if known[0] == found and self._watched_values.holds(known[1]):
+                return known
+        return found, self._watched_values.answered()
 
     def look_again(
         self,

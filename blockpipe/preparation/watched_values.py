@@ -8,7 +8,8 @@ read them: on modules, in configurations, dictionaries and globals, in the envir
 A number may change in every step, and to record at every change would be to record in every step.
 So the recording gives the forward numbers that remember the comparisons made with them, and each
 step makes the same comparisons again. A float with such an integer on its right (``0.1 *
-self.step``) computes a plain number, because Python does not call the integer's methods there.
+self.step``) computes a plain number, because Python does not call the integer's methods there. A
+recording that was given the number itself (``f"{self.step}"``) holds for that one value.
 
 A function counts as a value too, and so does the class of a user's object: ``net.activation =
 clipped`` and ``net.strategy = Distill()`` choose what runs.
@@ -22,7 +23,7 @@ import os
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,7 @@ from ..restoring.holders import (
     content_of_cell,
 )
 from ..restoring.model_state import ModelState, is_users
-from .watched_numbers import Question, Steps, Where, done, watched
+from .watched_numbers import Asked, Questions, Where, answer, watched
 
 MOST_VALUES = 2_000  # the nearest ones; they are compared before and after each step
 _MOST_MEMBERS = 256  # of a dictionary; a larger one is probably a vocabulary
@@ -96,7 +97,7 @@ class WatchedValues:
         self._own: set[Where] = set()  # the places that the forward itself sets
         self._steps = 0  # since the last look_around()
         self._places: dict[Where, _Place] = {}  # the places whose values have changed
-        self._questions: dict[Question, None] = {}
+        self._questions = Questions()
         self._came: Counter[int] = Counter()  # by object, the names that were added or removed
         self._has_turned = False
 
@@ -118,7 +119,7 @@ class WatchedValues:
                 for key, value in self._members_of(holder).items()
                 if (_id_of(holder), key) not in seen
             }
-            if not members and id(holder.owner) not in self._modules:
+            if not members and not _may_fill(holder):
                 continue
             seen.update((_id_of(holder), key) for key in members)
             count += sum(type(value) is not _Code for value in members.values())
@@ -208,36 +209,46 @@ class WatchedValues:
         self._has_turned = True
 
     def known_by(self) -> tuple[Hashable, ...]:
-        """Return the key of a recording: the values that have ever changed, and for the numbers
-        among them the results of the comparisons that forwards have made."""
-        if not self._places:
-            return ()
+        """Return the key of a recording: the values that have ever changed."""
+        self._questions.step_begins()
         labels = []
         for place in self._places.values():
             if len(place.labels) <= _MOST_RETURNS:
                 label = _label(_seen(place.value()))
                 place.labels.add(label)
                 labels.append(label)
-        return *labels, *map(self._answer, self._questions)
+        return tuple(labels)
 
-    def _answer(self, question: Question) -> bool:
-        where, steps = question
-        value = self._places[where].value()
-        try:
-            for step in steps:
-                value = done(value, step)
-            return bool(value)
-        except Exception:  # it is no number any more
-            return False
+    def holds(self, asked: Asked) -> bool:
+        """Return whether a recording's questions about numbers have the same answers now."""
+        return all(answer(question, self._value_at) == before for question, before in asked)
+
+    def is_recorded(self, unread: Collection[str]) -> str:
+        """End a recording, and return the line at which it has used a number that changes too often
+        for a recording of each value; empty: it has used none.
+
+        Args:
+            unread: the attributes that no code reads, by path and name.
+        """
+        self._questions.end(unread)
+        return self._questions.given_at
+
+    def answered(self) -> Asked:
+        """Return the questions of the latest recording, with the answers of now."""
+        return self._questions.answered(self._value_at)
+
+    def _value_at(self, where: Where) -> Any:
+        return self._places[where].value()
 
     @contextmanager
     def asked(self) -> Iterator[None]:
         """Replace those numbers, during a recording, by ones that remember comparisons."""
         before = []
+        self._questions.begin()
         try:
             for where, place in self._places.items():
                 value = place.value()
-                given = watched(value, (), self._ask, where)
+                given = watched(value, (), self._questions.ask, where)
                 if given is not value:
                     before.append((place, value))
                     place.holder.put(place.key, given)
@@ -245,9 +256,6 @@ class WatchedValues:
         finally:
             for place, value in before:
                 place.holder.put(place.key, value)
-
-    def _ask(self, where: Where, steps: Steps) -> None:
-        self._questions[where, steps] = None
 
 
 def _is_read(holder: Holder) -> bool:
@@ -272,6 +280,12 @@ def _is_known(module: nn.Module, key: Hashable, value: Any) -> bool:
 def _has_names(holder: Holder) -> bool:
     """Whether other names may be added to the object between steps."""
     return isinstance(holder, DictHolder | ClassHolder)
+
+
+def _may_fill(holder: Holder) -> bool:
+    """Whether an object without plain values may get some between steps: a module, a dictionary, an
+    object. There are thousands of functions and parameters, which hardly do."""
+    return _has_names(holder) and not isinstance(holder.owner, types.FunctionType | Tensor)
 
 
 def _plain_members(holder: Holder) -> dict[Hashable, Any]:

@@ -16,26 +16,8 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from ..restoring.model_state import is_users, names_in
-from .plain_values.accesses import Use, use_of
+from .plain_values.accesses import PURE, Use, use_of
 
-_PURE = frozenset(
-    [
-        "abs",
-        "bool",
-        "dict",
-        "float",
-        "int",
-        "len",
-        "list",
-        "max",
-        "min",
-        "round",
-        "sorted",
-        "str",
-        "sum",
-        "tuple",
-    ]
-)
 _THROUGH = (
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice),
     *(ast.List, ast.Tuple, ast.Dict, ast.Set, ast.Starred, ast.FormattedValue, ast.JoinedStr),
@@ -234,7 +216,7 @@ def _only_target(node: ast.AST, outer: tuple[ast.AST, ...]) -> str | None:
         is_pure = (
             isinstance(around, ast.Call)
             and isinstance(around.func, ast.Name)
-            and around.func.id in _PURE
+            and around.func.id in PURE
             and inner is not around.func
         )
         if not is_pure and not isinstance(around, _THROUGH):

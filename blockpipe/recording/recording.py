@@ -87,6 +87,8 @@ class Recording:
     """The lines of those met, heeded or not, and the innermost call that each was first met in."""
     unreached: list[str] = field(default_factory=list)
     """Marks of ``BeginBlock`` on modules that the forward did not call, in words."""
+    given_at: str = ""
+    """The line that uses a number as no later step can foresee, in ways that steps ask no more."""
     why_real: str | None = None
     why_elsewhere: str | None = None
     """Why it did not run on fake tensors of the devices that the stages will be on."""

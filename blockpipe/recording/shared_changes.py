@@ -1,12 +1,17 @@
-"""Find temporary changes of a forward that several hops see: modules' attributes, torch's switches.
+"""Find temporary changes of a forward that several hops see: modules' attributes, the switches of
+torch and of the process.
 
 Micro-batches under way at once would make such changes for each other. The search runs at each
 module call and operation, because a change that is undone before the forward ends
 (``functional_call``, ``sdpa_kernel``) leaves no trace afterwards.
 """
 
+import locale
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +34,8 @@ _CACHED = "torch.nn.utils.parametrize.cached()"  # one cache for all micro-batch
 # One level for all threads. Its tangents stay behind where a tensor crosses; on one hop they do no
 # harm to others.
 _FORWARD_MODE = "the level of forward-mode AD"
+# Where a text goes matters only to who reads it, so that two stages may keep a library quiet.
+_OUT, _ERR = "sys.stdout", "sys.stderr"
 _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
     "torch.backends.cuda.mem_efficient_sdp_enabled()": (
@@ -48,9 +55,23 @@ _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     "torch.backends.cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
     "torch.backends.cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
     "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+    "torch.is_deterministic_algorithms_warn_only_enabled()": (
+        torch.is_deterministic_algorithms_warn_only_enabled
+    ),
+    "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.enabled,
+    "torch.backends.mkldnn.deterministic": lambda: torch.backends.mkldnn.deterministic,
+    "torch.backends.mkldnn.allow_tf32": lambda: torch.backends.mkldnn.allow_tf32,
+    "torch.backends.mha.get_fastpath_enabled()": torch.backends.mha.get_fastpath_enabled,
+    "torch.backends.opt_einsum.enabled": lambda: torch.backends.opt_einsum.enabled,
+    "torch.backends.opt_einsum.strategy": lambda: torch.backends.opt_einsum.strategy,
+    "torch.get_num_threads()": torch.get_num_threads,
     "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
     "torch.get_default_dtype()": torch.get_default_dtype,
     "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
+    "os.getcwd()": os.getcwd,
+    "locale.setlocale(locale.LC_ALL)": partial(locale.setlocale, locale.LC_ALL),
+    _OUT: lambda: sys.stdout,
+    _ERR: lambda: sys.stderr,
     _CACHED: caches_parametrizations,
     _FORWARD_MODE: is_in_forward_mode,
 }
@@ -99,7 +120,7 @@ class SharedChanges:
                 self._changed.setdefault((path, name), held)
 
     def at_operation(self, hop: int) -> None:
-        """Note the torch switches under which an operation runs."""
+        """Note the switches under which an operation runs."""
         self.changes_process = self.changes_process or process_state() != self._process
         now = _switches()
         if now == self._switches:
@@ -155,7 +176,9 @@ class SharedChanges:
                 )
         if len(result.hops) > 1:
             for name, (on, line) in self._switched.items():
-                if name != _FORWARD_MODE or len(on) > 1:
+                if name in (_OUT, _ERR) and reads.is_unread("getvalue"):
+                    continue
+                if name not in (_FORWARD_MODE, _OUT, _ERR) or len(on) > 1:
                     remedy = _REMEDIES.get(name, _AROUND)
                     yield SharedChange(name, "runs under it", sorted(on), line, remedy)
 
@@ -186,7 +209,7 @@ def _switches() -> dict[str, object]:
 def _or_none(look: Callable[[], object]) -> object:
     try:
         return look()
-    except RuntimeError:  # a precision was set by torch's other way to set it
+    except (RuntimeError, OSError):  # set by torch's other way to set it; a directory that is gone
         return None
 
 

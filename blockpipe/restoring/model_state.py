@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.modes import DispatchMode
+from .._torch.modules import hooks_of_all_modules
 from .._torch.tensors import FakeTensor, storage_of, unset_fake_temporarily, written_by
 from .contents import content_of, in_array, kept_otherwise
 from .holders import (
@@ -74,6 +75,7 @@ class ModelState:
         if contents:
             self._restores.append(kept_interpreter())
         level: list[Any] = [inner for module in modules for inner in module.modules()]
+        level += [hook for hooks in hooks_of_all_modules() for hook in hooks.values()]
         while level:  # breadth first, so that the nearest objects come first
             level = [found for value in level for found in self._look_at(value)]
 

@@ -22,6 +22,7 @@ from .._torch.modules import (
     children_of,
     forward_hooks_of,
     forward_pre_hooks_of,
+    hooks_of_all_modules,
     parameters_of,
 )
 from ..errors import PlanError, UsageError
@@ -158,7 +159,7 @@ class Fingerprint:
         ]
         self._counts = [(parameters_of(m), len(parameters_of(m))) for m in modules]
         hooks = (h for m in modules for h in (forward_pre_hooks_of(m), forward_hooks_of(m)))
-        self._hooks = list(hooks)
+        self._hooks = [*hooks, *hooks_of_all_modules()]
         self._plans = [attached_plan(module) for module in modules]
         self._code = [_code_of(module) for module in modules]
         self._classes = [(kind, kind.forward) for kind in {type(module) for module in modules}]
@@ -208,10 +209,11 @@ class Fingerprint:
         return self._modes
 
     def asked(self) -> tuple[Any, ...]:
-        """Return what else may decide a forward's way: which hooks each module has, and which
-        parameters need a gradient."""
+        """Return what else may decide a forward's way: which hooks each module has, and all have,
+        which parameters need a gradient, and two of torch's settings."""
         hooks = [_codes_of(hooks) if hooks else () for hooks in self._hooks]
-        return (*hooks, *[tensor.requires_grad for _, _, tensor, _ in self._held])
+        torchs = torch.get_num_threads(), torch.get_default_dtype()
+        return (*torchs, *hooks, *[tensor.requires_grad for _, _, tensor, _ in self._held])
 
 
 def _codes_of(hooks: dict[int, Any]) -> tuple[Any, ...]:

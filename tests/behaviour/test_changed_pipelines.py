@@ -211,7 +211,7 @@ def test_a_number_that_changes_at_each_call(monkeypatch):
     assert pipe.recording is not latest
     pipe.forward_backward(x, 9, loss_fn=square)
     pipe.forward_backward(x, 10, loss_fn=square)
-    assert [key[-1][-1][-1] for key in pipe._preparer.known] == [6, 9, 10], (
+    assert [key[0][-1][-1][-1] for key in pipe._preparer.known] == [6, 9, 10], (
         "the latest used are kept"
     )
 

@@ -1,6 +1,8 @@
 """What a recording has not seen is noticed by the steps after it: recorded anew, or an error."""
 
+import contextlib
 import copy
+import io
 from types import MethodType
 
 import pytest
@@ -147,6 +149,28 @@ def test_a_switch_that_is_turned_is_recorded_anew(schedule):
         assert_close(result.loss, loss)
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert_close(one.grad, other.grad)
+
+
+def test_a_number_of_threads_that_is_changed_is_recorded_anew():
+    """A forward may ask for it. It took the recorded way as for granted."""
+
+    class Asks(_Changes):
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                x = self.a(x)
+            with bp.Block(stage=1):
+                return self.b(x) if torch.get_num_threads() == threads else x * 2
+
+    threads, x, recordings = torch.get_num_threads(), torch.randn(8, 8), []
+    pipe = _pipe(Asks())
+    for count in (threads, threads, threads + 1):
+        torch.set_num_threads(count)
+        try:
+            pipe.forward_backward(x, loss_fn=torch.sum)
+        finally:
+            torch.set_num_threads(threads)
+        recordings.append(pipe.recording)
+    assert recordings[0] is recordings[1] is not recordings[2]
 
 
 def test_dropout_that_is_turned_up_while_another_stage_draws_takes_turns_at_once():
@@ -326,6 +350,34 @@ class _IsDeterministicForAWhile(_Changes):
             return self.b(x)
 
 
+class _LeavesOneDNNForAWhile(_Changes):
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            torch.backends.mkldnn.enabled = False
+            x = self.a(x)
+            torch.backends.mkldnn.enabled = True
+        with bp.Block(stage=1):
+            return self.b(x)
+
+
+class _ChangesDirectoryForAWhile(_Changes):
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0), contextlib.chdir("/"):
+            x = self.a(x)
+        with bp.Block(stage=1):
+            return self.b(x)
+
+
+class _ReadsWhatIsPrinted(_Changes):
+    def forward(self, x: Tensor) -> Tensor:
+        for stage, layer in enumerate((self.a, self.b)):
+            with bp.Block(stage=stage), contextlib.redirect_stdout(io.StringIO()) as out:
+                print("a")
+                x = layer(x)
+                x = x * len(out.getvalue())
+        return x
+
+
 CHANGES = [
     (_SwapsParameters, r"changes a\.bias, and calls 'a' on hops \[0, 1\]"),
     (_SwapsWhatIsReadElsewhere, r"changes a\.weight, and calls 'a' on hops \[0, 1\]"),
@@ -333,6 +385,9 @@ CHANGES = [
     (_SetsAnAttributeForAWhile, r"changes a\.training, and calls 'a' on hops \[0, 1\]"),
     (_ChoosesKernels, r"changes torch\..*sdp_enabled\(\), and runs under it on hops \[1\]"),
     (_IsDeterministicForAWhile, r"changes torch\.are_deterministic.* under it on hops \[0\]"),
+    (_LeavesOneDNNForAWhile, r"changes torch\.backends\.mkldnn\.enabled, .* on hops \[0\]"),
+    (_ChangesDirectoryForAWhile, r"changes os\.getcwd\(\), and runs under it on hops \[0\]"),
+    (_ReadsWhatIsPrinted, r"changes sys\.stdout, and runs under it on hops \[0, 1\]"),
 ]
 
 

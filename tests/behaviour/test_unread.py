@@ -92,7 +92,7 @@ def _of_a_module(net: Two, h: Tensor, k: float) -> None:
     SPENT += k / 2
 
 
-NOTES = [_seconds, _logged, _recent, _largest, _timer, _bar, _of_a_class, _of_a_module]
+NOTES = [_seconds, _logged, _timer, _bar, _of_a_class, _of_a_module]
 
 
 @pytest.mark.parametrize("note", NOTES)
@@ -194,7 +194,7 @@ class Noting(nn.Linear):
         self.seconds = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seconds += 0.5
+        self.seconds = time.perf_counter()
         return super().forward(x)
 
 

@@ -53,12 +53,12 @@ def test_what_was_asked_is_asked_again(ask):
     with watched.asked():
         ask(module)
     assert type(module.step) is int
-    known = watched.known_by()
+    known = watched.answered()
     for step in range(8):
         module.step = step
         assert not watched.has_turned(), "it is asked about by now"
         turned = ask(module) != ask_at(1, ask)
-        assert not turned or watched.known_by() != known
+        assert not turned or not watched.holds(known)
 
 
 def _looking(module: nn.Module) -> WatchedValues:
@@ -94,9 +94,9 @@ def test_numbers_that_are_asked_are_numbers():
         assert math.cos(module.rate) == math.cos(0.25)
         assert f"{module.step} {module.rate:.1f}" == "2 0.2"
         assert hash(module.step) == hash(2)
-        for made in (copy.copy, copy.deepcopy, lambda n: pickle.loads(pickle.dumps(n))):
-            assert type(made(module.step)) is int
-            assert type(made(module.rate)) is float
+        for number, kind in ((module.step, int), (module.rate, float)):
+            assert copy.copy(number) is copy.deepcopy(number) is number
+            assert type(pickle.loads(pickle.dumps(number))) is kind
 
 
 class WarmsUp(nn.Module):
@@ -215,6 +215,11 @@ GATES = {
     "slots": (lambda n, s: setattr(n.record, "step", s), lambda n: n.record.step >= 2),
     "dict": (lambda n, s: n.own.update(step=s), lambda n: n.own["step"] >= 2),
     "new entry": (lambda n, s: n.own.update({"on": 1} if s > 1 else {}), lambda n: "on" in n.own),
+    "first entry": (lambda n, s: n.empty.update({"on": 1} if s > 1 else {}), lambda n: n.empty),
+    "first attribute": (
+        lambda n, s: s > 1 and setattr(n.bare, "on", True),
+        lambda n: hasattr(n.bare, "on"),
+    ),
     "list": (lambda n, s: n.listed.__setitem__(0, s), lambda n: n.listed[0] >= 2),
     "set": (lambda n, s: n.names.update({"b"} if s > 1 else ()), lambda n: "b" in n.names),
     "class": (lambda n, s: setattr(Settings, "step", s), lambda n: Settings.step >= 2),
@@ -317,6 +322,7 @@ class Gated(nn.Module):
         self.step, self.value, self.pair = 0, None, (0, "a")
         self.config, self.record = types.SimpleNamespace(step=0), Config()
         self.own, self.listed, self.names = {"step": 0}, [0], {"a"}
+        self.empty, self.bare = {}, types.SimpleNamespace()
 
     def scaled(self, h: Tensor, factor: float) -> Tensor:
         if not self.is_on(self):

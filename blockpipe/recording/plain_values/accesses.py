@@ -8,6 +8,7 @@ import ast
 import dis
 import enum
 import functools
+import itertools
 import linecache
 import re
 import types
@@ -33,7 +34,19 @@ _DOES_BOTH = frozenset(
 _READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
 _OF_ENVIRONMENT = ("getenv", "getenvb")
 _TAKES_KEY = ("get", "pop", "setdefault")
-_SAYS = frozenset(["print", "debug", "info", "warning", "error", "critical", "exception", "log"])
+_SAYS = frozenset(
+    [
+        *("print", "debug", "info", "warning", "error", "critical", "exception", "log", "warn"),
+        *("add_scalar", "add_scalars", "set_description", "set_postfix"),
+    ]
+)
+_FORMATS = frozenset(["str", "repr", "format", "int", "float", "round", "bool"])
+PURE = frozenset(  # functions whose result has no other effect
+    [
+        *("abs", "bool", "dict", "float", "int", "len", "list", "max", "min", "round"),
+        *("sorted", "str", "sum", "tuple"),
+    ]
+)
 _MATCHED = ast.Name("<match>")  # no function: patterns read attributes
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
 _STORES = frozenset(
@@ -62,7 +75,8 @@ class Access:
         node: an attribute, a name, a subscript, or a call of ``getattr`` and the like.
         reads: whether it reads the value.
         writes: whether it sets or deletes the value.
-        counts: whether the value only goes back to the same place: ``self.n += 1``.
+        goes_back_by: the expression by which the value only goes back to the same place:
+            ``self.n += 1``.
         use: the use that code makes of the value.
         given_to: the functions that take it as an argument.
         is_said: whether it is only printed or logged.
@@ -72,11 +86,16 @@ class Access:
     node: ast.expr
     reads: bool
     writes: bool
-    counts: bool = False
+    goes_back_by: ast.expr | None = None
     use: Use = Use.READ
     given_to: ast.expr | None = None
     is_said: bool = False
     key: ast.expr | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether the value only goes back to the same place."""
+        return self.goes_back_by is not None
 
 
 def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
@@ -108,6 +127,25 @@ def may_set(code: types.CodeType) -> bool:
     sets_variable = "STORE_DEREF" in operations and code.co_freevars
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return bool(sets_variable) or not _STORES.isdisjoint(operations) or any(map(may_set, inner))
+
+
+@functools.lru_cache(1_000)
+def goes_to(code: types.CodeType, offset: int) -> str | None:
+    """Return the attribute to which a text or a number that an instruction makes goes alone; an
+    empty text if it is only printed or logged; ``None``: it may go anywhere."""
+    line, _, column, _ = next(itertools.islice(code.co_positions(), offset // 2, None))
+    where = line or 0, column or 0
+    notes = _nodes_of("".join(linecache.getlines(code.co_filename))).notes
+    return next((name for begin, end, name in notes if begin <= where < end), None)
+
+
+def container_at(code: types.CodeType, offset: int) -> ast.expr | None:
+    """Return the container in which an instruction looks for a member (``in``, ``not in``)."""
+    if dis.opname[code.co_code[offset]] != "CONTAINS_OP":
+        return None
+    _, line, _, column = next(itertools.islice(code.co_positions(), offset // 2, None))
+    containers = _nodes_of("".join(linecache.getlines(code.co_filename))).containers
+    return containers.get((line, column))
 
 
 def tests_of(code: types.CodeType) -> list[ast.expr]:
@@ -172,6 +210,9 @@ class _Nodes:
         tests: the conditions of branches and loops.
         assignments: the names that are set to an expression, in their order.
         loops: the targets of loops, comprehensions too, with what they run over.
+        notes: the statements that only print or log, or only make a text or a number for an
+            attribute: their first and last positions, and its name.
+        containers: by their ends, the containers in which members are looked for.
     """
 
     by_end: dict[tuple[int | None, int | None], list[_Place]]
@@ -179,6 +220,8 @@ class _Nodes:
     tests: list[ast.expr]
     assignments: list[tuple[str, ast.expr]]
     loops: list[tuple[ast.expr, ast.expr]]
+    notes: list[tuple[tuple[int, int], tuple[int, int], str]]
+    containers: dict[tuple[int | None, int | None], ast.expr]
 
     def of(self, instruction: dis.Instruction) -> list[_Place]:
         """The expressions that end where an instruction says it is, and the second variable of
@@ -196,7 +239,7 @@ class _Nodes:
 
 @functools.lru_cache(64)
 def _nodes_of(source: str) -> _Nodes:
-    found = _Nodes(defaultdict(list), defaultdict(list), [], [], [])
+    found = _Nodes(defaultdict(list), defaultdict(list), [], [], [], [], {})
     try:
         level: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(ast.parse(source), ())]
     except (SyntaxError, ValueError):
@@ -209,15 +252,29 @@ def _nodes_of(source: str) -> _Nodes:
                 found.on_line[node.lineno].append((node, outer))
         elif isinstance(node, ast.If | ast.While | ast.IfExp):
             found.tests.append(node.test)
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.In | ast.NotIn):
+            found.containers[node.end_lineno, node.end_col_offset] = node.comparators[-1]
         elif isinstance(node, ast.Assign | ast.NamedExpr):
             found.assignments += _assigned(node)
         elif isinstance(node, ast.For | ast.comprehension):
             found.loops.append((node.target, node.iter))
+        if isinstance(node, ast.Expr | ast.Assign) and (name := _noted_as(node)) is not None:
+            end = node.end_lineno or node.lineno, node.end_col_offset or 0
+            found.notes.append(((node.lineno, node.col_offset), end, name))
         # No question reaches beyond a statement.
         inner = (node,) if isinstance(node, ast.stmt) else (node, *outer)
         level += ((child, inner) for child in ast.iter_child_nodes(node))
     found.assignments.sort(key=lambda one: (one[1].lineno, one[1].col_offset))
     return found
+
+
+def _noted_as(node: ast.Expr | ast.Assign) -> str | None:
+    if isinstance(node, ast.Expr):
+        return "" if _is_said((node.value, node)) else None
+    (target, *others), calls = node.targets, [n for n in ast.walk(node) if isinstance(n, ast.Call)]
+    named = (getattr(call.func, "id", getattr(call.func, "attr", "")) for call in calls)
+    is_note = isinstance(target, ast.Attribute) and not others and _FORMATS.issuperset(named)
+    return target.attr if is_note and isinstance(target, ast.Attribute) else None
 
 
 def _assigned(node: ast.Assign | ast.NamedExpr) -> Iterator[tuple[str, ast.expr]]:
@@ -237,18 +294,19 @@ def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access |
         use, given_to = use_of(node, outer)
         if use is Use.NONE and "_FAST" in operation:
             return None  # a local variable
-        counts, key = _goes_back(node, outer), _key_taken(outer)
+        back, key = _goes_back(node, outer), _key_taken(outer)
         if key is not None:  # n[key] = n.get(key, 0) + 1
-            counts = _goes_back(ast.Subscript(node, key, ast.Load()), outer[2:])
-        return Access(node, True, False, counts, use, given_to, is_said, key)
+            back = _goes_back(ast.Subscript(node, key, ast.Load()), outer[2:])
+        return Access(node, True, False, back, use, given_to, is_said, key)
     if "_FAST" in operation:
         return None
     around = outer[0] if outer else None
-    counts = isinstance(around, ast.AugAssign) and node is around.target
+    is_target = isinstance(around, ast.AugAssign) and node is around.target
+    back = around.value if isinstance(around, ast.AugAssign) and is_target else None
     # One instruction reads the value, and a later one sets it; if it is a container, it is
     # changed in place (``self.seen += [x]``).
     loads = operation.startswith(("LOAD", "BINARY"))
-    return Access(node, loads, not loads, counts, Use.WRITE if counts else Use.NONE)
+    return Access(node, loads, not loads, back, Use.WRITE if is_target else Use.NONE)
 
 
 def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Access | None:
@@ -318,9 +376,9 @@ def _key_taken(outer: tuple[ast.AST, ...]) -> ast.expr | None:
     return call.args[0] if is_taken else None
 
 
-def _goes_back(node: ast.expr, outer: tuple[ast.AST, ...]) -> bool:
-    """Whether a value goes back to its place: ``self.n = self.n + 1``, ``self.n = max(self.n,
-    x)``."""
+def _goes_back(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:
+    """Return the expression by which a value goes back to its place: ``self.n = self.n + 1``,
+    ``self.n = max(self.n, x)``."""
     through = (
         *(ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare),
         *(ast.List, ast.Tuple, ast.Starred, ast.Subscript),
@@ -328,11 +386,11 @@ def _goes_back(node: ast.expr, outer: tuple[ast.AST, ...]) -> bool:
     for around in outer:
         if isinstance(around, ast.Assign) and len(around.targets) == 1:
             same = ast.dump(around.targets[0]).replace("Store()", "Load()")
-            return same == ast.dump(node)
-        is_pure = isinstance(around, ast.Call) and getattr(around.func, "id", "") in ("max", "min")
+            return around.value if same == ast.dump(node) else None
+        is_pure = isinstance(around, ast.Call) and getattr(around.func, "id", "") in PURE
         if not is_pure and not isinstance(around, through):
-            return False
-    return False
+            return None
+    return None
 
 
 def _is_said(outer: tuple[ast.AST, ...]) -> bool:

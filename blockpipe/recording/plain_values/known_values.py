@@ -17,6 +17,11 @@ from .values import SharedValue, back, hops_of, shared_change
 
 _REMEDY = "pass it along as an argument"
 _OF_VARIABLE = "count in an attribute of the model: each micro-batch has a context of its own"
+_OF_UPDATE = (
+    "another stage may come in between the read and the write, and its update is lost: compute "
+    "first what is added, in a statement of its own, and keep the value in a dictionary or in an "
+    "object of your own (a module's attributes are set by a function), or keep one for each stage"
+)
 OF_CHECKPOINT = (
     "torch.utils.checkpoint runs its function again in the backward: set the value outside of "
     "that function, and pass it to it as an argument"
@@ -89,27 +94,44 @@ class KnownValues:
             return
         self._called_on(result.calls)
         for known in self._values.values():
-            others = self._of_all(known)
-            read_on = known.read_on.union(*(other.read_on for other in others))
-            again = {back(hop) for hop in known.set_again_on if known.is_carried}
-            seen = known.set_on | again | read_on
-            if not known.set_on or not read_on:
-                continue
-            if len(seen) < 2:
-                if self._is_counted_in(known):
-                    where = known.first_read
-                    yield shared_change(known, "a ContextVar", read_on, where, _OF_VARIABLE)
-                continue
-            # In a forward a tensor says itself which micro-batch it is of.
-            if min(seen) >= 0 and has_tensors(member_of(known.owner, known.key)):
-                continue
-            name = attribute_of(known.owner, known.key)
-            if name is not None and not known.is_read_outside and reads.is_unread(*name):
-                continue
-            where = next(k.first_read for k in (known, *others) if k.first_read)
-            remedy = _REMEDY if min(seen) >= 0 else "set it between steps"
-            remedy = known.remedy or (OF_CHECKPOINT if again else remedy)
-            yield shared_change(known, self._named(known), read_on, where, remedy)
+            change = self._read_elsewhere(known, reads) or self._lost(known)
+            if change is not None:
+                yield change
+
+    def _read_elsewhere(self, known: SharedValue, reads: NamesRead) -> SharedChange | None:
+        """The change of a value that others read."""
+        others = self._of_all(known)
+        read_on = known.read_on.union(*(other.read_on for other in others))
+        again = {back(hop) for hop in known.set_again_on if known.is_carried}
+        seen = known.set_on | again | read_on
+        if not known.set_on or not read_on:
+            return None
+        if len(seen) < 2:
+            if self._is_counted_in(known):
+                where = known.first_read
+                return shared_change(known, "a ContextVar", read_on, where, _OF_VARIABLE)
+            return None
+        # In a forward a tensor says itself which micro-batch it is of.
+        if min(seen) >= 0 and has_tensors(member_of(known.owner, known.key)):
+            return None
+        name = attribute_of(known.owner, known.key)
+        if name is not None and not known.is_read_outside and reads.is_unread(*name):
+            return None
+        where = next(k.first_read for k in (known, *others) if k.first_read)
+        remedy = _REMEDY if min(seen) >= 0 else "set it between steps"
+        remedy = known.remedy or (OF_CHECKPOINT if again else remedy)
+        return shared_change(known, self._named(known), read_on, where, remedy)
+
+    def _lost(self, known: SharedValue) -> SharedChange | None:
+        """The change of a value that several stages update, if one may lose another's update."""
+        updates = [k for k in (known, *self._of_all(known)) if k.lost_on & known.set_on]
+        if not updates or len(hops_of(known.set_on)) < 2:
+            return None
+        if min(known.set_on) >= 0 and has_tensors(member_of(known.owner, known.key)):
+            return None
+        lost_on = known.set_on.intersection(set[int]().union(*(k.lost_on for k in updates)))
+        where, name = updates[0].first_loss, self._named(known)
+        return shared_change(known, name, lost_on, where, _OF_UPDATE)
 
     def _is_counted_in(self, known: SharedValue) -> bool:
         """Whether it is a context variable in which each forward leaves something for the next."""

@@ -43,6 +43,7 @@ from .expressions import (
 )
 from .frozen import frozen
 from .known_values import OF_CHECKPOINT, KnownValues
+from .lost_updates import may_lose
 from .places import (
     CONTENTS,
     entry_of,
@@ -267,8 +268,9 @@ class SharedValues:
             return
         if owner is not None and self._is_lasting(owner):
             if access.reads and not access.is_said:
+                loses = may_lose(access, frame)
                 for holder in owners_of(owner, key):
-                    self._reads(holder, key, frame, hop, counts=access.counts)
+                    self._reads(holder, key, frame, hop, counts=access.counts, loses=loses)
             if access.writes:
                 apart = self._apart(frame)
                 pending = PendingWrite(owner, key, frozen(value), hop, frame.line, apart)
@@ -300,7 +302,8 @@ class SharedValues:
         if is_given and is_looked_into(frame.evaluated(is_given)):
             return
         if access.use is not Use.WRITE and not access.is_said:
-            self._reads(value, ALL, frame, hop, counts=access.counts)
+            loses = may_lose(access, frame)
+            self._reads(value, ALL, frame, hop, counts=access.counts, loses=loses)
             if is_given and is_array(value) and shares_memory(frame.evaluated(is_given)):
                 known = self.known.at(value, ALL)  # what autograd saves may change, too
                 known.is_read(back(hop), frame.line)
@@ -343,7 +346,9 @@ class SharedValues:
         is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
         return is_object and access.use is Use.READ and access.given_to is not None
 
-    def _reads(self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool) -> None:
+    def _reads(
+        self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool, loses: bool = False
+    ) -> None:
         apart = self._apart(frame)
         is_its_own = apart is not None and apart.reads_its_own((space_of(owner), key))
         if is_its_own and self._still is not None:
@@ -354,7 +359,7 @@ class SharedValues:
         known.is_carried = known.is_carried or is_before
         known.is_read_outside = known.is_read_outside or self._still is not None
         if counts:
-            known.counted_on.add(hop)
+            known.is_counted(hop, frame.line, loses=loses)
             return
         known.is_read(hop, frame.line)
         if not is_its_own and self._checkpoints.of(frame.frame) is not None:

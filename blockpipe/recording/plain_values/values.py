@@ -21,6 +21,8 @@ class SharedValue:
     set_again_on: set[int] = field(default_factory=set)  # in the backward, by a checkpoint
     read_on: set[int] = field(default_factory=set)
     counted_on: set[int] = field(default_factory=set)
+    lost_on: set[int] = field(default_factory=set)  # what others set there, an update may lose
+    first_loss: str = ""
     is_carried: bool = False  # what one forward leaves there the next one reads
     is_traced: bool = False  # whether the user's own code sets it
     is_constant: bool = True  # all values that it is set to may be equal in each forward
@@ -37,6 +39,14 @@ class SharedValue:
         """Note that code on a hop reads it."""
         self.first_read = self.first_read or line
         self.read_on.add(hop)
+
+    def is_counted(self, hop: int, line: str, *, loses: bool) -> None:
+        """Note that code on a hop reads it only to update it."""
+        self.counted_on.add(hop)
+        if loses:
+            self.lost_on.add(hop)
+            self.is_constant = False
+            self.first_loss = self.first_loss or line
 
 
 @dataclass

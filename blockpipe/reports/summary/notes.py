@@ -58,6 +58,9 @@ def _on_parameters(recording: Recording) -> Iterator[str]:
             f"each forward changes {what}, and the next one reads it ({short(where)}): "
             "micro-batches count as forwards, so the numbers depend on how many there are in a step"
         )
+    if recording.given_at:
+        where = short(recording.given_at)
+        yield f"steps run in one thread: the next one may use another number at {where}"
     unused = [info.name for info in recording.unused]
     if unused:
         left = len(unused) - _MOST_NAMES

@@ -1,0 +1,84 @@
+"""Find updates of a value that another thread may lose: ``state.total += h.sum().item()``.
+
+Python reads the old value first, and sets the new one last. If it calls something in between,
+another thread may set the value meanwhile, and that is lost. In ``state.n += 1`` it calls nothing:
+the interpreter asks whether other threads wait when a function is called or a loop goes on, and
+nowhere else. To set an attribute of a module calls ``Module.__setattr__``, which is written in
+Python: of two threads that did nothing but ``module.n += 1``, four in ten updates were lost. The
+source decides that, and no run could: that a thread came in between is chance.
+"""
+
+import ast
+import types
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+
+from ...restoring.model_state import is_users
+from .accesses import Access
+from .expressions import Frame, member_of
+
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+_IN_PLACE = (list, set, dict, deque, bytearray)
+_RUNS_CODE = (ast.Await, ast.Yield, ast.YieldFrom, ast.ListComp, ast.SetComp, ast.DictComp)
+
+
+def may_lose(access: Access, frame: Frame) -> bool:
+    """Return whether what other threads set may be lost, where a value goes back to its place. Of
+    clocks, nobody expects the plain loop's times.
+
+    Args:
+        access: the access that reads the value.
+        frame: the frame that it is in.
+    """
+    if access.goes_back_by is None:
+        return False
+    value = frame.evaluated(access.node)
+    is_augmented = isinstance(getattr(access.node, "ctx", None), ast.Store)
+    if is_augmented and (isinstance(value, _IN_PLACE) or hasattr(type(value), "__iadd__")):
+        return False  # it is changed in place
+    parts = [*ast.walk(access.goes_back_by)]
+    if any(map(_is_clock, parts)):
+        return False
+    if _is_of_users_class(value) or _is_set_by_function(access.node, frame):
+        return True
+    return any(_calls(part, access.node, frame) for part in parts)
+
+
+def _is_clock(part: ast.AST) -> bool:
+    function = part.func if isinstance(part, ast.Call) else None
+    name = getattr(function, "id", getattr(function, "attr", ""))
+    return name.removesuffix("_ns") in _CLOCKS
+
+
+def _is_set_by_function(node: ast.expr, frame: Frame) -> bool:
+    """Whether a function that is written in Python sets the value, as an object's own
+    ``__setattr__`` does."""
+    if not isinstance(node, ast.Attribute | ast.Subscript):
+        return False
+    name = "__setattr__" if isinstance(node, ast.Attribute) else "__setitem__"
+    setter = getattr(type(frame.evaluated(node.value)), name, None)
+    return isinstance(setter, types.FunctionType)
+
+
+def _calls(part: ast.AST, loaded: ast.expr, frame: Frame) -> bool:
+    """Whether something may be called for a part of the expression."""
+    if isinstance(part, ast.Call):
+        return _end(part) > (loaded.lineno, loaded.col_offset)  # else it was called before
+    if isinstance(part, ast.Attribute):
+        owner = frame.evaluated(part.value)
+        return isinstance(owner, Tensor) or isinstance(member_of(owner, part.attr), property)
+    if isinstance(part, ast.BinOp | ast.Compare):
+        operands = (part.left, *getattr(part, "comparators", ()), getattr(part, "right", None))
+        return any(_is_of_users_class(frame.evaluated(one)) for one in operands if one is not None)
+    return isinstance(part, _RUNS_CODE)
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    return node.end_lineno or node.lineno, node.end_col_offset or 0
+
+
+def _is_of_users_class(value: Any) -> bool:
+    """Whether code runs for an operator of a value."""
+    return isinstance(value, Tensor) or is_users(type(value).__module__)
