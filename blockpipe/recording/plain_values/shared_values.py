@@ -344,9 +344,10 @@ class SharedValues:
             return owner is not None and self._is_lasting(owner)
         if id(value) in self._objects:
             return True
-        if is_content(value) and (id(value) in self._lasting or self._taken_in.may_take(value)):
+        is_known = id(value) in self._lasting
+        if (is_known or self._taken_in.may_take(value)) and is_content(value):
             return True
-        if id(value) not in self._lasting:
+        if not is_known:
             return False
         # An object of the user's is read as a whole by code that is not looked into.
         is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
