@@ -57,7 +57,7 @@ class CarriedValues:
     def __init__(self, model: nn.Module, carried: Iterable[Carried]) -> None:
         self._holders: dict[int, Holder] = {}
         for holder in ModelState(model, values=False).holders:
-            holder.before = []
+            holder.forget()
             for owner in _owners_of(holder):
                 self._holders.setdefault(id(owner), holder)
         self._carried = [one for one in carried if one.owner in self._holders]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -231,7 +231,7 @@ def _taped(request: RecordRequest, recording: Recording) -> Tape:
     """Tape a forward under the same settings as its recording."""
     model, place = request.model, torch.device("cpu")
 
-    def watch(given: RecordRequest, holders: Collection[Holder], *, fake: bool) -> Tape:
+    def watch(given: RecordRequest, holders: list[Holder], *, fake: bool) -> Tape:
         return taped(given, recording, place, fake=fake)
 
     with alone_with(model):

@@ -111,7 +111,7 @@ class WatchedValues:
         self._holders, self._members, count, seen = [], [], 0, set[Any]()
         self._own, self._steps = set(), 0
         for holder in (environment, *state.holders):
-            holder.before = []  # the saved members may be as large as the model
+            holder.forget()  # the saved members may be as large as the model
             if id(holder.owner) in torchs or not _is_read(holder):
                 continue
             members = {

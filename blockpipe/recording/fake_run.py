@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from ..errors import BlockpipeError, IsolationError, RecordingError
 from ..restoring.holders import Holder
 from ..restoring.leaked_tensors import TrackedFakes
 from ..restoring.model_state import ModelState, RealWritesUndone
-from ..restoring.restored_thread import leaves_intact
+from ..restoring.restored_thread import leaves_intact, modes_around
 from ..stages.plan import StagePlan
 from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
@@ -175,7 +175,7 @@ def _hooked_fake(
     return hooked(attempt)
 
 
-def _watched_twice(request: RecordRequest, holders: Collection[Holder]) -> Recording:
+def _watched_twice(request: RecordRequest, holders: list[Holder]) -> Recording:
     return looked_at_twice(partial(run_watched, request, fake=True, holders=holders))
 
 
@@ -221,7 +221,7 @@ class _Fakes:
 
 def run_on_fakes(
     request: RecordRequest,
-    watch: Callable[[RecordRequest, Collection[Holder]], R],
+    watch: Callable[[RecordRequest, list[Holder]], R],
     homes: Mapping[str, torch.device] | None = None,
     sample_device: torch.device | None = None,
 ) -> R:
@@ -248,7 +248,7 @@ def run_on_fakes(
 def _with_fakes(
     mode: TrackedFakes,
     request: RecordRequest,
-    watch: Callable[[RecordRequest, Collection[Holder]], R],
+    watch: Callable[[RecordRequest, list[Holder]], R],
     homes: Mapping[str, torch.device] | None,
     sample_device: torch.device | None,
 ) -> R:
@@ -266,6 +266,7 @@ def _with_fakes(
         stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
         stack.enter_context(state)
         stack.enter_context(state)  # an interrupt can spoil one of them
+        stack.enter_context(ModelState(values=False, others=modes_around()))
         stack.enter_context(preserve_rng(every_source()))
         # There a model takes any sample: only its shapes count.
         in_one_place = on_meta or (homes is not None and request.devices is None)

@@ -26,6 +26,7 @@ from ..restoring.holders import (
     DictHolder,
     FunctionHolder,
     Holder,
+    MemberHolder,
     NamesHolder,
     SequenceHolder,
     SetHolder,
@@ -269,6 +270,8 @@ def _torchs_of(module: nn.Module) -> Iterator[Any]:
 
 def _is_watched(holder: Holder) -> bool:
     kind = type(holder.owner)
+    if isinstance(holder, MemberHolder):
+        return False  # only traced code sets it
     if issubclass(kind, io.IOBase) and not issubclass(kind, io.StringIO | io.BytesIO):
         return False  # it has a position, and is asked for no content
     is_exception = issubclass(kind, BaseException)
@@ -302,7 +305,9 @@ def _members(holder: Holder) -> dict[Any, Any]:
 def _content(holder: ContentHolder) -> Any:
     """Return what is compared: a file in memory may grow, as a list may; a numpy array may not."""
     ((_, content),) = holder.now()
-    if isinstance(holder.owner, logging.Logger) or content is None:
+    if isinstance(holder.owner, logging.Logger):
+        return str(content[:2])  # the level, and whether it is disabled
+    if content is None:
         return str(content)
     if isinstance(content, tuple):
         content = content[0]  # the text, without the position

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, RecordingError
 from ..restoring.holders import Holder
 from ..restoring.model_state import ModelState, WritesUndone
-from ..restoring.restored_thread import leaves_intact
+from ..restoring.restored_thread import leaves_intact, modes_around
 from ..stages.plan import StagePlan
 from .fake_run import record_there
 from .plain_values.still_code import hooks_in
@@ -212,13 +212,11 @@ def _record_real(request: RecordRequest) -> Recording:
     return run_for_real(request, _watched_twice)
 
 
-def _watched_twice(request: RecordRequest, holders: Collection[Holder]) -> Recording:
+def _watched_twice(request: RecordRequest, holders: list[Holder]) -> Recording:
     return looked_at_twice(partial(run_watched, request, fake=False, holders=holders))
 
 
-def run_for_real(
-    request: RecordRequest, watch: Callable[[RecordRequest, Collection[Holder]], R]
-) -> R:
+def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Holder]], R]) -> R:
     """Watch a forward on real tensors, and put everything back.
 
     Args:
@@ -231,8 +229,9 @@ def run_for_real(
     """
     model = request.model
     state = ModelState(model, values=True)
+    beside = ModelState(values=False, others=modes_around())
     # An interrupt can spoil one of them.
-    with state, state, preserve_rng(every_source()), WritesUndone(model):
+    with state, state, beside, preserve_rng(every_source()), WritesUndone(model):
         # Copies: the forward may write to its inputs, and it will run again.
         where = _one_device_of(model) if request.devices is None else None
         copied = partial(_copy_of, where=where)

@@ -1,9 +1,11 @@
 """Save and restore the content of objects that hold no other objects: bytes, files in memory,
-positions in others, arrays, memory of C, loggers' levels, states of random generators.
+positions in others, arrays, memory of C, loggers' settings, states of random generators, the hooks
+of tensors, and the classes that an abstract one knows.
 
 Events and semaphores are left alone: another thread may have set one in the meantime.
 """
 
+import abc
 import functools
 import io
 import logging
@@ -15,7 +17,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from .._torch.graph import gradient_hooks, stepping_hooks
+from .._torch.modes import without_torch_functions
 from .holders import ContentHolder
 
 _MOST_MAPPED = 1 << 20  # bytes of a mapped file that are kept; a larger one is probably data
@@ -31,7 +36,7 @@ def content_of(value: Any) -> ContentHolder | None:
     if isinstance(value, io.StringIO | io.BytesIO):
         return ContentHolder(value, lambda: _text(value), lambda before: _write(value, before))
     if isinstance(value, logging.Logger):
-        return ContentHolder(value, lambda: (value.level, value.disabled), _set_level(value))
+        return ContentHolder(value, lambda: _settings(value), _set_up(value))
     if isinstance(value, io.IOBase):
         return ContentHolder(value, lambda: _position(value), lambda before: _seek(value, before))
     if isinstance(value, mmap.mmap):
@@ -116,10 +121,17 @@ def _memory_of_c(value: Any) -> ContentHolder:
     return ContentHolder(value, get, lambda before: ctypes.memmove(where, before, size))
 
 
-def _set_level(logger: logging.Logger) -> Callable[[tuple[int, bool]], None]:
-    def put(before: tuple[int, bool]) -> None:
-        logger.setLevel(before[0])
-        logger.disabled = before[1]
+def _settings(logger: logging.Logger) -> tuple[Any, ...]:
+    switches = logger.level, logger.disabled, logger.propagate
+    return *switches, [*logger.handlers], [*logger.filters]
+
+
+def _set_up(logger: logging.Logger) -> Callable[[tuple[Any, ...]], None]:
+    def put(before: tuple[Any, ...]) -> None:
+        level, logger.disabled, logger.propagate, handlers, filters = before
+        if logger.level != level:
+            logger.setLevel(level)
+        logger.handlers[:], logger.filters[:] = handlers, filters
 
     return put
 
@@ -148,7 +160,49 @@ def kept_otherwise(value: Any) -> Callable[[], object] | None:
         return functools.partial(setattr, value, "state", drawn)
     if isinstance(value, numpy.random.RandomState):
         return functools.partial(value.set_state, value.get_state(legacy=False))
+    if isinstance(value, numpy.random.SeedSequence):
+        return functools.partial(value.__setstate__, value.__reduce__()[2])  # how many it spawned
     return None
+
+
+def kept_hooks(tensor: Tensor) -> Callable[[], None] | None:
+    """Return a function that removes the hooks which have come to a leaf, or ``None`` for other
+    tensors: the graph of a recording has gone by then, and their hooks with it."""
+    with without_torch_functions():
+        if not (tensor.is_leaf and tensor.requires_grad):
+            return None
+        before = [(kind, dict(kind(tensor) or ())) for kind in (gradient_hooks, stepping_hooks)]
+
+    def restore() -> None:
+        with without_torch_functions():
+            for kind, then in before:
+                now: Any = kind(tensor)
+                if now is not None and [*now] != [*then]:
+                    now.clear()
+                    now.update(then)
+
+    return restore
+
+
+def kept_registry(kind: Any) -> Callable[[], None] | None:
+    """Return a function that restores which classes are registered with an abstract one; ``None``
+    for other classes."""
+    if not issubclass(type(kind), abc.ABCMeta):
+        return None
+    before = _registered_with(kind)
+
+    def restore() -> None:
+        if _registered_with(kind) != before:
+            kind._abc_registry_clear()
+            kind._abc_caches_clear()
+            for other in before:
+                kind.register(other)
+
+    return restore
+
+
+def _registered_with(kind: Any) -> list[type]:
+    return [known for one in abc._get_dump(kind)[0] if (known := one()) is not None]  # type: ignore[attr-defined]
 
 
 def is_generator(value: Any) -> bool:
@@ -162,9 +216,16 @@ def is_generator(value: Any) -> bool:
     return value is not getattr(numpy.random.rand, "__self__", None)
 
 
-def in_array(value: Any) -> Iterable[Any]:
-    """Return the objects in a numpy array of objects; nothing for any other value."""
+def objects_in(value: Any) -> Iterable[Any]:
+    """Return the objects in a numpy array of objects, the seeds behind a numpy generator, which it
+    spawns from, or the memory in an object of :mod:`multiprocessing`; nothing for other values."""
+    shared = sys.modules.get("multiprocessing.sharedctypes")
+    if shared is not None and isinstance(value, shared.SynchronizedBase):
+        return [value.get_obj()]
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype != object:
+    if numpy is None:
         return ()
-    return [*value.flat]
+    if isinstance(value, numpy.random.Generator | numpy.random.BitGenerator):
+        source = getattr(value, "bit_generator", value)
+        return [getattr(source, "seed_seq", None)]
+    return [*value.flat] if isinstance(value, numpy.ndarray) and value.dtype == object else ()

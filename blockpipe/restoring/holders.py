@@ -40,6 +40,10 @@ class Holder:
         """Store a value under a key, or remove the key (``_UNSET``)."""
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """Keep the saved members alive no longer; the holder is not restored after that."""
+        self.before = []
+
     def restore(self) -> None:
         """Give the object its members of before."""
         now = dict(self.now())
@@ -62,7 +66,7 @@ class DictHolder(Holder):
 
     Args:
         value: the dictionary.
-        owner: the object whose attributes it holds, if it is an object's ``__dict__``.
+        owner: the object by which code reads what it holds, if it is another one.
     """
 
     def __init__(self, value: dict[Any, Any], owner: Any = None) -> None:
@@ -88,6 +92,27 @@ class DictHolder(Holder):
             self._base.clear(self._value)
             for key, member in before:
                 self.put(key, member)
+
+
+class AttributesHolder(DictHolder):
+    """An object's attributes, the dictionary that they are in, and the object's class: code may
+    replace each of them.
+
+    Args:
+        attributes: the object's ``__dict__``.
+        owner: the object.
+    """
+
+    def __init__(self, attributes: dict[str, Any], owner: Any) -> None:
+        super().__init__(attributes, owner)
+        self._kind = type(owner)
+        self._is_steady = attributes_of(owner) is attributes  # a class may make one at each access
+
+    def restore(self) -> None:
+        _put_back_class(self.owner, self._kind)
+        if self._is_steady and attributes_of(self.owner) is not self._value:
+            object.__setattr__(self.owner, "__dict__", self._value)
+        super().restore()
 
 
 class SequenceHolder(Holder):
@@ -136,30 +161,62 @@ class SetHolder(Holder):
 
 
 class CacheHolder(Holder):
-    """The results in a ``functools.lru_cache``, which the user's code may change. The cache itself
-    is not restored."""
+    """The results in a ``functools.lru_cache``, which the user's code may change, and which results
+    it has.
 
-    def __init__(self, cache: Any) -> None:
+    Args:
+        cache: the function with the cache.
+        restores: whether to remove the results that are new, because the other effects of the
+            function are put back too. A library's own state is not.
+    """
+
+    def __init__(self, cache: Any, *, restores: bool) -> None:
         self._cache = cache
+        self._is_unbounded = cache.cache_parameters()["maxsize"] is None
+        self._entries = [*_entries_of(cache).items()] if restores else None
         super().__init__(cache)
 
     def now(self) -> list[tuple[Any, Any]]:
-        is_unbounded = self._cache.cache_parameters()["maxsize"] is None
         found: list[Any] = []
         for held in gc.get_referents(self._cache):
             if type(held) is not dict or held is self._cache.__dict__:
                 found.append(held)  # a result, or an argument
-            elif is_unbounded:  # the cache's own dictionary, of all results
+            elif self._is_unbounded:  # the cache's own dictionary, of all results
                 found += held.values()
             elif held and "_lru_list_elem" not in {type(value).__name__ for value in held.values()}:
                 found.append(held)
         return list(enumerate(found))
 
+    def forget(self) -> None:
+        self._entries = None
+        super().forget()
+
     def restore(self) -> None:
-        """Do nothing: an entry more or less in a cache only costs or saves time."""
+        """Remove the results that are new, so that the next call has the function's other effects
+        again. One that a bounded cache has thrown out to make room is not put back."""
+        entries, before = _entries_of(self._cache), self._entries
+        if before is None or [*map(id, entries)] == [id(key) for key, _ in before]:
+            return
+        if not before:
+            self._cache.cache_clear()
+        elif self._is_unbounded:
+            entries.clear()
+            entries.update(before)
+        else:
+            known = {id(key) for key, _ in before}
+            for key in [key for key in entries if id(key) not in known]:
+                del entries[key]  # the cache takes that for a call that is still running
 
     def lend(self, stand_ins: StandIns) -> None:
         """Do nothing: a copy of an iterator would stay in the cache."""
+
+
+def _entries_of(cache: Any) -> dict[Any, Any]:
+    """Return the dictionary in which a ``functools.lru_cache`` finds its results. There is no other
+    way to remove one of them."""
+    attributes = vars(cache)
+    held = [one for one in gc.get_referents(cache) if type(one) is dict and one is not attributes]
+    return held[-1] if held else {}  # results that are dictionaries come before it
 
 
 class ContentHolder(Holder):
@@ -207,6 +264,31 @@ class ClassHolder(Holder):
             type.__setattr__(self._kind, key, value)
 
 
+class MemberHolder(Holder):
+    """One variable of a module, or one attribute of a class, of which nothing else is kept.
+
+    Args:
+        owner: the module's namespace, or the class.
+        key: the name.
+    """
+
+    def __init__(self, owner: dict[str, Any] | type, key: str) -> None:
+        self._members = owner if isinstance(owner, dict) else vars(owner)
+        self._key = key
+        super().__init__(owner)
+
+    def now(self) -> list[tuple[str, Any]]:
+        return [(self._key, self._members[self._key])] if self._key in self._members else []
+
+    def put(self, key: str, value: Any) -> None:
+        if isinstance(self.owner, dict):
+            _put_name(self.owner, key, value)
+        elif value is _UNSET:
+            type.__delattr__(self.owner, key)
+        else:
+            type.__setattr__(self.owner, key, value)
+
+
 class NamesHolder(Holder):
     """The globals that a function reads. A module that was imported in the meantime stays."""
 
@@ -223,10 +305,14 @@ class NamesHolder(Holder):
         return [(name, self._names[name]) for name in self._read if name in self._names]
 
     def put(self, key: str, value: Any) -> None:
-        if value is not _UNSET:
-            self._names[key] = value
-        elif not isinstance(self._names[key], types.ModuleType):
-            del self._names[key]
+        _put_name(self._names, key, value)
+
+
+def _put_name(names: dict[str, Any], key: str, value: Any) -> None:
+    if value is not _UNSET:
+        names[key] = value
+    elif not isinstance(names[key], types.ModuleType):
+        del names[key]
 
 
 class FunctionHolder(Holder):
@@ -259,11 +345,16 @@ def content_of_cell(cell: types.CellType) -> Any:
 
 
 class SlotsHolder(Holder):
-    """An object's slots. They are set even if its class overrides ``__setattr__``."""
+    """An object's slots, and its class. They are set even if the class overrides
+    ``__setattr__``."""
 
     def __init__(self, value: Any, slots: tuple[types.MemberDescriptorType, ...]) -> None:
-        self._value, self._slots = value, slots
+        self._value, self._slots, self._kind = value, slots, type(value)
         super().__init__(value)
+
+    def restore(self) -> None:
+        _put_back_class(self._value, self._kind)
+        super().restore()
 
     def now(self) -> list[tuple[Any, Any]]:
         contents = [(slot, _slot(slot, self._value)) for slot in self._slots]
@@ -274,6 +365,19 @@ class SlotsHolder(Holder):
             key.__delete__(self._value)
         else:
             key.__set__(self._value, value)
+
+
+def attributes_of(owner: Any) -> Any:
+    """Return an object's ``__dict__``, whatever its class overrides; ``None`` if it has none."""
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _put_back_class(owner: Any, kind: type) -> None:
+    if type(owner) is not kind:
+        vars(object)["__class__"].__set__(owner, kind)
 
 
 def _slot(slot: Any, value: Any) -> Any:

@@ -17,7 +17,8 @@ from .._common.callsite import users_line
 from ..errors import RecordingError
 
 _MODULES = frozenset(["builtins", "itertools", "_collections", "array"])
-_BOUND = (types.MethodWrapperType, types.BuiltinMethodType)
+BOUND = (types.MethodWrapperType, types.BuiltinMethodType)  # methods of C, to their objects
+_ADVANCES = frozenset(["_sre", "_queue", "sqlite3"])  # modules of C: calls advance their objects
 
 
 def is_iterator(value: Any) -> bool:
@@ -45,8 +46,12 @@ def _has_attributes(value: Any) -> bool:
 def bound_iterator(value: Any) -> Any:
     """Return the iterator that a method is bound to (``itertools.count().__next__``), or
     ``None``."""
-    owner = value.__self__ if isinstance(value, _BOUND) else None
+    owner = value.__self__ if isinstance(value, BOUND) else None
     return owner if is_iterator(owner) else None
+
+
+def _is_advanced(owner: Any) -> bool:
+    return type(owner).__module__ in _ADVANCES
 
 
 class StandIns:
@@ -90,6 +95,8 @@ class StandIns:
                 make, args, *state = iterator.__reduce__()
         except Exception:  # such iterators cannot be copied, or its dictionary has changed
             return _refusing(f"an iterator, {type(iterator).__qualname__}")
+        if any(isinstance(one, BOUND) and _is_advanced(one.__self__) for one in args):
+            return _refusing(f"an iterator, {type(iterator).__qualname__}")  # as of re.finditer()
         copy = make(*self.of(args))
         if state and state[0] is not None:
             copy.__setstate__(self._state(state[0]))

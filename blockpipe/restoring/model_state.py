@@ -24,19 +24,20 @@ from torch import Tensor, nn
 from .._torch.modes import DispatchMode
 from .._torch.modules import hooks_of_all_modules
 from .._torch.tensors import FakeTensor, storage_of, unset_fake_temporarily, written_by
-from .contents import content_of, in_array, kept_otherwise
+from .contents import content_of, kept_hooks, kept_otherwise, kept_registry, objects_in
 from .holders import (
+    AttributesHolder,
     CacheHolder,
     ClassHolder,
-    DictHolder,
     FunctionHolder,
     Holder,
     NamesHolder,
     SlotsHolder,
     container_of,
 )
+from .imports import imported_in
 from .interpreter_state import kept_interpreter
-from .iterators import StandIns, bound_iterator, is_iterator, is_of_loader
+from .iterators import BOUND, StandIns, is_iterator, is_of_loader
 
 MOST_OBJECTS = 200_000  # a trainer may be in reach, and with it a data set
 _NO_STATE = frozenset([str, bytes, int, float, complex, bool, type(None)])
@@ -58,13 +59,20 @@ class ModelState:
 
     Args:
         modules: the modules; those inside of them are included.
+        others: other objects to begin at.
         values: whether to save the values of tensors too, except those of parameters
             (:class:`WritesUndone`).
         contents: whether to save the content of bytes, arrays and generators too; without it,
             nothing is restored.
     """
 
-    def __init__(self, *modules: nn.Module, values: bool, contents: bool = True) -> None:
+    def __init__(
+        self,
+        *modules: nn.Module,
+        values: bool,
+        contents: bool = True,
+        others: Iterable[object] = (),
+    ) -> None:
         self._values, self._contents = values, contents
         self.holders: list[Holder] = []  # of all objects found, the nearest first
         self._restores: list[Callable[[], object]] = []  # for objects that hold no others
@@ -76,12 +84,14 @@ class ModelState:
             self._restores.append(kept_interpreter())
         level: list[Any] = [inner for module in modules for inner in module.modules()]
         level += [hook for hooks in hooks_of_all_modules() for hook in hooks.values()]
+        level += others
         while level:  # breadth first, so that the nearest objects come first
             level = [found for value in level for found in self._look_at(value)]
 
     def restore(self) -> None:
-        """Put everything back, in place."""
-        for holder in self.holders:
+        """Put everything back, in place. Of one place, what was kept first counts: holders may
+        have been added while the forward ran."""
+        for holder in reversed(self.holders):
             holder.restore()
         for restore in self._restores:
             restore()
@@ -121,6 +131,7 @@ class ModelState:
 
     def _look_into(self, value: Any) -> Iterable[Any]:
         if isinstance(value, Tensor):
+            self._keep(kept_hooks(value) if self._contents else None)
             return self._keep(self._kept_tensor(value))
         if (container := container_of(value)) is not None:
             return self._hold(container)
@@ -134,21 +145,22 @@ class ModelState:
             return value.func, value.args, value.keywords
         if isinstance(value, functools._lru_cache_wrapper):
             self.caches.append(value)
-            return self._hold(CacheHolder(value))
+            its_own = is_users(getattr(value, "__module__", None))
+            return self._hold(CacheHolder(value, restores=its_own))
         if is_iterator(value):
             self._has_iterators = True
             # A generator is not advanced, so the objects that it holds do not change.
             is_refused = isinstance(value, types.GeneratorType) or is_of_loader(value)
             return () if is_refused else gc.get_referents(value)
-        if (iterator := bound_iterator(value)) is not None:
-            return (iterator,)
+        if isinstance(value, BOUND):
+            return (value.__self__,)
         if not self._contents:
-            return in_array(value)
+            return objects_in(value)
         content = content_of(value)
         if content is not None:
             self.holders.append(content)
             return ()
-        return self._keep(kept_otherwise(value)) or in_array(value)
+        return self._keep(kept_otherwise(value)) or objects_in(value)
 
     def _hold(self, holder: Holder) -> list[Any]:
         self.holders.append(holder)
@@ -174,6 +186,7 @@ class ModelState:
         """Save a user class's own attributes, and the values that its functions read."""
         if not is_users(kind.__module__):
             return ()
+        self._keep(kept_registry(kind) if self._contents else None)
         special = [m for m in vars(kind).values() if isinstance(m, types.FunctionType)]
         held = [inner for m in self._hold(ClassHolder(kind)) for inner in _unwrapped(m)]
         return [type(kind), *kind.__bases__, *held, *special]
@@ -183,6 +196,7 @@ class ModelState:
         modules."""
         found = self._hold(FunctionHolder(function))
         if is_users(function.__module__):
+            found += imported_in(function)
             read, seen = frozenset(names_in(function.__code__)), set[int]()
             spaces = [function.__globals__, *_spaces_of(found)]
             while spaces:
@@ -194,7 +208,7 @@ class ModelState:
                     found += values
         attributes = function.__dict__
         self._seen[id(attributes)] = attributes
-        return [*found, *self._hold(DictHolder(attributes, function))]
+        return [*found, *self._hold(AttributesHolder(attributes, function))]
 
     def _look_at_attributes(self, value: Any) -> Iterable[Any]:
         kind = type(value)
@@ -211,7 +225,7 @@ class ModelState:
         if not isinstance(attributes, dict) or id(attributes) in self._seen:
             return held
         self._seen[id(attributes)] = attributes
-        found = [*self._hold(DictHolder(attributes, value)), *held]
+        found = [*self._hold(AttributesHolder(attributes, value)), *held]
         if not isinstance(value, Tensor):
             return found
         # Tensors on a tensor may be as large as the model (main_grad, a subclass's inner ones).

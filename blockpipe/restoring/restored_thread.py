@@ -7,8 +7,8 @@ the two.
 """
 
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -16,7 +16,12 @@ from .._common.threads.model_turns import how_often_entered, leave_modules
 from .._common.threads.process_changes import leave_changes
 from .._common.threads.thread_state import enter_modes, give_forward_lock, in_thread, leave_modes
 from .._torch.graph import pop_saved_tensor_hooks, saved_tensor_hooks
-from .._torch.modes import function_modes, how_many_dispatch_modes, pop_dispatch_mode
+from .._torch.modes import (
+    dispatch_modes,
+    function_modes,
+    how_many_dispatch_modes,
+    pop_dispatch_mode,
+)
 from ..devices.rng_streams import end_turn, is_own_turn
 from ..stages.cursor import (
     checkpointing,
@@ -105,3 +110,19 @@ def leaves_intact(call: Callable[P, R]) -> Callable[P, R]:
             return call(*args, **kwargs)
 
     return outermost
+
+
+def modes_around() -> Iterator[Any]:
+    """Yield the user's modes in this thread, and the attributes of torch's own such as
+    ``FlopCounterMode``: they see a recording too, because they may change what a forward does, and
+    what they have counted is put back."""
+    for mode in (*in_thread.modes, *function_modes(), *dispatch_modes()):
+        if _is_in(mode, "torch.utils."):
+            yield vars(mode)  # torch's own objects are not walked through
+            yield from (vars(one) for one in vars(mode).values() if _is_in(one, "torch.utils."))
+        elif not _is_in(mode, "torch.", "blockpipe."):
+            yield mode
+
+
+def _is_in(value: Any, *packages: str) -> bool:
+    return f"{type(value).__module__}.".startswith(packages) and hasattr(value, "__dict__")

@@ -1,5 +1,7 @@
 """Models and helpers of several test files."""
 
+count, numbers = 0, [0]
+
 
 def refusing(base):
     """A container whose methods refuse."""

@@ -148,6 +148,7 @@ PYTHONS = {
         "_lru_cache_wrapper",
     ),  # _data: of os.environ
     *("_SimpleCData", "_type_"),  # of ctypes, documented
+    *("_abc_caches_clear", "_abc_registry_clear", "_get_dump"),  # of abc, for tests
 }
 
 

@@ -6,10 +6,14 @@ import ctypes
 import decimal
 import functools
 import itertools
+import logging
 import mmap
+import multiprocessing
 import os
+import random
 import sys
 import threading
+from abc import ABC
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,10 +88,99 @@ def _in_iterator(numbers: Iterator[int]) -> int:
     return next(numbers)
 
 
+def _in_library(_: object) -> int:
+    torch.blockpipe_count = getattr(torch, "blockpipe_count", 0) + 1
+    return torch.blockpipe_count
+
+
+def _in_librarys_class(_: object) -> int:
+    setattr(nn.Linear, "blockpipe_count", getattr(nn.Linear, "blockpipe_count", 0) + 1)  # noqa: B010
+    return nn.Linear.blockpipe_count
+
+
+def _in_librarys_list(before: int) -> int:
+    paths = sys.path
+    paths.append("")
+    return len(sys.path) - before
+
+
+def _in_imported_module(_: object) -> int:
+    from . import restored_objects as objects
+
+    objects.count += 1
+    return objects.count
+
+
+def _in_imported_list(_: object) -> int:
+    from .restored_objects import numbers
+
+    numbers[0] += 1
+    return numbers[0]
+
+
+class _First:
+    number = 1
+
+
+class _Second(_First):
+    number = 2
+
+
+class _Third(_First):
+    number = 3
+
+
+class _Fourth(_First):
+    number = 4
+
+
+class _Fifth(_First):
+    number = 5
+
+
+def _in_class(one: Any) -> int:
+    number: int = one.number
+    one.__class__ = (_First, _Second, _Third, _Fourth, _Fifth)[number]
+    return number
+
+
+def _in_dictionary(one: Any) -> int:
+    one.__dict__ = {"count": vars(one).get("count", 0) + 1}
+    return one.count
+
+
+def _in_handlers(logger: logging.Logger) -> int:
+    logger.addHandler(logging.NullHandler())
+    return len(logger.handlers)
+
+
+def _abstract() -> type:
+    class Kind(ABC):  # noqa: B024 - classes are registered with it
+        pass
+
+    return Kind
+
+
+def _in_registry(kind: Any) -> int:
+    found = [one for one in (_First, _Second, _Third, _Fourth) if not issubclass(one, kind)]
+    kind.register(found[-1])
+    return 5 - len(found)
+
+
+def _in_drawing(draw: Callable[[], float]) -> int:
+    drawn = random.Random(0)
+    return [drawn.random() for _ in range(5)].index(draw()) + 1
+
+
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     limit, precision = sys.getrecursionlimit(), decimal.getcontext().prec
     monkeypatch.setenv("BLOCKPIPE_COUNT", "0")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(torch, "blockpipe_count", 0, raising=False)
+    monkeypatch.setattr(nn.Linear, "blockpipe_count", 0, raising=False)
+    monkeypatch.setattr(f"{__package__}.restored_objects.count", 0)
+    monkeypatch.setattr(f"{__package__}.restored_objects.numbers", [0])
     yield
     sys.setrecursionlimit(limit)
     decimal.getcontext().prec = precision
@@ -103,6 +196,18 @@ COUNTS = {
     "the recursion limit": (_in_recursion_limit, sys.getrecursionlimit),
     "the precision": (_in_precision, lambda: decimal.getcontext().prec),
     "an iterator": (_in_iterator, lambda: itertools.count(1)),
+    "a library's module": (_in_library, lambda: None),
+    "a library's class": (_in_librarys_class, lambda: None),
+    "a library's list": (_in_librarys_list, lambda: len(sys.path)),
+    "a module that is imported there": (_in_imported_module, lambda: None),
+    "a list that is imported there": (_in_imported_list, lambda: None),
+    "the class of an object": (_in_class, _First),
+    "the dictionary of an object": (_in_dictionary, _First),
+    "handlers of a logger": (_in_handlers, lambda: logging.Logger("counting")),
+    "an abstract class": (_in_registry, _abstract),
+    "a method of a generator": (_in_drawing, lambda: random.Random(0).random),
+    "shared memory": (_in_number, lambda: multiprocessing.Value("i", 0)),
+    "a shared array": (_in_first, lambda: multiprocessing.Array("i", 1)),
 }
 
 

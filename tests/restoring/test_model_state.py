@@ -252,3 +252,24 @@ def test_what_is_far_is_left_alone(monkeypatch):
     state.restore()
     assert net.near == [0]
     assert net.far[0][50][0] is None
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_hooks_that_a_forward_adds_to_a_leaf_are_removed_and_others_stay(reads):
+    """They doubled its gradient once more in each step."""
+    leaf = torch.zeros(6, requires_grad=True)
+    net = Net(reads=reads)
+    net.leaf = leaf
+
+    def add(module, args):
+        for tensor in (leaf, module.a.weight):
+            tensor.register_hook(lambda gradient: gradient * 2)
+            tensor.register_post_accumulate_grad_hook(lambda tensor: None)
+
+    leaf.register_hook(lambda gradient: gradient * 3)
+    net.register_forward_pre_hook(add)
+    bp.record(net, torch.randn(4, 6))
+    leaf.sum().backward()
+    assert leaf.grad.tolist() == [3] * 6
+    assert not leaf._post_accumulate_grad_hooks
+    assert not net.a.weight._backward_hooks

@@ -24,6 +24,8 @@ UNKNOWN: Any = object()  # not known
 
 ALL: Any = object()  # the key of a whole container
 
+WHOLE = ("__class__", "__dict__")  # who sets them sets all attributes
+
 BY_ARGUMENT: Any = object()  # the key of a dictionary's entry that only a call tells
 
 _PLAIN = (bool, int, float, str, bytes, type(None), tuple)
@@ -135,7 +137,7 @@ class Frame:
         if isinstance(function, weakref.ref):
             return function()
         if isinstance(function, functools._lru_cache_wrapper):
-            held = [value for _, value in CacheHolder(function).now()]
+            held = [value for _, value in CacheHolder(function, restores=False).now()]
             kept = [v for v in held if _may_change(v) and v is not vars(function)]
             self.kept += kept
             return kept[0] if len(kept) == 1 else UNKNOWN
@@ -160,6 +162,8 @@ class Frame:
     def owner_of(self, access: Access) -> tuple[Any, Any, Any]:
         """Return the object that holds an access's value, the value's key in it, and the value."""
         node = access.node
+        if access.writes and (replaced := self.place_of(access))[1] in WHOLE:
+            return replaced[0], ALL, UNKNOWN
         if isinstance(node, ast.Name):
             return self._owner_of_name(node.id, self.evaluated(node))
         if isinstance(node, ast.Attribute):
@@ -194,6 +198,21 @@ class Frame:
             return None, None, value
         return _unless_code(owner, key, value)
 
+    def place_of(self, access: Access) -> tuple[Any, Any]:
+        """Return the object in which an access sets something, and the key, whatever the value is:
+        code too."""
+        node = access.node
+        if isinstance(node, ast.Name):
+            is_global = node.id not in self.code.co_freevars and not self._is_local(node.id)
+            return Names(self.frame.f_globals) if is_global else UNKNOWN, node.id
+        if isinstance(node, ast.Attribute):
+            return self.evaluated(node.value), node.attr
+        if isinstance(node, ast.Subscript):
+            owner = self.evaluated(node.value)
+            key = self.evaluated(node.slice) if owner is self.frame.f_globals else ALL
+            return owner if key is ALL else Names(owner), key
+        return self._asked_by_name(node) if isinstance(node, ast.Call) else (UNKNOWN, UNKNOWN)
+
     def _owner_of_name(self, name: str, value: Any) -> tuple[Any, Any, Any]:
         if name in self.code.co_freevars:
             return self._cell(name, value), name, value
@@ -224,14 +243,6 @@ class Frame:
             if cell is not None and member_of(cell, name) is value:
                 found[id(cell)] = cell
         return next(iter(found.values())) if len(found) == 1 else None
-
-
-def asks_cache(access: Access, frame: Frame) -> bool:
-    """Return whether an access asks a ``functools.lru_cache`` how often it was used."""
-    node = access.node
-    if not isinstance(node, ast.Attribute) or node.attr != "cache_info":
-        return False
-    return isinstance(frame.evaluated(node.value), functools._lru_cache_wrapper)
 
 
 def _may_change(value: Any) -> bool:

@@ -73,10 +73,11 @@ class KnownValues:
             known.first_write = known.first_write or where
 
     def _called_on(self, calls: Iterable[Call]) -> None:
-        """A library's module reads its attributes wherever it is called."""
+        """A library's module reads its attributes wherever it is called, and each one its class."""
         by_path: dict[str, list[SharedValue]] = {}
         for known in self._values.values():
-            if known.set_on and libraries_code_reads(type(known.owner), known.key):
+            is_all = known.key is ALL
+            if known.set_on and (is_all or libraries_code_reads(type(known.owner), known.key)):
                 by_path.setdefault(self._paths.get(id(known.owner), " "), []).append(known)
         for call in calls:
             for known in by_path.get(call.path, ()):

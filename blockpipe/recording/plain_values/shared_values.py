@@ -23,11 +23,10 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import RecordingError
 from ...restoring.contents import is_generator
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import is_iterator
-from ...restoring.model_state import is_users
+from ...restoring.model_state import is_users, names_in
 from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .checkpoints import CheckpointedFrames
 from .drawn_numbers import DrawnNumbers
@@ -35,15 +34,16 @@ from .expressions import (
     ALL,
     BY_ARGUMENT,
     UNKNOWN,
+    WHOLE,
     Frame,
     Names,
-    asks_cache,
     member_of,
     owners_of,
 )
 from .frozen import frozen
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import may_lose
+from .not_put_back import Effect, asks_cache, check_class, effect_of, found_among
 from .places import (
     CONTENTS,
     entry_of,
@@ -58,6 +58,7 @@ from .places import (
     space_of,
 )
 from .still_code import frames_of
+from .taken_in import TakenIn
 from .tensor_uses import TensorUses
 from .values import ApartRun, PendingWrite, back
 
@@ -77,7 +78,8 @@ class SharedValues:
     """Watch one forward for values that hops share.
 
     Args:
-        holders: the holders of all objects that can be reached from the model.
+        holders: the holders of all objects that can be reached from the model; those of objects
+            beyond that the forward changes are added.
         modules: the model's modules, by path.
         hop: returns the hop that the forward is on.
         fake: whether it runs on fake tensors; then no value depends on the data.
@@ -86,7 +88,7 @@ class SharedValues:
 
     def __init__(
         self,
-        holders: Iterable[Holder],
+        holders: list[Holder],
         modules: dict[str, nn.Module],
         hop: Callable[[], int],
         *,
@@ -110,23 +112,19 @@ class SharedValues:
         self._generators = {
             id(value) for holder in holders for _, value in holder.before if is_generator(value)
         }
+        users = [f for same in self._functions.values() for f in same if is_users(f.__module__)]
         # To trace takes about as long as the recording of a small model.
-        self.traces = (
-            traces
-            or bool(self._generators)
-            or any(
-                may_set(function.__code__)
-                for functions in self._functions.values()
-                for function in functions
-                if is_users(function.__module__)
-            )
-        )
+        self.traces = traces or bool(self._generators) or any(may_set(f.__code__) for f in users)
+        self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
         self.known = KnownValues({id(module): path for path, module in modules.items()})
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
         self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
-        self._reads_counts = ""  # the line that asks a cache how often it was used
+        self._taken_in = TakenIn(holders, self._lasting)
+        self._used_up = found_among(holders)  # refused if the forward uses them, by id
+        self._stays: Effect | None = None  # the first that cannot be put back
+        self._kinds = [(path, module, type(module)) for path, module in modules.items()]
         self._pending: dict[int, PendingWrite] = {}  # by the id of a frame
         self._checkpoints = CheckpointedFrames()
         self.tensors, self.draws = TensorUses(), DrawnNumbers()
@@ -153,6 +151,7 @@ class SharedValues:
             self._pending.clear()
             self._returned.clear()  # it holds tensors, and the graph behind them
             self._checkpoints.forget()
+            self._taken_in.forget()
 
     # --- what Python calls
 
@@ -213,7 +212,7 @@ class SharedValues:
         frame = Frame(running, self._functions, self._returned.get(id(running)))
         for access in accesses:
             try:
-                self._note(access, frame, hop)
+                self._note(access, frame, hop, runs=not over)
             except Exception:  # of an object that cannot be looked at
                 continue
             if over and (pending := self._pending.pop(id(running), None)):
@@ -248,12 +247,16 @@ class SharedValues:
                     return True
         return False
 
-    def _note(self, access: Access, frame: Frame, hop: int) -> None:
+    def _note(self, access: Access, frame: Frame, hop: int, *, runs: bool) -> None:
         if self._generators and access.use is not Use.NONE:
             self._draws(frame.evaluated(access.node), frame, hop)
-        if asks_cache(access, frame) and not access.is_said:
-            self._reads_counts = self._reads_counts or frame.line
         owner, key, value = frame.owner_of(access)
+        self._stays = self._stays or asks_cache(access, frame)
+        if runs:
+            self._stays = self._stays or effect_of(access, frame, self._used_up, self._lasting)
+            self._taken_in.note(access, frame, owner, value)
+        if self._replaces_all and owner is None and isinstance(access.node, ast.Attribute):
+            self._calls_method(access.node, frame, hop)
         if self._still is not None:
             if self._all_lasts or is_of_module(access.node, frame.code):
                 self._cached += [owner, value]
@@ -281,6 +284,12 @@ class SharedValues:
                 self.known.at(value, ALL).held_by = owner, key
         if access.reads and not access.is_said:
             self._note_inside(access, value, owner, frame, hop)
+
+    def _calls_method(self, node: ast.Attribute, frame: Frame, hop: int) -> None:
+        """Note a read of a method, or of other code, that the object's class leads to."""
+        owner = frame.evaluated(node.value)
+        if id(owner) in self._lasting:
+            self._reads(owner, node.attr, frame, hop, counts=False)
 
     def _note_inside(self, access: Access, value: Any, owner: Any, frame: Frame, hop: int) -> None:
         """Note that a library's code reads what an object of the library holds, or what a container
@@ -326,8 +335,8 @@ class SharedValues:
             known.is_constant, known.remedy = False, _OF_GENERATOR
 
     def _is_lasting(self, owner: Any) -> bool:
-        is_variable = isinstance(owner, Names | types.CellType | threading.local)
-        return is_variable or id(owner) in self._lasting
+        is_variable = isinstance(owner, Names | types.CellType | threading.local | type)
+        return is_variable or id(owner) in self._lasting or self._taken_in.may_take(owner)
 
     def _is_content(self, value: Any, access: Access, owner: Any) -> bool:
         """Whether it can change, and outlives the forward."""
@@ -338,10 +347,11 @@ class SharedValues:
             return owner is not None and self._is_lasting(owner)
         if id(value) in self._objects:
             return True
-        if id(value) not in self._lasting:
-            return False
-        if is_content(value):
+        is_known = id(value) in self._lasting
+        if (is_known or self._taken_in.may_take(value)) and is_content(value):
             return True
+        if not is_known:
+            return False
         # An object of the user's is read as a whole by code that is not looked into.
         is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
         return is_object and access.use is Use.READ and access.given_to is not None
@@ -387,10 +397,10 @@ class SharedValues:
                 known.set_again_on.add(pending.hop)
 
     def check(self) -> None:
-        """Raise :class:`RecordingError` if the forward reads what a recording cannot put back."""
-        if self._reads_counts:
-            raise RecordingError(
-                "a recording runs the forward once more and leaves no trace, but this forward asks "
-                "a functools.lru_cache how often it was used, which cannot be put back, at "
-                f"{self._reads_counts}; count in an attribute of the model"
-            )
+        """Raise :class:`RecordingError` if the forward does what a recording cannot put back, or
+        gives a module another forward by its class."""
+        if self._stays is not None:
+            self._stays.refuse()
+        for path, module, kind in self._kinds:
+            known = self.known.found_at(module, ALL)
+            check_class(path, module, kind, known.first_write if known else "unseen")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
 @as_ours
 @no_cached_parametrizations()
 def run_watched(
-    request: RecordRequest, is_second: bool, *, fake: bool, holders: Collection[Holder]
+    request: RecordRequest, is_second: bool, *, fake: bool, holders: list[Holder]
 ) -> Recording:
     """Run a forward once and write down what it does; only the cursor is put back.
 
@@ -132,7 +132,7 @@ def run_watched(
     return result
 
 
-def _watching(request: RecordRequest, result: Recording, holders: Collection[Holder]) -> Recorder:
+def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) -> Recorder:
     """Make the watchers of a forward, which know the model's parameters and do not run yet."""
     model = request.model
     graphs = Graphs(differentiable=torch.is_grad_enabled(), cut=request.cut, split=True)
@@ -238,7 +238,7 @@ def _is_accelerated(model: nn.Module) -> bool:
 
 
 def _note_state(
-    model: nn.Module, recorder: Recorder, values: SharedValues, holders: Collection[Holder]
+    model: nn.Module, recorder: Recorder, values: SharedValues, holders: list[Holder]
 ) -> None:
     """Write down the state that the forward has changed, and the values that it does not read."""
     result = recorder.result

@@ -3,6 +3,7 @@
 import statistics
 import threading
 import time
+import types
 from collections.abc import Callable
 from functools import partial
 
@@ -238,11 +239,11 @@ def test_a_result_without_a_gradient_path_is_refused_in_training() -> None:
 
 def test_it_runs_with_the_threads_of_a_stage_and_gives_them_back() -> None:
     seen: list[int] = []
-    note = seen.append  # what is found by name is put back
+    shelf = types.MappingProxyType({"seen": seen})  # what a walk finds is put back
 
     class Net(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            note(torch.get_num_threads())
+            shelf["seen"].append(torch.get_num_threads())
             return super().forward(x)
 
     torch.set_num_threads(4)

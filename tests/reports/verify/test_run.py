@@ -2,6 +2,7 @@
 
 import random
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -145,12 +146,12 @@ def test_both_runs_have_the_threads_of_a_lane(
     and so was a frozen model, whose small step ran without lanes."""
     monkeypatch.setattr(prepared, "SMALL_OPERATION", 1.0)
     seen: set[int] = set()
-    note = seen.add  # what is found by name is put back
+    shelf = types.MappingProxyType({"seen": seen})  # what a walk finds is put back
 
     class Net(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if not isinstance(x, FakeTensor):  # not in a recording
-                note(torch.get_num_threads())
+                shelf["seen"].add(torch.get_num_threads())
             return super().forward(x)
 
     torch.set_num_threads(6)
@@ -168,11 +169,11 @@ def test_lanes_run_for_small_models(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     monkeypatch.setattr("blockpipe.preparation.prepared.SMALL_HOP", 1.0)
     names: list[threading.Thread] = []
-    note = names.append  # what is found by name is put back
+    shelf = types.MappingProxyType({"names": names})  # what a walk finds is put back
 
     class Named(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            note(threading.current_thread())
+            shelf["names"].append(threading.current_thread())
             return super().forward(x)
 
     net = nn.Sequential(Named(4, 4), Named(4, 4))
