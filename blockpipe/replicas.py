@@ -10,7 +10,7 @@ A share is a micro-batch of the whole batch, and a pipeline cuts it further.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from .batches.microbatch import Microbatch, split, weights_of
 from .devices.devices import is_asynchronous, is_on_meta
 from .devices.rng_streams import Source, diverted, host_sources, torchs_of
 from .errors import PlanError, UsageError
+from .execution.lanes.thread_pool import submit
 from .execution.step_result import StepResult
 from .pipeline import Pipeline
 from .preparation.options import check_loss, joined_kwargs
@@ -82,7 +83,6 @@ class Replicas:
             )
         self.module = model
         models = [model, *(copy.deepcopy(model) for _ in groups[1:])]
-        self._threads: ThreadPoolExecutor | None = None
         self.pipes = [
             Pipeline(each, devices=group, **options)
             for each, group in zip(models, groups, strict=True)
@@ -177,9 +177,6 @@ class Replicas:
 
     def close(self) -> None:
         """End the threads that wait for a next step. The copies can be used again."""
-        if self._threads is not None:
-            self._threads.shutdown()
-            self._threads = None
         self.pipes[0].close()
 
     # --- a step
@@ -200,15 +197,13 @@ class Replicas:
         jobs = [*zip(self.pipes, shares, weights, strict=False)]
         if not self._may_overlap(jobs):
             return self._one_by_one(work, jobs)
-        if self._threads is None:  # kept, for a new thread has a new pool of OpenMP's
-            self._threads = ThreadPoolExecutor(len(self.pipes) - 1, "blockpipe-copy")
         ambient, share = CallerState().for_threads(), self._share_of_threads(len(jobs))
 
         def run(job: tuple[Pipeline, Microbatch, float]) -> Any:
             with intra_operation_threads(share):
                 return work(*job)
 
-        others = [self._threads.submit(ambient.run, partial(run, job)) for job in jobs[1:]]
+        others = [submit(partial(ambient.run, partial(run, job))) for job in jobs[1:]]
         try:
             first = run(jobs[0])
         finally:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._common.callsite import remembers_caller, users_line
 from .._common.modules import named_slots
-from .._common.threads.model_turns import alone_with
+from .._common.threads.model_turns import alone_recording
 from .._common.threads.thread_state import as_ours
 from .._torch.modules import buffers_of, parameters_of
 from ..errors import PlanError, RecordingError, StateError
@@ -234,7 +234,7 @@ def _taped(request: RecordRequest, recording: Recording) -> Tape:
     def watch(given: RecordRequest, holders: list[Holder], *, fake: bool) -> Tape:
         return taped(given, recording, place, fake=fake)
 
-    with alone_with(model):
+    with alone_recording(model):
         try:
             if recording.fake:
                 slots = (parameters_of, buffers_of)

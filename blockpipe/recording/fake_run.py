@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .._common.callsite import failing_line
 from .._common.modules import call_with_tensors, named_slots
 from .._common.nested import map_tensors
-from .._common.threads.model_turns import alone_with
+from .._common.threads.model_turns import alone_recording
 from .._common.threads.thread_state import CallerState, as_ours
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FAKE_TENSOR_LOG, FakeTensor
@@ -77,7 +77,7 @@ def record_on_fake_devices(
     kwargs = dict(kwargs or {})
     request = RecordRequest(model, tuple(args), kwargs, planned_by(model, plan), devices)
     try:
-        with alone_with(model), request.interrupts:
+        with alone_recording(model), request.interrupts:
             return contextvars.copy_context().run(_hooked_fake, request, homes)
     except BlockpipeError:
         raise

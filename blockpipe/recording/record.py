@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .._common.checks import expected
 from .._common.hints import knows_other_names
 from .._common.nested import map_tensors
-from .._common.threads.model_turns import alone_with
+from .._common.threads.model_turns import alone_recording
 from .._common.threads.thread_state import as_ours
 from ..batches.microbatch import BatchPart
 from ..devices.copies import carry
@@ -114,7 +114,7 @@ def record_planned(
         share: which part of a batch the arguments are, where a batch was split.
     """
     check_initialized(request.model)
-    with alone_with(request.model):
+    with alone_recording(request.model):
         recording = _record(request, share, intended, fake=fake)
     if request.planned is not None:
         request.planned.check(recording)

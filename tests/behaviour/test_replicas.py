@@ -130,6 +130,15 @@ def test_copies_run_at_the_same_time():
     two.forward_backward(x, loss_fn=torch.mean)
 
 
+def test_threads_of_copies_do_not_end_with_the_interpreter():
+    """A thread that ends then gives back what torch keeps for it, and the process aborts."""
+    before = set(threading.enumerate())
+    two = Replicas(make_net(), groups(), chunks=2)
+    for _ in range(2):
+        two.forward_backward(torch.ones(8, 4), loss_fn=torch.mean)
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
+
+
 def test_random_numbers_depend_on_the_seed_alone():
     """And are other ones in each copy, and in the next step."""
     net = make_net(nn.Dropout())

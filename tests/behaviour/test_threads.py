@@ -1,6 +1,7 @@
 """Threads of the user's: calls of several at once, and waits in a circle."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -223,3 +224,38 @@ def _entered() -> list[Any]:
     from blockpipe._common.threads import model_turns as alone
 
     return alone._entered
+
+
+@pytest.mark.cpu("no compiler makes code for it")
+def test_recordings_of_two_models_when_two_threads_begin_them_take_turns(
+    pool: ThreadPoolExecutor,
+) -> None:
+    """Torch keeps for all threads whether functions are compiled: it was off for good."""
+    has_begun = threading.Event()
+
+    class Waits(nn.Module):
+        def __init__(self, until: threading.Event | None) -> None:
+            super().__init__()
+            self.until = until
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.until is None:
+                has_begun.set()
+                time.sleep(0.3)  # so that the other one ends first, if it does not wait
+            else:
+                self.until.wait(0.1)
+            return x + 1
+
+    first = pool.submit(bp.record, Waits(has_begun), torch.ones(2))
+    second = pool.submit(bp.record, Waits(None), torch.ones(2))
+    first.result(20)
+    second.result(20)
+    graphs = []
+    torch.compiler.reset()
+
+    @torch.compile(backend=lambda graph, _: (graphs.append(graph), graph.forward)[1])
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    double(torch.ones(2))
+    assert len(graphs) == 1

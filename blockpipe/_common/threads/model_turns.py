@@ -2,9 +2,15 @@
 
 Calls of pipelines that share a module take turns, in the order in which they come. A lock in each
 pipeline would not do: two of them may share an encoder, and ``record`` needs no pipeline.
+
+Recordings take turns in the whole process, whatever their models are: torch keeps in globals, for
+all threads, whether compiled functions run as they were written and whether a dispatch mode is
+entered, and puts back what it has found. Two threads at once would leave each other's.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -15,6 +21,7 @@ from .standstill import PATIENCE, Gate, Standstill
 
 _lock = threading.RLock()
 _entered: "list[alone_with]" = []  # those who work and those who wait, as they came
+_recorded = nn.Module()  # stands for what all recordings share
 
 
 class alone_with:  # noqa: N801 - a context manager that reads as an adverb
@@ -51,7 +58,7 @@ class alone_with:  # noqa: N801 - a context manager that reads as an adverb
             self._gate.wait()
             if standstill.is_reached():
                 raise UsageError(
-                    "calls that share modules take turns, but this one waits for a call of "
+                    f"{self._who()} take turns, but this one waits for a call of "
                     f"another thread, and for {PATIENCE:.0f} seconds nothing has run: that one "
                     f"seems to wait for this one ({where}); in a loss or a hook, do not wait for a "
                     "thread that calls a pipeline of the same modules: call it before the step"
@@ -72,12 +79,22 @@ class alone_with:  # noqa: N801 - a context manager that reads as an adverb
     def _shares(self, model: nn.Module) -> bool:
         return self._model is model or not set(self._model.modules()).isdisjoint(model.modules())
 
+    def _who(self) -> str:
+        return "recordings" if self._model is _recorded else "calls that share modules"
+
     def _leave(self) -> None:
         with _lock:
             if self in _entered:
                 _entered.remove(self)
             for waiting in _entered:
                 waiting._gate.open()
+
+
+@contextmanager
+def alone_recording(model: nn.Module) -> Iterator[None]:
+    """Be :class:`alone_with` a model, and the only thread that records."""
+    with alone_with(model), alone_with(_recorded):
+        yield
 
 
 def _are_others() -> bool:

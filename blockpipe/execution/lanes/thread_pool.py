@@ -1,6 +1,8 @@
 """The threads that run steps: they wait between steps, and belong to the process.
 
-Starting a thread takes as long as a small action, so threads are kept and reused.
+Starting a thread takes as long as a small action, so threads are kept and reused. They never end by
+themselves: in a thread that ends while the interpreter does, torch gives back thread-local Python
+objects, and the process aborts.
 ``concurrent.futures`` cannot move a thread to other cores before it wakes, nor end all of them and
 make new ones later.
 """
@@ -11,8 +13,13 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _CAN_PIN = hasattr(os, "sched_setaffinity")  # for one thread: Linux
 
@@ -105,6 +112,21 @@ class ThreadPool:
 
 pool = ThreadPool()
 os.register_at_fork(after_in_child=pool.forget)
+
+
+def submit(call: Callable[[], T]) -> Future[T]:
+    """Call a function in a thread of the pool, on any core."""
+    future: Future[T] = Future()
+    ends: list[Callable[[], None]] = []  # as soon as the thread is back in the pool
+
+    def job() -> None:
+        try:
+            ends.append(partial(future.set_result, call()))
+        except BaseException as error:
+            ends.append(partial(future.set_exception, error))
+
+    pool.take(all_cores()).jobs.put((job, lambda: ends.pop()()))
+    return future
 
 
 def close_idle_threads() -> None:
