@@ -9,17 +9,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..._common.callsite import users_line
 from ..._common.modules import StandIn
 from ..._common.threads.model_turns import alone_with
 from ..._torch.modes import how_many_function_modes
-from ...crossing.interception import CrossingMode, is_question, looks_at_graph
+from ...crossing.interception import CrossingMode, is_question, looks_at_graph, reads_gradient
 from ...crossing.microbatch_run import Reader
 from ..plan_resolution import planned_stage
 from .backward_code import seeing_context
 from .recorder import SCRIPTED, Recorder
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_READS_GRADIENT = frozenset([getattr(Tensor, name).__get__ for name in ("grad", "_grad")])
 
 
 class RecordingMode(CrossingMode):
@@ -60,9 +60,18 @@ class RecordingMode(CrossingMode):
         recorder.late.operated((args, kwargs))
         if func == _SETS_DATA:  # each look at it makes another object
             recorder.late.assigned(recorder.stand_in(args[0]), args[1])
-        elif func in _READS_GRADIENT:
+        elif reads_gradient(func):
+            self._opens_calls(args[0])
             recorder.late.reads_gradient(recorder.stand_in(args[0]))
         return result
+
+    def _opens_calls(self, tensor: Tensor) -> None:
+        """Open the calls that ask for the ``.grad`` of a tensor of another stage: as an argument of
+        a sealed one it would be a copy, which has none."""
+        recorder = self.recorder
+        if recorder.run.is_foreign(recorder.stand_in(tensor)):
+            for call in recorder.calls:
+                call.open(f"it reads the .grad of a tensor of another stage ({users_line()})")
 
     def _handed(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
