@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._common.callsite import users_line
 from ..._common.modules import StandIn
+from ..._common.nested import tensors
 from ..._common.threads.model_turns import alone_with
 from ..._torch.modes import how_many_function_modes
 from ...crossing.interception import CrossingMode, is_question, looks_at_graph, reads_gradient
@@ -58,6 +60,8 @@ class RecordingMode(CrossingMode):
         result = super().__torch_function__(func, types, args, kwargs, modes)
         recorder.check_outsiders(func, args[0] if args else None)
         recorder.late.operated((args, kwargs))
+        if func is torch.autograd.grad:
+            recorder.backward_code.ran_backward(tensors((args, kwargs)), tensors(result))
         if func == _SETS_DATA:  # each look at it makes another object
             recorder.late.assigned(recorder.stand_in(args[0]), args[1])
         elif reads_gradient(func):
