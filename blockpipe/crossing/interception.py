@@ -68,6 +68,9 @@ _METADATA: frozenset[Any] = _HOOKS.union(
     [getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)],
     [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor],
 )
+# The ``.grad`` of a tensor, by both of its names; a copy of the tensor has none.
+_GRADS: Any = (Tensor.grad, Tensor._grad)
+_READS_GRADIENT = frozenset(_grad.__get__ for _grad in _GRADS)
 # Nothing that a copy could stand in for: what replaces a tensor's data or history, and backwards.
 _ON_ITSELF: frozenset[Any] = frozenset(
     [
@@ -78,6 +81,7 @@ _ON_ITSELF: frozenset[Any] = frozenset(
         Tensor.backward,
         torch.autograd.backward,
         torch.autograd.grad,
+        *(getattr(_grad, how) for _grad in _GRADS for how in ("__set__", "__delete__")),
     ]
 )
 
@@ -97,6 +101,7 @@ _WHERE: dict[Any, Callable[[torch.device], Any]] = {
     },
 }
 _QUESTIONS = _METADATA.union(_WHERE)
+_ANSWERED = _QUESTIONS | _READS_GRADIENT
 _LOOKS_AT_GRAPH = _HOOKS | {getattr(Tensor, name).__get__ for name in ("grad_fn",)}
 
 
@@ -108,6 +113,11 @@ def is_question(function: Callable[..., Any]) -> bool:
 def looks_at_graph(function: Callable[..., Any]) -> bool:
     """Return whether a torch function hooks into a tensor's graph, or asks for it."""
     return function in _LOOKS_AT_GRAPH
+
+
+def reads_gradient(function: Callable[..., Any]) -> bool:
+    """Return whether a torch function asks for the ``.grad`` of a tensor."""
+    return function in _READS_GRADIENT
 
 
 def active_mode() -> "CrossingMode | None":
@@ -163,7 +173,7 @@ class CrossingMode(TorchFunctionMode):
             return self.apart(func, types, args, kwargs)
         kwargs = kwargs or {}
         run, claims = self.run, self._claims
-        if func in _QUESTIONS:
+        if func in _ANSWERED:
             return self._answered(func, args, kwargs, modes)
         run.arrive()
         reads = Reads()
@@ -252,6 +262,8 @@ class CrossingMode(TorchFunctionMode):
         """Return the answer to a question, which needs no copy. A tensor's device is the one on
         which the stage that asks would read it."""
         run = self.run
+        if func in _READS_GRADIENT:
+            return self._gradient(func, args[0], modes)
         if func in _HOOKS or run.writes.reached_back:
             args = (run.newest(args[0]), *args[1:])
         if func in _LOOKS_AT_GRAPH:
@@ -260,6 +272,17 @@ class CrossingMode(TorchFunctionMode):
         if where is None:
             return call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
         return where(run.device_of(args[0] if args else kwargs["input"]))
+
+    def _gradient(
+        self, func: Callable[..., Any], tensor: Tensor, modes: Sequence[TorchFunctionMode]
+    ) -> Any:
+        """Return the ``.grad`` of the tensor itself, wherever it is: it crosses when it is read."""
+        self.run.arrive()
+        holder = self.run.holder_of_gradient(tensor, self._local)
+        gradient = call_under(modes, func, (holder,), {}) if modes else func(holder)
+        if gradient is not None:
+            self._claims.claim_gradient(gradient, holder)
+        return gradient
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the tensor that an operation here is given in the place of another; function modes

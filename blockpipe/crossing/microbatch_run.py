@@ -215,6 +215,18 @@ class MicrobatchRun:
             self.writes.check_current(tensor, tag)
         return tensor
 
+    def holder_of_gradient(self, tensor: Tensor, read: Reader) -> Tensor:
+        """Return what has the ``.grad`` that a tensor is asked for here: no copy of it.
+
+        Args:
+            tensor: as the user's code has it.
+            read: reads the arguments of other operations, and checks that they may be read.
+        """
+        value = read(tensor, Reads())
+        # A recording may have put another one in the place of a parameter.
+        is_replaced = self.place.listener is not None and not hasattr(tensor, TAG)
+        return value if is_replaced else tensor
+
     def device_of(self, tensor: Tensor) -> torch.device:
         """Return the device on which the stage that asks finds a tensor."""
         own, device = tensor.device, self.step.device_of(max(self.cursor.stage, 0))
@@ -400,7 +412,8 @@ class MicrobatchRun:
         if func is torch.autograd.grad:
             self._refuse_foreign("autograd.grad", tensors((args, kwargs)), given)
         elif func.__name__ != "backward":  # that begins at a copy, and ends at the cut behind it
-            what = "an assignment to .data" if func.__name__ == "__set__" else func.__name__
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            what = f"an assignment to .{attribute}" if attribute else func.__name__
             self._refuse_foreign(what, args[:1], given)
         return read
 

@@ -171,7 +171,7 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
     mode = active_mode()
     if mode is None or cls is GraphEntry:
         return original(*args, **kwargs)
-    if mode.inside:
+    if mode.inside or not mode.is_on():  # as in a backward that is an operation of the forward
         return mode.call_inner(original, args, kwargs)
     mode.saw_custom_function(cls.__qualname__)
     return mode.call_sealed(original, args, kwargs)
@@ -193,7 +193,7 @@ _original_script_call: Any = torch.jit.ScriptFunction.__call__
 def _call_scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
     original = functools.partial(_original_script_call, function)
     mode = active_mode()
-    if mode is None or mode.inside:
+    if mode is None or mode.inside or not mode.is_on():
         return original(*args, **kwargs)
     mode.saw_custom_function(function.name, is_scripted=True)
     return mode.call_sealed(original, args, kwargs)

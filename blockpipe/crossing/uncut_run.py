@@ -222,6 +222,8 @@ class UncutRun(MicrobatchRun):
         tensor = args[0]
         if read(tensor, Reads()) is tensor:
             return read
+        if getattr(func, "__self__", None) in (Tensor.grad, Tensor._grad):
+            return lambda other, _: other.to(tensor.device)
         if func in _ASSIGNS:
             for device, mirror in self._mirrors[tensor].items():
                 mirror.value.data = args[1].to(device)  # what was saved of it has other data, too

@@ -33,6 +33,20 @@ class Double(torch.autograd.Function):
         return g * weight * 2, (g * x * 2).sum(0)
 
 
+class ByAnother(torch.autograd.Function):
+    """Its backward calls another custom function."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return Double.apply(g * x, torch.ones_like(x[0]))
+
+
 def _scale(a, b):
     return torch.relu(a) + b
 
@@ -245,6 +259,15 @@ class Handled:
             return self.c(g)
 
     @row
+    def autograd_grad_through_custom_functions(self, x):
+        with B(0):
+            h = self.a(x)
+        with B(1):
+            y = self.b(h).requires_grad_()
+            (g,) = torch.autograd.grad(ByAnother.apply(y).sum(), y, create_graph=True)
+            return self.c(ByAnother.apply(g)) + y
+
+    @row
     def asked_after_it_was_written_elsewhere(self, x):
         with B(0):
             h = x * 1
@@ -293,6 +316,7 @@ def test_parts_of_a_complex_tensor_that_are_set_train_as_plain(engine):
 
 
 NEED_GRADIENTS = {
+    "autograd_grad_through_custom_functions",
     "autograd_grad_within_a_stage",
     "metadata_without_a_copy",
     "tensor_hook_fires_once_with_the_sum",

@@ -57,6 +57,19 @@ class Claims:
             if made is not None:
                 setattr(tensor, TAG, made)
 
+    def claim_gradient(self, gradient: Tensor, tensor: Tensor) -> None:
+        """Tag the ``.grad`` of a tensor: a backward in the forward made it where the tensor is."""
+        its: Tag | None = getattr(tensor, TAG, None)
+        tag: Tag | None = getattr(gradient, TAG, None)
+        if tag is not None and tag.key is (self._place.key if its is None else its.key):
+            return
+        made = self._place.tag(gradient)
+        if made is not None:
+            at = self._step.home_of(tensor) if its is None else its
+            if at is not None:
+                made.hop, made.stage = at.hop, at.stage
+            setattr(gradient, TAG, made)
+
     # --- constants
 
     def constants_read(

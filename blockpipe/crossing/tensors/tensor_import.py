@@ -265,6 +265,8 @@ class TensorImport:
         """Make an import: an entry of this hop's graph if there is a gradient to carry back."""
         hop = self._place.hop
         is_entry = tensor.requires_grad and self._step.graphs.differentiable
+        if value is tensor:  # whose own edge would call its hooks in this hop's backward, too
+            value = tensor.detach()
         if is_entry:
             from_hop, from_tensor = home_hop, tensor
             for earlier_hop, earlier in imports.items():
@@ -272,8 +274,6 @@ class TensorImport:
                     from_hop, from_tensor = earlier_hop, earlier.value
             on_host = self._step.stays(tensor)
             value = self._gradients.enter(value, from_tensor, from_hop, on_host=on_host)
-        elif value is tensor:
-            value = tensor.detach()
         made = Import(value, is_entry, version_of(value), besides=class_attributes(value))
         if not value.is_inference():  # else nothing tells whether it is written
             imports[hop] = made

@@ -70,6 +70,7 @@ class BackwardCode:
         self._known: set[tuple[Any, ...]] = set()
         self._ambient: Any = None  # the hooks on saved tensors while the forward runs
         self._first_nodes: list[int] = []  # by hop, the number of the first node
+        self._made_apart: dict[int, Node] = {}  # by id, the nodes that a backward has made
         self._looked_at = 0  # the hop of the graph that the forward has asked for
 
     def begin(self, watched: Callable[[], None]) -> None:
@@ -103,6 +104,18 @@ class BackwardCode:
         """Note that the nodes that are made from here on belong to another hop."""
         self._first_nodes.append(nodes_made())
 
+    def ran_backward(self, given: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
+        """Note the nodes that a backward in the forward has made. It may have run in a device's
+        thread, which numbers its nodes by itself.
+
+        Args:
+            given: the tensors that it was given.
+            gradients: its results.
+        """
+        made = _nodes_behind(gradients)
+        known = _nodes_behind(given) if made else made
+        self._made_apart.update((key, made[key]) for key in made.keys() - known.keys())
+
     def has_graph(self, hop: int, roots: Iterable[Node]) -> None:
         """Note the custom functions in a hop's graph, by whatever name they were applied.
 
@@ -130,7 +143,10 @@ class BackwardCode:
     def _is_of_earlier(self, node: Node, hop: int) -> bool:
         is_leaf = not node.next_functions
         is_entry = custom_function_of(node) is GraphEntry
-        return not (is_leaf or is_entry) and sequence_number(node) < self._first_nodes[hop]
+        is_apart = id(node) in self._made_apart
+        return (
+            not (is_leaf or is_entry or is_apart) and sequence_number(node) < self._first_nodes[hop]
+        )
 
     def applies(self, context: Node, hop: int) -> None:
         """Note a custom function that is applied.
@@ -170,6 +186,23 @@ class BackwardCode:
     def forget(self) -> None:
         """Release the graph that the functions' contexts are in."""
         self.called.clear()
+        self._made_apart.clear()
+
+
+def _nodes_behind(roots: Iterable[Tensor]) -> dict[int, Node]:
+    """Return the nodes that tensors' graphs have on their hop, by id."""
+    found = dict[int, Node]()
+    todo = [tensor.grad_fn for tensor in roots]
+    while todo:
+        node = todo.pop()
+        if (
+            node is not None
+            and id(node) not in found
+            and custom_function_of(node) is not GraphEntry
+        ):
+            found[id(node)] = node
+            todo += [following for following, _ in node.next_functions]
+    return found
 
 
 class NodeHooksSeen(Replacement):

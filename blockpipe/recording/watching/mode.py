@@ -6,20 +6,22 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..._common.callsite import users_line
 from ..._common.modules import StandIn
+from ..._common.nested import tensors
 from ..._common.threads.model_turns import alone_with
 from ..._torch.modes import how_many_function_modes
-from ...crossing.interception import CrossingMode, is_question, looks_at_graph
+from ...crossing.interception import CrossingMode, is_question, looks_at_graph, reads_gradient
 from ...crossing.microbatch_run import Reader
 from ..plan_resolution import planned_stage
 from .backward_code import seeing_context
 from .recorder import SCRIPTED, Recorder
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_READS_GRADIENT = frozenset([getattr(Tensor, name).__get__ for name in ("grad", "_grad")])
 
 
 class RecordingMode(CrossingMode):
@@ -58,11 +60,22 @@ class RecordingMode(CrossingMode):
         result = super().__torch_function__(func, types, args, kwargs, modes)
         recorder.check_outsiders(func, args[0] if args else None)
         recorder.late.operated((args, kwargs))
+        if func is torch.autograd.grad:
+            recorder.backward_code.ran_backward(tensors((args, kwargs)), tensors(result))
         if func == _SETS_DATA:  # each look at it makes another object
             recorder.late.assigned(recorder.stand_in(args[0]), args[1])
-        elif func in _READS_GRADIENT:
+        elif reads_gradient(func):
+            self._opens_calls(args[0])
             recorder.late.reads_gradient(recorder.stand_in(args[0]))
         return result
+
+    def _opens_calls(self, tensor: Tensor) -> None:
+        """Open the calls that ask for the ``.grad`` of a tensor of another stage: as an argument of
+        a sealed one it would be a copy, which has none."""
+        recorder = self.recorder
+        if recorder.run.is_foreign(recorder.stand_in(tensor)):
+            for call in recorder.calls:
+                call.open(f"it reads the .grad of a tensor of another stage ({users_line()})")
 
     def _handed(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
