@@ -18,6 +18,7 @@ from ..._torch.tensors import version_of
 from ...batches.losses import own_loss_or_none
 from ...costs.meter import Meter
 from ...crossing.step_context import Graphs, KnownForward, StepContext
+from ...crossing.tags import was_written
 from ...crossing.torch_patches import GeneratorStates
 from ...crossing.user_checkpoints import intercepting
 from ...restoring.holders import Holder
@@ -99,11 +100,13 @@ def run_watched(
     before = set_cursor(recorder.run.cursor)
     try:
         inputs = _as_inputs(recorder, (request.args, request.kwargs))
+        given = [(tensor, version_of(tensor)) for tensor in tensors(inputs)]
         output = _run(model, inputs, recorder, values)
+        result.writes_inputs = any(t.is_inference() or was_written(t, at) for t, at in given)
         values.check()
         _note_backwards(request, recorder, output)
-        given = recorder.held.keys() | {id(tensor) for tensor in tensors(inputs)}
-        result.outputs = list(_outputs(output, given))
+        kept = recorder.held.keys() | {id(tensor) for tensor, _ in given}
+        result.outputs = list(_outputs(output, kept))
         recorder.keepers = _keepers(model, recorder)
         _note_code_beside(request, recorder, values)
         _note_state(model, recorder, values, holders)
