@@ -80,7 +80,7 @@ def _overlapping(there: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _begin(tensor: Tensor) -> int:
-    return tensor.storage_offset() * tensor.element_size()
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _reach(tensor: Tensor) -> int:
