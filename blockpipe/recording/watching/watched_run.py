@@ -19,7 +19,7 @@ from ...batches.losses import own_loss_or_none
 from ...costs.meter import Meter
 from ...crossing.step_context import Graphs, KnownForward, StepContext
 from ...crossing.tags import was_written
-from ...crossing.torch_patches import GeneratorStates
+from ...crossing.torch_patches import Eager, GeneratorStates
 from ...crossing.user_checkpoints import intercepting
 from ...restoring.holders import Holder
 from ...restoring.model_state import is_users
@@ -180,7 +180,7 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
             intercepting(),
             GeneratorStates(),
             NodeHooksSeen(),
-            _eager(),
+            Eager(),
             _watched(recorder),
         ):
             with theirs(), RecordingMode(recorder), meter, values.watching():
@@ -347,13 +347,6 @@ def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:
         if isinstance(value, Tensor | list | tuple)
         and any(t.requires_grad and recorder.has_made(t) for t in tensors(value))
     ]
-
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Run compiled modules as they were written, so that their marks and reads are seen."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _as_inputs(recorder: Recorder, value: Any) -> Any:
