@@ -170,6 +170,21 @@ def test_what_counts_no_writes_shares_them_as_well():
     assert_close(shared, apart)
 
 
+@pytest.mark.parametrize("alias", ALIASES)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_plain_loop_on_one_device_shares_writes_too(alias: str, chunks: int):
+    """It is taken from the second step on, and the batch may come from the host."""
+    net, plain = _WritesFirst(), _WritesFirst()
+    plain.load_state_dict(net.state_dict())
+    pipe = bp.Pipeline(net, devices=stages(1) * 2, chunks=chunks)
+    for _ in range(2):
+        x, y = _batch(ALIASES[alias], stages(1)[0])
+        loss = plain_step(plain, (x, y), {}, x, _loss, chunks)
+        x, y = _batch(ALIASES[alias], "cpu")
+        assert_close(pipe.forward_backward(x, y, target=x, loss_fn=_loss).loss, loss)
+    assert_same_gradients(net, plain)
+
+
 @pytest.mark.parametrize("isolate", [False, True])
 def test_columns_of_one_table_may_be_written(isolate: bool):
     """Features and labels lie between each other in memory, and share none of it."""
