@@ -2,13 +2,12 @@
 
 Each copy runs its share of the batch, and the gradients are summed into the model's own parameters,
 which are the only ones: an optimizer knows nothing of the copies. They get the model's values at
-the start of each step, as ``nn.DataParallel`` has it. To keep them alike by an optimizer for each
-copy was no alternative: the user has one.
+the start of each step, as ``nn.DataParallel`` has it, and what was set on it. To keep them alike by
+an optimizer for each copy was no alternative: the user has one.
 
 A share is a micro-batch of the whole batch, and a pipeline cuts it further.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
@@ -33,6 +32,7 @@ from .execution.lanes.thread_pool import submit
 from .execution.step_result import StepResult
 from .pipeline import Pipeline
 from .preparation.options import check_loss, joined_kwargs
+from .restoring.copied_models import CopiedModels
 
 __all__ = ["Replicas"]
 
@@ -42,14 +42,22 @@ class Replicas:
 
     Args:
         model: marked as for :class:`Pipeline`. The first group runs it itself, the others deep
-            copies, which are made at once. Modules that are added or replaced later are not in
-            the copies.
+            copies, which are made at once.
         groups: for each copy, the devices of its stages.
         **options: of each pipeline, as for :class:`Pipeline`; ``chunks`` is for each share.
 
     Raises:
         PlanError: no groups, or groups of several sizes.
-        UsageError: a model on the meta device, of which each copy would be loaded for itself.
+        UsageError: a model on the meta device, of which each copy would be loaded for itself; or
+            one that ``copy.deepcopy`` cannot copy.
+
+    Before each step, the copies get the values of parameters and buffers, and the numbers, texts
+    and switches that were set on the model or its objects since the last step. After other changes
+    (a layer, a hook, a function, a tensor that is no buffer) they and their ``pipes`` are made
+    anew; they are recorded once more, and what was called on those pipes is gone
+    (``pipe.compile``). What a forward itself sets, such as a count or a generator's state, is each
+    copy's own, until it is made anew. A change inside of an array, of bytes, or of an object of
+    C++ does not reach the copies.
 
     Copies run at the same time, in a thread each, unless their forward draws random numbers: then
     one is started after the other, so that what is drawn does not depend on timing. Buffers are
@@ -82,11 +90,13 @@ class Replicas:
                 f"({users_line()}); call blockpipe.materialize(model, …) first"
             )
         self.module = model
-        models = [model, *(copy.deepcopy(model) for _ in groups[1:])]
-        self.pipes = [
-            Pipeline(each, devices=group, **options)
-            for each, group in zip(models, groups, strict=True)
-        ]
+        self._groups, self._options = groups, options
+        self._copied = CopiedModels(model, len(groups) - 1)
+        self.pipes = [Pipeline(model, devices=groups[0], **options), *self._pipes_of_copies()]
+
+    def _pipes_of_copies(self) -> list[Pipeline]:
+        pairs = zip(self._copied.copies, self._groups[1:], strict=True)
+        return [Pipeline(each, devices=group, **self._options) for each, group in pairs]
 
     @untraced
     @remembers_caller
@@ -113,6 +123,7 @@ class Replicas:
             **kwargs: the model's keyword arguments.
 
         Raises:
+            UsageError: a parameter has a hook, which would not see the copies' gradients.
             The first exception of any copy, in their order. ``.grad`` may then hold part of the
             step.
         """
@@ -193,7 +204,28 @@ class Replicas:
         weights: list[float],
     ) -> list[Any]:
         """Do the work on each copy with its share; results in order."""
+        self._follow_model()
         self._copy_values(len(shares))
+        try:
+            return self._run_jobs(work, shares, weights)
+        finally:
+            if self._copied.copies:
+                self._copied.note()
+
+    def _follow_model(self) -> None:
+        """Bring to the copies what was set on the model since the last step, or make them anew."""
+        if self._copied.copies and not self._copied.follow():
+            for pipe in self.pipes[1:]:
+                pipe.close()
+            self._copied.copy()
+            self.pipes[1:] = self._pipes_of_copies()
+
+    def _run_jobs(
+        self,
+        work: Callable[[Pipeline, Microbatch, float], Any],
+        shares: list[Microbatch],
+        weights: list[float],
+    ) -> list[Any]:
         jobs = [*zip(self.pipes, shares, weights, strict=False)]
         if not self._may_overlap(jobs):
             return self._one_by_one(work, jobs)

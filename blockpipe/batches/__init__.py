@@ -3,5 +3,5 @@
 In: a call's arguments and target, ``batch_dims``, ``loss_reduction``. Out: micro-batches with
 weights, and joined outputs and losses. Read first: ``microbatch``; a new rule for splitting is read
 from ``batch_dims`` in the module of that name and carried out there; one for joining belongs in
-``joining``.
+``joining``. ``shared_memory`` knows which arguments overlap.
 """

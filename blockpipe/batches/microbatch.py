@@ -20,6 +20,7 @@ from .._common.checks import expected
 from .._common.nested import leaves, map_tensors, tensors
 from ..errors import MicrobatchError
 from .batch_dims import WHOLE, ArgumentDims, BatchDims, has_batch
+from .shared_memory import unified
 
 LossReduction = str | Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
@@ -101,6 +102,7 @@ def split(
         >>> [m.size for m in split((torch.zeros(5, 2),), {}, None, 3)]
         [2, 2, 1]
     """
+    args, kwargs, target = unified((args, kwargs, target))
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     by = ArgumentDims(dims)
     by.check_names([name for name, _ in named])
@@ -139,6 +141,7 @@ class _Splitter:
         self._cut = cut
         self._sizes = [batch // count + (i < batch % count) for i in range(count)]
         self._split_on: dict[int | str, int | Literal["list"]] = {}
+        self._pieces: dict[tuple[int, int], list[Tensor]] = {}  # of tensors without gradient
 
     def microbatches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
@@ -172,9 +175,9 @@ class _Splitter:
             if not has_batch(value.shape, self._batch, dim):
                 return [value] * self.count
             self._split_on[name] = dim
-            return _pieces(value, self._sizes, dim, self._cut)
+            return self._pieces_of(value, dim)
         pieces: dict[int, Sequence[Tensor]] = {
-            id(t): _pieces(t, self._sizes, dim, self._cut)
+            id(t): self._pieces_of(t, dim)
             for t in tensors(value)
             if has_batch(t.shape, self._batch, dim)
         }
@@ -185,6 +188,16 @@ class _Splitter:
             return map_tensors(lambda t: pieces[id(t)][i] if id(t) in pieces else t, value)
 
         return [part(i) for i in range(self.count)]
+
+    def _pieces_of(self, tensor: Tensor, dim: int) -> list[Tensor]:
+        """Return the pieces of a tensor; if it is there twice, they are the same objects."""
+        if tensor.requires_grad:  # each place has a gradient of its own
+            return _pieces(tensor, self._sizes, dim, self._cut)
+        key = id(tensor), dim
+        found = self._pieces.get(key)
+        if found is None:
+            found = self._pieces[key] = _pieces(tensor, self._sizes, dim, self._cut)
+        return found
 
     def _elements(self, name: int | str, value: Any) -> list[Any]:
         _check_list(name, value, self._batch)

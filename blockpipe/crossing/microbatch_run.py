@@ -273,12 +273,21 @@ class MicrobatchRun:
     def take_input(self, tensor: Tensor, index: int = 0) -> Tensor:
         """Return a micro-batch's slice of an input as if it were made on the hop where the run is:
         on the first one before the run has begun, on the last one for the target."""
-        step = self.step
+        return self.take_part(tensor, self.take_memory(tensor), index)
+
+    def take_memory(self, tensor: Tensor) -> Tensor:
+        """Return the memory of an input where the inputs are read."""
         hop, stage = self._where_inputs_are()
-        watch = step.watch(tensor, -1, hop, self.microbatch)
-        value = self.receive(hop, step.lend(tensor, stage, watch))
+        watch = self.step.watch(tensor, -1, hop, self.microbatch)
+        value = self.receive(hop, self.step.lend(tensor, stage, watch))
         if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
             value = value.data  # a slice of the batch: a write to it is none to the others
+        return value
+
+    def take_part(self, tensor: Tensor, value: Tensor, index: int = 0) -> Tensor:
+        """Return an input, given its values there, as if it were made on the hop."""
+        step = self.step
+        hop, stage = self._where_inputs_are()
         if tensor.requires_grad and step.graphs.differentiable:
             value = self.gradients.enter_input(value, hop, index)
         share_attributes(tensor, value, class_attributes(value))

@@ -80,6 +80,12 @@ def latest(tensor: Tensor, tag: Tag) -> tuple[Tensor, Tag]:
     return tensor, tag
 
 
+def was_written(tensor: Tensor, version: int) -> bool:
+    """Return whether a run wrote in place to a tensor that had this version, on any hop."""
+    tag: Tag | None = getattr(tensor, TAG, None)
+    return version_of(tensor) != version or (tag is not None and tag.newest is not None)
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Import:
     """A tensor's copy on a hop, and whether it is an entry of that hop's graph."""

@@ -16,6 +16,30 @@ from .interception import active_mode, watched_register_hook
 from .tags import GraphEntry
 
 
+class Eager(ProcessChange):
+    """The compiler's stance by which compiled modules run as they were written, so that their marks
+    and reads are seen. It is every thread's: two that each set it back to what they found, one in
+    the middle of the other, would leave it for good."""
+
+    _only: ClassVar[Any] = None
+    _before: Any = None  # sets back what it was
+
+    def __new__(cls) -> Self:
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+        return cast(Self, cls._only)
+
+    def put_on(self) -> None:
+        """Set the stance."""
+        self._before = torch.compiler.set_stance("force_eager")
+
+    def take_off(self) -> None:
+        """Set it back."""
+        before, self._before = self._before, None
+        if before is not None:
+            before.__exit__(None, None, None)
+
+
 class Replacement(ProcessChange):
     """A replacement of something of torch's, in place while any number of threads have it
     entered."""

@@ -236,11 +236,13 @@ class UncutRun(MicrobatchRun):
 
     # --- inputs
 
-    def take_input(self, tensor: Tensor, index: int = 0) -> Tensor:
-        hop, stage = self._where_inputs_are()
+    def take_memory(self, tensor: Tensor) -> Tensor:
         value = tensor.view_as(tensor)
-        device = self.step.device_of(stage)
-        value = value if device is None else value.to(device)
+        device = self.step.device_of(self._where_inputs_are()[1])
+        return value if device is None else value.to(device)
+
+    def take_part(self, tensor: Tensor, value: Tensor, index: int = 0) -> Tensor:
+        hop, stage = self._where_inputs_are()
         share_attributes(tensor, value, class_attributes(value))
         setattr(value, TAG, Tag(self.key, hop, stage))
         return value

@@ -14,6 +14,7 @@ from .._common.callsite import users_line
 from .._common.nested import leaves, map_tensors, tensors
 from .._common.threads.thread_state import theirs
 from ..batches.losses import check_differentiable, checked_loss
+from ..batches.shared_memory import map_sharing
 from ..crossing.hop_backward import run_engine
 from ..crossing.microbatch_run import detached
 from ..devices.devices import is_asynchronous
@@ -97,11 +98,14 @@ class PlainLoop:
             state.be_on(self._first_stage)
         args, kwargs, target = self._moved(m, (batch.args, batch.kwargs, batch.target))
         taken = state.whole_arguments.taken(batch, args, kwargs)
+        moved = () if self._inputs_are_there else (args, kwargs)
+        versions = state.shared_arguments.versions(batch, moved)
         with caller.uncached_autocast() if self._autocasts else _NOTHING, theirs():
             output = self._prepared.model(*args, **kwargs)
             loss = state.randomness.loss(output, target)
         loss = checked_loss(loss)
         state.whole_arguments.check(taken)
+        state.shared_arguments.check(batch, versions)
         state.randomness.leave(m, 0)
         check_differentiable(loss)
         result = state.results[m] = MicrobatchResult(loss.detach())
@@ -125,7 +129,8 @@ class PlainLoop:
         """A micro-batch's arguments and target on the device of the first stage."""
         if self._inputs_are_there:
             return given
-        return map_tensors(
+        writes = self._prepared.recording.writes_inputs
+        return (map_sharing if writes else map_tensors)(
             lambda tensor: self._state.context.carried(
                 tensor, self._first_stage, self._state.watch(tensor, 0, m)
             ),

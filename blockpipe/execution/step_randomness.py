@@ -87,7 +87,9 @@ class StepRandomness:
         kinds = {source if isinstance(source, str) else "torch" for source in drew}
         if hop == len(self._prepared.route) - 1 and self._prepared.loss_draws.get(self._loss_kind):
             kinds.discard("torch")  # it was the loss
-        for kind in kinds - self._prepared.recording.hops[hop].draws:
+        hops = self._prepared.recording.hops
+        hop = min(hop, len(hops) - 1)  # without cuts a forward may go further
+        for kind in kinds - hops[hop].draws:
             self._prepared.mark_as_random(hop, kind)
 
     def loss(self, output: Any, target: Any) -> Any:

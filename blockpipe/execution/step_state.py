@@ -20,6 +20,7 @@ from ..devices.digests import Comparisons
 from ..devices.observer import Watch
 from ..preparation.prepared import Prepared
 from .microbatch.kept_values import KeptValues
+from .microbatch.shared_arguments import SharedArguments
 from .microbatch.whole_arguments import WholeArguments
 from .step_mode import mode_of
 from .step_randomness import StepRandomness
@@ -72,6 +73,8 @@ class StepState:
         if request.prepared.steps == 0:
             self.context.comparisons = Comparisons()
             self.context.carried_values = _carried_by(request.prepared)
+        writes = request.prepared.recording.writes_inputs
+        self.shared_arguments = SharedArguments(microbatches, are_written=writes)
         self.whole_arguments = WholeArguments(
             microbatches,
             one_by_one=self.mode.in_one_thread and not self.context.has_copies,

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from .._common.callsite import failing_line
 from .._common.modules import call_with_tensors, named_slots
-from .._common.nested import map_tensors
 from .._common.threads.model_turns import alone_recording
 from .._common.threads.thread_state import CallerState, as_ours
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FAKE_TENSOR_LOG, FakeTensor
+from ..batches.shared_memory import map_sharing
 from ..devices.devices import is_on_meta
 from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, IsolationError, RecordingError
@@ -272,7 +272,7 @@ def _with_fakes(
         in_one_place = on_meta or (homes is not None and request.devices is None)
         if sample_device is None and in_one_place:
             sample_device = torch.device("cpu")
-        args, kwargs = map_tensors(
+        args, kwargs = map_sharing(
             lambda t: fakes.of(t, sample_device), (request.args, request.kwargs)
         )
         faked = replace(request, args=args, kwargs=kwargs, stand_ins=stand_ins, hooks=hooks)

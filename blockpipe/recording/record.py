@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from .._common.checks import expected
 from .._common.hints import knows_other_names
-from .._common.nested import map_tensors
 from .._common.threads.model_turns import alone_recording
 from .._common.threads.thread_state import as_ours
 from ..batches.microbatch import BatchPart
+from ..batches.shared_memory import map_sharing
 from ..devices.copies import carry
 from ..devices.devices import is_on_meta
 from ..devices.rng_streams import every_source, preserve_rng
@@ -235,7 +235,7 @@ def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Ho
         # Copies: the forward may write to its inputs, and it will run again.
         where = _one_device_of(model) if request.devices is None else None
         copied = partial(_copy_of, where=where)
-        args, kwargs = map_tensors(copied, (request.args, request.kwargs))
+        args, kwargs = map_sharing(copied, (request.args, request.kwargs))
         hooks = hooks_in(model)
         return watch(replace(request, args=args, kwargs=kwargs, hooks=hooks), state.holders)
 

@@ -77,6 +77,7 @@ class Recording:
     settles: bool = False  # modules of several hops make something at the first call, and keep it
     unread: set[str] = field(default_factory=set)  # those that look like switches, and are none
     changes_process: bool = False  # where it prints to, or what it warns of, for a while
+    writes_inputs: bool = False  # whether it writes in place to its arguments
     writes_across: bool = False  # whether it writes in place to a tensor of another hop
     host_syncs: list[HostSync] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)  # names of torch functions that wait, in glue

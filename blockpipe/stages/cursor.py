@@ -49,6 +49,7 @@ class Cursor:
     Attributes:
         stage: the stage that the forward is on.
         mark: the mark in effect.
+        passes: whether marks are passed over, as in a loss function.
         highest: the highest stage that a mark has named so far; -1: none has.
         checkpoint: whether the mark in effect asks for recomputation; ``None``: it says nothing.
         in_scope: whether the forward is inside of a ``with Block``.
@@ -65,6 +66,7 @@ class Cursor:
         self.stage = 0
         self.mark: Mark | None = None
         self.follow_marks = follow_marks
+        self.passes = False
         self.highest = -1
         self.checkpoint: bool | None = None
         self._scopes: list[tuple[int, bool | None, Mark | None]] = []
@@ -83,6 +85,7 @@ class Cursor:
         new.stage, new.mark, new.highest = self.stage, self.mark, self.highest
         new.noted, new._calls = {**self.noted}, {**self._calls}
         new.kept, new.keys = self.kept, self.keys
+        new.passes = self.passes
         new.checkpoint, new._scopes, new.in_scope = self.checkpoint, [*self._scopes], self.in_scope
         return new
 
@@ -102,7 +105,7 @@ class Cursor:
 
     def begin(self, mark: Mark) -> None:
         """Move to a mark's stage."""
-        if mark.yields and self.in_scope:
+        if self.passes or (mark.yields and self.in_scope):
             return
         numbering = _numbering.get()
         if numbering is not None:
@@ -166,6 +169,22 @@ def set_cursor(cursor: Cursor | None) -> Cursor | None:
     before = _cursor.get()
     _cursor.set(cursor)
     return before
+
+
+@contextmanager
+def passing_marks() -> Iterator[None]:
+    """While entered, pass over marks: what runs is no part of the forward, such as a marked teacher
+    in a loss function."""
+    cursor = _cursor.get()
+    if cursor is None or cursor.passes:
+        yield
+        return
+    cursor.passes, checkpoint = True, cursor.checkpoint
+    cursor.checkpoint = None
+    try:
+        yield
+    finally:
+        cursor.passes, cursor.checkpoint = False, checkpoint
 
 
 def current_cursor() -> Cursor | None:

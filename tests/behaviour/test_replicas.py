@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import blockpipe as bp
 from blockpipe.errors import PlanError, UsageError
@@ -175,6 +176,125 @@ def test_modes_frozen_parameters_and_values_reach_the_copies():
     net.zero_grad()
     two.forward_backward(x, loss_fn=torch.sum)
     assert net[0].weight.grad is None
+
+
+class Settings:
+    """Numbers of the user's own object, and a list of some."""
+
+    def __init__(self) -> None:
+        self.scale, self.shifts = 1.0, [0.0, 0.0]
+
+
+class Set(nn.Module):
+    """A module that reads what is set on it, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.settings, self.calls = 1.0, Settings(), 0
+        self.mask, self.dropout = torch.ones(8), nn.Dropout(0.0)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        self.calls += 1
+        h = self.norm(x * self.scale) * self.mask.to(x.device) + self.settings.shifts[1]
+        return self.dropout(h) * self.settings.scale
+
+
+def _doubles(module, args, output):
+    return output * 2
+
+
+def _doubles_gradients(module, inputs, outputs):
+    return tuple(gradient * 2 for gradient in inputs)
+
+
+SETS = {
+    "number": lambda net: setattr(net[1], "scale", 3.0),
+    "object": lambda net: setattr(net[1].settings, "scale", 3.0),
+    "list": lambda net: net[1].settings.shifts.__setitem__(1, 3.0),
+    "eps": lambda net: setattr(net[1].norm, "eps", 1.0),
+}
+CHANGES = {
+    "mask": lambda net: net[1].mask.mul_(3.0),
+    "another object": lambda net: setattr(net[1], "settings", Settings()),
+    "new attribute": lambda net: (setattr(net[1], "more", 1), setattr(net[1], "scale", 2.0)),
+    "forward hook": lambda net: net[0].register_forward_hook(_doubles),
+    "backward hook": lambda net: net[2].register_full_backward_hook(_doubles_gradients),
+    "forward": lambda net: setattr(net[2], "forward", lambda x: x[:, :2] * 2.0),
+    "layer": lambda net: net.__setitem__(2, bp.BeginBlock(nn.Linear(8, 2, bias=False), stage=1)),
+    "no bias": lambda net: setattr(net[0], "bias", None),
+    "tied": lambda net: setattr(net[1].norm, "bias", net[1].norm.weight),
+    "weight_norm": lambda net: nn.utils.parametrizations.weight_norm(net[0]),
+    "buffer": lambda net: net[1].register_buffer("mask", torch.full((8,), 2.0)),
+    "dtype": lambda net: net.double(),
+}
+
+
+def _after(change, steps=2):
+    """A step before a change, and some after it, beside the plain loop's."""
+    torch.manual_seed(0)
+    net = make_net(Set())
+    plain = copy.deepcopy(net)
+    two = Replicas(net, groups(), chunks=2)
+    copies = [two.pipes[1]]
+    for number in range(1 + steps):
+        if number == 1:
+            torch.manual_seed(1)
+            if change is CHANGES["buffer"]:
+                del net[1].mask, plain[1].mask
+            change(net)
+            torch.manual_seed(1)
+            change(plain)
+        x, y = torch.randn(8, 4, dtype=next(net.parameters()).dtype), torch.randint(0, 2, (8,))
+        net.zero_grad()
+        plain.zero_grad()
+        found = two.forward_backward(x, target=y, loss_fn=F.cross_entropy)
+        assert_close(found.loss, plain_step(plain, (x,), {}, y, F.cross_entropy, 4))
+        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+            if one.grad is not None or other.grad is not None:
+                assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+        copies.append(two.pipes[1])
+    return copies
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_value_that_is_set_reaches_the_copies(name):
+    """They stay the same ones, though each forward counts."""
+    first, *later = _after(SETS[name])
+    assert all(pipe is first for pipe in later)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_change_makes_the_copies_anew(name):
+    """Once: the next step finds them as they should be."""
+    first, *later = _after(CHANGES[name])
+    assert later[0] is first
+    assert later[1] is not first
+    assert later[2] is later[1]
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_is_refused(kind):
+    """It would see the gradients of the first copy alone."""
+    net = make_net()
+    two = Replicas(net, groups(), chunks=2)
+    handle = getattr(net[2].weight, kind)(lambda _: None)
+    with pytest.raises(UsageError, match=r"without hooks, got one on '2\.weight'.*change \.grad"):
+        two.forward_backward(torch.ones(8, 4), loss_fn=torch.mean)
+    handle.remove()
+    two.forward_backward(torch.ones(8, 4), loss_fn=torch.mean)
+
+
+def test_a_model_that_cannot_be_copied_any_more_is_refused():
+    """As one that is pruned, whose weight has a gradient path."""
+    net = make_net()
+    two = Replicas(net, groups(), chunks=2)
+    prune.custom_from_mask(net[0], "weight", torch.eye(8, 4))
+    with pytest.raises(UsageError, match=r"copy\.deepcopy can copy.*until prune\.remove"):
+        two.forward_backward(torch.ones(8, 4), loss_fn=torch.mean)
+    prune.remove(net[0], "weight")
+    two.forward_backward(torch.ones(8, 4), loss_fn=torch.mean)
 
 
 def test_the_first_failure_reaches_the_caller():

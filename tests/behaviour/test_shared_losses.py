@@ -146,3 +146,58 @@ def test_a_loss_with_values_of_its_own_is_fine() -> None:
     pipe.forward_backward(X, target=X, loss_fn=_counts_itself(net))
     plain_step(plain, (X,), {}, X, _counts_itself(plain), 4)
     assert_same_gradients(net, plain)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "isolate"),
+    [("1f1b", False), ("1f1b", True), ("sequential", False), ("uncut", False)],
+)
+def test_marks_of_a_teacher_in_the_loss_are_passed_over(schedule: str, isolate: bool):
+    """It has the student's marks, and runs on the stage of the loss."""
+    net = Net()
+    plain, teacher = copy.deepcopy(net), copy.deepcopy(net).requires_grad_(False)
+    bp.begin_blocks(teacher, {"a": 0, "b": 1})
+
+    def distilled(output: Tensor, target: Tensor) -> Tensor:
+        with bp.Block():
+            guide = teacher.to(target.device)(target)
+        return mse_loss(output, guide + 1) + teacher.a(output).mean()
+
+    x = torch.randn(8, 4)
+    devices = stages(1) * 2 if isolate else stages(2)
+    pipe = bp.Pipeline(net, devices=devices, chunks=4, schedule=schedule, isolate=isolate)
+    for _ in range(2):
+        pipe.forward_backward(x, target=x, loss_fn=distilled)
+        plain_step(plain, (x,), {}, x, distilled, 4)
+    assert_same_gradients(net, plain)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_marks_in_the_loss_of_a_model_on_one_stage_are_passed_over(chunks: int):
+    net = nn.Linear(4, 4)
+    plain, teacher = copy.deepcopy(net), Net().requires_grad_(False)
+
+    def distilled(output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(output, teacher.to(target.device)(target))
+
+    x = torch.randn(8, 4)
+    pipe = bp.Pipeline(net, devices=stages(1), chunks=chunks)
+    pipe.forward_backward(x, target=x, loss_fn=distilled)
+    plain_step(plain, (x,), {}, x, distilled, chunks)
+    assert_same_gradients(net, plain)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "uncut"])
+def test_a_loss_that_calls_the_model_itself_runs_it_on_the_last_stage(schedule: str):
+    """Its weights cross, and so do their gradients."""
+    net = Net()
+    plain = copy.deepcopy(net)
+
+    def consistent(called: Net, output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(output, called(target * 0.5))
+
+    x = torch.randn(8, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    pipe.forward_backward(x, target=x, loss_fn=functools.partial(consistent, net))
+    plain_step(plain, (x,), {}, x, functools.partial(consistent, plain), 4)
+    assert_same_gradients(net, plain)

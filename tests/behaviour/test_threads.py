@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import blockpipe as bp
 from blockpipe._common.threads import standstill
 from blockpipe._common.threads.model_turns import alone_with
+from blockpipe.crossing.torch_patches import Eager
 from blockpipe.errors import StateError, UsageError
 
 from ..stage_devices import assert_close, equal, stages
@@ -85,6 +86,32 @@ def assert_plain(net: nn.Module) -> None:
     for name, module in net.named_modules():
         assert "forward" not in module.__dict__, name
     assert not any(isinstance(t, FakeTensor) for t in [*net.parameters(), *net.buffers()])
+
+
+def test_recordings_at_the_same_time_leave_the_compiler_as_it_was():
+    """The last one to end sets back what the first one has set."""
+    torch.compiler.reset()
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with Eager():
+            entered.set()
+            assert left.wait(20)
+
+    thread = threading.Thread(target=other)
+    with Eager():
+        thread.start()
+        assert entered.wait(20)
+    left.set()
+    thread.join()
+    graphs = []
+
+    @torch.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    def double(x):
+        return x * 2
+
+    assert torch.equal(double(torch.ones(2)), torch.full((2,), 2.0))
+    assert graphs
 
 
 def test_first_calls_of_two_threads(pool: ThreadPoolExecutor) -> None:

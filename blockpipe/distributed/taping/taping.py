@@ -21,6 +21,7 @@ from ...crossing.interception import active_mode
 from ...crossing.torch_patches import (
     Backwards,
     CustomFunctions,
+    Eager,
     Replacement,
     ScriptFunctions,
     UnseenOperations,
@@ -68,7 +69,7 @@ def taped(
             for watch in (Backwards(), CustomFunctions(), ScriptFunctions(), Tracing(), mode.watch):
                 stack.enter_context(watch)
             stack.enter_context(UnseenOperations())
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(Eager())
             stack.enter_context(mode)
             output = model(*args, **kwargs)
         mode.checkpython_draws()

@@ -26,9 +26,12 @@ class MicrobatchArguments:
     def take(self, run: MicrobatchRun, batch: Microbatch) -> tuple[Any, Any, Any]:
         """Return the arguments and keyword arguments as the run has them, and the target, whose
         copies to the last hop have begun (:meth:`received`)."""
-        memo: dict[int, Tensor] = {}
         needs_grad = self._state.inputs_need_grad
-        positions = _positions_of_grad((batch.args, batch.kwargs)) if needs_grad else {}
+        given: Any = (batch.args, batch.kwargs)
+        positions = _positions_of_grad(given) if needs_grad else {}
+        memo = self._state.shared_arguments.taken(run, batch, positions)
+
+        shared = set(memo)
 
         def taken(tensor: Tensor) -> Tensor:
             if id(tensor) not in memo:
@@ -40,6 +43,8 @@ class MicrobatchArguments:
         last = len(self._route) - 1
 
         def sent(tensor: Tensor) -> Tensor | PendingCopy:
+            if id(tensor) in shared:
+                return memo[id(tensor)]
             if needs_grad and tensor.requires_grad:
                 return tensor  # its gradient leaves from the hop that the loss is on
             watch = self._state.watch(tensor, last, run.microbatch)
@@ -58,6 +63,8 @@ class MicrobatchArguments:
 
         def received(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
+                if run.has_made(leaf):
+                    return leaf  # taken with the arguments, whose memory it shares
                 if id(leaf) not in memo:
                     memo[id(leaf)] = run.take_input(leaf, positions[id(leaf)])
                 return memo[id(leaf)]

@@ -109,6 +109,7 @@ class MicrobatchForward:
         """Take the arguments to the stages, run the model, and its loss if it is asked for."""
         args, kwargs, target = self._arguments.take(run, batch)
         taken = self._state.whole_arguments.taken(batch, args, kwargs)
+        versions = self._state.shared_arguments.versions(batch, (args, kwargs))
         with self._offloading(run):
             if self._draws_at_once:
                 # Before the first operation: code that keeps the generator's state for later
@@ -129,6 +130,7 @@ class MicrobatchForward:
                 loss = checked_loss(loss)
         result = self._result(run, output, loss)
         self._state.whole_arguments.check(taken)
+        self._state.shared_arguments.check(batch, versions)
         return result
 
     @property

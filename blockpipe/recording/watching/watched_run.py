@@ -18,7 +18,8 @@ from ..._torch.tensors import version_of
 from ...batches.losses import own_loss_or_none
 from ...costs.meter import Meter
 from ...crossing.step_context import Graphs, KnownForward, StepContext
-from ...crossing.torch_patches import GeneratorStates
+from ...crossing.tags import was_written
+from ...crossing.torch_patches import Eager, GeneratorStates
 from ...crossing.user_checkpoints import intercepting
 from ...restoring.holders import Holder
 from ...restoring.model_state import is_users
@@ -99,11 +100,13 @@ def run_watched(
     before = set_cursor(recorder.run.cursor)
     try:
         inputs = _as_inputs(recorder, (request.args, request.kwargs))
+        given = [(tensor, version_of(tensor)) for tensor in tensors(inputs)]
         output = _run(model, inputs, recorder, values)
+        result.writes_inputs = any(t.is_inference() or was_written(t, at) for t, at in given)
         values.check()
         _note_backwards(request, recorder, output)
-        given = recorder.held.keys() | {id(tensor) for tensor in tensors(inputs)}
-        result.outputs = list(_outputs(output, given))
+        kept = recorder.held.keys() | {id(tensor) for tensor, _ in given}
+        result.outputs = list(_outputs(output, kept))
         recorder.keepers = _keepers(model, recorder)
         _note_code_beside(request, recorder, values)
         _note_state(model, recorder, values, holders)
@@ -177,7 +180,7 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
             intercepting(),
             GeneratorStates(),
             NodeHooksSeen(),
-            _eager(),
+            Eager(),
             _watched(recorder),
         ):
             with theirs(), RecordingMode(recorder), meter, values.watching():
@@ -344,13 +347,6 @@ def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:
         if isinstance(value, Tensor | list | tuple)
         and any(t.requires_grad and recorder.has_made(t) for t in tensors(value))
     ]
-
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Run compiled modules as they were written, so that their marks and reads are seen."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _as_inputs(recorder: Recorder, value: Any) -> Any:

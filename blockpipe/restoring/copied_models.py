@@ -1,0 +1,202 @@
+"""Deep copies of a model, and what is set on the model after they were made.
+
+A training loop sets ``net.scale = 3``, registers a hook, replaces a layer. To compare the models
+themselves would find what the copies' own forwards have set, so the model is compared with itself:
+as its last step left it, with what it is now. The objects compared are those of which the copies
+have their own. Values in parameters and buffers are not compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._common.callsite import users_line
+from .._torch.graph import gradient_hooks, stepping_hooks
+from .._torch.tensors import version_of
+from ..errors import UsageError
+from .holders import DictHolder, Holder, SequenceHolder
+from .model_state import ModelState
+
+_PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
+_kind_of: Callable[[Tensor], tuple[Any, ...]] = attrgetter("dtype", "shape")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the model's objects were: their classes, and their members one after the other."""
+
+    classes: list[type]
+    counts: list[int]
+    keys: list[Any]
+    values: list[Any]
+    kinds: list[Any]
+    versions: list[int]  # of tensors that are no parameters and no buffers
+
+    def is_same(self, now: _Seen) -> bool:
+        pairs = (self.classes, now.classes), (self.keys, now.keys), (self.values, now.values)
+        if self.counts != now.counts or not all(all(map(is_, *pair)) for pair in pairs):
+            return False
+        return self.kinds == now.kinds and self.versions == now.versions
+
+
+@dataclass
+class CopiedModels:
+    """Deep copies of a model that follow what is set on it.
+
+    Args:
+        model: the user's.
+        count: how many.
+
+    Attributes:
+        copies: the copies.
+
+    Raises:
+        UsageError: it cannot be copied.
+    """
+
+    model: nn.Module
+    count: int
+    copies: list[nn.Module] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._memos: list[dict[int, Any]] = []
+        self.copy()
+
+    def copy(self) -> None:
+        """Make the copies anew, from the model as it is now."""
+        self._memos = [{} for _ in range(self.count)]
+        try:
+            self.copies = [copy.deepcopy(self.model, memo) for memo in self._memos]
+        except RuntimeError as error:
+            raise UsageError(
+                f"expected a model that copy.deepcopy can copy, got its error {error} "
+                f"({users_line()}); keep no tensor on it that has a gradient path, as "
+                "torch.nn.utils.prune does until prune.remove"
+            ) from error
+        self._find()
+        self.note()
+
+    def _find(self) -> None:
+        """Find the objects of which each copy has its own."""
+        memo = self._memos[0] if self._memos else {}
+        state = ModelState(self.model, values=False, contents=False)
+        owned = [h for h in state.holders if _is_copied(h.owner, memo)]
+        for holder in owned:
+            holder.before = []  # the saved members may be as large as the model
+        self._named: list[Any] = [h for h in owned if isinstance(h, DictHolder)]
+        self._ordered: list[Any] = [h for h in owned if isinstance(h, SequenceHolder)]
+        self._others = [h for h in owned if not isinstance(h, DictHolder | SequenceHolder)]
+        self._spaces = [h.namespace() for h in (*self._named, *self._ordered)]
+        self._owners = [h.owner for h in owned if h.namespace() is not h.owner]
+        self._held = [*self.model.parameters(), *self.model.buffers()]
+        self._parameters = list(self.model.parameters())
+
+    def note(self) -> None:
+        """Note what the model is now: a step is over."""
+        # Most are empty: a module has a dictionary for each kind of hook.
+        self._dicts = [space for space in self._spaces[: len(self._named)] if space]
+        self._lists = [space for space in self._spaces[len(self._named) :] if space]
+        ids = {id(tensor) for tensor in self._held}
+        values = self._values()
+        self._beside = [v for v in values if isinstance(v, Tensor) and id(v) not in ids]
+        self._seen = self._now(values)
+
+    def _values(self) -> list[Any]:
+        others = [value for holder in self._others for _, value in holder.now()]
+        named = chain.from_iterable(map(dict.values, self._dicts))
+        return [*named, *chain.from_iterable(self._lists), *others]
+
+    def _now(self, values: list[Any]) -> _Seen:
+        return _Seen(
+            [*map(type, self._owners)],
+            [*map(len, self._spaces), len(values)],
+            [*chain.from_iterable(self._dicts)],
+            values,
+            [*map(_kind_of, self._held)],
+            [*map(version_of, self._beside)],
+        )
+
+    def follow(self) -> bool:
+        """Set on the copies what was set on the model since :meth:`note`.
+
+        Returns:
+            Whether all is set. If not, the copies have to be made anew.
+
+        Raises:
+            UsageError: a parameter has a hook.
+        """
+        self._check_hooks()
+        now = self._now(self._values())
+        if self._seen.is_same(now):
+            return True
+        before, is_plain = self._seen, now.classes == self._seen.classes
+        if not is_plain or before.counts != now.counts or before.kinds != now.kinds:
+            return False
+        if before.versions != now.versions or not all(map(is_, before.keys, now.keys)):
+            return False
+        changes = list(self._changes(before.values, now.values))
+        if any(at is None or not _are_plain(then, value) for at, then, value in changes):
+            return False
+        for at, _, value in changes:
+            for memo in self._memos:
+                assert at is not None
+                holder, key = at
+                _space(holder, memo)[key] = value
+        self._seen = now
+        return True
+
+    def _changes(
+        self, then: Sequence[Any], now: Sequence[Any]
+    ) -> Iterator[tuple[tuple[Holder, Any] | None, Any, Any]]:
+        """Yield the values that were set, each with the place that it is in; ``None``: that has no
+        names."""
+        starts = [0, *accumulate(map(len, self._spaces))]
+        holders: list[Holder] = [*self._named, *self._ordered]
+        for holder, space, start in zip(holders, self._spaces, starts, strict=False):
+            end = start + len(space)
+            if all(map(is_, then[start:end], now[start:end])):
+                continue
+            for key, old, new in zip(_keys(space), then[start:end], now[start:end], strict=True):
+                if old is not new:
+                    yield (holder, key), old, new
+        if not all(map(is_, then[starts[-1] :], now[starts[-1] :])):
+            yield from zip(repeat(None), then[starts[-1] :], now[starts[-1] :], strict=False)
+
+    def _check_hooks(self) -> None:
+        hooked = [p for p in self._parameters if gradient_hooks(p) or stepping_hooks(p)]
+        if not hooked:
+            return
+        name = next(name for name, p in self.model.named_parameters() if p is hooked[0])
+        raise UsageError(
+            f"expected parameters without hooks, got one on {name!r} ({users_line()}): it would "
+            "not see the gradients of the copies; change .grad after the step, or register a hook "
+            "on a module, which is copied"
+        )
+
+
+def _is_copied(owner: Any, memo: dict[int, Any]) -> bool:
+    if isinstance(owner, Tensor | torch.Generator):
+        return False
+    return memo.get(id(owner), owner) is not owner
+
+
+def _space(holder: Holder, memo: dict[int, Any]) -> Any:
+    """Return a copy's namespace that stands for a holder's."""
+    copied = memo[id(holder.owner)]
+    return copied if holder.namespace() is holder.owner else vars(copied)
+
+
+def _keys(space: Any) -> Any:
+    return space if isinstance(space, dict) else range(len(space))
+
+
+def _are_plain(then: Any, now: Any) -> bool:
+    return type(then) in _PLAIN and type(now) in _PLAIN
