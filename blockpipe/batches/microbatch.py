@@ -402,6 +402,10 @@ class InputPlace:
     dim: int | None
     leaves: dict[int, int]
 
+    def only(self, m: int) -> "InputPlace":
+        """Return its place in one micro-batch."""
+        return InputPlace(self.dim, {m: self.leaves[m]} if m in self.leaves else {})
+
 
 def input_places(
     args: tuple[Any, ...],

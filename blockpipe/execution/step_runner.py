@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.nested import leaves, map_tensors
+from .._common.nested import leaves, map_tensors, tensors
 from .._common.threads.model_turns import alone_with
 from .._common.threads.thread_state import CallerState, ours, theirs
 from .._torch.modes import how_many_dispatch_modes, is_in_forward_mode, is_in_transform
@@ -87,6 +87,7 @@ class StepRunner:
         if not self.options.cuts:
             (args, kwargs, target), cut_off = _cut_off((args, kwargs, target))
         microbatches = self.split(args, kwargs, target)
+        parts = _parts_of_whole_leaves(cut_off, microbatches[0])
         with theirs():
             reduction = reduction_for(loss_fn, self.options.loss_reduction)
             weights = weights_of(microbatches, reduction)
@@ -100,7 +101,10 @@ class StepRunner:
             prepared, microbatches[0], self.options, step.state.written, loss_fn
         )
         if cut_off:
-            _give((tensor, leaf.grad) for tensor, leaf in cut_off)
+            _give((tensor, leaf.grad) for tensor, leaf in cut_off if id(leaf) not in parts)
+            for tensor, leaf in cut_off:
+                for part in parts.get(id(leaf), ()):
+                    _give([(tensor, part)])
         elif step.state.inputs_need_grad:
             self._give_input_gradients(step, args, kwargs, target)
         with torch.no_grad():
@@ -248,8 +252,13 @@ class StepRunner:
         inputs = self._inputs_that_need_grad(step, args, kwargs, target)
         if not inputs:
             return
-        found = input_gradients(step.state, inputs)
-        _give([(tensor, gradient) for (tensor, _), gradient in zip(inputs, found, strict=True)])
+        whole = [(t, place) for t, place in inputs if t.is_leaf and place.dim is None]
+        rest = [(t, place) for t, place in inputs if not (t.is_leaf and place.dim is None)]
+        found = input_gradients(step.state, rest)
+        _give([(tensor, gradient) for (tensor, _), gradient in zip(rest, found, strict=True)])
+        for m in range(len(step.request.microbatches)) if whole else ():
+            found = input_gradients(step.state, [(t, place.only(m)) for t, place in whole])
+            _give([(tensor, gradient) for (tensor, _), gradient in zip(whole, found, strict=True)])
 
 
 def _batch_loss(step: Step) -> Tensor:
@@ -308,6 +317,19 @@ def _cut_off(arguments: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
         return pair[1]
 
     return map_tensors(cut, arguments), list(leaf_of.values())
+
+
+def _parts_of_whole_leaves(
+    cut_off: list[tuple[Tensor, Tensor]], batch: Microbatch
+) -> dict[int, list[Tensor]]:
+    """Return, by the id of what stands for it, where each micro-batch's gradient is collected of a
+    leaf that goes whole to all of them: its hooks run once for each, as in the plain loop."""
+    whole = {id(tensor) for tensor in tensors((batch.args, batch.kwargs, batch.target))}
+    parts: dict[int, list[Tensor]] = {}
+    for tensor, leaf in cut_off:
+        if tensor.is_leaf and id(leaf) in whole:
+            leaf.register_hook(parts.setdefault(id(leaf), []).append)
+    return parts
 
 
 def _give(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:

@@ -1,4 +1,4 @@
-"""The ``.grad`` that a backward in the forward gives to a tensor, read on other stages."""
+"""The gradients that a backward in the forward adds, and a ``.grad`` that another stage reads."""
 
 import copy
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from blockpipe.errors import CrossingError
 
 from ..models import Scripted
 from ..parameter_sets import every_pair
-from ..parity import assert_same_gradients, plain_step
+from ..parity import assert_same_gradients, difference, plain_step
 from ..stage_devices import assert_close, stages
 
 B = bp.Block
@@ -119,6 +119,28 @@ def test_the_grad_of_a_tensor_of_another_stage_is_the_plain_loops(script, option
     loss = pipe.forward_backward(x, target=y, loss_fn=mse_loss).loss
     assert_close(loss, plain_step(plain, (x,), {}, y, mse_loss, 4))
     assert_same_gradients(net, plain)
+
+
+def with_a_loss_of_its_own(net: Scripted, x: Tensor) -> Tensor:
+    with B(0):
+        h = net.a(x).tanh()
+        h.square().mean().backward(retain_graph=True)
+    with B(1):
+        return net.b(h)
+
+
+@pytest.mark.parametrize("options", ENGINES, ids=str)
+def test_a_loss_of_one_stage_adds_the_plain_loops_gradients(options) -> None:
+    """To the bit one by one; else ``.grad`` gets them in another order."""
+    net = _net(with_a_loss_of_its_own)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, **options)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    loss = pipe.forward_backward(x, target=y, loss_fn=mse_loss).loss
+    expected = plain_step(plain, (x,), {}, y, mse_loss, 4)
+    assert_same_gradients(net, plain)
+    if options["schedule"] in ("sequential", "uncut"):
+        assert difference(net, plain, loss, expected).same
 
 
 def of_a_parameter(net: Scripted, x: Tensor) -> Tensor:

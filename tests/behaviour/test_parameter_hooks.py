@@ -1,5 +1,5 @@
-"""Hooks of parameters that several hops of one stage read: as in the plain loop, once for each
-micro-batch, with the sum of the gradients of all reads."""
+"""Hooks of parameters that several hops of one stage read, or that are given to the model: as in the
+plain loop, once for each micro-batch, with the sum of the gradients of all reads."""
 
 import copy
 from collections.abc import Callable
@@ -128,3 +128,40 @@ def test_the_callers_own_backward_runs_them_as_often(hooks) -> None:
         (mse_loss(plain(*batch.args), batch.target) / 4).backward()
     assert_same_gradients(net, plain)
     assert net.calls == plain.calls
+
+
+class Given(nn.Module):
+    """Its first argument is split, and the second goes whole to every micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x) + prompt[0]
+        with bp.Block(stage=1):
+            return self.b(h) * prompt[1]
+
+
+@every_pair(hooks=KINDS, options=ENGINES)
+def test_hooks_of_a_whole_argument_run_once_for_each_micro_batch(hooks, options) -> None:
+    """They ran once, with the sum of the micro-batches' gradients."""
+    net = Given()
+    plain = copy.deepcopy(net)
+    x, y, values = torch.randn(8, 4), torch.randn(8, 4), torch.randn(2, 4)
+    prompts, counts = [], []
+    for _ in range(2):
+        prompt, counted = nn.Parameter(values.to(stages(1)[0], copy=True)), Returns()
+        prompt.grad = torch.ones_like(prompt)
+        hooks(counted, "prompt", prompt)
+        prompts.append(prompt)
+        counts.append(counted)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, **options)
+    for _ in range(2):
+        loss = pipe.forward_backward(x, prompts[0], target=y, loss_fn=mse_loss).loss
+        args = (x.to(stages(1)[0]), prompts[1])
+        assert_close(loss, plain_step(plain, args, {}, y, mse_loss, 4))
+        assert_same_gradients(net, plain)
+        assert_close(prompts[0].grad, prompts[1].grad)
+    assert counts[0].calls == counts[1].calls != {}
