@@ -75,6 +75,13 @@ is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 of these tensors is ``Tensor``: there is nothing else to tell them by."""
 
 
+def inside_of_transforms(tensor: Tensor) -> Tensor:
+    """Return the tensor that the transforms of torch.func have wrapped."""
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def is_in_transform() -> bool:
     """Whether this thread is inside of a torch.func transform, which cannot be asked in public."""
     return torch._C._functorch.peek_interpreter_stack() is not None

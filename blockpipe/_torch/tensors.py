@@ -59,6 +59,26 @@ def storage_of(tensor: Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
+def is_ragged(tensor: Tensor) -> bool:
+    """Return whether a tensor is a nested one of the strided layout, which has no shape to ask
+    for."""
+    return tensor.is_nested and tensor.layout is torch.strided
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; of one that has none to ask for, how many members it has."""
+    return (tensor.size(0),) if is_ragged(tensor) else tuple(tensor.shape)
+
+
+def turning(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Return what turns a tensor that is conjugated, or negated (``.imag`` of such a one is), where
+    it is read into what its memory has, and back; ``None``: it is as in memory. Torch's negation
+    without a copy has no public name."""
+    if tensor.is_conj():
+        return torch.conj
+    return torch._neg_view if tensor.is_neg() else None
+
+
 def memory_of(tensor: Tensor) -> int:
     """Return the same for tensors that share a storage; one without storage (sparse) is its own."""
     try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._common.callsite import users_line
-from .._torch.tensors import version_of
+from .._torch.tensors import shape_of, version_of
 from ..devices.copies import carry
 from ..devices.ownership import copying
 from ..errors import StateError
@@ -103,7 +103,7 @@ class Constants:
 def _error(tensor: Tensor) -> StateError:
     return StateError(
         "expected a table that is made once and read by all micro-batches, got one of shape "
-        f"{tuple(tensor.shape)} that a micro-batch made anew with other values, or wrote to, while "
+        f"{shape_of(tensor)} that a micro-batch made anew with other values, or wrote to, while "
         f"others read it ({users_line()}): which values they read would depend on timing; pass "
         "it along, or keep it in a local variable"
     )

@@ -39,8 +39,8 @@ from .tensors.place import Reads
 _PROPERTIES = """shape dtype ndim layout requires_grad is_leaf grad_fn names is_meta is_sparse
     is_quantized is_mkldnn is_nested itemsize nbytes output_nr _version retains_grad"""
 _METHODS = """size dim stride numel nelement ndimension element_size storage_offset is_contiguous
-    is_floating_point is_complex is_signed __len__ __hash__ is_shared is_pinned is_inference
-    is_same_size has_names"""
+    is_floating_point is_complex is_signed is_conj is_neg __len__ __hash__ is_shared is_pinned
+    is_inference is_same_size has_names"""
 _register_hook = Tensor.register_hook
 _NOTHING = nullcontext()
 _BARE = Seal()

@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from .._common.callsite import users_line
 from .._common.nested import map_tensors, tensors
 from .._common.threads.thread_state import ours
+from .._torch.modes import is_in_forward_mode
+from .._torch.tensors import shape_of
 from ..devices.copies import PendingCopy
 from ..devices.rng_streams import torchs_of
 from ..errors import CrossingError, RouteError
@@ -244,6 +246,8 @@ class MicrobatchRun:
         """Return whether calls that can be recomputed are recomputed where the run is now."""
         asked = self.cursor.checkpoint
         mode = self.recomputes if asked is None else asked
+        if mode and is_in_forward_mode():  # a recomputation comes when the tangents are gone
+            return False
         return mode and self.step.graphs.differentiable and torch.is_grad_enabled()
 
     def recomputed(
@@ -389,7 +393,7 @@ class MicrobatchRun:
             if self.is_foreign(tensor) and id(tensor) not in given:
                 raise CrossingError(
                     f"{what} on stage {self.stage} is given a tensor of shape "
-                    f"{tuple(tensor.shape)} of another stage ({users_line()}): the graph is cut "
+                    f"{shape_of(tensor)} of another stage ({users_line()}): the graph is cut "
                     f"between them; {UNCUT}"
                 )
 

@@ -220,10 +220,25 @@ class StepContext:
         return self.lend(tensor, stage, watch).receive()
 
     def lend(
-        self, tensor: Tensor, stage: int, watch: Watch | None = None, *, on_host: bool = False
+        self,
+        tensor: Tensor,
+        stage: int,
+        watch: Watch | None = None,
+        *,
+        on_host: bool = False,
+        is_new: bool = False,
     ) -> PendingCopy:
-        """Begin to copy a tensor that is the caller's, or the model's, to a stage."""
-        after = self._begun.get(tensor.device)
+        """Begin to copy a tensor that is the caller's, or the model's, to a stage.
+
+        Args:
+            tensor: the tensor.
+            stage: where it is read.
+            watch: called at the moments of the copy.
+            on_host: whether it stays on the host.
+            is_new: whether the forward may have made it itself. The copy then begins when all is
+                done that is queued by now, and not when what was queued before the step is.
+        """
+        after = None if is_new else self._begun.get(tensor.device)
         sent = self.send(tensor, stage, watch=watch, after=after, on_host=on_host)
         share_attributes(tensor, sent.value, class_attributes(sent.value))
         self.lent.add(None, sent)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._common.callsite import users_line
 from .._torch.modes import is_transformed
-from .._torch.tensors import storage_id, version_of
+from .._torch.tensors import shape_of, storage_id, version_of
 from ..devices.devices import current_stream
 from ..devices.observer import Watch
 from ..errors import CrossingError
@@ -168,7 +168,7 @@ class UncutRun(MicrobatchRun):
             if any(other is not source and _same_memory(other, source) for other, _ in mirrored):
                 raise CrossingError(
                     f"a module on stage {self.stage} writes in place to a tensor of shape "
-                    f"{tuple(source.shape)} that lives on {source.device}, and is given another "
+                    f"{shape_of(source)} that lives on {source.device}, and is given another "
                     f"view of it ({users_line()}): it may have missed the write; clone() it first"
                 )
         self._tell_others(written)

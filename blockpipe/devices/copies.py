@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .._common.threads.thread_state import waiting_for_device
 from .._torch.modes import without_torch_functions
-from .._torch.tensors import FakeTensor
+from .._torch.tensors import FakeTensor, is_ragged, turning
 from .devices import current_stream, is_asynchronous
 from .observer import Watch
-from .ownership import copying
+from .ownership import copying, disown_offsets
 
 
 class PendingCopy:
@@ -105,6 +105,12 @@ def send(
     stays = device is None or tensor.device == device
     if stays and not copy and watch is None and torch.is_grad_enabled():
         return PendingCopy(tensor.detach())
+    if (turn := turning(tensor)) is not None:
+        with copying(), torch.inference_mode(False), torch.enable_grad():
+            in_memory = turn(tensor.detach())
+            sent = send(in_memory, device, copy=copy, after=after, back=back, watch=watch)
+            sent.value = turn(sent.value)
+        return sent
     # Grad is on, also where the user's code has it off: autograd would forbid a later write to an
     # alias made without it. A detached tensor gets no graph either way.
     # Inference mode is off: its tensors do not count the writes to them.
@@ -138,8 +144,12 @@ def send(
 
 
 def _counting(tensor: Tensor) -> Tensor:
-    """Return an alias of a tensor of inference mode that counts the writes to it."""
-    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+    """Return an alias of a tensor of inference mode that counts the writes to it. Of a sparse one,
+    whose values a write replaces, it is a copy."""
+    if tensor.is_sparse:
+        return tensor.clone()
+    is_plain = tensor.layout is torch.strided and type(tensor) is Tensor
+    if not is_plain or tensor.is_quantized or is_ragged(tensor):
         return tensor.detach()
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -262,7 +272,7 @@ _copy_streams = _CopyStreams()
 
 def _compacted(tensor: Tensor) -> tuple[Tensor, bool]:
     """Return the tensor with every expanded dimension narrowed to one, and whether it had any."""
-    if tensor.layout is not torch.strided or 0 not in tensor.stride():
+    if tensor.layout is not torch.strided or is_ragged(tensor) or 0 not in tensor.stride():
         return tensor, False
     expanded = [
         d
@@ -275,7 +285,10 @@ def _compacted(tensor: Tensor) -> tuple[Tensor, bool]:
 
 
 def _same_strides(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+    is_plain = tensor.layout is torch.strided and not (tensor.is_quantized or is_ragged(tensor))
+    if tensor.layout is torch.jagged:
+        disown_offsets(tensor)  # the clone has the same
+    if not is_plain or tensor.is_meta:
         return tensor.clone()
     compact, expand = _compacted(tensor)
     new = torch.empty_strided(

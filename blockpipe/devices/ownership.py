@@ -33,6 +33,18 @@ def set_owner(tensor: Tensor, owner: Owner) -> None:
         setattr(tensor.untyped_storage(), _OWNER, owner)
 
 
+_NOBODY = Owner(-1, -1)
+
+
+def disown_offsets(tensor: Tensor) -> None:
+    """Let operations of every stage read where the members of a jagged tensor begin: between two
+    devices a copy brings that along, and on one device copies share it."""
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for name in names:
+        if name != "_values":
+            set_owner(getattr(tensor, name), _NOBODY)
+
+
 class _Copying(threading.local):
     active = False
 

@@ -15,6 +15,7 @@ from .._common.callsite import users_line
 from .._common.nested import tensors
 from .._common.threads.thread_state import ours
 from .._torch.modes import DispatchMode
+from .._torch.tensors import shape_of
 from ..errors import IsolationError
 from .ownership import Owner, is_copying, owner_of, set_owner
 
@@ -66,7 +67,7 @@ class Sanitizer(DispatchMode):
             return
         raise IsolationError(
             f"{func} in the {self.phase} of micro-batch {self.microbatch} on stage {self.stage} "
-            f"touches a tensor of shape {tuple(tensor.shape)} that stage {owner.stage} owns "
+            f"touches a tensor of shape {shape_of(tensor)} that stage {owner.stage} owns "
             f"({users_line()}), which fails with one device a stage; pass it as an argument of the "
             "module, or read it in the forward's own code, where Blockpipe sees it"
         )

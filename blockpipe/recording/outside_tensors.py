@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._common.callsite import users_line
-from .._torch.tensors import version_of
+from .._torch.tensors import is_ragged, shape_of, version_of
 from ..crossing.constants import writes
 from .entries import OutsideTensor, SharedChange
 
@@ -37,7 +37,7 @@ class OutsideTensors:
         """Note that an operation on a hop takes such a tensor."""
         key = id(tensor)
         if not self.knows(tensor):
-            shape, where = tuple(tensor.shape), users_line()
+            shape, where = shape_of(tensor), users_line()
             self._known[key] = OutsideTensor(shape, where, weakref.ref(tensor))
             self._versions[key] = version_of(tensor)
         if hop not in self._known[key].hops:
@@ -105,7 +105,10 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def extent_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the offsets in its storage of a tensor's first byte and of the byte after its last."""
+    """Return the offsets in its storage of a tensor's first byte and of the byte after its last: of
+    a nested tensor of the strided layout, that of its storage."""
+    if is_ragged(tensor):
+        return 0, tensor.untyped_storage().nbytes()
     begin, size = int(tensor.storage_offset()), tensor.element_size()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = begin + sum((int(length) - 1) * int(step) for length, step in steps)

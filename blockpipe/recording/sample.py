@@ -171,6 +171,11 @@ def remedy(
             "a device that the forward names itself (x.to('cuda:0')) is none of Blockpipe's "
             "business: leave the move out, for tensors follow the stages, or write x.device"
         )
+    if type(error).__name__ == "UnpicklingError" and "weights_only" in str(error):
+        return (
+            "tensors that a forward saves carry what Blockpipe knows of them: pass "
+            "weights_only=False to torch.load, or save arrays (tensor.numpy())"
+        )
     is_split = share is not None and share.count > 1
     if is_split and "Expected more than 1 value per channel" in str(error):
         assert share is not None

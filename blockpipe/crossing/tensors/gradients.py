@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ...devices.copies import PendingCopy
+from ...devices.ownership import copying
 from ..hop_backward import WeightPart, run_input_part, run_whole
 from ..offload import Offload
 from ..recompute import RecomputedCall
@@ -61,6 +62,11 @@ class Gradients:
             to_hop: the hop whose graph has ``source``.
             on_host: whether the tensor is on the host wherever it is read.
         """
+        if value.is_conj():  # autograd has no views of an entry that is conjugated itself
+            with copying(), torch.enable_grad():
+                entered = self.enter(value.conj(), source.conj(), to_hop, on_host=on_host)
+                return entered.conj()
+        value = value.resolve_neg()
         slot = GradientSlot()
         value = enter_graph(slot, value)
         entry = edge_of(value) if self._step.graphs.split else None

@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 
 from ..._common.callsite import users_line
-from ..._torch.modes import has_tangent, is_transformed, outside_of_transforms
-from ..._torch.tensors import version_of
-from ...devices.ownership import Owner, owner_of, set_owner
+from ..._torch.modes import (
+    has_tangent,
+    inside_of_transforms,
+    is_in_forward_mode,
+    is_transformed,
+    outside_of_transforms,
+)
+from ..._torch.tensors import is_ragged, shape_of, version_of
+from ...devices.ownership import Owner, copying, owner_of, set_owner
 from ...errors import CrossingError, RouteError, StateError
 from ..step_context import StepContext
 from ..tags import RECORDING, TAG, UNCUT, Import, ParameterHome, Tag, latest
@@ -89,19 +95,36 @@ class TensorImport:
         home = step.home_of(tensor)
         if home is not None:
             return self._at_home(tensor, home, reads)
-        if is_transformed(tensor):
-            return tensor  # inside a torch.func transform, which stays on its stage
+        if is_transformed(tensor):  # inside a torch.func transform, which stays on its stage
+            self._check_transformed(tensor)
+            return tensor
         if tensor.requires_grad and step.graphs.differentiable:
             if tensor.grad_fn is not None:
                 raise CrossingError(
                     f"an operation on stage {place.stage} (micro-batch {place.microbatch}) reads a "
-                    f"tensor of shape {tuple(tensor.shape)} that has a gradient path, but was made "
+                    f"tensor of shape {shape_of(tensor)} that has a gradient path, but was made "
                     f"outside of this forward or by code that Blockpipe cannot intercept "
                     f"({users_line()}); compute it inside the forward with torch operations (by "
                     f"torch.func: in a module of its own), detach it, or {UNCUT}"
                 )
             return self._at_home(tensor, step.adopt(tensor, place.hop, place.stage), reads)
         return self._constant(tensor, reads)
+
+    def _check_transformed(self, tensor: Tensor) -> None:
+        """Raise :class:`CrossingError` for an argument of a transform that is on another device:
+        the transform has wrapped it before anybody could see it."""
+        inner = inside_of_transforms(tensor)
+        tag: Tag | None = getattr(inner, TAG, None)
+        step, place = self._step, self._place
+        if tag is None or tag.key is not place.key or tag.stage == place.stage:
+            return
+        if step.isolate or step.device_of(place.stage) not in (None, inner.device):
+            raise CrossingError(
+                f"torch.func or torch.vmap on stage {place.stage} is given a tensor of shape "
+                f"{shape_of(inner)} that was made on stage {tag.stage} ({users_line()}): it was "
+                "wrapped before it could be copied; put the transform into a module of its own, "
+                f"or pass it tensor.clone(), or {UNCUT}"
+            )
 
     def _constant(self, tensor: Tensor, reads: Reads) -> Tensor:
         step, place = self._step, self._place
@@ -117,7 +140,9 @@ class TensorImport:
             return from_outside(tensor, reads)
         elif tensor.is_meta:  # only its shape counts, as of torch's dummy behind nested tensors
             return tensor
-        value = step.lend(tensor, place.stage, on_host=step.stays(tensor)).receive()
+        # The forward may have made it where nobody saw it, as the result of a transform.
+        on_host = step.stays(tensor)
+        value = step.lend(tensor, place.stage, on_host=on_host, is_new=True).receive()
         reads.append((tensor, Import(value, False, version_of(value))))
         return value
 
@@ -184,7 +209,7 @@ class TensorImport:
         why = "has a gradient path" if tensor.requires_grad else f"was made on stage {tag.stage}"
         raise StateError(
             f"micro-batch {place.microbatch} on stage {place.stage} reads a tensor of shape "
-            f"{tuple(tensor.shape)} that belongs to micro-batch {tag.key.microbatch} of {step} and "
+            f"{shape_of(tensor)} that belongs to micro-batch {tag.key.microbatch} of {step} and "
             f"{why} ({users_line()}): state on self or in a global is shared by all micro-batches; "
             "pass the tensor along, detach it, or keep one for each current_microbatch()"
         )
@@ -224,7 +249,7 @@ class TensorImport:
 
     def _check_layout(self, tensor: Tensor) -> None:
         """Raise :class:`CrossingError` for a tensor whose gradient has no way back."""
-        is_nested = tensor.is_nested and tensor.layout is torch.strided
+        is_nested = is_ragged(tensor)
         is_dense = tensor.layout in (torch.strided, torch.jagged) and not is_nested
         if is_dense or not tensor.requires_grad or not self._step.graphs.differentiable:
             return
@@ -236,14 +261,21 @@ class TensorImport:
             f"it is made of, and make it where it is read, or {UNCUT}"
         )
 
-    def _import(self, tensor: Tensor, tag: Tag, imports: dict[int, Import]) -> Import:
-        step = self._step
-        if has_tangent(tensor):
+    def _check_tangent(self, tensor: Tensor) -> None:
+        """Raise :class:`CrossingError` for a tensor that has a tangent."""
+        with copying():  # to look for it is an operation, which the stage sanitizer would see
+            found = has_tangent(tensor)
+        if found:
             raise CrossingError(
                 f"an operation on stage {self._place.stage} reads a tensor of shape "
-                f"{tuple(tensor.shape)} of another stage that has a tangent of forward-mode AD "
+                f"{shape_of(tensor)} of another stage that has a tangent of forward-mode AD "
                 f"({users_line()}): it would be lost on the way; {UNCUT}"
             )
+
+    def _import(self, tensor: Tensor, tag: Tag, imports: dict[int, Import]) -> Import:
+        step = self._step
+        if is_in_forward_mode():
+            self._check_tangent(tensor)
         self._check_layout(tensor)
         self._writes.before_import(tensor, tag)
         copied = self._copies.bring(tensor, tag.hop, on_host=step.stays(tensor))

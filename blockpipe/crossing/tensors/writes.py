@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from ..._common.callsite import users_line
-from ..._torch.tensors import version_of
+from ..._torch.tensors import shape_of, version_of
 from ...errors import CrossingError, StateError
 from ..step_context import StepContext
 from ..tags import TAG, UNCUT, Aliases, Import, Tag, aliases_of, set_aliases
@@ -86,7 +86,7 @@ class Writes:
             what = "a constant" if home is None else f"{home.name!r}"
             lives = "elsewhere" if home is None else f"on stage {home.stage}"
             raise StateError(
-                f"{what} of shape {tuple(tensor.shape)} lives {lives} and was written in place, "
+                f"{what} of shape {shape_of(tensor)} lives {lives} and was written in place, "
                 f"there or on stage {place.stage}, which reads it too ({users_line()}); let one "
                 f"stage write it and read it, or {UNCUT}"
             )
@@ -94,13 +94,13 @@ class Writes:
         if aliases is None:
             raise CrossingError(
                 f"an operation on stage {place.stage} writes in place to a tensor of shape "
-                f"{tuple(tensor.shape)} made on stage {tag.stage} ({users_line()}), which the "
+                f"{shape_of(tensor)} made on stage {tag.stage} ({users_line()}), which the "
                 "recorded forward did not; give Pipeline a sample that takes this way"
             )
         if aliases.imported > 1:
             raise CrossingError(
                 f"an operation on stage {place.stage} writes in place to a tensor of shape "
-                f"{tuple(tensor.shape)} made on stage {tag.stage}, of which views crossed as well "
+                f"{shape_of(tensor)} made on stage {tag.stage}, of which views crossed as well "
                 f"({users_line()}): they would miss the write; clone() it first, or {UNCUT}"
             )
         aliases.written_on = place.hop
@@ -127,7 +127,7 @@ class Writes:
         if aliases is not None and aliases.written_on is not None and tag.hop < aliases.written_on:
             raise CrossingError(
                 f"an operation on stage {self._place.stage} reads a tensor of shape "
-                f"{tuple(tensor.shape)} made on stage {tag.stage}, whose storage was written in "
+                f"{shape_of(tensor)} made on stage {tag.stage}, whose storage was written in "
                 f"place on a later stage through another view ({users_line()}): it would miss the "
                 f"write; clone() before writing, or {UNCUT}"
             )

@@ -11,6 +11,7 @@ from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ..._common.progress import Progress
 from ..._torch.modes import is_in_transform
+from ..._torch.tensors import shape_of
 from ...crossing.microbatch_run import MicrobatchRun
 from ...crossing.tags import TAG, MicrobatchKey, Tag
 from ..calls import Call, Flow
@@ -159,7 +160,7 @@ class CallsUnderWay:
             self._activations.put_on()
         call.under_way = False
         for index, tensor in enumerate(tensors(result)):
-            call.outputs.append(tuple(tensor.shape))
+            call.outputs.append(shape_of(tensor))
             tag = getattr(tensor, TAG, None)
             if isinstance(tag, Tag) and tag.is_constant(tensor):
                 call.constants.add(index)

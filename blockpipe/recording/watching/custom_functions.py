@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..._common.callsite import users_line
+from ..._torch.tensors import shape_of
 from ...crossing.microbatch_run import MicrobatchRun
 from ...crossing.tags import TAG, UNCUT, Tag
 from ...errors import CrossingError
@@ -77,7 +78,7 @@ class AppliedFunctions:
             return
         self._fail_in_last(
             f"autograd.Function {self.last!r} on stage {self._run.stage} reads a tensor of shape "
-            f"{tuple(tensor.shape)} made on stage {tag.stage} that is none of its arguments "
+            f"{shape_of(tensor)} made on stage {tag.stage} that is none of its arguments "
             f"({users_line()}); pass it as one (torch.utils.checkpoint: pass use_reentrant=False)"
         )
 

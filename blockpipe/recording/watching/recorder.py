@@ -15,7 +15,7 @@ from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ..._common.text import dtype_text
 from ..._common.threads.thread_state import ours
-from ..._torch.tensors import FakeTensor, version_of
+from ..._torch.tensors import FakeTensor, shape_of, version_of
 from ...costs.work import size_of
 from ...crossing.microbatch_run import MicrobatchRun
 from ...crossing.step_context import StepContext
@@ -338,7 +338,7 @@ class Recorder:
                 self.hop,
                 stage,
                 self.stage,
-                tuple(tensor.shape),
+                shape_of(tensor),
                 dtype_text(tensor.dtype),
                 size_of(tensor),
                 tensor.requires_grad and self.step.graphs.differentiable,

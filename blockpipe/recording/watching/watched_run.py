@@ -14,7 +14,7 @@ from ..._common.progress import Progress
 from ..._common.text import dtype_text, short
 from ..._common.threads.thread_state import as_ours, theirs
 from ..._torch.modules import COMPILED_CALL, is_compiled, no_cached_parametrizations
-from ..._torch.tensors import version_of
+from ..._torch.tensors import shape_of, version_of
 from ...batches.losses import own_loss_or_none
 from ...costs.meter import Meter
 from ...crossing.step_context import Graphs, KnownForward, StepContext
@@ -283,7 +283,7 @@ def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
         named = ((f"output {index}", value) for index, value in enumerate(output))
     for name, value in named:
         for tensor in tensors(value):
-            shape, dtype = tuple(tensor.shape), dtype_text(tensor.dtype)
+            shape, dtype = shape_of(tensor), dtype_text(tensor.dtype)
             yield Output(name, shape, dtype, tensor is loss, id(tensor) in given)
 
 
