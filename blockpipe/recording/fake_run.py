@@ -33,6 +33,7 @@ from ..restoring.leaked_tensors import TrackedFakes
 from ..restoring.model_state import ModelState, RealWritesUndone
 from ..restoring.restored_thread import leaves_intact, modes_around
 from ..stages.plan import StagePlan
+from .failed_threads import FailedThreads
 from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
@@ -278,7 +279,7 @@ def _with_fakes(
         faked = replace(request, args=args, kwargs=kwargs, stand_ins=stand_ins, hooks=hooks)
 
         def run() -> R:
-            with mode, _quiet(), RealWritesUndone():
+            with mode, _quiet(), RealWritesUndone(), FailedThreads():
                 return watch(faked, state.holders)
 
         return call_with_tensors(model, swapped, run)

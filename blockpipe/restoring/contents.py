@@ -41,7 +41,9 @@ def content_of(value: Any) -> ContentHolder | None:
         return ContentHolder(value, lambda: _position(value), lambda before: _seek(value, before))
     if isinstance(value, mmap.mmap):
         return _mapped(value)
-    if is_of_c(value):
+    if isinstance(value, memoryview):
+        return _viewed(value)
+    if is_of_c(value) or _is_structure(value):
         return _memory_of_c(value)
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype.hasobject:
@@ -103,15 +105,41 @@ def _mapped(memory: mmap.mmap) -> ContentHolder | None:
     return ContentHolder(memory, get, put)
 
 
+def _viewed(view: memoryview) -> ContentHolder | None:
+    """Return a holder of the memory that a view shows, where it can be written."""
+    try:
+        if view.readonly or not view.c_contiguous or view.nbytes > _MOST_MAPPED:
+            return None
+    except ValueError:  # it was released
+        return None
+    shown = view.cast("B")
+    return ContentHolder(view, shown.tobytes, functools.partial(shown.__setitem__, slice(None)))
+
+
 def is_of_c(value: Any) -> bool:
     """Return whether a value is a number of C, or an array of them."""
     ctypes: Any = sys.modules.get("ctypes")
     if ctypes is None or not isinstance(value, ctypes.Array | ctypes._SimpleCData):
         return False
-    kind: Any = type(value)
-    while issubclass(kind, ctypes.Array):
-        kind = kind._type_
-    return issubclass(kind, ctypes._SimpleCData) and kind._type_ not in "PzZO"  # no addresses
+    return _has_numbers(type(value), ctypes)
+
+
+def _is_structure(value: Any) -> bool:
+    """Return whether a value is a structure of C that has numbers alone."""
+    ctypes: Any = sys.modules.get("ctypes")
+    if ctypes is None or not isinstance(value, ctypes.Structure | ctypes.Union):
+        return False
+    return _has_numbers(type(value), ctypes)
+
+
+def _has_numbers(kind: Any, ctypes: Any) -> bool:
+    """Return whether a class of ``ctypes`` has numbers alone, and no addresses."""
+    if issubclass(kind, ctypes.Array):
+        return _has_numbers(kind._type_, ctypes)
+    if issubclass(kind, ctypes.Structure | ctypes.Union):
+        fields = [field for base in kind.__mro__ for field in vars(base).get("_fields_", ())]
+        return all(_has_numbers(field[1], ctypes) for field in fields)
+    return issubclass(kind, ctypes._SimpleCData) and kind._type_ not in "PzZO"
 
 
 def _memory_of_c(value: Any) -> ContentHolder:

@@ -56,7 +56,7 @@ class Holder:
     def lend(self, stand_ins: StandIns) -> None:
         """Replace iterators by copies until the holder is restored."""
         for key, value in self.before:
-            stand_in = stand_ins.of(value)
+            stand_in = stand_ins.of(value, key, self.owner)
             if stand_in is not value:
                 self.put(key, stand_in)
 

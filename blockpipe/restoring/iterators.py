@@ -61,12 +61,17 @@ class StandIns:
     def __init__(self) -> None:
         self._made: dict[int, Any] = {}  # by the original's id; callers keep the original alive
 
-    def of(self, value: Any) -> Any:
-        """Return the stand-in for a value, which is the value itself unless it holds an
-        iterator."""
+    def of(self, value: Any, key: Any = None, owner: Any = None) -> Any:
+        """Return the stand-in for a value, which is the value itself unless it holds an iterator.
+
+        Args:
+            value: the value.
+            key: by which name, if it is one, its owner holds it, for messages.
+            owner: the object that holds it.
+        """
         kind = type(value)
         if kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-            members = [self.of(member) for member in value]
+            members = [self.of(member, key, owner) for member in value]
             if all(a is b for a, b in zip(members, value, strict=True)):
                 return value
             return tuple.__new__(kind, members)
@@ -76,27 +81,32 @@ class StandIns:
                 return value
             return functools.partial(function, *args, **value.keywords)
         if (iterator := bound_iterator(value)) is not None:
-            return getattr(self.of(iterator), value.__name__)
+            return getattr(self.of(iterator, key, owner), value.__name__)
         if not is_iterator(value):
             return value
         if id(value) not in self._made:
-            self._made[id(value)] = self._made_for(value)
+            held = f" ({key!r} of {type(owner).__name__})" if isinstance(key, str) else ""
+            self._made[id(value)] = self._made_for(value, held)
         return self._made[id(value)]
 
-    def _made_for(self, iterator: Any) -> Any:
+    def _made_for(self, iterator: Any, held: str) -> Any:
         if isinstance(iterator, types.GeneratorType):
             is_suspended = iterator.gi_frame is not None and not iterator.gi_running
             code = iterator.gi_code
-            what = f"{iterator.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+            what = f"{iterator.__qualname__} ({code.co_filename}:{code.co_firstlineno}){held}"
             return _refusing(f"the generator {what}") if is_suspended else iterator
+        refused = _refusing(f"an iterator, {type(iterator).__qualname__}{held}")
+        if "__reduce__" not in {n for base in type(iterator).__mro__[:-1] for n in vars(base)}:
+            # As of csv.reader(): object.__reduce__ would make an empty one.
+            return refused
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # in Python 3.12
                 make, args, *state = iterator.__reduce__()
         except Exception:  # such iterators cannot be copied, or its dictionary has changed
-            return _refusing(f"an iterator, {type(iterator).__qualname__}")
+            return refused
         if any(isinstance(one, BOUND) and _is_advanced(one.__self__) for one in args):
-            return _refusing(f"an iterator, {type(iterator).__qualname__}")  # as of re.finditer()
+            return refused  # as of re.finditer()
         copy = make(*self.of(args))
         if state and state[0] is not None:
             copy.__setstate__(self._state(state[0]))

@@ -12,6 +12,7 @@ import functools
 import gc
 import sys
 import types
+import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -154,6 +155,8 @@ class ModelState:
             return () if is_refused else gc.get_referents(value)
         if isinstance(value, BOUND):
             return (value.__self__,)
+        if isinstance(value, weakref.ref):
+            return (value(),)
         if not self._contents:
             return objects_in(value)
         content = content_of(value)

@@ -1,13 +1,17 @@
 """What a forward does beside computing, and a recording of it must not leave behind."""
 
+import csv
+import ctypes
 import functools
 import hashlib
 import queue
 import random
 import re
+import sqlite3
 import sys
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -124,6 +128,16 @@ REFUSED = {
         lambda: iter(queue.SimpleQueue().get, None),
         "advances an iterator, callable_iterator",
     ),
+    "a reader": (
+        next,
+        lambda: csv.reader(["1", "2"]),
+        r"advances an iterator, reader \('\w+' of \w+\), which",
+    ),
+    "a cursor": (
+        next,
+        lambda: sqlite3.connect(":memory:").execute("select 1"),
+        r"advances an iterator, Cursor \('\w+' of \w+\), which",
+    ),
 }
 
 
@@ -148,6 +162,45 @@ def _updates_copy(held: Any) -> int:
     mine = held.copy()
     mine.update(b"1")
     return mine.digest()[0]
+
+
+class _Count(ctypes.Structure):
+    _fields_: ClassVar = [("n", ctypes.c_int)]
+
+
+class _Counts:
+    n = 0
+
+
+def _counts_up(held: Any) -> int:
+    held.n += 1
+    return int(held.n)
+
+
+def _counts_in_view(held: memoryview) -> int:
+    held[0] += 1
+    return held[0]
+
+
+COUNTED = {
+    "a structure of C": (_counts_up, lambda: _Count(0)),
+    "a view of bytes": (_counts_in_view, lambda: memoryview(bytearray(2))),
+    "an object behind a weak reference": (lambda held: _counts_up(held()), None),
+}
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_a_count_in_such_an_object_is_as_before_a_recording(what: str) -> None:
+    """The first step went on from where the recording had come to."""
+    first, make = COUNTED[what]
+    kept = _Counts()
+    held = weakref.ref(kept) if make is None else make()
+    assert _found(Net(held, first)) == [1, 2]
+
+
+def test_a_reader_that_the_forward_leaves_alone_is_fine() -> None:
+    """Python can neither copy it nor make an empty one, and the error blamed the batch."""
+    assert _found(Net(csv.reader(["1"]), lambda held: 7)) == [7, 7]
 
 
 NOT_REFUSED = {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._common.callsite import users_line
+from ..._common.threads.others import beside_this_thread
 from ..._torch.modes import (
     has_tangent,
     inside_of_transforms,
@@ -103,9 +104,10 @@ class TensorImport:
                 raise CrossingError(
                     f"an operation on stage {place.stage} (micro-batch {place.microbatch}) reads a "
                     f"tensor of shape {shape_of(tensor)} that has a gradient path, but was made "
-                    f"outside of this forward or by code that Blockpipe cannot intercept "
-                    f"({users_line()}); compute it inside the forward with torch operations (by "
-                    f"torch.func: in a module of its own), detach it, or {UNCUT}"
+                    f"outside of this forward or by code that Blockpipe cannot intercept"
+                    f"{beside_this_thread()} ({users_line()}); compute it inside the forward, in "
+                    "its own thread, with torch operations (by torch.func: in a module of its "
+                    f"own), detach it, or {UNCUT}"
                 )
             return self._at_home(tensor, step.adopt(tensor, place.hop, place.stage), reads)
         return self._constant(tensor, reads)
