@@ -33,11 +33,12 @@ from ..restoring.leaked_tensors import TrackedFakes
 from ..restoring.model_state import ModelState, RealWritesUndone
 from ..restoring.restored_thread import leaves_intact, modes_around
 from ..stages.plan import StagePlan
-from .failed_threads import FailedThreads
+from .held_output import HeldOutput, users_handlers
 from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, signature
+from .watching.failed_threads import FailedThreads
 from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 R = TypeVar("R")
@@ -78,7 +79,7 @@ def record_on_fake_devices(
     kwargs = dict(kwargs or {})
     request = RecordRequest(model, tuple(args), kwargs, planned_by(model, plan), devices)
     try:
-        with alone_recording(model), request.interrupts:
+        with alone_recording(model), request.interrupts, HeldOutput(lambda _: True):
             return contextvars.copy_context().run(_hooked_fake, request, homes)
     except BlockpipeError:
         raise
@@ -265,9 +266,10 @@ def _with_fakes(
     stand_ins = {id(tensor): swapped[name] for name, tensor in real.items()}
     with ExitStack() as stack:
         stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
+        # Restored last: while the forward ran, the state of the model may have come upon it too.
+        stack.enter_context(ModelState(values=False, others=[*modes_around(), *users_handlers()]))
         stack.enter_context(state)
         stack.enter_context(state)  # an interrupt can spoil one of them
-        stack.enter_context(ModelState(values=False, others=modes_around()))
         stack.enter_context(preserve_rng(every_source()))
         # There a model takes any sample: only its shapes count.
         in_one_place = on_meta or (homes is not None and request.devices is None)

@@ -32,6 +32,7 @@ from ..restoring.model_state import ModelState, WritesUndone
 from ..restoring.restored_thread import leaves_intact, modes_around
 from ..stages.plan import StagePlan
 from .fake_run import record_there
+from .held_output import HeldOutput, users_handlers
 from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
@@ -150,12 +151,14 @@ def _recorded(
     why_real: str | None = None
     recording: Recording | None = None
     if fake:
+        on_meta = is_on_meta(request.model)
         try:
-            recording = record_there(request, intended)
+            with HeldOutput(lambda e: on_meta or isinstance(e, BlockpipeError) or _stops(e)):
+                recording = record_there(request, intended)
         except BlockpipeError:
             raise
         except Exception as error:
-            if is_on_meta(request.model):
+            if on_meta:
                 raise RecordingError(
                     f"{what_failed(*sample, share)} as fake tensors, and on the meta "
                     f"device it cannot run for real: {type(error).__name__}: {error}; "
@@ -164,7 +167,8 @@ def _recorded(
             why_real = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if recording is None:
         try:
-            recording = hooked(lambda paths: _record_real(replace(request, unhookable=paths)))
+            with HeldOutput(lambda _: True):
+                recording = hooked(lambda paths: _record_real(replace(request, unhookable=paths)))
         except BlockpipeError:
             raise
         except Exception as error:
@@ -175,6 +179,11 @@ def _recorded(
         recording.why_real = why_real
     _log_recorded(recording, request, time.perf_counter() - began)
     return recording
+
+
+def _stops(error: BaseException) -> bool:
+    """Return whether no real run follows such an error."""
+    return not isinstance(error, Exception)
 
 
 def _log_recorded(recording: Recording, request: RecordRequest, seconds: float) -> None:
@@ -229,9 +238,10 @@ def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Ho
     """
     model = request.model
     state = ModelState(model, values=True)
-    beside = ModelState(values=False, others=modes_around())
-    # An interrupt can spoil one of them.
-    with state, state, beside, preserve_rng(every_source()), WritesUndone(model):
+    beside = ModelState(values=False, others=[*modes_around(), *users_handlers()])
+    # Twice, for an interrupt can spoil one of them. What is beside comes last: while the forward
+    # ran, the state of the model may have come upon it too.
+    with beside, state, state, preserve_rng(every_source()), WritesUndone(model):
         # Copies: the forward may write to its inputs, and it will run again.
         where = _one_device_of(model) if request.devices is None else None
         copied = partial(_copy_of, where=where)

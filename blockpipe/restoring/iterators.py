@@ -93,7 +93,7 @@ class StandIns:
         if isinstance(iterator, types.GeneratorType):
             is_suspended = iterator.gi_frame is not None and not iterator.gi_running
             code = iterator.gi_code
-            what = f"{iterator.__qualname__} ({code.co_filename}:{code.co_firstlineno}){held}"
+            what = f"{iterator.__qualname__}{held} ({code.co_filename}:{code.co_firstlineno})"
             return _refusing(f"the generator {what}") if is_suspended else iterator
         refused = _refusing(f"an iterator, {type(iterator).__qualname__}{held}")
         if "__reduce__" not in {n for base in type(iterator).__mro__[:-1] for n in vars(base)}:

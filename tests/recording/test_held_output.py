@@ -1,0 +1,139 @@
+"""What the user's own code says while it is recorded: nothing twice, and nothing lost."""
+
+import contextlib
+import io
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import blockpipe as bp
+from blockpipe.errors import RecordingError
+
+from ..models import square
+from ..stage_devices import stages
+
+
+class Says(nn.Module):
+    """Says something on the first stage."""
+
+    def __init__(self, say: Callable[[], object], *, real: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.say, self.real = nn.Linear(4, 4), nn.Linear(4, 4), say, real
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(0):
+            self.say()
+            h = self.a(x)
+            if self.real and h.sum() > 1e9:  # a recording on fake tensors comes as far as here
+                return h
+        with bp.Block(1):
+            return self.b(h)
+
+
+def _step(net: nn.Module) -> None:
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_prints_come_once_for_each_micro_batch(real: bool) -> None:
+    """There were two more of them, or three where the recording was real."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        _step(Says(lambda: print("here"), real=real))
+    assert text.getvalue() == "here\n" * 4
+
+
+class Keeps(logging.Handler):
+    """A handler that keeps what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_log_records_come_once_for_each_micro_batch(real: bool) -> None:
+    """Also to a handler of the user's, which no object in the forward's reach has."""
+    logger, keeps, text = logging.getLogger("of the user's"), Keeps(), io.StringIO()
+    handlers = [keeps, logging.StreamHandler(text)]
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        _step(Says(lambda: logging.getLogger("of the user's").warning("here"), real=real))
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+    assert keeps.lines == ["here"] * 4
+    assert text.getvalue() == "here\n" * 4
+
+
+@pytest.mark.parametrize(("action", "times"), [("always", 4), ("default", 1), ("once", 1)])
+def test_warnings_come_as_in_the_plain_loop(action: Any, times: int) -> None:
+    """Python notes which ones it has shown: those that a recording has kept count as new."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter(action)
+        _step(Says(lambda: warnings.warn(f"small batch {action}", stacklevel=1)))
+    assert [str(w.message) for w in found if "small" in str(w.message)] == [
+        f"small batch {action}"
+    ] * times
+
+
+def test_what_was_said_before_a_recording_failed_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It may say why; of the run on fake tensors and the real one, it is the last one's."""
+
+    def say() -> None:
+        print("the width is 4")
+        raise ValueError("wrong width")
+
+    with pytest.raises(RecordingError, match="wrong width"):
+        bp.record(Says(say), torch.zeros(2, 4))
+    assert capsys.readouterr().out == "the width is 4\n"
+
+
+def test_what_other_threads_say_meanwhile_goes_where_it_went(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A stream is the process's."""
+
+    def say() -> None:
+        thread = threading.Thread(target=lambda: print("beside"))
+        thread.start()
+        thread.join()
+
+    bp.record(Says(say), torch.zeros(2, 4))
+    assert set(capsys.readouterr().out.splitlines()) == {"beside"}
+
+
+def test_what_torch_warns_of_once_in_a_recording_is_not_lost() -> None:
+    """A library may say something only once, and the step would not repeat it."""
+    source = "def warn_once():\n    import warnings\n    warnings.warn('a prototype')\n"
+    names: dict[str, Any] = {"__name__": "torch.nested"}
+    exec(source, names)
+    with pytest.warns(UserWarning, match="a prototype"):
+        bp.record(Says(lambda: names["warn_once"]()), torch.zeros(2, 4))
+
+
+def test_streams_are_those_of_before() -> None:
+    """A recording puts its own in their place meanwhile, and takes them away if it fails, too."""
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    before = sys.stdout, sys.stderr, warnings.showwarning, logging.Handler.handle
+    for say in (fail, lambda: None):
+        with contextlib.suppress(RecordingError):
+            bp.record(Says(say), torch.zeros(2, 4))
+    assert (sys.stdout, sys.stderr, warnings.showwarning, logging.Handler.handle) == before
