@@ -66,7 +66,8 @@ class Gradients:
             with copying(), torch.enable_grad():
                 entered = self.enter(value.conj(), source.conj(), to_hop, on_host=on_host)
                 return entered.conj()
-        value = value.resolve_neg()
+        if value.is_neg():
+            value = value.resolve_neg()
         slot = GradientSlot()
         value = enter_graph(slot, value)
         entry = edge_of(value) if self._step.graphs.split else None
