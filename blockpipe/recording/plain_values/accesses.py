@@ -55,7 +55,10 @@ _STORES = frozenset(
         *("DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR"),
     ]
 )
-_SETTERS = ("setattr", "delattr", "__setattr__", "__delattr__")
+_SETTERS = (
+    *("setattr", "delattr", "__setattr__", "__delattr__"),
+    *("register_buffer", "register_parameter"),
+)
 
 
 class Use(enum.Enum):
@@ -294,8 +297,8 @@ def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access |
         use, given_to = use_of(node, outer)
         if use is Use.NONE and "_FAST" in operation:
             return None  # a local variable
-        back, key = _goes_back(node, outer), _key_taken(outer)
-        if key is not None:  # n[key] = n.get(key, 0) + 1
+        back, key = _goes_back(node, outer), _key_taken(node, outer)
+        if key is not None and back is None:  # n[key] = n.get(key, 0) + 1
             back = _goes_back(ast.Subscript(node, key, ast.Load()), outer[2:])
         return Access(node, True, False, back, use, given_to, is_said, key)
     if "_FAST" in operation:
@@ -368,7 +371,10 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
     return (Use.NONE if is_alias or is_asked else Use.READ), None
 
 
-def _key_taken(outer: tuple[ast.AST, ...]) -> ast.expr | None:
+def _key_taken(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:
+    match outer[:1]:
+        case [ast.Compare(left=key, ops=[ast.In() | ast.NotIn()], comparators=[found])]:
+            return key if found is node else None
     method, call = outer[:2] if len(outer) > 1 else (None, None)
     if not (isinstance(method, ast.Attribute) and isinstance(call, ast.Call)):
         return None

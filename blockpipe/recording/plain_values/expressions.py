@@ -251,7 +251,7 @@ def _may_change(value: Any) -> bool:
 
 def _unless_code(owner: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     is_set = not isinstance(owner, Names) and key in _attributes_of(owner)
-    is_code = isinstance(value, _NO_STATE) and not is_set
+    is_code = isinstance(value, _NO_STATE) and not isinstance(value, Tensor) and not is_set
     return (None, None, value) if is_code else (owner, key, value)
 
 
