@@ -64,6 +64,12 @@ class KnownValues:
         """Return the value at a place, if it is known."""
         return self._values.get((space_of(owner), key))
 
+    def set_by_name(self, name: str | None) -> list[SharedValue]:
+        """Return the values of a name, whatever objects hold them, that the forward sets."""
+        if name is None:
+            return []
+        return [v for v in self._values.values() if v.set_on and v.key == name]
+
     def changed(self, owner: Any, key: Any, hops: set[int], where: str) -> None:
         """Something has changed, whoever did it: also code that is not traced.
 

@@ -58,7 +58,7 @@ def entry_of(access: Access, frame: Frame, owner: Any, key: Any) -> tuple[Any, A
     """Return the object, the key and the access that an access is in code that does not run: of a
     dictionary's entry, if a method takes that, and by an argument, if its key is not known."""
     if access.key is not None and isinstance(value := frame.evaluated(access.node), dict):
-        owner, key = value, frame.evaluated(access.key)
+        owner, key = value, frame.key(access.key)
         access = replace(access, use=Use.NONE)
     return owner, BY_ARGUMENT if key is UNKNOWN and access.reads else key, access
 
@@ -70,7 +70,7 @@ def entry_asked(access: Access, frame: Frame) -> Any:
         return ALL
     if not isinstance(frame.evaluated(access.node), dict):
         return ALL
-    key = frame.evaluated(access.key)
+    key = frame.key(access.key)
     return ALL if key is UNKNOWN else key
 
 

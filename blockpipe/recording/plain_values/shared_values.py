@@ -60,7 +60,8 @@ from .places import (
     shares_memory,
     space_of,
 )
-from .still_code import frames_of
+from .still_code import frames_of, read_of_unknown
+from .syntax.protocols import is_read_by_syntax
 from .taken_in import TakenIn
 from .tensor_uses import TensorUses
 from .values import ApartRun, PendingWrite, back
@@ -267,6 +268,9 @@ class SharedValues:
                 self._cached += [owner, value]
                 self._lasting.update((id(owner), id(value)))
             owner, key, access = entry_of(access, frame, owner, key)
+            if owner is None and access.reads and not access.is_said:
+                for known in self.known.set_by_name(read_of_unknown(access, frame)):
+                    self._reads(known.owner, known.key, frame, hop, counts=access.counts)
         if key is UNKNOWN:
             return  # of a function that is not running: it sets an entry by an argument
         self._cached += frame.kept
@@ -359,6 +363,8 @@ class SharedValues:
         if not is_known:
             return False
         # An object of the user's is read as a whole by code that is not looked into.
+        if self._still is not None and access.use is Use.READ and is_read_by_syntax(value):
+            return True
         is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
         return is_object and access.use is Use.READ and access.given_to is not None
 
