@@ -37,7 +37,7 @@ def check_shared_state(recording: Recording, schedule: ScheduleOption) -> None:
             raise StateError(
                 f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops} "
                 f"({shared.where}): micro-batches 0 and 1, under way at once, would change it for "
-                f"each other; {shared.remedy}, or use schedule='sequential'"
+                f"each other; {shared.remedy}, or use schedule={shared.schedule!r}"
             )
 
 

@@ -295,6 +295,8 @@ class SharedChange:
         where: the line of the change.
         remedy: the remedy for an error.
         settles: whether it is harmless if the next forward does not change it again.
+        is_traced: whether all code that sets it is seen, also where the value stays the same.
+        schedule: the schedule under which it is harmless.
     """
 
     what: str
@@ -303,6 +305,8 @@ class SharedChange:
     where: str
     remedy: str
     settles: bool = False
+    is_traced: bool = False
+    schedule: str = "sequential"
 
 
 @dataclass

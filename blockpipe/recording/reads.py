@@ -56,6 +56,8 @@ class NamesRead:
         """
         if self._libraries_read(name, kind) or self._reads_any:
             return False
+        if name in getattr(kind, "__match_args__", ()):  # by its place in a pattern
+            return False
         return self._is_unread(name, frozenset(), is_variable=kind is None)
 
     def is_only_filled(self, name: str) -> bool:

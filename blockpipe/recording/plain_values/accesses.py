@@ -5,6 +5,7 @@ tree of the whole file, by the position at which each of them ends.
 """
 
 import ast
+import copy
 import dis
 import enum
 import functools
@@ -13,8 +14,11 @@ import linecache
 import re
 import types
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from .syntax.bindings import assigned, bound, captured
+from .syntax.contents import alternatives
 
 # Methods of containers, by their effect on the content.
 _WRITES = frozenset(
@@ -55,7 +59,10 @@ _STORES = frozenset(
         *("DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR"),
     ]
 )
-_SETTERS = ("setattr", "delattr", "__setattr__", "__delattr__")
+_SETTERS = (
+    *("setattr", "delattr", "__setattr__", "__delattr__"),
+    *("register_buffer", "register_parameter"),
+)
 
 
 class Use(enum.Enum):
@@ -105,15 +112,26 @@ def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
         code: the code. If its source is not available, there are none.
     """
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
-    found = defaultdict(list)
+    found = defaultdict[int, list[Access]](list)
     for instruction in dis.get_instructions(code) if nodes.by_end else ():
         operation = instruction.opname
         for node, outer in nodes.of(instruction):
             if any(name in operation for name in _INSTRUCTIONS[type(node)]):
                 access = _access(node, outer, operation)
                 if access is not None:
-                    found[instruction.offset].append(access)
+                    found[instruction.offset] += _each_alternative(access)
     return found
+
+
+def _each_alternative(access: Access) -> Iterator[Access]:
+    """Yield an access for each object that it may be of: ``(a or b).k``."""
+    if not isinstance(access.node, ast.Attribute | ast.Subscript):
+        yield access
+        return
+    for owner in alternatives(access.node.value):
+        node = copy.copy(access.node)
+        node.value = owner
+        yield access if owner is access.node.value else replace(access, node=node)
 
 
 @functools.lru_cache(10_000)
@@ -165,6 +183,21 @@ def assignments_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
             yield name, value
 
 
+def captures_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that a function's code binds in any way, each with the expression that the
+    value is, or comes out of."""
+    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    lines = {line for _, _, line in code.co_lines() if line is not None}
+    yield from ((name, value) for name, value in nodes.captures if value.lineno in lines)
+
+
+def contexts_of(code: types.CodeType) -> list[ast.expr]:
+    """Return what the ``with`` statements of a function's code enter."""
+    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    lines = {line for _, _, line in code.co_lines() if line is not None}
+    return [context for context in nodes.contexts if context.lineno in lines]
+
+
 def loops_of(code: types.CodeType) -> list[tuple[ast.expr, ast.expr]]:
     """Return the targets of the loops in a function's code, each with what the loop runs over."""
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
@@ -209,7 +242,10 @@ class _Nodes:
         on_line: the names, by the line that they are on.
         tests: the conditions of branches and loops.
         assignments: the names that are set to an expression, in their order.
-        loops: the targets of loops, comprehensions too, with what they run over.
+        loops: the targets of loops, comprehensions too, with what they run over; also of what
+            binds names as one turn of a loop does.
+        captures: the names that anything binds, with the expression that the value comes out of.
+        contexts: what ``with`` statements enter.
         notes: the statements that only print or log, or only make a text or a number for an
             attribute: their first and last positions, and its name.
         containers: by their ends, the containers in which members are looked for.
@@ -217,11 +253,13 @@ class _Nodes:
 
     by_end: dict[tuple[int | None, int | None], list[_Place]]
     on_line: dict[int | None, list[tuple[ast.Name, tuple[ast.AST, ...]]]]
-    tests: list[ast.expr]
-    assignments: list[tuple[str, ast.expr]]
-    loops: list[tuple[ast.expr, ast.expr]]
-    notes: list[tuple[tuple[int, int], tuple[int, int], str]]
-    containers: dict[tuple[int | None, int | None], ast.expr]
+    tests: list[ast.expr] = field(default_factory=list)
+    assignments: list[tuple[str, ast.expr]] = field(default_factory=list)
+    loops: list[tuple[ast.expr, ast.expr]] = field(default_factory=list)
+    captures: list[tuple[str, ast.expr]] = field(default_factory=list)
+    contexts: list[ast.expr] = field(default_factory=list)
+    notes: list[tuple[tuple[int, int], tuple[int, int], str]] = field(default_factory=list)
+    containers: dict[tuple[int | None, int | None], ast.expr] = field(default_factory=dict)
 
     def of(self, instruction: dis.Instruction) -> list[_Place]:
         """The expressions that end where an instruction says it is, and the second variable of
@@ -239,7 +277,7 @@ class _Nodes:
 
 @functools.lru_cache(64)
 def _nodes_of(source: str) -> _Nodes:
-    found = _Nodes(defaultdict(list), defaultdict(list), [], [], [], [], {})
+    found = _Nodes(defaultdict(list), defaultdict(list))
     try:
         level: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(ast.parse(source), ())]
     except (SyntaxError, ValueError):
@@ -254,10 +292,11 @@ def _nodes_of(source: str) -> _Nodes:
             found.tests.append(node.test)
         elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.In | ast.NotIn):
             found.containers[node.end_lineno, node.end_col_offset] = node.comparators[-1]
-        elif isinstance(node, ast.Assign | ast.NamedExpr):
-            found.assignments += _assigned(node)
-        elif isinstance(node, ast.For | ast.comprehension):
-            found.loops.append((node.target, node.iter))
+        found.assignments += assigned(node)
+        found.loops += bound(node)
+        found.captures += captured(node)
+        if isinstance(node, ast.withitem):
+            found.contexts.append(node.context_expr)
         if isinstance(node, ast.Expr | ast.Assign) and (name := _noted_as(node)) is not None:
             end = node.end_lineno or node.lineno, node.end_col_offset or 0
             found.notes.append(((node.lineno, node.col_offset), end, name))
@@ -277,15 +316,6 @@ def _noted_as(node: ast.Expr | ast.Assign) -> str | None:
     return target.attr if is_note and isinstance(target, ast.Attribute) else None
 
 
-def _assigned(node: ast.Assign | ast.NamedExpr) -> Iterator[tuple[str, ast.expr]]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    for target in targets:
-        pairs: Iterable[tuple[ast.expr, ast.expr]] = [(target, node.value)]
-        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-            pairs = zip(target.elts, node.value.elts, strict=False)
-        yield from ((one.id, value) for one, value in pairs if isinstance(one, ast.Name))
-
-
 def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access | None:
     is_said = _is_said(outer)
     if isinstance(node, ast.Call):
@@ -294,8 +324,8 @@ def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access |
         use, given_to = use_of(node, outer)
         if use is Use.NONE and "_FAST" in operation:
             return None  # a local variable
-        back, key = _goes_back(node, outer), _key_taken(outer)
-        if key is not None:  # n[key] = n.get(key, 0) + 1
+        back, key = _goes_back(node, outer), _key_taken(node, outer)
+        if key is not None and back is None:  # n[key] = n.get(key, 0) + 1
             back = _goes_back(ast.Subscript(node, key, ast.Load()), outer[2:])
         return Access(node, True, False, back, use, given_to, is_said, key)
     if "_FAST" in operation:
@@ -368,7 +398,10 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
     return (Use.NONE if is_alias or is_asked else Use.READ), None
 
 
-def _key_taken(outer: tuple[ast.AST, ...]) -> ast.expr | None:
+def _key_taken(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:
+    match outer[:1]:
+        case [ast.Compare(left=key, ops=[ast.In() | ast.NotIn()], comparators=[found])]:
+            return key if found is node else None
     method, call = outer[:2] if len(outer) > 1 else (None, None)
     if not (isinstance(method, ast.Attribute) and isinstance(call, ast.Call)):
         return None

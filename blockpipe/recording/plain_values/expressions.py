@@ -19,6 +19,8 @@ from ..._torch.modules import SLOTS, children_of
 from ...restoring.holders import CacheHolder
 from ...restoring.model_state import slot_members
 from .accesses import Access
+from .syntax.contents import NOT_MADE, made_of
+from .syntax.protocols import is_descriptor
 
 UNKNOWN: Any = object()  # not known
 
@@ -95,14 +97,26 @@ class Frame:
                         return names[node.id]
             case ast.Attribute():
                 found = member_of(self.evaluated(node.value), node.attr)
-                return self._given(found.fget) if isinstance(found, property) else found
+                if isinstance(found, property):
+                    return self._given(found.fget)
+                return UNKNOWN if is_descriptor(found) else found
             case ast.Subscript():
-                return member_of(self.evaluated(node.value), self.evaluated(node.slice))
+                found = member_of(self.evaluated(node.value), self.key(node.slice))
+                if found is not UNKNOWN:
+                    return found
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as value)):
                 return -value
             case ast.Call():
-                return self._called(node)
-        return UNKNOWN
+                if (found := self._called(node)) is not UNKNOWN:
+                    return found
+        found = made_of(node, self.evaluated)
+        return UNKNOWN if found is NOT_MADE else found
+
+    def key(self, node: ast.expr) -> Any:
+        """Return the value of an expression as a key; ``UNKNOWN`` if a part of it is not known."""
+        found = self.evaluated(node)
+        is_part_known = not isinstance(found, tuple) or all(part is not UNKNOWN for part in found)
+        return found if is_part_known and not isinstance(found, list | dict) else UNKNOWN
 
     def bound(self, node: ast.expr) -> Any:
         """The value of an expression; a function of a class comes as the method that it is."""
@@ -172,7 +186,7 @@ class Frame:
                 made = self.evaluated(node.value.func)  # by its class: ``Options().scale``
                 owner = made if isinstance(made, type) else UNKNOWN
         elif isinstance(node, ast.Subscript):
-            owner, key = self.evaluated(node.value), self.evaluated(node.slice)
+            owner, key = self.evaluated(node.value), self.key(node.slice)
             is_entry = not isinstance(owner, type) and owner is not UNKNOWN
             key = key if isinstance(owner, Mapping) else ALL
             owner = Names(owner) if owner is self.frame.f_globals else owner
@@ -209,7 +223,7 @@ class Frame:
             return self.evaluated(node.value), node.attr
         if isinstance(node, ast.Subscript):
             owner = self.evaluated(node.value)
-            key = self.evaluated(node.slice) if owner is self.frame.f_globals else ALL
+            key = self.key(node.slice) if owner is self.frame.f_globals else ALL
             return owner if key is ALL else Names(owner), key
         return self._asked_by_name(node) if isinstance(node, ast.Call) else (UNKNOWN, UNKNOWN)
 
@@ -251,7 +265,7 @@ def _may_change(value: Any) -> bool:
 
 def _unless_code(owner: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     is_set = not isinstance(owner, Names) and key in _attributes_of(owner)
-    is_code = isinstance(value, _NO_STATE) and not is_set
+    is_code = isinstance(value, _NO_STATE) and not isinstance(value, Tensor) and not is_set
     return (None, None, value) if is_code else (owner, key, value)
 
 

@@ -16,6 +16,14 @@ from .places import attribute_of, has_tensors, named, space_of
 from .values import SharedValue, back, hops_of, shared_change
 
 _REMEDY = "pass it along as an argument"
+_OF_TENSOR = (
+    "the next micro-batch begins before it is set: set it inside the block of the stage that reads "
+    "it, in an attribute, or an entry of a dictionary, for each stage"
+)
+_OF_OTHERS_TENSOR = (
+    "the next micro-batch begins before it is set: read it on the stage that makes it, or pass it "
+    "to the next step as an argument"
+)
 _OF_VARIABLE = "count in an attribute of the model: each micro-batch has a context of its own"
 _OF_UPDATE = (
     "another stage may come in between the read and the write, and its update is lost: compute "
@@ -56,6 +64,12 @@ class KnownValues:
         """Return the value at a place, if it is known."""
         return self._values.get((space_of(owner), key))
 
+    def set_by_name(self, name: str | None) -> list[SharedValue]:
+        """Return the values of a name, whatever objects hold them, that the forward sets."""
+        if name is None:
+            return []
+        return [v for v in self._values.values() if v.set_on and v.key == name]
+
     def changed(self, owner: Any, key: Any, hops: set[int], where: str) -> None:
         """Something has changed, whoever did it: also code that is not traced.
 
@@ -95,11 +109,13 @@ class KnownValues:
             return
         self._called_on(result.calls)
         for known in self._values.values():
-            change = self._read_elsewhere(known, reads) or self._lost(known)
+            change = self._read_elsewhere(known, reads, result) or self._lost(known, result)
             if change is not None:
                 yield change
 
-    def _read_elsewhere(self, known: SharedValue, reads: NamesRead) -> SharedChange | None:
+    def _read_elsewhere(
+        self, known: SharedValue, reads: NamesRead, result: Recording
+    ) -> SharedChange | None:
         """The change of a value that others read."""
         others = self._of_all(known)
         read_on = known.read_on.union(*(other.read_on for other in others))
@@ -112,8 +128,7 @@ class KnownValues:
                 where = known.first_read
                 return shared_change(known, "a ContextVar", read_on, where, _OF_VARIABLE)
             return None
-        # In a forward a tensor says itself which micro-batch it is of.
-        if min(seen) >= 0 and has_tensors(member_of(known.owner, known.key)):
+        if min(seen) >= 0 and self._tells_itself(known, read_on, result):
             return None
         name = attribute_of(known.owner, known.key)
         if name is not None and not known.is_read_outside and reads.is_unread(*name):
@@ -121,14 +136,40 @@ class KnownValues:
         where = next(k.first_read for k in (known, *others) if k.first_read)
         remedy = _REMEDY if min(seen) >= 0 else "set it between steps"
         remedy = known.remedy or (OF_CHECKPOINT if again else remedy)
-        return shared_change(known, self._named(known), read_on, where, remedy)
+        change = shared_change(known, self._named(known), read_on, where, remedy)
+        is_table = isinstance(known.owner, dict) and has_tensors(known.owner)
+        if min(seen) >= 0 and (is_table or self._holds_tensors(known)):
+            change.is_traced = known.is_traced
+            if known.comes_late(others):
+                self._explain_late(change, known, others, result)
+        return change
 
-    def _lost(self, known: SharedValue) -> SharedChange | None:
+    def _explain_late(
+        self, change: SharedChange, known: SharedValue, others: list[SharedValue], result: Recording
+    ) -> None:
+        """Give the remedy for a tensor that is set after the next forward may have read it."""
+        came_on = known.came_on.union(*(other.came_on for other in others))
+        read_on = {result.hops[hop].stage for hop in came_on}
+        change.remedy = _OF_TENSOR
+        if known.made_on and known.made_on.isdisjoint(read_on):
+            change.remedy, change.schedule = _OF_OTHERS_TENSOR, "uncut"
+
+    def _tells_itself(self, known: SharedValue, read_on: set[int], result: Recording) -> bool:
+        """Whether, in a forward, its tensors say themselves which micro-batch they are of."""
+        if not self._holds_tensors(known) or known.comes_late(self._of_all(known)):
+            return False
+        return known.tells_itself(read_on, lambda hop: result.hops[hop].stage)
+
+    @staticmethod
+    def _holds_tensors(known: SharedValue) -> bool:
+        return has_tensors(member_of(known.owner, known.key))
+
+    def _lost(self, known: SharedValue, result: Recording) -> SharedChange | None:
         """The change of a value that several stages update, if one may lose another's update."""
         updates = [k for k in (known, *self._of_all(known)) if k.lost_on & known.set_on]
         if not updates or len(hops_of(known.set_on)) < 2:
             return None
-        if min(known.set_on) >= 0 and has_tensors(member_of(known.owner, known.key)):
+        if min(known.set_on) >= 0 and self._tells_itself(known, known.counted_on, result):
             return None
         lost_on = known.set_on.intersection(set[int]().union(*(k.lost_on for k in updates)))
         where, name = updates[0].first_loss, self._named(known)

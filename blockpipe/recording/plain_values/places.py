@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._common.nested import tensors
+from ...crossing.tags import TAG, latest
 from ...restoring.contents import is_of_c
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
@@ -57,9 +58,20 @@ def entry_of(access: Access, frame: Frame, owner: Any, key: Any) -> tuple[Any, A
     """Return the object, the key and the access that an access is in code that does not run: of a
     dictionary's entry, if a method takes that, and by an argument, if its key is not known."""
     if access.key is not None and isinstance(value := frame.evaluated(access.node), dict):
-        owner, key = value, frame.evaluated(access.key)
+        owner, key = value, frame.key(access.key)
         access = replace(access, use=Use.NONE)
     return owner, BY_ARGUMENT if key is UNKNOWN and access.reads else key, access
+
+
+def entry_asked(access: Access, frame: Frame) -> Any:
+    """Return the key of the one entry that code asks a container for (``table.get(key)``, ``key in
+    table``); ``ALL`` if it may read any of them."""
+    if access.key is None or access.use is not Use.READ:
+        return ALL
+    if not isinstance(frame.evaluated(access.node), dict):
+        return ALL
+    key = frame.key(access.key)
+    return ALL if key is UNKNOWN else key
 
 
 def named(owner: Any, key: Any, paths: Mapping[int, str]) -> str:
@@ -154,6 +166,24 @@ def is_looked_into(function: Any) -> bool:
 
 def has_tensors(value: Any) -> bool:
     """Return whether a value carries tensors: they say themselves which micro-batch they are of."""
+    return any(True for _ in _tensors_in(value))
+
+
+def makers_of(value: Any, *, constants: bool) -> set[int] | None:
+    """Return the stages that made the tensors that a value carries; ``None`` if it carries none, or
+    one that does not say which micro-batch it is of.
+
+    Args:
+        value: the value.
+        constants: whether tables count that were computed from nothing of the micro-batch's.
+    """
+    found = [(tensor, getattr(tensor, TAG, None)) for tensor in _tensors_in(value)]
+    if not found or any(tag is None for _, tag in found):
+        return None
+    newest = [latest(tensor, tag) for tensor, tag in found if tag is not None]
+    return {tag.stage for tensor, tag in newest if constants or not tag.is_constant(tensor)}
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
     inside = getattr(value, "__dict__", None)
-    parts = [*inside.values()] if isinstance(inside, dict) else []
-    return any(True for _ in tensors([value, *parts]))
+    return tensors([value, *inside.values()] if isinstance(inside, dict) else value)

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from ..._torch.modules import SLOTS
 from ...restoring.contents import is_generator
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import is_iterator
@@ -46,6 +47,7 @@ from .lost_updates import may_lose
 from .not_put_back import Effect, asks_cache, check_class, effect_of, found_among
 from .places import (
     CONTENTS,
+    entry_asked,
     entry_of,
     inside,
     is_array,
@@ -54,10 +56,12 @@ from .places import (
     is_looked_into,
     is_of_library,
     is_of_module,
+    makers_of,
     shares_memory,
     space_of,
 )
-from .still_code import frames_of
+from .still_code import frames_of, read_of_unknown
+from .syntax.protocols import is_read_by_syntax
 from .taken_in import TakenIn
 from .tensor_uses import TensorUses
 from .values import ApartRun, PendingWrite, back
@@ -102,6 +106,8 @@ class SharedValues:
             for holder in holders
             if isinstance(holder, DictHolder) and (space := holder.namespace()) is not holder.owner
         }
+        slots = ((vars(module)[name], module) for module in modules.values() for name in SLOTS)
+        self._objects.update((id(space), module) for space, module in slots)
         self._objects[id(os.environ)] = variables = os.environ._data  # type: ignore[attr-defined]
         self._lasting.add(id(variables))
         self._functions: dict[int, list[types.FunctionType]] = {}  # by the id of their code
@@ -262,6 +268,9 @@ class SharedValues:
                 self._cached += [owner, value]
                 self._lasting.update((id(owner), id(value)))
             owner, key, access = entry_of(access, frame, owner, key)
+            if owner is None and access.reads and not access.is_said:
+                for known in self.known.set_by_name(read_of_unknown(access, frame)):
+                    self._reads(known.owner, known.key, frame, hop, counts=access.counts)
         if key is UNKNOWN:
             return  # of a function that is not running: it sets an entry by an argument
         self._cached += frame.kept
@@ -312,7 +321,8 @@ class SharedValues:
             return
         if access.use is not Use.WRITE and not access.is_said:
             loses = may_lose(access, frame)
-            self._reads(value, ALL, frame, hop, counts=access.counts, loses=loses)
+            key = entry_asked(access, frame)
+            self._reads(value, key, frame, hop, counts=access.counts, loses=loses)
             if is_given and is_array(value) and shares_memory(frame.evaluated(is_given)):
                 known = self.known.at(value, ALL)  # what autograd saves may change, too
                 known.is_read(back(hop), frame.line)
@@ -353,6 +363,8 @@ class SharedValues:
         if not is_known:
             return False
         # An object of the user's is read as a whole by code that is not looked into.
+        if self._still is not None and access.use is Use.READ and is_read_by_syntax(value):
+            return True
         is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
         return is_object and access.use is Use.READ and access.given_to is not None
 
@@ -367,6 +379,7 @@ class SharedValues:
         # ``VARIABLE.set(VARIABLE.get() + 1)`` finds the variable first, and sets it last.
         is_before = not known.set_on or known.first_write == frame.line
         known.is_carried = known.is_carried or is_before
+        known.came_on |= set() if known.set_on else {hop}
         known.is_read_outside = known.is_read_outside or self._still is not None
         if counts:
             known.is_counted(hop, frame.line, loses=loses)
@@ -383,14 +396,17 @@ class SharedValues:
     def _is_set(self, pending: PendingWrite) -> None:
         if is_by_microbatch(pending.owner):
             return
-        now = frozen(member_of(pending.owner, pending.key))
+        value = member_of(pending.owner, pending.key)
+        now, made_on = frozen(value), makers_of(value, constants=self._fake)
         if pending.apart is not None:
             pending.apart.sets((space_of(pending.owner), pending.key))
-        self.known.at(pending.owner, pending.key).is_traced = True
+        known = self.known.at(pending.owner, pending.key)
+        known.is_traced = True
+        known.is_bare = known.is_bare or made_on is None
         # On fake tensors the same is the same for all data.
         if not self._fake or now is UNKNOWN or pending.before != now:
-            known = self.known.at(pending.owner, pending.key)
             known.is_set(pending.hop, pending.line)
+            known.made_on |= made_on or set()
             if isinstance(pending.owner, dict) and pending.before is not UNKNOWN:
                 self.known.at(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
             if pending.apart is not None and self._still is None:

@@ -21,8 +21,20 @@ from ..._torch.graph import custom_backward_of, gradient_hooks, stepping_hooks
 from ..._torch.modules import backward_hooks_of, parameters_of
 from ...batches.losses import WeightedLoss
 from ...restoring.model_state import is_users
-from .accesses import accesses_of, assignments_of, calls_of, loops_of, may_set
+from .accesses import (
+    Access,
+    Use,
+    accesses_of,
+    assignments_of,
+    calls_of,
+    captures_of,
+    contexts_of,
+    loops_of,
+    may_set,
+)
 from .expressions import UNKNOWN, Frame, member_of, members_of
+from .syntax.protocols import called_by_name, called_by_with, protocols_of
+from .syntax.unknown_owners import Origins, name_read
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
 _MOST_TURNS = 32  # of loops, in one function: a guess
@@ -36,12 +48,18 @@ class StillFrame:
         code: the function's code.
         names: the global variables of its module.
         known: its arguments and the variables around it, by name, as far as they are known.
+        is_inner: whether it is written inside of another one.
     """
 
     def __init__(
-        self, code: types.CodeType, names: dict[str, Any], known: Mapping[str, Any]
+        self,
+        code: types.CodeType,
+        names: dict[str, Any],
+        known: Mapping[str, Any],
+        *,
+        is_inner: bool = False,
     ) -> None:
-        self.f_code, self.f_globals = code, names
+        self.f_code, self.f_globals, self.is_inner = code, names, is_inner
         self.f_lineno = code.co_firstlineno
         self.f_locals = {name: value for name, value in known.items() if value is not UNKNOWN}
         frame = Frame(self, {}, None)  # type: ignore[arg-type]
@@ -56,7 +74,7 @@ class StillFrame:
             if isinstance(code, types.CodeType):
                 own = {*code.co_varnames, *code.co_cellvars}
                 around = {name: v for name, v in self.f_locals.items() if name not in own}
-                yield StillFrame(code, self.f_globals, around)
+                yield StillFrame(code, self.f_globals, around, is_inner=True)
 
     def turns(self) -> Iterator[StillFrame]:
         """Yield the function in each turn of its loops, as far as it is known what they run
@@ -67,8 +85,11 @@ class StillFrame:
                 continue  # it is in a turn of this loop
             members = _or_unknown(functools.partial(members_of, frame), over)
             for member in () if members is UNKNOWN else _some(members):
-                known = {**self.f_locals, **dict(_bound(target, member))}
-                yield StillFrame(self.f_code, self.f_globals, known)
+                new = {n: value for n, value in _bound(target, member) if value is not UNKNOWN}
+                if new:  # else it is what it was, turn after turn
+                    known = {**self.f_locals, **new}
+                    inner = self.is_inner
+                    yield StillFrame(self.f_code, self.f_globals, known, is_inner=inner)
 
 
 class Hook(NamedTuple):
@@ -103,6 +124,24 @@ def hooks_in(model: nn.Module) -> list[Hook]:
             for hook in (hooks or {}).values()
         ),
     ]
+
+
+def read_of_unknown(access: Access, frame: Frame) -> str | None:
+    """Return the name by which code that does not run reads an object that nobody can tell, but
+    that may outlive the forward."""
+    node, still = access.node, frame.frame
+    name = name_read(node)
+    if name is None or not isinstance(node, ast.Attribute | ast.Subscript):
+        return None
+    if frame.evaluated(node.value) is not UNKNOWN:
+        return None
+    code = frame.code
+    several = [code.co_flags & flag for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)]
+    count = code.co_argcount + code.co_kwonlyargcount + sum(map(bool, several))
+    parameters = code.co_varnames[:count]
+    is_inner, captures = getattr(still, "is_inner", False), captures_of(code)
+    origins = Origins(frame.evaluated, UNKNOWN, parameters, captures, is_inner=is_inner)
+    return name if origins.may_last(node.value) else None
 
 
 def may_set_by(functions: Iterable[Callable[..., Any]]) -> bool:
@@ -215,6 +254,15 @@ def _called_by(still: StillFrame) -> Iterator[tuple[Any, tuple[Any, ...]]]:
             found = _or_unknown(functools.partial(member_of, owner), node.attr)
             if isinstance(found, property):
                 yield (found.fset if access.writes else found.fget), (owner,)
+            elif owner is not UNKNOWN:
+                is_known = found is not UNKNOWN
+                yield from called_by_name(owner, found, is_known=is_known)
+        if access.use is Use.READ:
+            value = _or_unknown(frame.evaluated, access.node)
+            yield from ((method, (value,)) for method in protocols_of(value))
+    for context in contexts_of(still.f_code):
+        value = _or_unknown(frame.evaluated, context)
+        yield from ((method, (value,)) for method in called_by_with(value))
 
 
 def _first_of(nodes: Iterable[ast.expr], frame: Frame) -> Iterator[Any]:
@@ -231,11 +279,21 @@ def _bound(target: ast.expr, member: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names in a loop's target, with their values in a turn."""
     if isinstance(target, ast.Name):
         yield target.id, member
+    elif isinstance(target, ast.Starred):
+        yield from _bound(target.value, member)
     elif isinstance(target, ast.Tuple | ast.List):
-        is_known = isinstance(member, tuple) and len(member) == len(target.elts)
-        values = member if is_known else [UNKNOWN] * len(target.elts)
-        for inner, value in zip(target.elts, values, strict=True):
+        for inner, value in zip(target.elts, _unpacked(target.elts, member), strict=True):
             yield from _bound(inner, value)
+
+
+def _unpacked(targets: list[ast.expr], member: Any) -> list[Any]:
+    """Return what each target of an unpacking gets."""
+    values = [*member] if type(member) in (list, tuple) else []
+    at = next((i for i, one in enumerate(targets) if isinstance(one, ast.Starred)), None)
+    if at is not None and len(values) >= len(targets) - 1:
+        end = len(values) - (len(targets) - at - 1)
+        values = [*values[:at], values[at:end], *values[end:]]
+    return values if len(values) == len(targets) else [UNKNOWN] * len(targets)
 
 
 def _some(members: Iterable[Any]) -> list[Any]:

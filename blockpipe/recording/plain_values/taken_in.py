@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,33 @@ _NOT_HELD = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
     *(type, nn.Module, Tensor, bool, int, float, complex, str, bytes, type(None), tuple),
 )
+_MOST_MADE = 2_000  # a guess
+
+
+def made_since(holders: Iterable[Holder]) -> list[Holder]:
+    """Return the holders of what a forward has made meanwhile, and left in the objects of others:
+    the containers, and the objects of the user's classes."""
+    seen = {id(holder.owner) for holder in holders}
+    seen |= {id(space) for holder in holders if (space := holder.namespace()) is not None}
+    level, found = [value for holder in holders for _, value in holder.now()], list[Holder]()
+    alive = []  # so that no other object gets an id
+    while level and len(found) < _MOST_MADE:
+        alive.append(level)
+        new = {id(value): value for value in level if id(value) not in seen}
+        seen |= new.keys()
+        made = [*filter(None, map(_holder_of, new.values()))]
+        found += made
+        level = [value for holder in made for _, value in holder.before]
+        level += [member for value in new.values() if type(value) is tuple for member in value]
+    return found
+
+
+def _holder_of(value: Any) -> Holder | None:
+    is_object = is_users(type(value).__module__) and not isinstance(value, _NOT_HELD)
+    attributes = attributes_of(value) if is_object else None
+    if isinstance(attributes, dict) and container_of(value) is None:
+        return AttributesHolder(attributes, value)
+    return container_of(value)
 
 
 class TakenIn:

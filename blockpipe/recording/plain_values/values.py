@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,9 @@ class SharedValue:
     remedy: str = ""  # where it is a special one
     held_by: tuple[Any, Any] | None = None  # where else to find it: an owner, and a key in that
     is_read_outside: bool = False  # by code that the model does not reach, such as a hook's
+    came_on: set[int] = field(default_factory=set)  # hops that read what a forward before has left
+    made_on: set[int] = field(default_factory=set)  # the stages that make the tensors in it
+    is_bare: bool = False  # whether it is set to a value without tensors
 
     def is_set(self, hop: int, line: str) -> None:
         """Note that code on a hop sets it."""
@@ -39,6 +42,28 @@ class SharedValue:
         """Note that code on a hop reads it."""
         self.first_read = self.first_read or line
         self.read_on.add(hop)
+
+    def comes_late(self, others: Iterable[SharedValue]) -> bool:
+        """Return whether a later hop sets what an earlier one of the next forward reads, which may
+        have begun before.
+
+        Args:
+            others: the values that overlap with this one.
+        """
+        came_on = self.came_on.union(*(other.came_on for other in others))
+        return bool(came_on) and min(came_on) < max(self.set_on, default=-1)
+
+    def tells_itself(self, read_on: Iterable[int], stage_of: Callable[[int], int]) -> bool:
+        """Return whether each value that is set there says which micro-batch it is of, wherever it
+        is read. A tensor says it, but to the stage that made it, which reads a state of its own
+        there.
+
+        Args:
+            read_on: the hops that read it.
+            stage_of: returns the stage of a hop.
+        """
+        apart = (hop for hop in read_on if self.set_on - {hop})
+        return not self.is_bare and self.made_on.isdisjoint(map(stage_of, apart))
 
     def is_counted(self, hop: int, line: str, *, loses: bool) -> None:
         """Note that code on a hop reads it only to update it."""

@@ -25,10 +25,11 @@ from ...restoring.holders import Holder
 from ...restoring.model_state import is_users
 from ...stages.cursor import set_cursor
 from ...stages.marks import mark_of
-from ..entries import Hop, Output
+from ..entries import Hop, Output, SharedChange
 from ..outside_state import TORCHS, OutsideState
 from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import Hook, hooks_in, may_set_by
+from ..plain_values.taken_in import made_since
 from ..plain_values.values import back
 from ..plan_resolution import Stages
 from ..reads import NamesRead
@@ -64,9 +65,10 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
         return first
     recompute = {change.what for change in second.shared_changes}
     # In a real run a number may depend on the data, and be equal only for the same sample.
-    made_once = [c for c in first.shared_changes if c.settles and c.what not in recompute]
-    first.settles = first.fake and bool(made_once)
-    before = [c for c in first.shared_changes if not first.settles or c not in made_once]
+    lasts = (c for c in first.shared_changes if c.settles and (first.fake or c.is_traced))
+    made_once = [c for c in lasts if c.what not in recompute]
+    first.settles = bool(made_once)
+    before = [c for c in first.shared_changes if c not in made_once]
     again = {value.name for value in second.carried}
     first.carried = [value for value in first.carried if value.name in again]
     known = {change.what for change in first.shared_changes}
@@ -88,12 +90,12 @@ def run_watched(
         holders: the holders of the user's objects around the model.
     """
     model, planned = request.model, request.planned
+    holders += made_since(holders) if is_second else []
     result = Recording(type(model).__name__, fake, planned=planned is not None)
     result.planned_at = None if planned is None else planned.where
     recorder = _watching(request, result, holders)
-    modules = dict(model.named_modules())
-    beside = [hook.function for hook in request.hooks]
-    traces = is_second or may_set_by([*beside, *filter(None, [request.loss_fn])])
+    beside = [*(hook.function for hook in request.hooks), *filter(None, [request.loss_fn])]
+    modules, traces = dict(model.named_modules()), is_second or may_set_by(beside)
     values = SharedValues(holders, modules, recorder.hop_here, fake=fake, traces=traces)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)
@@ -116,9 +118,7 @@ def run_watched(
             recorder.stand_ins,
             lambda tensor: version_of(tensor) != versions[id(tensor)][1],
         )
-        if len(result.hops) > 1:
-            drawn, one_each = recorder.draws.generators, _is_accelerated(model)
-            result.shared_changes += values.draws.shared(drawn, one_each=one_each)
+        result.shared_changes += _draws(model, recorder, values)
     finally:
         set_cursor(before)
         recorder.activations.on_saved = None  # a graph that stays keeps the hooks
@@ -233,6 +233,13 @@ def _called_on(hooks: Iterable[Hook], recorder: Recorder) -> Iterator[CalledInBa
     for hook in hooks:
         for hop in sorted(hops.get(hook.name, ())):
             yield CalledInBackward(hook.function, hook.given, hop)
+
+
+def _draws(model: nn.Module, recorder: Recorder, values: SharedValues) -> Iterable[SharedChange]:
+    """The draws of code beside the forward from a generator that is also drawn from elsewhere."""
+    if len(recorder.result.hops) < 2:
+        return ()
+    return values.draws.shared(recorder.draws.generators, one_each=_is_accelerated(model))
 
 
 def _is_accelerated(model: nn.Module) -> bool:

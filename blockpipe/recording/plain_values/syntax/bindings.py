@@ -1,0 +1,54 @@
+"""The names that a node of the syntax tree binds, and what to."""
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from .contents import alternatives
+
+
+def assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that a node sets to an expression, each with that."""
+    for target, value in _assignments(node):
+        pairs: Iterable[tuple[ast.expr, ast.expr]] = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = zip(target.elts, value.elts, strict=False)
+        yield from ((one.id, value) for one, value in pairs if isinstance(one, ast.Name))
+
+
+def bound(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield the targets that a loop sets in each turn, with what it runs over. Unpacking, a value
+    that is one of several, and ``with`` do the same as a loop over those values."""
+    if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+        yield node.target, node.iter
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        yield node.optional_vars, _over([node.context_expr])
+    for target, value in _assignments(node):
+        values = [*alternatives(value)]
+        if isinstance(target, ast.Tuple | ast.List) or len(values) > 1:
+            yield target, _over(values)
+
+
+def captured(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield all names that a node binds, each with the expression that the value comes out of."""
+    pairs: list[tuple[ast.AST, ast.expr]] = [*_assignments(node), *bound(node)]
+    if isinstance(node, ast.AugAssign):
+        pairs.append((node.target, node.value))
+    if isinstance(node, ast.Match):
+        pairs += [(case.pattern, node.subject) for case in node.cases]
+    for target, value in pairs:
+        for part in ast.walk(target):
+            name = getattr(part, "id", None) or getattr(part, "name", None)
+            name = name or getattr(part, "rest", None)
+            if isinstance(name, str):
+                yield name, value
+
+
+def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    if isinstance(node, ast.Assign):
+        yield from ((target, node.value) for target in node.targets)
+    elif isinstance(node, ast.NamedExpr | ast.AnnAssign) and node.value is not None:
+        yield node.target, node.value
+
+
+def _over(values: list[ast.expr]) -> ast.expr:
+    return ast.copy_location(ast.List(values, ast.Load()), values[0])

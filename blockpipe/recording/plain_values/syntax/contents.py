@@ -1,0 +1,102 @@
+"""The values that expressions make of containers: displays, slices, and methods that take one out.
+
+They are found without running any code but that of Python's own containers, and the containers stay
+as they are: ``pop`` gives what it would take.
+"""
+
+import ast
+import itertools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_PLAIN = (list, tuple, deque, set, frozenset, dict, OrderedDict, defaultdict)
+_DICTS = (dict, OrderedDict, defaultdict)
+_SAME = ("list", "tuple", "iter", "sorted", "reversed")  # the order is nobody's question here
+_PICKS = ("next", "min", "max")
+_MOST_MEMBERS = 256  # of a container that is looked into: a guess
+NOT_MADE: Any = object()  # an expression makes nothing of a container, as far as is known
+
+Evaluate = Callable[[ast.expr], Any]
+
+
+def made_of(node: ast.expr, evaluate: Evaluate) -> Any:
+    """Return the value of an expression that makes something of a container; ``NOT_MADE`` for
+    others.
+
+    Args:
+        node: the expression.
+        evaluate: evaluates the expressions in it.
+    """
+    match node:
+        case ast.NamedExpr():
+            return evaluate(node.value)
+        case ast.List():
+            return [*_displayed(node.elts, evaluate)]
+        case ast.Tuple():
+            return (*_displayed(node.elts, evaluate),)
+        case ast.Dict():
+            return _dict_of(node, evaluate)
+        case ast.Subscript(slice=ast.Slice()):
+            found = evaluate(node.value)
+            return [*found] if _is_looked_into(found) and type(found) in (list, tuple) else NOT_MADE
+        case ast.Call(func=ast.Name(id=name), args=[first, *_]) if name in (*_SAME, *_PICKS):
+            found = evaluate(first)
+            if not _is_looked_into(found):
+                return NOT_MADE
+            return [*found] if name in _SAME else next(iter(found), NOT_MADE)
+        case ast.Call(func=ast.Attribute(value=value, attr=name), args=args):
+            return _by_method(evaluate(value), name, [*map(evaluate, args)])
+    return NOT_MADE
+
+
+def _by_method(owner: Any, name: str, args: list[Any]) -> Any:
+    if not _is_looked_into(owner):
+        return NOT_MADE
+    if type(owner) in _DICTS:
+        if name in ("keys", "values", "items"):
+            return [*getattr(dict, name)(owner)]
+        if name in ("get", "pop", "setdefault") and args and isinstance(args[0], str | int):
+            return dict.get(owner, args[0], args[1] if len(args) > 1 else None)
+    elif name in ("pop", "popleft") and type(owner) in (list, deque) and owner:
+        at = args[0] if args and isinstance(args[0], int) else -1 if name == "pop" else 0
+        return owner[at] if -len(owner) <= at < len(owner) else NOT_MADE
+    return owner if name == "copy" else NOT_MADE
+
+
+def _displayed(nodes: list[ast.expr], evaluate: Evaluate) -> Iterator[Any]:
+    for node in nodes:
+        if isinstance(node, ast.Starred):
+            found = evaluate(node.value)
+            yield from found if _is_looked_into(found) else ()
+        else:
+            yield evaluate(node)
+
+
+def _dict_of(node: ast.Dict, evaluate: Evaluate) -> dict[Any, Any]:
+    made: dict[Any, Any] = {}
+    for key, value in zip(node.keys, node.values, strict=True):
+        found = evaluate(value)
+        if key is None and type(found) in _DICTS and _is_looked_into(found):
+            made.update(found)
+        elif isinstance(key, ast.Constant):
+            made[key.value] = found
+    return made
+
+
+def _is_looked_into(value: Any) -> bool:
+    return type(value) in _PLAIN and len(value) <= _MOST_MEMBERS
+
+
+def alternatives(node: ast.expr) -> Iterator[ast.expr]:
+    """Yield the expressions whose value an expression may have: ``a`` and ``b`` of ``a or b``, and
+    of ``a if c else b``."""
+    match node:
+        case ast.IfExp():
+            yield from itertools.chain(alternatives(node.body), alternatives(node.orelse))
+        case ast.BoolOp():
+            yield from itertools.chain.from_iterable(map(alternatives, node.values))
+        case ast.NamedExpr():
+            yield from alternatives(node.value)
+        case _:
+            yield node
