@@ -13,7 +13,7 @@ import linecache
 import re
 import types
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 # Methods of containers, by their effect on the content.
@@ -98,6 +98,7 @@ class Access:
         return self.goes_back_by is not None
 
 
+@functools.lru_cache(1_000)
 def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
     """Return the accesses of a function's code, by the offsets of its instructions.
 
@@ -165,20 +166,26 @@ def assignments_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
             yield name, value
 
 
-def loops_of(code: types.CodeType) -> list[tuple[ast.expr, ast.expr]]:
+@functools.lru_cache(1_000)
+def loops_of(code: types.CodeType) -> Sequence[tuple[ast.expr, ast.expr]]:
     """Return the targets of the loops in a function's code, each with what the loop runs over."""
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
-    lines = {line for _, _, line in code.co_lines() if line is not None}
+    # By their columns too: a lambda may be on the line of the loop that hands it on.
+    begins = {(line, column) for line, _, column, _ in code.co_positions()}
     own = {*code.co_varnames, *code.co_cellvars}
     return [
         (target, over)
         for target, over in nodes.loops
-        if target.lineno in lines
-        and all(node.id in own for node in ast.walk(target) if isinstance(node, ast.Name))
+        if all(
+            node.id in own and (node.lineno, node.col_offset) in begins
+            for node in ast.walk(target)
+            if isinstance(node, ast.Name)
+        )
     ]
 
 
-def calls_of(code: types.CodeType) -> list[ast.Call]:
+@functools.lru_cache(1_000)
+def calls_of(code: types.CodeType) -> Sequence[ast.Call]:
     """The calls in a function's code."""
     found = []
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))

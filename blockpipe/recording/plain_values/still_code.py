@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from .accesses import accesses_of, assignments_of, calls_of, loops_of, may_set
 from .expressions import UNKNOWN, Frame, member_of, members_of
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
-_MOST_TURNS = 32  # of loops, in one function: a guess
+_MOST_TURNS = 32  # of one loop: a guess
+_MOST_FRAMES = 200  # of one function, in the turns of all its loops together: a guess
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -36,11 +38,17 @@ class StillFrame:
         code: the function's code.
         names: the global variables of its module.
         known: its arguments and the variables around it, by name, as far as they are known.
+        turned: the targets of the loops that it is in a turn of.
     """
 
     def __init__(
-        self, code: types.CodeType, names: dict[str, Any], known: Mapping[str, Any]
+        self,
+        code: types.CodeType,
+        names: dict[str, Any],
+        known: Mapping[str, Any],
+        turned: frozenset[ast.expr] = frozenset(),
     ) -> None:
+        self._turned = turned
         self.f_code, self.f_globals = code, names
         self.f_lineno = code.co_firstlineno
         self.f_locals = {name: value for name, value in known.items() if value is not UNKNOWN}
@@ -63,12 +71,13 @@ class StillFrame:
         over."""
         frame = Frame(self, {}, None)  # type: ignore[arg-type]
         for target, over in loops_of(self.f_code):
-            if any(name in self.f_locals for name, _ in _bound(target, UNKNOWN)):
-                continue  # it is in a turn of this loop
+            if target in self._turned:  # whether or not its member is known
+                continue
+            turned = self._turned | {target}
             members = _or_unknown(functools.partial(members_of, frame), over)
             for member in () if members is UNKNOWN else _some(members):
                 known = {**self.f_locals, **dict(_bound(target, member))}
-                yield StillFrame(self.f_code, self.f_globals, known)
+                yield StillFrame(self.f_code, self.f_globals, known, turned)
 
 
 class Hook(NamedTuple):
@@ -144,14 +153,24 @@ def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[St
         key = id(called.__code__), *map(id, arguments)
         if key in seen:
             continue
-        frames = [_still(called, arguments, is_first=not seen)]
+        first = _still(called, arguments, is_first=not seen)
         seen.add(key)
-        while frames:
-            still = frames.pop()
+        for still in _with_inner(first):
             yield still
-            frames += itertools.islice(still.turns(), max(_MOST_TURNS - len(frames), 0))
-            frames += still.inner()
             todo += _called_by(still)
+
+
+def _with_inner(first: StillFrame) -> Iterator[StillFrame]:
+    """Yield a function, its turns, and the functions inside of it. Loops that follow each other
+    multiply, so that there is a limit for all of them, and single turns come first."""
+    frames, made = deque([first]), 1
+    while frames:
+        still = frames.popleft()
+        yield still
+        more = itertools.chain(still.inner(), still.turns())
+        found = [*itertools.islice(more, max(_MOST_FRAMES - made, 0))]
+        frames += found
+        made += len(found)
 
 
 def _behind(called: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
