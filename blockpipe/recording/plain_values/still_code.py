@@ -39,6 +39,7 @@ class StillFrame:
         names: the global variables of its module.
         known: its arguments and the variables around it, by name, as far as they are known.
         turned: the targets of the loops that it is in a turn of.
+        cells: the variables around it by name, as far as they are known.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class StillFrame:
         names: dict[str, Any],
         known: Mapping[str, Any],
         turned: frozenset[ast.expr] = frozenset(),
+        cells: Mapping[str, types.CellType] | None = None,
     ) -> None:
-        self._turned = turned
+        self._turned, self.f_cells = turned, cells or {}
         self.f_code, self.f_globals = code, names
         self.f_lineno = code.co_firstlineno
         self.f_locals = {name: value for name, value in known.items() if value is not UNKNOWN}
@@ -64,7 +66,8 @@ class StillFrame:
             if isinstance(code, types.CodeType):
                 own = {*code.co_varnames, *code.co_cellvars}
                 around = {name: v for name, v in self.f_locals.items() if name not in own}
-                yield StillFrame(code, self.f_globals, around)
+                cells = {name: c for name, c in self.f_cells.items() if name not in own}
+                yield StillFrame(code, self.f_globals, around, cells=cells)
 
     def turns(self) -> Iterator[StillFrame]:
         """Yield the function in each turn of its loops, as far as it is known what they run
@@ -77,7 +80,7 @@ class StillFrame:
             members = _or_unknown(functools.partial(members_of, frame), over)
             for member in () if members is UNKNOWN else _some(members):
                 known = {**self.f_locals, **dict(_bound(target, member))}
-                yield StillFrame(self.f_code, self.f_globals, known, turned)
+                yield StillFrame(self.f_code, self.f_globals, known, turned, self.f_cells)
 
 
 class Hook(NamedTuple):
@@ -206,7 +209,8 @@ def _still(
     function: types.FunctionType, arguments: tuple[Any, ...], *, is_first: bool
 ) -> StillFrame:
     code, known = function.__code__, dict[str, Any]()
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    for name, cell in cells.items():
         with contextlib.suppress(ValueError):  # it is set later
             known[name] = cell.cell_contents
     names = code.co_varnames[: code.co_argcount]
@@ -217,7 +221,7 @@ def _still(
     known.update(zip(names, arguments, strict=False))
     if code.co_flags & inspect.CO_VARARGS:
         known[code.co_varnames[len(names) + code.co_kwonlyargcount]] = arguments[len(names) :]
-    return StillFrame(code, function.__globals__, known)
+    return StillFrame(code, function.__globals__, known, cells=cells)
 
 
 def _called_by(still: StillFrame) -> Iterator[tuple[Any, tuple[Any, ...]]]:
