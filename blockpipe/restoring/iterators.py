@@ -33,6 +33,11 @@ def is_iterator(value: Any) -> bool:
     return not isinstance(value, io.IOBase) and not _has_attributes(value)
 
 
+def advances(value: Any) -> bool:
+    """Whether it is such an iterator, or stands for one that cannot be copied."""
+    return is_iterator(value) or isinstance(value, _refusing)
+
+
 def is_of_loader(value: Any) -> bool:
     """Whether it is an iterator of a ``DataLoader``."""
     return type(value).__module__.startswith("torch.utils.data.")
@@ -139,6 +144,9 @@ class _refusing:  # noqa: N801 - a value that reads as a participle
 
     def close(self) -> NoReturn:
         _refuse(self._what)
+
+
+_refusing.__name__ = _refusing.__qualname__ = "iterator"  # in errors
 
 
 def _refuse(what: str) -> NoReturn:

@@ -14,27 +14,13 @@ import linecache
 import re
 import types
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from .effects import CHANGES_GIVEN, DOES_BOTH, FILLS, WRITES
 from .syntax.bindings import assigned, bound, captured
 from .syntax.contents import alternatives
 
-# Methods of containers, by their effect on the content.
-_WRITES = frozenset(
-    [
-        *("append", "appendleft", "extend", "extendleft", "insert", "clear", "remove", "reverse"),
-        *("sort", "rotate", "add", "discard", "update", "write", "writelines", "truncate", "fill"),
-        *("set", "reset"),
-    ]
-)
-_FILLS = frozenset(["copy_", "zero_", "fill_"])  # of tensors; others that end so read as well
-_DOES_BOTH = frozenset(
-    [
-        *("pop", "popleft", "popitem", "setdefault", "send", "__next__"),
-        *("read", "readline", "readlines", "readinto", "read_byte"),  # from where a file stands
-    ]
-)
 _READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
 _OF_ENVIRONMENT = ("getenv", "getenvb")
 _TAKES_KEY = ("get", "pop", "setdefault")
@@ -88,6 +74,8 @@ class Access:
         given_to: the functions that take it as an argument.
         is_said: whether it is only printed or logged.
         key: of a container, the key of the entry that a method of it takes: ``table.pop(key)``.
+        is_first: whether it is the first of the arguments.
+        is_dropped: whether the result of the function that takes it is dropped.
     """
 
     node: ast.expr
@@ -98,6 +86,8 @@ class Access:
     given_to: ast.expr | None = None
     is_said: bool = False
     key: ast.expr | None = None
+    is_first: bool = False
+    is_dropped: bool = False
 
     @property
     def counts(self) -> bool:
@@ -105,6 +95,7 @@ class Access:
         return self.goes_back_by is not None
 
 
+@functools.lru_cache(1_000)
 def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
     """Return the accesses of a function's code, by the offsets of its instructions.
 
@@ -198,20 +189,26 @@ def contexts_of(code: types.CodeType) -> list[ast.expr]:
     return [context for context in nodes.contexts if context.lineno in lines]
 
 
-def loops_of(code: types.CodeType) -> list[tuple[ast.expr, ast.expr]]:
+@functools.lru_cache(1_000)
+def loops_of(code: types.CodeType) -> Sequence[tuple[ast.expr, ast.expr]]:
     """Return the targets of the loops in a function's code, each with what the loop runs over."""
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
-    lines = {line for _, _, line in code.co_lines() if line is not None}
+    # By their columns too: a lambda may be on the line of the loop that hands it on.
+    begins = {(line, column) for line, _, column, _ in code.co_positions()}
     own = {*code.co_varnames, *code.co_cellvars}
     return [
         (target, over)
         for target, over in nodes.loops
-        if target.lineno in lines
-        and all(node.id in own for node in ast.walk(target) if isinstance(node, ast.Name))
+        if all(
+            node.id in own and (node.lineno, node.col_offset) in begins
+            for node in ast.walk(target)
+            if isinstance(node, ast.Name)
+        )
     ]
 
 
-def calls_of(code: types.CodeType) -> list[ast.Call]:
+@functools.lru_cache(1_000)
+def calls_of(code: types.CodeType) -> Sequence[ast.Call]:
     """The calls in a function's code."""
     found = []
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
@@ -221,7 +218,9 @@ def calls_of(code: types.CodeType) -> list[ast.Call]:
     return found
 
 
-_CHANGES = _WRITES | _DOES_BOTH | {*_SETTERS, "next", "cache_info"}  # each call changes the latter
+_CHANGES = (
+    WRITES | DOES_BOTH | CHANGES_GIVEN | {*_SETTERS, "next", "cache_info"}
+)  # each call changes the latter
 _Node = ast.Attribute | ast.Subscript | ast.Name | ast.Call
 _LOADS_TWO = re.compile("_FAST(_BORROW)?_LOAD_FAST")
 _Place = tuple[_Node, tuple[ast.AST, ...]]  # an expression, and what is around it
@@ -327,7 +326,9 @@ def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access |
         back, key = _goes_back(node, outer), _key_taken(node, outer)
         if key is not None and back is None:  # n[key] = n.get(key, 0) + 1
             back = _goes_back(ast.Subscript(node, key, ast.Load()), outer[2:])
-        return Access(node, True, False, back, use, given_to, is_said, key)
+        is_first = given_to is not None and node in getattr(outer[0], "args", ())[:1]
+        ends = len(outer) > 1 and isinstance(outer[1], ast.Expr)
+        return Access(node, True, False, back, use, given_to, is_said, key, is_first, ends)
     if "_FAST" in operation:
         return None
     around = outer[0] if outer else None
@@ -369,12 +370,12 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
     if isinstance(around, ast.Attribute):
         call = outer[1] if len(outer) > 1 else None
         is_called = isinstance(call, ast.Call) and call.func is around
-        if not is_called and around.attr not in _READS | _DOES_BOTH | _WRITES:
+        if not is_called and around.attr not in _READS | DOES_BOTH | WRITES:
             return Use.NONE, None  # an attribute of it, which is an access of its own
-        if around.attr in _DOES_BOTH:
+        if around.attr in DOES_BOTH:
             is_dropped = is_called and len(outer) > 2 and isinstance(outer[2], ast.Expr)
             return (Use.WRITE if is_dropped else Use.BOTH), None
-        if around.attr in _WRITES | _FILLS:
+        if around.attr in WRITES | FILLS:
             return Use.WRITE, None
         is_in_place = around.attr.endswith("_") and not around.attr.endswith("__")
         return (Use.BOTH if is_in_place else Use.READ), None

@@ -249,7 +249,10 @@ class Frame:
         return args[0], args[1]
 
     def _cell(self, name: str, value: Any) -> types.CellType | None:
-        """Return a closure's variable, if only one function with this code can be running."""
+        """Return a closure's variable, if the frame knows it, or only one function with this code
+        can be running."""
+        if name in (cells := getattr(self.frame, "f_cells", {})):
+            return cells[name]  # type: ignore[no-any-return]
         found: dict[int, types.CellType] = {}
         for function in self._functions.get(id(self.code), ()):
             names, cells = function.__code__.co_freevars, function.__closure__ or ()

@@ -11,9 +11,8 @@ from ..entries import CarriedValue, SharedChange
 from ..reads import NamesRead, libraries_code_reads
 from ..recording import Recording
 from .expressions import ALL, BY_ARGUMENT, member_of
-from .frozen import frozen
 from .places import attribute_of, has_tensors, named, space_of
-from .values import SharedValue, back, hops_of, shared_change
+from .values import SharedValue, back, frozen, hops_of, shared_change
 
 _REMEDY = "pass it along as an argument"
 _OF_TENSOR = (
@@ -24,6 +23,7 @@ _OF_OTHERS_TENSOR = (
     "the next micro-batch begins before it is set: read it on the stage that makes it, or pass it "
     "to the next step as an argument"
 )
+_OF_BACKWARDS = "keep one for each stage, set it between steps"
 _OF_VARIABLE = "count in an attribute of the model: each micro-batch has a context of its own"
 _OF_UPDATE = (
     "another stage may come in between the read and the write, and its update is lost: compute "
@@ -135,6 +135,7 @@ class KnownValues:
             return None
         where = next(k.first_read for k in (known, *others) if k.first_read)
         remedy = _REMEDY if min(seen) >= 0 else "set it between steps"
+        remedy = _OF_BACKWARDS if max(seen) < 0 else remedy
         remedy = known.remedy or (OF_CHECKPOINT if again else remedy)
         change = shared_change(known, self._named(known), read_on, where, remedy)
         is_table = isinstance(known.owner, dict) and has_tensors(known.owner)

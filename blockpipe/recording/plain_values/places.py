@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from ..._common.nested import tensors
 from ...crossing.tags import TAG, latest
 from ...restoring.contents import is_of_c
+from ...restoring.iterators import BOUND, advances
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
 from ..outside_state import in_words
 from .accesses import Access, Use
+from .effects import DOES_BOTH, WRITES
 from .expressions import ALL, BY_ARGUMENT, UNKNOWN, Frame, Names
 
 CONTENTS = (
@@ -162,6 +164,22 @@ def is_looked_into(function: Any) -> bool:
     if isinstance(function, types.FunctionType | types.MethodType | type):
         return is_users(function.__module__)
     return False
+
+
+def use_by(access: Access, method: Any) -> tuple[Use, Any]:
+    """Return the use of a container by a bound method of it that has a name of its own
+    (``push(x)``), and the container.
+
+    Args:
+        access: the access that reads the method.
+        method: the method, or another value.
+    """
+    held = method.__self__ if isinstance(method, BOUND) else None
+    if access.given_to is not access.node or not (is_content(held) or advances(held)):
+        return Use.NONE, None
+    if method.__name__ in DOES_BOTH:
+        return Use.BOTH, held
+    return (Use.WRITE if method.__name__ in WRITES else Use.READ), held
 
 
 def has_tensors(value: Any) -> bool:

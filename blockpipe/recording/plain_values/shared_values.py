@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -26,11 +27,12 @@ from torch import nn
 from ..._torch.modules import SLOTS
 from ...restoring.contents import is_generator
 from ...restoring.holders import DictHolder, Holder
-from ...restoring.iterators import is_iterator
+from ...restoring.iterators import advances
 from ...restoring.model_state import is_users, names_in
 from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .checkpoints import CheckpointedFrames
 from .drawn_numbers import DrawnNumbers
+from .effects import changes_given
 from .expressions import (
     ALL,
     BY_ARGUMENT,
@@ -41,7 +43,6 @@ from .expressions import (
     member_of,
     owners_of,
 )
-from .frozen import frozen
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import may_lose
 from .not_put_back import Effect, asks_cache, check_class, effect_of, found_among
@@ -59,12 +60,13 @@ from .places import (
     makers_of,
     shares_memory,
     space_of,
+    use_by,
 )
 from .still_code import frames_of, read_of_unknown
 from .syntax.protocols import is_read_by_syntax
 from .taken_in import TakenIn
 from .tensor_uses import TensorUses
-from .values import ApartRun, PendingWrite, back
+from .values import ApartRun, PendingWrite, back, frozen
 
 _OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
 _OF_ARRAY = "the tensor that is made of it shares its memory: make a copy (torch.tensor)"
@@ -206,6 +208,8 @@ class SharedValues:
         frames = [*frames_of(function, given)]
         self.draws.note(frames, hop)
         for still in frames:
+            if not lasts:  # a variable of the forward's is another one for each micro-batch
+                still.f_cells = {}
             for accesses in accesses_of(still.f_code).values():
                 still.f_lineno = accesses[0].node.lineno
                 self._note_all(accesses, still, hop, over=True)
@@ -254,7 +258,7 @@ class SharedValues:
         return False
 
     def _note(self, access: Access, frame: Frame, hop: int, *, runs: bool) -> None:
-        if self._generators and access.use is not Use.NONE:
+        if (self._generators or self._all_lasts) and access.use is not Use.NONE:
             self._draws(frame.evaluated(access.node), frame, hop)
         owner, key, value = frame.owner_of(access)
         self._stays = self._stays or asks_cache(access, frame)
@@ -289,10 +293,13 @@ class SharedValues:
                 self._pending[id(frame.frame)] = pending
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
             self._uses(access, self._objects.get(id(value), value), frame, hop)
-            if is_iterator(value):  # in a recording it is a copy of the user's
+            if advances(value):  # in a recording it is a copy of the user's
                 self.known.at(value, ALL).held_by = owner, key
         if access.reads and not access.is_said:
             self._note_inside(access, value, owner, frame, hop)
+        use, held = use_by(access, value)  # of the container that a method is of
+        if use is not Use.NONE and (self._all_lasts or id(held) in self._lasting):
+            self._uses(replace(access, use=use), held, frame, hop)
 
     def _calls_method(self, node: ast.Attribute, frame: Frame, hop: int) -> None:
         """Note a read of a method, or of other code, that the object's class leads to."""
@@ -316,18 +323,21 @@ class SharedValues:
 
     def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:
         """Note that a mutable value is read as a whole, or changed."""
-        is_given = access.use is Use.READ and access.given_to
-        if is_given and is_looked_into(frame.evaluated(is_given)):
+        is_given = access.given_to if access.use is Use.READ else None
+        if is_given and is_looked_into(function := frame.evaluated(is_given)):
             return
-        if access.use is not Use.WRITE and not access.is_said:
+        first = access.is_first
+        is_filled = is_given and changes_given(is_given, function, is_first=first)
+        is_read = access.use is not Use.WRITE and not (is_filled and access.is_dropped)
+        if is_read and not access.is_said:
             loses = may_lose(access, frame)
             key = entry_asked(access, frame)
             self._reads(value, key, frame, hop, counts=access.counts, loses=loses)
-            if is_given and is_array(value) and shares_memory(frame.evaluated(is_given)):
+            if is_given and is_array(value) and shares_memory(function):
                 known = self.known.at(value, ALL)  # what autograd saves may change, too
                 known.is_read(back(hop), frame.line)
                 known.remedy = _OF_ARRAY
-        if access.use is not Use.READ:
+        if access.use is not Use.READ or is_filled or advances(value):
             known = self.known.at(value, ALL)
             known.is_set(hop, frame.line)
             known.is_constant = False
@@ -338,7 +348,7 @@ class SharedValues:
 
     def _draws(self, generator: Any, frame: Frame, hop: int) -> None:
         """Note that code calls a random generator, or hands it to a function."""
-        if id(generator) in self._generators:
+        if id(generator) in self._generators or (self._all_lasts and is_generator(generator)):
             known = self.known.at(generator, ALL)
             known.is_set(hop, frame.line)
             known.is_read(hop, frame.line)
@@ -353,11 +363,13 @@ class SharedValues:
         if isinstance(value, ContextVar):
             self.known.variables.setdefault(id(value), (value, frozen(value.get(None))))
             return True
-        if is_iterator(value):
+        if advances(value):
             return owner is not None and self._is_lasting(owner)
         if id(value) in self._objects:
             return True
         is_known = id(value) in self._lasting
+        if is_known and self._still is not None and is_of_library(value):
+            return True  # in a forward, its attributes are compared
         if (is_known or self._taken_in.may_take(value)) and is_content(value):
             return True
         if not is_known:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -37,7 +38,8 @@ from .syntax.protocols import called_by_name, called_by_with, protocols_of
 from .syntax.unknown_owners import Origins, name_read
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
-_MOST_TURNS = 32  # of loops, in one function: a guess
+_MOST_TURNS = 32  # of one loop: a guess
+_MOST_FRAMES = 200  # of one function, in the turns of all its loops together: a guess
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -48,6 +50,8 @@ class StillFrame:
         code: the function's code.
         names: the global variables of its module.
         known: its arguments and the variables around it, by name, as far as they are known.
+        turned: the targets of the loops that it is in a turn of.
+        cells: the variables around it by name, as far as they are known.
         is_inner: whether it is written inside of another one.
     """
 
@@ -56,10 +60,13 @@ class StillFrame:
         code: types.CodeType,
         names: dict[str, Any],
         known: Mapping[str, Any],
+        turned: frozenset[ast.expr] = frozenset(),
+        cells: Mapping[str, types.CellType] | None = None,
         *,
         is_inner: bool = False,
     ) -> None:
-        self.f_code, self.f_globals, self.is_inner = code, names, is_inner
+        self._turned, self.f_cells, self.is_inner = turned, cells or {}, is_inner
+        self.f_code, self.f_globals = code, names
         self.f_lineno = code.co_firstlineno
         self.f_locals = {name: value for name, value in known.items() if value is not UNKNOWN}
         frame = Frame(self, {}, None)  # type: ignore[arg-type]
@@ -74,22 +81,25 @@ class StillFrame:
             if isinstance(code, types.CodeType):
                 own = {*code.co_varnames, *code.co_cellvars}
                 around = {name: v for name, v in self.f_locals.items() if name not in own}
-                yield StillFrame(code, self.f_globals, around, is_inner=True)
+                cells = {name: c for name, c in self.f_cells.items() if name not in own}
+                yield StillFrame(code, self.f_globals, around, cells=cells, is_inner=True)
 
     def turns(self) -> Iterator[StillFrame]:
         """Yield the function in each turn of its loops, as far as it is known what they run
         over."""
         frame = Frame(self, {}, None)  # type: ignore[arg-type]
         for target, over in loops_of(self.f_code):
-            if any(name in self.f_locals for name, _ in _bound(target, UNKNOWN)):
-                continue  # it is in a turn of this loop
+            if target in self._turned:  # whether or not its member is known
+                continue
+            turned = self._turned | {target}
             members = _or_unknown(functools.partial(members_of, frame), over)
             for member in () if members is UNKNOWN else _some(members):
                 new = {n: value for n, value in _bound(target, member) if value is not UNKNOWN}
                 if new:  # else it is what it was, turn after turn
-                    known = {**self.f_locals, **new}
-                    inner = self.is_inner
-                    yield StillFrame(self.f_code, self.f_globals, known, is_inner=inner)
+                    known, inner = {**self.f_locals, **new}, self.is_inner
+                    yield StillFrame(
+                        self.f_code, self.f_globals, known, turned, self.f_cells, is_inner=inner
+                    )
 
 
 class Hook(NamedTuple):
@@ -183,14 +193,24 @@ def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[St
         key = id(called.__code__), *map(id, arguments)
         if key in seen:
             continue
-        frames = [_still(called, arguments, is_first=not seen)]
+        first = _still(called, arguments, is_first=not seen)
         seen.add(key)
-        while frames:
-            still = frames.pop()
+        for still in _with_inner(first):
             yield still
-            frames += itertools.islice(still.turns(), max(_MOST_TURNS - len(frames), 0))
-            frames += still.inner()
             todo += _called_by(still)
+
+
+def _with_inner(first: StillFrame) -> Iterator[StillFrame]:
+    """Yield a function, its turns, and the functions inside of it. Loops that follow each other
+    multiply, so that there is a limit for all of them, and single turns come first."""
+    frames, made = deque([first]), 1
+    while frames:
+        still = frames.popleft()
+        yield still
+        more = itertools.chain(still.inner(), still.turns())
+        found = [*itertools.islice(more, max(_MOST_FRAMES - made, 0))]
+        frames += found
+        made += len(found)
 
 
 def _behind(called: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -226,7 +246,8 @@ def _still(
     function: types.FunctionType, arguments: tuple[Any, ...], *, is_first: bool
 ) -> StillFrame:
     code, known = function.__code__, dict[str, Any]()
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    for name, cell in cells.items():
         with contextlib.suppress(ValueError):  # it is set later
             known[name] = cell.cell_contents
     names = code.co_varnames[: code.co_argcount]
@@ -237,7 +258,7 @@ def _still(
     known.update(zip(names, arguments, strict=False))
     if code.co_flags & inspect.CO_VARARGS:
         known[code.co_varnames[len(names) + code.co_kwonlyargcount]] = arguments[len(names) :]
-    return StillFrame(code, function.__globals__, known)
+    return StillFrame(code, function.__globals__, known, cells=cells)
 
 
 def _called_by(still: StillFrame) -> Iterator[tuple[Any, tuple[Any, ...]]]:

@@ -211,8 +211,10 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
         called = [*_called_on(hooks.values(), recorder), *recorder.backward_code.called]
         if request.cut:
             check_several((one.function, one.hop) for one in called)
+        # No walk through the model finds what hooks of parameters use.
+        lasting = {id(one.function) for one in request.hooks}
         for function, given, hop in called:
-            values.runs_beside(function, given, back(hop))
+            values.runs_beside(function, given, back(hop), lasts=id(function) in lasting)
         if recorder.backward_code.around is not None:
             pack, unpack = recorder.backward_code.around
             for hop in range(len(recorder.result.hops)):
@@ -230,9 +232,15 @@ def _called_on(hooks: Iterable[Hook], recorder: Recorder) -> Iterator[CalledInBa
     for call in recorder.result.calls:
         if not call.is_function and call.hop is not None:
             hops.setdefault(call.path, set()).add(call.hop)  # where its backward ends
+    seen = set[tuple[int, ...]]()  # one function may be the hook of all parameters
     for hook in hooks:
+        behind = getattr(hook.function, "__func__", hook.function)
+        owner = getattr(hook.function, "__self__", None)
         for hop in sorted(hops.get(hook.name, ())):
-            yield CalledInBackward(hook.function, hook.given, hop)
+            key = id(behind), id(owner), id(hook.given), hop
+            if key not in seen:
+                seen.add(key)
+                yield CalledInBackward(hook.function, hook.given, hop)
 
 
 def _draws(model: nn.Module, recorder: Recorder, values: SharedValues) -> Iterable[SharedChange]:

@@ -1,6 +1,7 @@
 """Hooks that set what a forward, or another stage's hook, reads: no backward runs in a recording."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -251,3 +252,46 @@ def test_a_function_of_a_library_that_has_itself_in_its_closure_is_passed_once()
 
     found = frames_of(_in_library(source)["wrap"](hook))
     assert [still.f_code for still in found] == [hook.__code__]
+
+
+def _loops_over_calls(gradient: Tensor) -> Tensor:
+    for factor in (gradient.norm(), gradient.amax()):
+        gradient = gradient / factor
+    return gradient
+
+
+MANY = [*range(8)]
+
+
+def _loops_again_and_again(gradient: Tensor) -> None:
+    several = MANY
+    for first in several:
+        str(first)
+    for second in several:
+        str(second)
+    for third in several:
+        str(third)
+    for fourth in several:
+        str(fourth)
+
+
+def _lambda_on_the_line_of_a_loop() -> Callable[..., Any]:
+    hooks: list[Callable[..., Any]] = []
+    for each in (str(1), str(2)): hooks.append(lambda each: str(each))  # noqa: E701 # fmt: skip
+    return hooks[0]
+
+
+@pytest.mark.parametrize(
+    ("hook", "most"),
+    [
+        (_loops_over_calls, 3),
+        (_loops_again_and_again, 200),
+        (_lambda_on_the_line_of_a_loop(), 1),
+    ],
+)
+def test_a_function_is_looked_at_in_a_few_turns_of_its_loops(
+    hook: Callable[..., Any], most: int
+) -> None:
+    """A turn with a member that is not known was no turn, so that it was turned for ever; and
+    loops that follow each other multiplied."""
+    assert len([*itertools.islice(frames_of(hook), 1_000)]) <= most

@@ -1,0 +1,59 @@
+"""The effects that methods and functions of libraries have on containers, by their names.
+
+Most of them are code in C, into which nobody can look. A rule that takes any unknown function in C
+for one that changes its arguments would refuse many that only read them.
+"""
+
+import ast
+import types
+from typing import Any
+
+# Methods of containers, by their effect on the content.
+WRITES = frozenset(
+    [
+        *("append", "appendleft", "extend", "extendleft", "insert", "clear", "remove", "reverse"),
+        *("sort", "rotate", "add", "discard", "update", "write", "writelines", "truncate", "fill"),
+        *("set", "reset", "put", "subtract", "move_to_end", "seek", "write_byte"),
+        *("difference_update", "intersection_update", "symmetric_difference_update"),
+        *("frombytes", "fromlist", "byteswap"),
+        *("__setitem__", "__delitem__", "__iadd__", "__ior__", "__iand__", "__isub__", "__imul__"),
+    ]
+)
+# Functions of libraries that change what they are given first, most of them code in C.
+_CHANGES_FIRST = frozenset(
+    [
+        *("heappush", "heappop", "heapify", "heapreplace", "heappushpop"),
+        *("insort", "insort_left", "insort_right", "shuffle", "setitem", "delitem"),
+        *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul"),
+        *("ior", "ipow", "irshift", "isub", "itruediv", "ixor"),
+        *("copyto", "put", "place", "putmask", "put_along_axis", "fill_diagonal"),
+    ]
+)
+_CHANGES_ANY = frozenset(["pack_into", "dump"])  # a buffer or a file, in another position
+_OF_UFUNCS = "at"  # ``numpy.add.at(array, …)``
+_UNBOUND = (types.MethodDescriptorType, types.WrapperDescriptorType)
+FILLS = frozenset(["copy_", "zero_", "fill_"])  # of tensors; others that end so read as well
+DOES_BOTH = frozenset(
+    [
+        *("pop", "popleft", "popitem", "setdefault", "send", "__next__"),
+        *("read", "readline", "readlines", "readinto", "read_byte"),  # from where a file stands
+    ]
+)
+CHANGES_GIVEN = _CHANGES_FIRST | _CHANGES_ANY
+
+
+def changes_given(given_to: ast.expr, function: Any, *, is_first: bool) -> bool:
+    """Return whether a function changes a container that it is given.
+
+    Args:
+        given_to: the function as an expression.
+        function: its value, or another object if that is not known.
+        is_first: whether the container is its first argument.
+    """
+    name = getattr(function, "__name__", getattr(given_to, "attr", getattr(given_to, "id", "")))
+    if name in _CHANGES_ANY:
+        return True
+    if isinstance(function, _UNBOUND) and name in WRITES | DOES_BOTH:
+        return is_first
+    is_of_ufunc = name == _OF_UFUNCS and isinstance(given_to, ast.Attribute)
+    return is_first and (is_of_ufunc or name in _CHANGES_FIRST)
