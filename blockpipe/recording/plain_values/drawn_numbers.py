@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from ..._torch.tensors import generator_id
 from ..entries import GeneratorUse, SharedChange
-from .accesses import calls_of
 from .expressions import UNKNOWN, Frame
 from .still_code import StillFrame
+from .syntax.accesses import calls_of
 from .values import SharedValue, shared_change
 
 _NAMES = {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..._torch.modules import SLOTS, children_of
 from ...restoring.holders import CacheHolder
 from ...restoring.model_state import slot_members
-from .accesses import Access
+from .syntax.accesses import Access
 from .syntax.contents import NOT_MADE, made_of
 from .syntax.protocols import is_descriptor
 

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from ...restoring.model_state import is_users
-from .accesses import Access
 from .expressions import Frame, member_of
+from .syntax.accesses import Access
 
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _IN_PLACE = (list, set, dict, deque, bytearray)

@@ -13,8 +13,8 @@ from torch import nn
 
 from ...errors import RecordingError
 from ...restoring.holders import Holder
-from .accesses import Access
 from .expressions import Frame
+from .syntax.accesses import Access
 
 _METHODS = frozenset(["cache_info", "pop", "get", "get_nowait", "update"])
 _TAKES = ("get", "get_nowait")

@@ -26,9 +26,9 @@ from ...restoring.iterators import BOUND, advances
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
 from ..outside_state import in_words
-from .accesses import Access, Use
-from .effects import DOES_BOTH, WRITES
 from .expressions import ALL, BY_ARGUMENT, UNKNOWN, Frame, Names
+from .syntax.accesses import Access, Use
+from .syntax.effects import DOES_BOTH, WRITES
 
 CONTENTS = (
     *(list, dict, set, deque, bytearray, array, io.StringIO, ContextVar),

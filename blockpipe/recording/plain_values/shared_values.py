@@ -29,10 +29,8 @@ from ...restoring.contents import is_generator
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import advances
 from ...restoring.model_state import is_users, names_in
-from .accesses import Access, Use, accesses_of, may_set, tests_of
 from .checkpoints import CheckpointedFrames
 from .drawn_numbers import DrawnNumbers
-from .effects import changes_given
 from .expressions import (
     ALL,
     BY_ARGUMENT,
@@ -63,6 +61,8 @@ from .places import (
     use_by,
 )
 from .still_code import frames_of, read_of_unknown
+from .syntax.accesses import Access, Use, accesses_of, may_set, tests_of
+from .syntax.effects import changes_given
 from .syntax.protocols import is_read_by_syntax
 from .taken_in import TakenIn
 from .tensor_uses import TensorUses

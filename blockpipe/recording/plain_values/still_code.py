@@ -22,7 +22,8 @@ from ..._torch.graph import custom_backward_of, gradient_hooks, stepping_hooks
 from ..._torch.modules import backward_hooks_of, parameters_of
 from ...batches.losses import WeightedLoss
 from ...restoring.model_state import is_users
-from .accesses import (
+from .expressions import UNKNOWN, Frame, member_of, members_of
+from .syntax.accesses import (
     Access,
     Use,
     accesses_of,
@@ -33,7 +34,6 @@ from .accesses import (
     loops_of,
     may_set,
 )
-from .expressions import UNKNOWN, Frame, member_of, members_of
 from .syntax.protocols import called_by_name, called_by_with, protocols_of
 from .syntax.unknown_owners import Origins, name_read
 

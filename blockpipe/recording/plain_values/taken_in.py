@@ -18,8 +18,8 @@ from ...crossing.torch_patches import original_of
 from ...restoring.contents import content_of
 from ...restoring.holders import AttributesHolder, Holder, MemberHolder, attributes_of, container_of
 from ...restoring.model_state import is_users
-from .accesses import Access, Use
 from .expressions import ALL, UNKNOWN, Frame, Names
+from .syntax.accesses import Access, Use
 
 _NOT_HELD = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),

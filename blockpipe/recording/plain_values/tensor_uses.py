@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from torch import Tensor
 
 from ..entries import OutsideTensor, SharedChange, TensorInfo
-from .accesses import Access, Use
 from .expressions import Frame
+from .syntax.accesses import Access, Use
 from .values import SharedValue, back, shared_change
 
 _CONTENT, _GRADIENT = "content", "grad"

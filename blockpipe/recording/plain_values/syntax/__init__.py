@@ -1,5 +1,6 @@
 """What Python's syntax says of values, without a run: the names that it binds, what it takes out of
-containers, the methods that it calls.
+containers, the methods that it calls, the places that it reads and sets.
 
-Expressions and accesses go in; names, values and methods come out. Read ``contents`` first.
+Code and its expressions go in; names, values, methods and accesses come out. Read ``accesses``
+first; ``effects`` tells what a library's function does to a container.
 """

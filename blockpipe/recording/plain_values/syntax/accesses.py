@@ -17,9 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from .bindings import assigned, bound, captured
+from .contents import alternatives
 from .effects import CHANGES_GIVEN, DOES_BOTH, FILLS, WRITES
-from .syntax.bindings import assigned, bound, captured
-from .syntax.contents import alternatives
 
 _READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
 _OF_ENVIRONMENT = ("getenv", "getenvb")

@@ -22,8 +22,8 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...parity import assert_same_gradients, plain_step
-from ...stage_devices import stages
+from ..parity import assert_same_gradients, plain_step
+from ..stage_devices import stages
 
 # torch 2.11 warns of a hook on a module whose inputs need no gradient.
 pytestmark = pytest.mark.filterwarnings(
