@@ -374,8 +374,9 @@ class SharedValues:
             return True
         if not is_known:
             return False
-        # An object of the user's is read as a whole by code that is not looked into.
-        if self._still is not None and access.use is Use.READ and is_read_by_syntax(value):
+        # An object of the user's is read as a whole by code that is not looked into. Methods are.
+        is_used = access.use is Use.READ and not access.calls
+        if self._still is not None and is_used and is_read_by_syntax(value):
             return True
         is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
         return is_object and access.use is Use.READ and access.given_to is not None

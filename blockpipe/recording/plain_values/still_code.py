@@ -278,7 +278,7 @@ def _called_by(still: StillFrame) -> Iterator[tuple[Any, tuple[Any, ...]]]:
             elif owner is not UNKNOWN:
                 is_known = found is not UNKNOWN
                 yield from called_by_name(owner, found, is_known=is_known)
-        if access.use is Use.READ:
+        if access.use is Use.READ and not access.calls:
             value = _or_unknown(frame.evaluated, access.node)
             yield from ((method, (value,)) for method in protocols_of(value))
     for context in contexts_of(still.f_code):

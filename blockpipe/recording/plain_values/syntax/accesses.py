@@ -76,6 +76,7 @@ class Access:
         key: of a container, the key of the entry that a method of it takes: ``table.pop(key)``.
         is_first: whether it is the first of the arguments.
         is_dropped: whether the result of the function that takes it is dropped.
+        calls: whether it is read for a method of it, which is called.
     """
 
     node: ast.expr
@@ -88,6 +89,7 @@ class Access:
     key: ast.expr | None = None
     is_first: bool = False
     is_dropped: bool = False
+    calls: bool = False
 
     @property
     def counts(self) -> bool:
@@ -328,7 +330,8 @@ def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access |
             back = _goes_back(ast.Subscript(node, key, ast.Load()), outer[2:])
         is_first = given_to is not None and node in getattr(outer[0], "args", ())[:1]
         ends = len(outer) > 1 and isinstance(outer[1], ast.Expr)
-        return Access(node, True, False, back, use, given_to, is_said, key, is_first, ends)
+        calls = isinstance(outer[0], ast.Attribute) and _is_called(outer) if outer else False
+        return Access(node, True, False, back, use, given_to, is_said, key, is_first, ends, calls)
     if "_FAST" in operation:
         return None
     around = outer[0] if outer else None
@@ -368,8 +371,7 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
     """
     around = outer[0] if outer else None
     if isinstance(around, ast.Attribute):
-        call = outer[1] if len(outer) > 1 else None
-        is_called = isinstance(call, ast.Call) and call.func is around
+        is_called = _is_called(outer)
         if not is_called and around.attr not in _READS | DOES_BOTH | WRITES:
             return Use.NONE, None  # an attribute of it, which is an access of its own
         if around.attr in DOES_BOTH:
@@ -397,6 +399,12 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
         is_alias = isinstance(around, ast.AnnAssign | ast.NamedExpr | ast.Expr)
     is_asked = isinstance(around, ast.Compare) and isinstance(around.ops[0], ast.Is | ast.IsNot)
     return (Use.NONE if is_alias or is_asked else Use.READ), None
+
+
+def _is_called(outer: tuple[ast.AST, ...]) -> bool:
+    """Whether the innermost of the nodes is the function of a call."""
+    call = outer[1] if len(outer) > 1 else None
+    return isinstance(call, ast.Call) and call.func is outer[0]
 
 
 def _key_taken(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:
