@@ -50,9 +50,11 @@ class Gate:
         self._late = threading.Timer(20, self._held.close)
 
     def close(self, device):
+        self.is_closed.set()
+        if self._late.finished.is_set():
+            return  # it was opened too early, and nobody would open it again
         self._held.enter_context(accelerator.held(torch.accelerator.current_stream(device)))
         self._late.start()
-        self.is_closed.set()
 
     def open(self):
         self.was_closed = self._late.is_alive()
@@ -61,23 +63,31 @@ class Gate:
 
 
 class Gated(nn.Module):
-    """Two stages; calls what it is told to behind the first, and around the second."""
+    """Two stages; calls what it is told to behind the first, and around the second, once it is
+    armed: a step before that has shown that nothing is drawn, so that nothing takes turns.
 
-    def __init__(self):
+    Args:
+        calls: functions by micro-batch and place.
+    """
+
+    def __init__(self, calls):
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.calls = {}  # by micro-batch and place
+        self.calls, self.armed = calls, threading.Event()
 
     def forward(self, x):
-        m = bp.current_microbatch()
         with bp.Block(stage=0):
             x = self.a(x)
-            self.calls.get((m, "behind 0"), int)()
+            self._at("behind 0")
         with bp.Block(stage=1):
-            self.calls.get((m, "before 1"), int)()
+            self._at("before 1")
             x = self.b(x)
-            self.calls.get((m, "behind 1"), int)()
+            self._at("behind 1")
             return x
+
+    def _at(self, place):
+        if self.armed.is_set():
+            self.calls.get((bp.current_microbatch(), place), int)()
 
 
 @pytest.mark.parametrize("is_host", [False, True])
@@ -85,9 +95,7 @@ def test_a_copy_of_a_step_does_not_wait_for_later_micro_batches(is_host):
     """An activation is copied as soon as its own micro-batch has computed it, whenever it is read
     first, and whatever its device has been given meanwhile."""
     first, second = stages(2)[0], "cpu" if is_host else stages(2)[1]
-    net, gate = Gated(), Gate()
-    pipe = bp.Pipeline(net, devices=[first, second], chunks=2, schedule="gpipe")
-    x = torch.randn(4, 8)
+    gate = Gate()
 
     def wait_until_closed():
         with waiting_for_device():
@@ -99,10 +107,15 @@ def test_a_copy_of_a_step_does_not_wait_for_later_micro_batches(is_host):
                 torch.accelerator.current_stream(second).synchronize()
         gate.open()
 
+    calls = {
+        (1, "behind 0"): partial(gate.close, first),
+        (0, "before 1"): wait_until_closed,
+        (0, "behind 1"): wait_for_the_copy,
+    }
+    net, x = Gated(calls), torch.randn(4, 8)
+    pipe = bp.Pipeline(net, devices=[first, second], chunks=2, schedule="gpipe")
     pipe.forward_backward(x, loss_fn=square)
-    net.calls[1, "behind 0"] = partial(gate.close, first)
-    net.calls[0, "before 1"] = wait_until_closed
-    net.calls[0, "behind 1"] = wait_for_the_copy
+    net.armed.set()
     pipe.forward_backward(x, loss_fn=square)
     assert gate.was_closed
 
@@ -112,19 +125,19 @@ def test_a_copy_does_not_wait_for_the_micro_batch_before_it(grad):
     """The next activation comes while the stage still computes: the memory of the last one is not
     waited for."""
     first, second = map(torch.device, stages(2))
-    net, gate = Gated(), Gate()
-    pipe = bp.Pipeline(net, devices=[first, second], chunks=2, schedule="gpipe")
-    x = torch.randn(4, 8)
+    gate = Gate()
 
     def wait_for_the_copy():
         with waiting_for_device():
             _copy_streams.between(first, second, back=False).receiving.synchronize()
         gate.open()
 
+    calls = {(0, "before 1"): partial(gate.close, second), (1, "behind 1"): wait_for_the_copy}
+    net, x = Gated(calls), torch.randn(4, 8)
+    pipe = bp.Pipeline(net, devices=[first, second], chunks=2, schedule="gpipe")
     with torch.set_grad_enabled(grad):
         pipe(x)
-        net.calls[0, "before 1"] = partial(gate.close, second)
-        net.calls[1, "behind 1"] = wait_for_the_copy
+        net.armed.set()
         pipe(x)
     assert gate.was_closed
 
