@@ -5,7 +5,8 @@ which are the only ones: an optimizer knows nothing of the copies. They get the 
 the start of each step, as ``nn.DataParallel`` has it, and what was set on it. To keep them alike by
 an optimizer for each copy was no alternative: the user has one.
 
-A share is a micro-batch of the whole batch, and a pipeline cuts it further.
+A share is a micro-batch of the whole batch, and a pipeline cuts it further. It cuts what was cut of
+the batch: a tensor that goes whole to every share may have as many rows as a share has samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from ._common.callsite import remembers_caller, users_line
+from ._common.nested import map_tensors
 from ._common.threads.thread_state import CallerState, intra_operation_threads
 from ._torch.modes import untraced
-from .batches.batch_dims import dims_of_call
+from .batches.batch_dims import BatchDims, dims_of_call
 from .batches.class_weights import reduction_for
 from .batches.joining import join, output_dim
 from .batches.losses import WeightedLoss
-from .batches.microbatch import Microbatch, split, weights_of
+from .batches.microbatch import LossReduction, Microbatch, split, weights_of
+from .batches.shares import dims_of_shares
 from .devices.devices import is_asynchronous, is_on_meta
 from .devices.rng_streams import Source, diverted, host_sources, torchs_of
 from .errors import PlanError, UsageError
@@ -35,6 +38,8 @@ from .preparation.options import check_loss, joined_kwargs
 from .restoring.copied_models import CopiedModels
 
 __all__ = ["Replicas"]
+
+Parts = list[tuple[int, float]]  # of each micro-batch of a share, its size and its loss's weight
 
 
 class Replicas:
@@ -133,30 +138,33 @@ class Replicas:
         ):  # as Pipeline does; the other copies read its tensors there
             loss_fn.to(self.pipes[0].output_device)
         kwargs = joined_kwargs(kwargs, model_kwargs)
-        shares = self._shares(args, kwargs, target)
-        weights = weights_of(shares, reduction_for(loss_fn, self.pipes[0].loss_reduction))
+        shares, dims = self._shares(args, kwargs, target)
+        reduction = reduction_for(loss_fn, self.pipes[0].loss_reduction)
+        weights = weights_of(shares, reduction)
 
-        def step(pipe: Pipeline, share: Microbatch, weight: float) -> StepResult:
+        def step(pipe: Pipeline, share: Microbatch, weight: float) -> tuple[StepResult, Parts]:
+            by = self._parts_of(pipe, share, weight, reduction) if return_outputs else []
             if not weight:  # it counts for nothing, also where its loss is no number
                 with torch.no_grad():
                     output = pipe(*share.args, **share.kwargs)
-                return StepResult(torch.zeros((), device=pipe.output_device), output)
-            return pipe.forward_backward(
+                return StepResult(torch.zeros((), device=pipe.output_device), output), by
+            result = pipe.forward_backward(
                 *share.args,
                 target=share.target,
                 loss_fn=WeightedLoss(loss_fn, weight),
                 return_outputs=return_outputs,
                 model_kwargs=share.kwargs,
             )
+            return result, by
 
-        results = self._run(step, shares, weights)
+        results = self._run(step, shares, weights, dims)
         self._collect_gradients(len(shares))
-        device = results[0].loss.device
-        loss = torch.stack([result.loss.to(device) for result in results]).sum()
+        first = results[0][0].loss
+        loss = torch.stack([result.loss.to(first.device) for result, _ in results]).sum()
         outputs = None
         if return_outputs:
-            outputs = self._joined([result.outputs for result in results], shares, weights)
-        return StepResult(loss.as_subclass(type(results[0].loss)), outputs)
+            outputs = self._joined([(result.outputs, parts) for result, parts in results])
+        return StepResult(loss.as_subclass(type(first)), outputs)
 
     @untraced
     @remembers_caller
@@ -172,13 +180,15 @@ class Replicas:
                 f"got one with them ({users_line()}); call it under torch.no_grad(), or "
                 "forward_backward(…)"
             )
-        shares = self._shares(args, kwargs, None)
-        weights = weights_of(shares, self.pipes[0].loss_reduction)
+        shares, dims = self._shares(args, kwargs, None)
+        reduction = self.pipes[0].loss_reduction
+        weights = weights_of(shares, reduction)
 
-        def forward(pipe: Pipeline, share: Microbatch, _: float) -> Any:
-            return pipe(*share.args, **share.kwargs)
+        def forward(pipe: Pipeline, share: Microbatch, weight: float) -> tuple[Any, Parts]:
+            by = self._parts_of(pipe, share, weight, reduction)
+            return pipe(*share.args, **share.kwargs), by
 
-        return self._joined(self._run(forward, shares, weights), shares, weights)
+        return self._joined(self._run(forward, shares, weights, dims))
 
     def unplace(self) -> nn.Module:
         """As :meth:`Pipeline.unplace`, of every copy; returns the model."""
@@ -192,22 +202,33 @@ class Replicas:
 
     # --- a step
 
-    def _shares(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
-        """The batch, cut for the copies; a batch of fewer samples leaves some idle."""
+    def _shares(
+        self, args: Any, kwargs: dict[str, Any], target: Any
+    ) -> tuple[list[Microbatch], BatchDims]:
+        """The batch, cut for the copies, and how each of them is to cut its share; a batch of fewer
+        samples leaves some idle."""
         dims = dims_of_call(self.module, self.pipes[0].batch_dims, args, kwargs)
-        return split(args, kwargs, target, len(self.pipes), dims, cut=False)
+        shares = split(args, kwargs, target, len(self.pipes), dims, cut=False)
+        if len(shares) < 2:
+            return shares, self.pipes[0].batch_dims
+        size = sum(share.size for share in shares)
+        return shares, dims_of_shares(args, kwargs, target, size, dims)
 
     def _run(
         self,
         work: Callable[[Pipeline, Microbatch, float], Any],
         shares: list[Microbatch],
         weights: list[float],
+        dims: BatchDims,
     ) -> list[Any]:
-        """Do the work on each copy with its share; results in order."""
+        """Do the work on each copy with its share, which is split by ``dims``; results in order."""
         self._follow_model()
         self._copy_values(len(shares))
         try:
-            return self._run_jobs(work, shares, weights)
+            with ExitStack() as stack:
+                for pipe in self.pipes[: len(shares)]:
+                    stack.enter_context(pipe._splits_by(dims))
+                return self._run_jobs(work, shares, weights)
         finally:
             if self._copied.copies:
                 self._copied.note()
@@ -297,11 +318,42 @@ class Replicas:
                     else:
                         original.grad += gradient
 
-    def _joined(self, results: list[Any], shares: list[Microbatch], weights: list[float]) -> Any:
-        sizes = [share.size for share in shares]
-        first = self.pipes[0]
-        dim = output_dim(first.batch_dims, results, sizes)
-        return join(results, sizes, weights, first.output_device, dim)[0]
+    def _parts_of(
+        self, pipe: Pipeline, share: Microbatch, weight: float, reduction: LossReduction
+    ) -> Parts:
+        """The sizes and the weights of a share's micro-batches."""
+        parts = pipe._runner.split(share.args, share.kwargs, share.target)
+        weights = weights_of(parts, reduction) if weight else [0.0] * len(parts)
+        return [(part.size, weight * own) for part, own in zip(parts, weights, strict=True)]
+
+    def _joined(self, results: list[tuple[Any, Parts]]) -> Any:
+        """The outputs of all copies' micro-batches, as the batch's."""
+        outputs = [output for output, _ in results]
+        if len(outputs) == 1 and output_dim(self.pipes[0].batch_dims) is not None:
+            return outputs[0]
+        parts = [part for _, parts in results for part in parts]
+        sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
+        device = self.pipes[0].output_device
+        if output_dim(self.pipes[0].batch_dims) is None:
+            sizes = [sum(size for size, _ in parts) for _, parts in results]
+            return join(outputs, sizes, [1.0] * len(sizes), device, None)[0]
+        for number, copied in enumerate(self.pipes[1 : len(outputs)], start=1):
+            outputs[number] = self._of_model(copied.module, outputs[number])
+        every = [output for own in outputs for output in own]
+        dim = output_dim(self.pipes[0].batch_dims, every, sizes)
+        return join(every, sizes, weights, device, dim)[0]
+
+    def _of_model(self, copied: nn.Module, outputs: Any) -> Any:
+        """Outputs of a copy, with the model's own parameters in place of the copy's."""
+        pairs = zip(self.module.parameters(), copied.parameters(), strict=True)
+        own = {_memory_of(its): ours.detach() for ours, its in pairs if its.numel()}
+        return map_tensors(lambda t: own.get(_memory_of(t), t), outputs)
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided:
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _values(model: nn.Module) -> list[Tensor]:
