@@ -293,22 +293,20 @@ class Replicas:
     def _copy_values(self, count: int) -> None:
         """The model's values, modes and frozen parameters to the copies."""
         with torch.no_grad():
-            for pipe in self.pipes[1:count]:
-                model, copied = self.module, pipe.module
-                for ours, its in zip(model.modules(), copied.modules(), strict=True):
+            for number, pipe in enumerate(self.pipes[1:count]):
+                for ours, its in zip(self.module.modules(), pipe.module.modules(), strict=True):
                     its.training = ours.training
-                for weight, own in zip(model.parameters(), copied.parameters(), strict=True):
+                parameters = [*self._copied.parameters(number)]
+                for weight, own in parameters:
                     own.requires_grad_(weight.requires_grad)
-                held, slots = _values(model), _values(copied)
-                for value, slot in zip(held, slots, strict=True):
+                for value, slot in (*parameters, *self._copied.buffers(number)):
                     slot.copy_(value, non_blocking=True)
 
     def _collect_gradients(self, count: int) -> None:
         """The copies' gradients to the model's own, in the order of the shares."""
         with torch.no_grad():
-            for pipe in self.pipes[1:count]:
-                pairs = zip(self.module.parameters(), pipe.module.parameters(), strict=True)
-                for original, copied in pairs:
+            for number in range(count - 1):
+                for original, copied in self._copied.parameters(number):
                     gradient, copied.grad = copied.grad, None
                     if gradient is None:
                         continue
@@ -337,15 +335,15 @@ class Replicas:
         if output_dim(self.pipes[0].batch_dims) is None:
             sizes = [sum(size for size, _ in parts) for _, parts in results]
             return join(outputs, sizes, [1.0] * len(sizes), device, None)[0]
-        for number, copied in enumerate(self.pipes[1 : len(outputs)], start=1):
-            outputs[number] = self._of_model(copied.module, outputs[number])
+        for number in range(1, len(outputs)):
+            outputs[number] = self._of_model(number - 1, outputs[number])
         every = [output for own in outputs for output in own]
         dim = output_dim(self.pipes[0].batch_dims, every, sizes)
         return join(every, sizes, weights, device, dim)[0]
 
-    def _of_model(self, copied: nn.Module, outputs: Any) -> Any:
+    def _of_model(self, number: int, outputs: Any) -> Any:
         """Outputs of a copy, with the model's own parameters in place of the copy's."""
-        pairs = zip(self.module.parameters(), copied.parameters(), strict=True)
+        pairs = self._copied.parameters(number)
         own = {_memory_of(its): ours.detach() for ours, its in pairs if its.numel()}
         return map_tensors(lambda t: own.get(_memory_of(t), t), outputs)
 
@@ -354,10 +352,6 @@ def _memory_of(tensor: Tensor) -> Any:
     if tensor.layout is not torch.strided:
         return None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _values(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def _draws(pipe: Pipeline) -> bool:

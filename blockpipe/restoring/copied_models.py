@@ -81,8 +81,31 @@ class CopiedModels:
                 f"({users_line()}); keep no tensor on it that has a gradient path, as "
                 "torch.nn.utils.prune does until prune.remove"
             ) from error
+        kept = self._memos[0].get(id(self._memos[0]), ()) if self._memos else ()  # what was copied
+        registered = {*map(id, self.model.parameters()), *map(id, self.model.modules())}
+        beside = [each for each in kept if id(each) not in registered]
+        self._leaves = [t for t in beside if isinstance(t, Tensor) and _is_trained(t)]
+        self._apart = [m for m in beside if isinstance(m, nn.Module)]
+        for memo in self._memos:
+            for leaf in self._leaves:
+                memo[id(leaf)].grad = None  # a copy of a plain tensor has one of its gradient
         self._find()
         self.note()
+
+    def parameters(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the model's parameters, also those in plain lists and objects, which no module has
+        registered, each with that of a copy."""
+        yield from zip(self.model.parameters(), self.copies[number].parameters(), strict=True)
+        memo = self._memos[number]
+        yield from ((leaf, memo[id(leaf)]) for leaf in self._leaves)
+
+    def buffers(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the model's buffers, also of modules in plain lists, each with that of a copy."""
+        yield from zip(self.model.buffers(), self.copies[number].buffers(), strict=True)
+        memo = self._memos[number]
+        for module in self._apart:
+            own, copied = module.buffers(recurse=False), memo[id(module)].buffers(recurse=False)
+            yield from zip(own, copied, strict=True)
 
     def _find(self) -> None:
         """Find the objects of which each copy has its own."""
@@ -96,8 +119,9 @@ class CopiedModels:
         self._others = [h for h in owned if not isinstance(h, DictHolder | SequenceHolder)]
         self._spaces = [h.namespace() for h in (*self._named, *self._ordered)]
         self._owners = [h.owner for h in owned if h.namespace() is not h.owner]
-        self._held = [*self.model.parameters(), *self.model.buffers()]
-        self._parameters = list(self.model.parameters())
+        self._parameters = [*self.model.parameters(), *self._leaves]
+        apart = (buffer for module in self._apart for buffer in module.buffers(recurse=False))
+        self._held = [*self._parameters, *self.model.buffers(), *apart]
 
     def note(self) -> None:
         """Note what the model is now: a step is over."""
@@ -174,12 +198,18 @@ class CopiedModels:
         hooked = [p for p in self._parameters if gradient_hooks(p) or stepping_hooks(p)]
         if not hooked:
             return
-        name = next(name for name, p in self.model.named_parameters() if p is hooked[0])
+        names = (repr(name) for name, p in self.model.named_parameters() if p is hooked[0])
+        name = next(names, "one that no module has registered")
         raise UsageError(
-            f"expected parameters without hooks, got one on {name!r} ({users_line()}): it would "
+            f"expected parameters without hooks, got one on {name} ({users_line()}): it would "
             "not see the gradients of the copies; change .grad after the step, or register a hook "
             "on a module, which is copied"
         )
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    """Return whether a tensor that no module has registered may get a gradient, or has had one."""
+    return tensor.requires_grad or isinstance(tensor, nn.Parameter)
 
 
 def _is_copied(owner: Any, memo: dict[int, Any]) -> bool:
