@@ -9,6 +9,7 @@ A share is a micro-batch of the whole batch, and a pipeline cuts it further. It 
 the batch: a tensor that goes whole to every share may have as many rows as a share has samples.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
@@ -25,20 +26,26 @@ from ._torch.modes import untraced
 from .batches.batch_dims import BatchDims, dims_of_call
 from .batches.class_weights import reduction_for
 from .batches.joining import join, output_dim
-from .batches.losses import WeightedLoss
+from .batches.losses import WeightedLoss, kind_of
 from .batches.microbatch import LossReduction, Microbatch, split, weights_of
 from .batches.shares import dims_of_shares
 from .devices.devices import is_asynchronous, is_on_meta
-from .devices.rng_streams import Source, diverted, host_sources, torchs_of
+from .devices.rng_streams import Source, current, diverted, host_sources, moved, torchs_of
 from .errors import PlanError, UsageError
 from .execution.lanes.thread_pool import submit
 from .execution.step_result import StepResult
 from .pipeline import Pipeline
 from .preparation.options import check_loss, joined_kwargs
+from .preparation.shared_state import shared_by_copies
+from .recording.recording import Recording
 from .restoring.copied_models import CopiedModels
+from .restoring.shared_objects import SharedObjects
 
 __all__ = ["Replicas"]
 
+_MOST_KINDS = 64  # of calls: a guess
+
+Job = tuple[Pipeline, Microbatch, float]  # a copy, its share, and the weight of that's loss
 Parts = list[tuple[int, float]]  # of each micro-batch of a share, its size and its loss's weight
 
 
@@ -60,13 +67,13 @@ class Replicas:
     and switches that were set on the model or its objects since the last step. After other changes
     (a layer, a hook, a function, a tensor that is no buffer) they and their ``pipes`` are made
     anew; they are recorded once more, and what was called on those pipes is gone
-    (``pipe.compile``). What a forward itself sets, such as a count or a generator's state, is each
-    copy's own, until it is made anew. A change inside of an array, of bytes, or of an object of
-    C++ does not reach the copies.
+    (``pipe.compile``). What a forward sets on the model itself, such as a count or a generator's
+    state, is each copy's own, until it is made anew. A change inside of an array, of bytes, or of
+    an object of C++ does not reach the copies.
 
-    Copies run at the same time, in a thread each, unless their forward draws random numbers: then
-    one is started after the other, so that what is drawn does not depend on timing. Buffers are
-    the first copy's.
+    Copies run at the same time, in a thread each, unless they draw random numbers, or change what
+    they have in common (a global, a class, what a closure or the loss keeps). Then one is started
+    after the other, so that nothing depends on timing. Buffers are the first copy's.
 
     Source: ``replicationFactor`` of PopTorch, ``torch.nn.DataParallel``.
 
@@ -96,6 +103,8 @@ class Replicas:
             )
         self.module = model
         self._groups, self._options = groups, options
+        # By kind of call, its recording, and whether it changes what copies have in common.
+        self._changes: dict[Any, tuple[Recording, bool]] = {}
         self._copied = CopiedModels(model, len(groups) - 1)
         self.pipes = [Pipeline(model, devices=groups[0], **options), *self._pipes_of_copies()]
 
@@ -157,7 +166,7 @@ class Replicas:
             )
             return result, by
 
-        results = self._run(step, shares, weights, dims)
+        results = self._run(step, shares, weights, dims, loss_fn)
         self._collect_gradients(len(shares))
         first = results[0][0].loss
         loss = torch.stack([result.loss.to(first.device) for result, _ in results]).sum()
@@ -220,6 +229,7 @@ class Replicas:
         shares: list[Microbatch],
         weights: list[float],
         dims: BatchDims,
+        loss_fn: Callable[..., Any] | None = None,
     ) -> list[Any]:
         """Do the work on each copy with its share, which is split by ``dims``; results in order."""
         self._follow_model()
@@ -228,7 +238,7 @@ class Replicas:
             with ExitStack() as stack:
                 for pipe in self.pipes[: len(shares)]:
                     stack.enter_context(pipe._splits_by(dims))
-                return self._run_jobs(work, shares, weights)
+                return self._run_jobs(work, shares, weights, loss_fn)
         finally:
             if self._copied.copies:
                 self._copied.note()
@@ -246,10 +256,16 @@ class Replicas:
         work: Callable[[Pipeline, Microbatch, float], Any],
         shares: list[Microbatch],
         weights: list[float],
+        loss_fn: Callable[..., Any] | None,
     ) -> list[Any]:
         jobs = [*zip(self.pipes, shares, weights, strict=False)]
-        if not self._may_overlap(jobs):
-            return self._one_by_one(work, jobs)
+        if len(jobs) < 2:
+            return [work(*jobs[0])]
+        recordings = self._recordings(jobs, loss_fn)
+        if recordings is None or _key(recordings[0], loss_fn) not in self._changes:
+            return self._one_by_one(partial(self._watched, loss_fn=loss_fn), work, jobs)
+        if not self._may_overlap(recordings, loss_fn):
+            return self._one_by_one(operator.call, work, jobs)
         ambient, share = CallerState().for_threads(), self._share_of_threads(len(jobs))
 
         def run(job: tuple[Pipeline, Microbatch, float]) -> Any:
@@ -269,24 +285,53 @@ class Replicas:
             return None
         return max(1, torch.get_num_threads() // copies)
 
-    @staticmethod
-    def _may_overlap(jobs: Sequence[tuple[Pipeline, Any, Any]]) -> bool:
-        """Whether every copy is recorded, and none draws random numbers."""
-        is_known = all(pipe.recording is not None for pipe, _, _ in jobs)
-        return len(jobs) > 1 and is_known and not any(_draws(pipe) for pipe, _, _ in jobs)
+    def _recordings(
+        self, jobs: Sequence[Job], loss_fn: Callable[..., Any] | None
+    ) -> list[Recording] | None:
+        """The recording that each copy will run by; ``None`` if one of them has none yet."""
+        found = []
+        for pipe, share, _ in jobs:
+            batch = pipe._runner.split(share.args, share.kwargs, share.target)[0]
+            prepared = pipe._preparer.found(batch, loss_fn)
+            if prepared is None:
+                return None
+            found.append(prepared.recording)
+        return found
+
+    def _may_overlap(self, recordings: list[Recording], loss_fn: Callable[..., Any] | None) -> bool:
+        """Whether no copy draws random numbers, and they change nothing that they have in common,
+        such as globals."""
+        if any(hop.draws for recording in recordings for hop in recording.hops):
+            return False
+        _, changes = self._changes.get(_key(recordings[0], loss_fn), (None, True))
+        return not changes and shared_by_copies(recordings) is None
+
+    def _watched(self, run: Callable[[], Any], loss_fn: Callable[..., Any] | None) -> Any:
+        """Run the first copy, and note whether it changes what the others read too."""
+        drawn = current(_sources(self.pipes[0]))
+        shared = SharedObjects(self.module, loss_fn, self._copied.is_copied)
+        result = run()
+        recording = self.pipes[0].recording
+        if recording is not None:
+            if len(self._changes) >= _MOST_KINDS:
+                self._changes.clear()
+            found = bool(moved(drawn)) or shared.changed()
+            self._changes[_key(recording, loss_fn)] = recording, found
+        return result
 
     def _one_by_one(
         self,
+        first: Callable[[Callable[[], Any]], Any],
         work: Callable[[Pipeline, Microbatch, float], Any],
-        jobs: Sequence[tuple[Pipeline, Microbatch, float]],
+        jobs: Sequence[Job],
     ) -> list[Any]:
         """The first copy draws as it would alone; each other one from states of its own."""
-        results = [work(*jobs[0])]
+        results = [first(partial(work, *jobs[0]))]
         for number, job in enumerate(jobs[1:], start=1):
             with ExitStack() as stack:
                 if _draws(self.pipes[0]):
-                    first, own = _sources(self.pipes[0]), _sources(self.pipes[number])
-                    stack.enter_context(diverted(first, own, f"copy {number}"))
+                    ours, own = _sources(self.pipes[0]), _sources(self.pipes[number])
+                    stack.enter_context(diverted(ours, own, f"copy {number}"))
                 results.append(work(*job))
         return results
 
@@ -352,6 +397,10 @@ def _memory_of(tensor: Tensor) -> Any:
     if tensor.layout is not torch.strided:
         return None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _key(recording: Recording, loss_fn: Callable[..., Any] | None) -> Any:
+    return id(recording), kind_of(loss_fn)
 
 
 def _draws(pipe: Pipeline) -> bool:

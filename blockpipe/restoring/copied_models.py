@@ -111,7 +111,7 @@ class CopiedModels:
         """Find the objects of which each copy has its own."""
         memo = self._memos[0] if self._memos else {}
         state = ModelState(self.model, values=False, contents=False)
-        owned = [h for h in state.holders if _is_copied(h.owner, memo)]
+        owned = [h for h in state.holders if _has_names(h.owner, memo)]
         for holder in owned:
             holder.before = []  # the saved members may be as large as the model
         self._named: list[Any] = [h for h in owned if isinstance(h, DictHolder)]
@@ -122,6 +122,10 @@ class CopiedModels:
         self._parameters = [*self.model.parameters(), *self._leaves]
         apart = (buffer for module in self._apart for buffer in module.buffers(recurse=False))
         self._held = [*self._parameters, *self.model.buffers(), *apart]
+
+    def is_copied(self, owner: object) -> bool:
+        """Return whether each copy has an object for itself."""
+        return any(_is_copied(owner, memo) for memo in self._memos[:1])
 
     def note(self) -> None:
         """Note what the model is now: a step is over."""
@@ -212,9 +216,12 @@ def _is_trained(tensor: Tensor) -> bool:
     return tensor.requires_grad or isinstance(tensor, nn.Parameter)
 
 
+def _has_names(owner: Any, memo: dict[int, Any]) -> bool:
+    """Whether an object of which each copy has its own has members that are followed."""
+    return not isinstance(owner, Tensor | torch.Generator) and _is_copied(owner, memo)
+
+
 def _is_copied(owner: Any, memo: dict[int, Any]) -> bool:
-    if isinstance(owner, Tensor | torch.Generator):
-        return False
     return memo.get(id(owner), owner) is not owner
 
 
