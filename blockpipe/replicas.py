@@ -38,8 +38,10 @@ from .pipeline import Pipeline
 from .preparation.options import check_loss, joined_kwargs
 from .preparation.shared_state import shared_by_copies
 from .recording.recording import Recording
+from .recording.sample import check_initialized
 from .restoring.copied_models import CopiedModels
 from .restoring.shared_objects import SharedObjects
+from .weights.copied_interface import CopiedInterface
 
 __all__ = ["Replicas"]
 
@@ -49,7 +51,7 @@ Job = tuple[Pipeline, Microbatch, float]  # a copy, its share, and the weight of
 Parts = list[tuple[int, float]]  # of each micro-batch of a share, its size and its loss's weight
 
 
-class Replicas:
+class Replicas(CopiedInterface):
     """Pipelines over copies of one model, each with its share of every batch.
 
     Args:
@@ -62,6 +64,7 @@ class Replicas:
         PlanError: no groups, or groups of several sizes.
         UsageError: a model on the meta device, of which each copy would be loaded for itself; or
             one that ``copy.deepcopy`` cannot copy.
+        RecordingError: lazy modules that have not been called yet.
 
     Before each step, the copies get the values of parameters and buffers, and the numbers, texts
     and switches that were set on the model or its objects since the last step. After other changes
@@ -101,6 +104,7 @@ class Replicas:
                 "expected a model with values to copy, got one on the meta device "
                 f"({users_line()}); call blockpipe.materialize(model, …) first"
             )
+        check_initialized(model)
         self.module = model
         self._groups, self._options = groups, options
         # By kind of call, its recording, and whether it changes what copies have in common.

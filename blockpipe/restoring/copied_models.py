@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._torch.graph import gradient_hooks, stepping_hooks
+from .._torch.modules import pruned_names
 from .._torch.tensors import version_of
 from ..errors import UsageError
 from .holders import DictHolder, Holder, SequenceHolder
@@ -72,14 +73,13 @@ class CopiedModels:
 
     def copy(self) -> None:
         """Make the copies anew, from the model as it is now."""
-        self._memos = [{} for _ in range(self.count)]
+        self._memos = [_without_graphs(self.model) for _ in range(self.count)]
         try:
             self.copies = [copy.deepcopy(self.model, memo) for memo in self._memos]
         except RuntimeError as error:
             raise UsageError(
                 f"expected a model that copy.deepcopy can copy, got its error {error} "
-                f"({users_line()}); keep no tensor on it that has a gradient path, as "
-                "torch.nn.utils.prune does until prune.remove"
+                f"({users_line()}); keep no tensor on it that has a gradient path"
             ) from error
         kept = self._memos[0].get(id(self._memos[0]), ()) if self._memos else ()  # what was copied
         registered = {*map(id, self.model.parameters()), *map(id, self.model.modules())}
@@ -209,6 +209,18 @@ class CopiedModels:
             "not see the gradients of the copies; change .grad after the step, or register a hook "
             "on a module, which is copied"
         )
+
+
+def _without_graphs(model: nn.Module) -> dict[int, Any]:
+    """Return a memo for ``copy.deepcopy`` that knows the tensors with a gradient path that the
+    forward computes anew before it reads them: those of ``torch.nn.utils.prune``."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name in pruned_names(module):
+            pruned = vars(module).get(name)
+            if isinstance(pruned, Tensor) and not pruned.is_leaf:
+                memo[id(pruned)] = pruned.detach().clone()
+    return memo
 
 
 def _is_trained(tensor: Tensor) -> bool:
