@@ -213,6 +213,15 @@ class Replicas(CopiedInterface):
         """End the threads that wait for a next step. The copies can be used again."""
         self.pipes[0].close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the copies: they are made anew."""
+        return {**vars(self), "pipes": self.pipes[:1], "_copied": None, "_changes": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._copied = CopiedModels(self.module, len(self._groups) - 1)
+        self.pipes += self._pipes_of_copies()
+
     # --- a step
 
     def _shares(

@@ -1,7 +1,9 @@
 """State that copies of a pipeline have in common: they run one after the other, as micro-batches do
 in the plain loop."""
 
+import copy
 import itertools
+import pickle
 import random
 from collections import deque
 
@@ -264,3 +266,21 @@ def test_an_argument_that_the_forward_writes_to_is_written_in_order(monkeypatch)
         assert overlaps == [0]
         means.append(mean)
     assert_close(*means)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda many: pickle.loads(pickle.dumps(many))])
+def test_replicas_are_copied_and_pickled_after_steps(copied):
+    """With one set of parameters, of which their copies are made anew."""
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    net = Net(nn.ReLU())
+    two = Replicas(net, [["cpu"] * 2] * 2, chunks=2)
+    for _ in range(2):
+        two.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    net.zero_grad()
+    others = copied(two)
+    for many in (two, others):
+        many.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    assert others.pipes[0].module is others.module
+    assert others.module is not net
+    for one, other in zip(net.parameters(), others.parameters(), strict=True):
+        assert_close(one.grad, other.grad)
