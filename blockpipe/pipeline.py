@@ -6,7 +6,8 @@ places, and a :class:`~blockpipe.execution.step_runner.StepRunner` runs steps, b
 are in :class:`~blockpipe.reports.report_methods.ReportMethods`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -251,6 +252,15 @@ class Pipeline(ReportMethods, ModuleInterface):
         if options.prepared_for() != self._options.prepared_for():
             self._preparer.known.clear()
         self._options = options
+
+    @contextmanager
+    def _splits_by(self, dims: BatchDims) -> Iterator[None]:
+        """While entered, arguments are split by other ``batch_dims`` than the user's."""
+        before, self._options = self._options, replace(self._options, batch_dims=dims)
+        try:
+            yield
+        finally:
+            self._options = before
 
     # --- what is known of the model
 

@@ -12,6 +12,7 @@ from torch.nn.modules import module as _of_all_modules
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
 
 Slots = dict[str, Tensor | None]
 
@@ -58,6 +59,13 @@ def hooks_of_all_modules() -> list[dict[int, Any]]:
     """Return the hooks that every module calls (``register_module_forward_hook`` and its siblings),
     by their handles' ids. They can be added in public, but not asked for."""
     return [getattr(_of_all_modules, name) for name in _GLOBAL]
+
+
+def pruned_names(module: nn.Module) -> list[str]:
+    """Return the names of a module's tensors that ``torch.nn.utils.prune`` computes before each
+    forward."""
+    hooks = forward_pre_hooks_of(module).values()
+    return [hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)]
 
 
 def backward_hooks_of(module: nn.Module) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -11,8 +12,27 @@ from torch import nn
 from .._common.checks import expected
 from ..errors import MicrobatchError
 
-BatchDim = int | Literal["list"] | None
+
+@dataclass(frozen=True)
+class PartlyWhole:
+    """How a nested argument of a share is split: some of its tensors are not.
+
+    Attributes:
+        dim: the dim on which the others are split.
+        whole: the numbers, among the argument's tensors, of those that go whole.
+    """
+
+    dim: int
+    whole: frozenset[int]
+
+
+BatchDim = int | Literal["list"] | PartlyWhole | None
 BatchDims = int | Mapping[int | str, BatchDim] | None
+
+
+class CallDims(dict[int | str, BatchDim]):
+    """``batch_dims`` of one call, by the positions and names with which it passes its arguments."""
+
 
 WHOLE: Any = object()  # the dim of an argument that every micro-batch gets whole
 
@@ -40,7 +60,7 @@ class ArgumentDims:
             raise MicrobatchError(expected(contract, unknown, for_="batch_dims", fix=fix))
 
     def of(self, name: int | str) -> Any:
-        """Return an argument's dim, ``"list"``, or :data:`WHOLE`."""
+        """Return an argument's dim, ``"list"``, a :class:`PartlyWhole`, or :data:`WHOLE`."""
         if self._dims is None:
             return 0
         if isinstance(self._dims, int):
@@ -71,7 +91,7 @@ def dims_of_call(
         args: the positional arguments of the call.
         given: the names of its keyword arguments.
     """
-    if dims is None or not isinstance(dims, Mapping):
+    if isinstance(dims, CallDims) or not isinstance(dims, Mapping):
         return dims
     parameters = _parameters_of(model.forward)
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -14,7 +14,7 @@ from .._common.nested import leaf_names, leaves, map_leaves
 from ..devices.copies import carry
 from ..devices.devices import is_asynchronous
 from ..errors import MicrobatchError
-from .batch_dims import BatchDims, has_batch
+from .batch_dims import BatchDims, PartlyWhole, has_batch
 
 
 def join(
@@ -139,7 +139,9 @@ def output_dim(
     if not isinstance(dims, Mapping):
         return dims or 0
     if "output" in dims or "list" not in dims.values():
-        return dims.get("output", 0)
+        how = dims.get("output", 0)
+        assert not isinstance(how, PartlyWhole)
+        return how
     are_lists = all(
         type(result) in (list, tuple) and len(result) == size
         for result, size in zip(results, sizes, strict=True)

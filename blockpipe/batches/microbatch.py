@@ -8,7 +8,7 @@ that each have the batch's size.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from .._common.callsite import users_line
 from .._common.checks import expected
 from .._common.nested import leaves, map_tensors, tensors
 from ..errors import MicrobatchError
-from .batch_dims import WHOLE, ArgumentDims, BatchDims, has_batch
+from .batch_dims import WHOLE, ArgumentDims, BatchDims, PartlyWhole, has_batch
 from .shared_memory import unified
 
 LossReduction = str | Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
@@ -169,6 +169,8 @@ class _Splitter:
             return [value] * self.count
         if dim == "list":
             return self._elements(name, value)
+        if isinstance(dim, PartlyWhole):
+            return self._some_of(name, value, dim)
         if self._by.asks_for(name):
             _check_named(name, value, dim, self._batch)
         if isinstance(value, Tensor):  # the common case, in every step
@@ -176,11 +178,18 @@ class _Splitter:
                 return [value] * self.count
             self._split_on[name] = dim
             return self._pieces_of(value, dim)
-        pieces: dict[int, Sequence[Tensor]] = {
-            id(t): self._pieces_of(t, dim)
-            for t in tensors(value)
-            if has_batch(t.shape, self._batch, dim)
-        }
+        found = (t for t in tensors(value) if has_batch(t.shape, self._batch, dim))
+        return self._split_tensors(name, value, found, dim)
+
+    def _some_of(self, name: int | str, value: Any, by: PartlyWhole) -> list[Any]:
+        found = (t for number, t in enumerate(tensors(value)) if number not in by.whole)
+        return self._split_tensors(name, value, found, by.dim)
+
+    def _split_tensors(
+        self, name: int | str, value: Any, found: Iterable[Tensor], dim: int
+    ) -> list[Any]:
+        """Return an argument's parts, where some of the tensors in it are split."""
+        pieces: dict[int, Sequence[Tensor]] = {id(t): self._pieces_of(t, dim) for t in found}
         if pieces:
             self._split_on[name] = dim
 
@@ -257,6 +266,8 @@ def _batch_size(named: list[tuple[Any, Any]], by: ArgumentDims) -> int | None:
         if dim == "list":
             _check_list(name, value)
             return len(value)
+        if isinstance(dim, PartlyWhole):
+            dim = dim.dim
         if not by.names(name):
             _check_for_samples(name, value, None, dim)
         for tensor in tensors(value):
@@ -347,7 +358,7 @@ def _of_texts(sequence: Sequence[Any]) -> bool:
 
 
 def _check_target(target: Any, size: int, dim: Any) -> None:
-    if dim is WHOLE or dim == "list":
+    if dim is WHOLE or dim == "list" or isinstance(dim, PartlyWhole):
         return
     for tensor in tensors(target):
         if tensor.dim() > dim and tensor.shape[dim] != size:
@@ -388,61 +399,3 @@ def weights_of(microbatches: Sequence[Microbatch], reduction: LossReduction) -> 
         counts = [float(m.size) for m in microbatches]
     total = sum(counts)
     return [count / total for count in counts]
-
-
-@dataclass
-class InputPlace:
-    """The place of one of the batch's leaves in the micro-batches' arguments.
-
-    Attributes:
-        dim: the dim on which it was split; ``None``: it was not.
-        leaves: for each micro-batch that has it or a piece of it, the index of that leaf.
-    """
-
-    dim: int | None
-    leaves: dict[int, int]
-
-    def only(self, m: int) -> "InputPlace":
-        """Return its place in one micro-batch."""
-        return InputPlace(self.dim, {m: self.leaves[m]} if m in self.leaves else {})
-
-
-def input_places(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Any,
-    sizes: Sequence[int],
-    dims: BatchDims,
-) -> list[InputPlace]:
-    """Return the places of the leaves of a batch's arguments and its target, in order.
-
-    Args:
-        args: the positional arguments of :func:`split`.
-        kwargs: its keyword arguments.
-        target: its target.
-        sizes: the sizes of the micro-batches that it made.
-        dims: its ``batch_dims``.
-    """
-    size, count = sum(sizes), len(sizes)
-    by = ArgumentDims(dims)
-    reached = [0] * count  # leaves of each micro-batch's arguments so far
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items(), ("target", target)]
-    places = []
-    for name, value in named:
-        dim = by.of(name)
-        if dim == "list":
-            owners = [m for m, n in enumerate(sizes) for _ in range(n)]
-            parts = [([m], item) for m, item in zip(owners, value, strict=True)]
-        else:
-            parts = [(list(range(count)), value)]
-        for members, part in parts:
-            # An element of a list goes whole to one micro-batch.
-            may_be_split = len(members) > 1 and dim is not WHOLE
-            for leaf in leaves(part):
-                is_split = may_be_split and isinstance(leaf, Tensor)
-                is_split = is_split and has_batch(leaf.shape, size, dim)
-                found = {m: reached[m] for m in members}
-                places.append(InputPlace(dim if is_split else None, found))
-                for m in members:
-                    reached[m] += 1
-    return places

@@ -20,8 +20,8 @@ from .._common.nested import leaves, map_leaves
 from .._common.threads.model_turns import alone_with
 from .._common.threads.thread_state import ours
 from .._torch.graph import will_run
+from ..batches.input_places import InputPlace
 from ..batches.joining import JoinedLeaf
-from ..batches.microbatch import InputPlace
 from ..crossing.tags import edge_of
 from ..errors import UsageError
 from ..restoring.restored_thread import leaves_intact

@@ -16,9 +16,10 @@ from .._common.threads.thread_state import CallerState, ours, theirs
 from .._torch.modes import how_many_dispatch_modes, is_in_forward_mode, is_in_transform
 from ..batches.batch_dims import dims_of_call
 from ..batches.class_weights import reduction_for
+from ..batches.input_places import InputPlace, input_places
 from ..batches.joining import JoinedLeaf, join, output_dim, weighted_sum
 from ..batches.losses import warn_of_some_without_a_number
-from ..batches.microbatch import InputPlace, Microbatch, input_places, weights_of
+from ..batches.microbatch import Microbatch, weights_of
 from ..crossing.interception import CrossingMode
 from ..crossing.step_context import Graphs, KnownForward, StepContext
 from ..crossing.uncut_run import UncutRun

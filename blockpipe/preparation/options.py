@@ -10,7 +10,7 @@ from torch import nn
 from .._common.callsite import users_line, warn
 from .._common.checks import expected, is_integer
 from .._common.hints import REPLICATED
-from ..batches.batch_dims import BatchDims, dims_of_call
+from ..batches.batch_dims import BatchDims, CallDims, dims_of_call
 from ..batches.microbatch import LossReduction, Microbatch, split
 from ..errors import MicrobatchError, PlanError, ScheduleError, UsageError
 from ..schedules.builders import SCHEDULES, ScheduleOption, check_in_flight, cuts_graphs
@@ -78,6 +78,8 @@ def check_plan(plan: object) -> None:
 
 def check_batch_dims(dims: object) -> None:
     """Raise :class:`MicrobatchError` for a value that names no dims."""
+    if isinstance(dims, CallDims):
+        return  # made by Blockpipe
     values = list(dims.values()) if isinstance(dims, Mapping) else [dims]
     for value in values:
         is_list = value == "list" and isinstance(dims, Mapping)

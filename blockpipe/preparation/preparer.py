@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..batches.microbatch import Microbatch
 from ..crossing.tags import ParameterHome
 from ..devices.devices import Devices, checked_devices, default_devices, named_devices
 from ..devices.ownership import Owner, set_owner
-from ..errors import PlanError, StateError, UsageError
+from ..errors import StateError, UsageError
 from ..recording.plan_resolution import planned_by
 from ..recording.record import record_planned
 from ..recording.recording import Recording
@@ -32,6 +32,7 @@ from ..weights.accelerate_hooks import AccelerateHooks
 from ..weights.materialize import PendingValues
 from ..weights.placement import Fingerprint, Placement
 from .batch_norm import DeferredBatchNorm
+from .offloaded import offloaded_stages
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
@@ -160,19 +161,7 @@ class Preparer:
             options: how steps are run.
             loss_fn: what the step calls with the output, if it is a function.
         """
-        if self.is_replanned():
-            self.unplace()
-            self._fingerprint = None
-        if self._fingerprint is None or not self._fingerprint.fits():
-            if self._fingerprint is not None:
-                _log.info("recording anew: modules or parameters were changed, or moved")
-            self._forget_if_moved()
-            self.known.clear()  # the model was changed: record anew
-            self._fingerprint = Fingerprint(self.model, self._unread)
-        if self._watched_values.has_turned():
-            _log.info("recording anew: a value was set, by which a forward may turn")
-            self.known.clear()
-        key = self._key(batch, self._fingerprint, loss_fn)
+        key = self._key_now(batch, loss_fn)
         prepared = self.known.get(key)
         if prepared is None:
             if self.known:
@@ -191,6 +180,26 @@ class Preparer:
             self._caution_once(prepared, options)
         self.known.move_to_end(key)
         return prepared
+
+    def found(self, batch: Microbatch, loss_fn: LossFn = None) -> Prepared | None:
+        """Return what :meth:`prepare` would; ``None`` where it would record."""
+        return self.known.get(self._key_now(batch, loss_fn))
+
+    def _key_now(self, batch: Microbatch, loss_fn: LossFn) -> Any:
+        """Return the key of a recording that fits, after forgetting those that fit no more."""
+        if self.is_replanned():
+            self.unplace()
+            self._fingerprint = None
+        if self._fingerprint is None or not self._fingerprint.fits():
+            if self._fingerprint is not None:
+                _log.info("recording anew: modules or parameters were changed, or moved")
+            self._forget_if_moved()
+            self.known.clear()  # the model was changed: record anew
+            self._fingerprint = Fingerprint(self.model, self._unread)
+        if self._watched_values.has_turned():
+            _log.info("recording anew: a value was set, by which a forward may turn")
+            self.known.clear()
+        return self._key(batch, self._fingerprint, loss_fn)
 
     def _caution_once(self, prepared: Prepared, options: PipelineOptions) -> None:
         """Warn, at the first step of a pipeline, of options and marks that were hardly meant so."""
@@ -299,7 +308,7 @@ class Preparer:
             planned=planned is not None,
             in_flight=options.in_flight,
             checkpoint=options.checkpoint,
-            offload=_offloaded(recording, options.offload),
+            offload=offloaded_stages(recording, options.offload),
             batch_norm=batch_norm,
             written=self._written,
         )
@@ -425,25 +434,6 @@ class Preparer:
         self.__dict__.update(state)
         self._hooks = AccelerateHooks(self.model)
         self._watched_values = WatchedValues(self.model)
-
-
-def _offloaded(recording: Recording, offload: frozenset[int] | Literal[True]) -> frozenset[int]:
-    stages = frozenset(range(recording.num_stages)) if offload is True else offload
-    if not stages:
-        return stages
-    beyond = sorted(stage for stage in stages if stage >= recording.num_stages)
-    if beyond:
-        raise PlanError(
-            f"expected stages from 0 to {recording.num_stages - 1} for offload, got {beyond} "
-            f"({users_line()}); name some of these, or pass offload=True"
-        )
-    if recording.unhookable:
-        raise PlanError(
-            "offload hooks into what autograd saves, which torch.func does not allow, and "
-            f"{recording.unhookable} use it ({users_line()}); pass offload=False, or checkpoint= "
-            "instead"
-        )
-    return stages
 
 
 def _is_plain(value: Any) -> bool:

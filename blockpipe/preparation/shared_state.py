@@ -1,6 +1,6 @@
 """State that micro-batches under way at once must not share: what a forward changes, generators."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..batches.losses import kind_of
@@ -53,6 +53,26 @@ class CodeKinds:
         if kind not in self._uses_state:
             self._uses_state[kind] = function is not None and uses_state(function)
         return kind if self._uses_state[kind] else None
+
+
+def shared_by_copies(recordings: Sequence[Recording]) -> str | None:
+    """Return a state, in words, that the forwards of a model's copies change and have in common;
+    ``None``: there is none.
+
+    Args:
+        recordings: of each copy. An object that is in two of them was not copied.
+    """
+    first, *others = recordings
+    if first.switches:
+        return "switches of torch or of the process"
+    if first.writes_inputs:
+        return "arguments of the call"
+    for key, what in first.sets.items():
+        if all(key in other.sets for other in others):
+            return what
+    # A tensor that a step has written to may be none of the outside in a later recording.
+    written = (o for recording in recordings for o in recording.outside if o.written)
+    return next((f"{outside.name} ({outside.where})" for outside in written), None)
 
 
 def runs_by(recording: Recording) -> tuple[Any, ...]:

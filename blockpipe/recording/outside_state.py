@@ -109,6 +109,7 @@ class OutsideState:
             if _is_watched(holder) and id(holder.owner) not in apart:
                 self._holders.append(holder)
         self._known = {id(holder.owner) for holder in self._holders}
+        self._first = frozenset(self._known)
         self._shared = {
             id(value) for h in self._holders if isinstance(h, _NAMED) for _, value in h.now()
         }
@@ -179,6 +180,15 @@ class OutsideState:
     def collects(self) -> bool:
         """Whether several hops add to one object, which the next forward may empty first."""
         return any(len(change.grown_on) > 1 for change in self._changes.values())
+
+    @property
+    def sets(self) -> dict[int, str]:
+        """The objects that were there before and have changed: by id, in words."""
+        return {
+            id(change.owner): f"{change.name} ({change.where})"
+            for change in self._changes.values()
+            if id(change.owner) in self._first
+        }
 
     def changed(self) -> Iterator[tuple[Any, Any, set[int], str]]:
         """Yield each changed object, a name or key in it (``None`` for its content), the hops that

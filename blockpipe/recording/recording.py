@@ -76,6 +76,9 @@ class Recording:
     collects: bool = False  # several hops add to something of the user's
     settles: bool = False  # modules of several hops make something at the first call, and keep it
     unread: set[str] = field(default_factory=set)  # those that look like switches, and are none
+    sets: dict[int, str] = field(default_factory=dict, repr=False)
+    """The objects that were there before and that it, a hook or the loss sets: by id, in words."""
+    switches: bool = False  # whether it sets switches of torch or the process for a while
     changes_process: bool = False  # where it prints to, or what it warns of, for a while
     writes_inputs: bool = False  # whether it writes in place to its arguments
     writes_across: bool = False  # whether it writes in place to a tensor of another hop

@@ -136,6 +136,11 @@ class SharedChanges:
             if args[0].requires_grad != asked:
                 self._toggled.setdefault(id(args[0]), users_line())
 
+    @property
+    def switches(self) -> bool:
+        """Whether operations ran under other switches than those around the forward."""
+        return self.changes_process or bool(self._switched)
+
     def found(
         self, result: Recording, held: Mapping[int, TensorInfo], reads: NamesRead
     ) -> Iterator[SharedChange]:

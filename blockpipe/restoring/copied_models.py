@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._torch.graph import gradient_hooks, stepping_hooks
+from .._torch.modules import pruned_names
 from .._torch.tensors import version_of
 from ..errors import UsageError
 from .holders import DictHolder, Holder, SequenceHolder
@@ -72,23 +73,45 @@ class CopiedModels:
 
     def copy(self) -> None:
         """Make the copies anew, from the model as it is now."""
-        self._memos = [{} for _ in range(self.count)]
+        self._memos = [_without_graphs(self.model) for _ in range(self.count)]
         try:
             self.copies = [copy.deepcopy(self.model, memo) for memo in self._memos]
         except RuntimeError as error:
             raise UsageError(
                 f"expected a model that copy.deepcopy can copy, got its error {error} "
-                f"({users_line()}); keep no tensor on it that has a gradient path, as "
-                "torch.nn.utils.prune does until prune.remove"
+                f"({users_line()}); keep no tensor on it that has a gradient path"
             ) from error
+        kept = self._memos[0].get(id(self._memos[0]), ()) if self._memos else ()  # what was copied
+        registered = {*map(id, self.model.parameters()), *map(id, self.model.modules())}
+        beside = [each for each in kept if id(each) not in registered]
+        self._leaves = [t for t in beside if isinstance(t, Tensor) and _is_trained(t)]
+        self._apart = [m for m in beside if isinstance(m, nn.Module)]
+        for memo in self._memos:
+            for leaf in self._leaves:
+                memo[id(leaf)].grad = None  # a copy of a plain tensor has one of its gradient
         self._find()
         self.note()
+
+    def parameters(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the model's parameters, also those in plain lists and objects, which no module has
+        registered, each with that of a copy."""
+        yield from zip(self.model.parameters(), self.copies[number].parameters(), strict=True)
+        memo = self._memos[number]
+        yield from ((leaf, memo[id(leaf)]) for leaf in self._leaves)
+
+    def buffers(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the model's buffers, also of modules in plain lists, each with that of a copy."""
+        yield from zip(self.model.buffers(), self.copies[number].buffers(), strict=True)
+        memo = self._memos[number]
+        for module in self._apart:
+            own, copied = module.buffers(recurse=False), memo[id(module)].buffers(recurse=False)
+            yield from zip(own, copied, strict=True)
 
     def _find(self) -> None:
         """Find the objects of which each copy has its own."""
         memo = self._memos[0] if self._memos else {}
         state = ModelState(self.model, values=False, contents=False)
-        owned = [h for h in state.holders if _is_copied(h.owner, memo)]
+        owned = [h for h in state.holders if _has_names(h.owner, memo)]
         for holder in owned:
             holder.before = []  # the saved members may be as large as the model
         self._named: list[Any] = [h for h in owned if isinstance(h, DictHolder)]
@@ -96,8 +119,13 @@ class CopiedModels:
         self._others = [h for h in owned if not isinstance(h, DictHolder | SequenceHolder)]
         self._spaces = [h.namespace() for h in (*self._named, *self._ordered)]
         self._owners = [h.owner for h in owned if h.namespace() is not h.owner]
-        self._held = [*self.model.parameters(), *self.model.buffers()]
-        self._parameters = list(self.model.parameters())
+        self._parameters = [*self.model.parameters(), *self._leaves]
+        apart = (buffer for module in self._apart for buffer in module.buffers(recurse=False))
+        self._held = [*self._parameters, *self.model.buffers(), *apart]
+
+    def is_copied(self, owner: object) -> bool:
+        """Return whether each copy has an object for itself."""
+        return any(_is_copied(owner, memo) for memo in self._memos[:1])
 
     def note(self) -> None:
         """Note what the model is now: a step is over."""
@@ -174,17 +202,38 @@ class CopiedModels:
         hooked = [p for p in self._parameters if gradient_hooks(p) or stepping_hooks(p)]
         if not hooked:
             return
-        name = next(name for name, p in self.model.named_parameters() if p is hooked[0])
+        names = (repr(name) for name, p in self.model.named_parameters() if p is hooked[0])
+        name = next(names, "one that no module has registered")
         raise UsageError(
-            f"expected parameters without hooks, got one on {name!r} ({users_line()}): it would "
+            f"expected parameters without hooks, got one on {name} ({users_line()}): it would "
             "not see the gradients of the copies; change .grad after the step, or register a hook "
             "on a module, which is copied"
         )
 
 
+def _without_graphs(model: nn.Module) -> dict[int, Any]:
+    """Return a memo for ``copy.deepcopy`` that knows the tensors with a gradient path that the
+    forward computes anew before it reads them: those of ``torch.nn.utils.prune``."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name in pruned_names(module):
+            pruned = vars(module).get(name)
+            if isinstance(pruned, Tensor) and not pruned.is_leaf:
+                memo[id(pruned)] = pruned.detach().clone()
+    return memo
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    """Return whether a tensor that no module has registered may get a gradient, or has had one."""
+    return tensor.requires_grad or isinstance(tensor, nn.Parameter)
+
+
+def _has_names(owner: Any, memo: dict[int, Any]) -> bool:
+    """Whether an object of which each copy has its own has members that are followed."""
+    return not isinstance(owner, Tensor | torch.Generator) and _is_copied(owner, memo)
+
+
 def _is_copied(owner: Any, memo: dict[int, Any]) -> bool:
-    if isinstance(owner, Tensor | torch.Generator):
-        return False
     return memo.get(id(owner), owner) is not owner
 
 

@@ -89,6 +89,10 @@ class ModelState:
         while level:  # breadth first, so that the nearest objects come first
             level = [found for value in level for found in self._look_at(value)]
 
+    def objects(self) -> list[Any]:
+        """Return all objects that were found, the nearest first."""
+        return [*self._seen.values()]
+
     def restore(self) -> None:
         """Put everything back, in place. Of one place, what was kept first counts: holders may
         have been added while the forward ran."""
@@ -253,6 +257,8 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 def is_users(module: str | None) -> bool:
     """Whether a module is the user's own, and not the standard library's or an installed
     package's."""
+    if not isinstance(module, str | None):
+        return False  # a class of Cython has a descriptor there
     package = (module or "").partition(".")[0]
     if package in sys.stdlib_module_names and package != "__main__":
         return False

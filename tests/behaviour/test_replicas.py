@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import blockpipe as bp
-from blockpipe.errors import PlanError, UsageError
+from blockpipe.errors import PlanError, RecordingError, UsageError
 from blockpipe.replicas import Replicas
 
 from ..parity import plain_step
@@ -287,14 +287,80 @@ def test_a_hook_on_a_parameter_is_refused(kind):
 
 
 def test_a_model_that_cannot_be_copied_any_more_is_refused():
-    """As one that is pruned, whose weight has a gradient path."""
+    """As one that keeps a tensor with a gradient path."""
     net = make_net()
     two = Replicas(net, groups(), chunks=2)
-    prune.custom_from_mask(net[0], "weight", torch.eye(8, 4))
-    with pytest.raises(UsageError, match=r"copy\.deepcopy can copy.*until prune\.remove"):
+    net[0].cached = net[0].weight * 2
+    with pytest.raises(UsageError, match=r"copy\.deepcopy can copy.*keep no tensor on it"):
         two.forward_backward(torch.ones(8, 4), loss_fn=torch.mean)
-    prune.remove(net[0], "weight")
+    del net[0].cached
     two.forward_backward(torch.ones(8, 4), loss_fn=torch.mean)
+
+
+def _pruned_steps(net, step):
+    """Some steps, with a layer that is pruned, pruned once more, and made a plain one again."""
+    for number in range(5):
+        if number in (1, 2):
+            prune.custom_from_mask(
+                net[0], "weight", torch.eye(8, 4).roll(number, 0) + torch.eye(8, 4)
+            )
+        if number == 4:
+            prune.remove(net[0], "weight")
+        net.zero_grad()
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+        step(x)
+        yield [p.grad.clone() for p in net.parameters()]
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+
+
+def test_a_layer_may_be_pruned_between_steps():
+    """Its weight has a gradient path, and is computed anew by each copy's forward."""
+    net = make_net()
+    plain = copy.deepcopy(net)
+    two = Replicas(net, [["cpu"] * 2] * 2, chunks=2)
+    found = _pruned_steps(net, lambda x: two.forward_backward(x, loss_fn=torch.mean))
+    expected = _pruned_steps(plain, lambda x: plain(x).mean().backward())
+    for own, other in zip(found, expected, strict=True):
+        for one, gradient in zip(own, other, strict=True):
+            assert_close(one, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_replicas_have_the_models_parameters_and_state():
+    """As a pipeline has; other methods are those of one of the pipelines, or the model's."""
+    net = make_net(nn.BatchNorm1d(8))
+    two = Replicas(net, groups(), chunks=2)
+    optimizer = torch.optim.SGD(two.parameters(), lr=0.1)
+    two.forward_backward(torch.randn(8, 4), loss_fn=torch.mean)
+    optimizer.step()
+    assert [*two.named_parameters()] == [*net.named_parameters()]
+    assert [*two.named_buffers()] == [*net.named_buffers()]
+    assert all(one is other for one, other in zip(two.buffers(), net.buffers(), strict=True))
+    two.zero_grad()
+    assert net[0].weight.grad is None
+    state = {name: value.clone() for name, value in two.state_dict().items()}
+    assert state.keys() == net.state_dict().keys()
+    with torch.no_grad():
+        assert two.eval() is two
+        assert not net.training
+        assert not two.training
+        before = host(two(torch.ones(8, 4)))
+        net[0].weight.zero_()
+        two.load_state_dict(state)
+        assert_close(two(torch.ones(8, 4)), before)
+    assert two.train().training
+    with pytest.raises(AttributeError, match=r"each copy's pipeline has it: pipes\[0\]\.summary"):
+        two.summary(torch.ones(8, 4))
+    with pytest.raises(AttributeError, match=r"the model has it: module\.append"):
+        two.append(nn.ReLU())
+    with pytest.raises(AttributeError, match="no attribute 'nothing'$"):
+        _ = two.nothing
+
+
+def test_lazy_modules_are_refused_as_by_a_pipeline():
+    """Before anything is copied."""
+    net = bp.begin_blocks(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), {"1": 1})
+    with pytest.raises(RecordingError, match=r"lazy modules.*0\.weight.*run the plain model once"):
+        Replicas(net, groups())
 
 
 def test_the_first_failure_reaches_the_caller():

@@ -4,6 +4,7 @@ import copy
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import blockpipe as bp
 from blockpipe.distributed import ReplicatedPipeline
+from blockpipe.errors import UsageError
 
 from .cases import deep, mean_square
 from .models import gpt, ids
@@ -188,3 +190,29 @@ def classes_weigh_as_in_the_whole_batch(rank: int, ranks: int) -> None:
     torch.testing.assert_close(found.loss.item(), loss.item())
     for parameter, wanted in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, wanted.grad)
+
+
+class Hides(nn.Module):
+    """Has a layer in a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.hidden = nn.Linear(4, 4), nn.Linear(4, 4), [nn.Linear(4, 4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.hidden[0](self.a(x))
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+def a_hidden_parameter_is_refused_in_all(rank: int, ranks: int) -> None:
+    """Nothing would sum its gradient; frozen, it is a constant."""
+    net = Hides()
+    shared = ReplicatedPipeline(bp.Pipeline(net, devices=["cpu"] * 2, chunks=2))
+    x = torch.ones(4, 4)
+    with pytest.raises(UsageError, match=r"parameters that are registered.*nn\.ModuleList"):
+        shared.forward_backward(x, target=x, loss_fn=mean_square)
+    net.hidden[0].requires_grad_(False)
+    shared.forward_backward(x, target=x, loss_fn=mean_square)
+    assert net.a.weight.grad is not None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...devices.devices import is_asynchronous
 from ...devices.observer import Watch
+from ...errors import UsageError
 from ...preparation.prepared import Prepared
 from ...schedules.schedule import Kind, Schedule
 from ..rank_failures.progress import ProcessProgress
@@ -135,9 +136,23 @@ class StageSums:
 
 def _groups(model: nn.Module, prepared: Prepared) -> list[tuple[tuple[int, ...], list[Any]]]:
     """The parameters by the hops that read them; those that the last hops read come first."""
+    _check_registered(prepared)
     found: dict[tuple[int, ...], list[Any]] = {}
     for held in prepared.recording.parameters:
         parameter = model.get_parameter(held.name)
         if parameter.requires_grad:
             found.setdefault(tuple(sorted(held.hops)), []).append(parameter)
     return sorted(found.items(), key=lambda item: (-min(item[0], default=-1), item[0]))
+
+
+def _check_registered(prepared: Prepared) -> None:
+    """Raise :class:`UsageError` for a leaf that is trained and that no module has registered: the
+    processes began with values of their own, and nobody would sum its gradient."""
+    for outside in prepared.recording.outside:
+        tensor = None if outside.tensor is None else outside.tensor()
+        if tensor is not None and tensor.requires_grad and tensor.is_leaf:
+            raise UsageError(
+                "expected parameters that are registered, so that processes have one value and one "
+                f"gradient, got {outside.name} and that requires grad ({outside.where}); keep "
+                "modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList"
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..calls import Call
 from ..entries import CarriedValue, SharedChange
 from ..reads import NamesRead, libraries_code_reads
 from ..recording import Recording
-from .expressions import ALL, BY_ARGUMENT, member_of
+from .expressions import ALL, BY_ARGUMENT, Names, member_of
 from .places import attribute_of, has_tensors, named, space_of
 from .values import SharedValue, back, frozen, hops_of, shared_change
 
@@ -85,6 +85,20 @@ class KnownValues:
         if known is not None and not (known.is_traced and key is not None):
             known.set_on |= hops
             known.first_write = known.first_write or where
+
+    def sets(self, first: Container[int]) -> dict[int, str]:
+        """Return the objects that are set, by the numbers of :func:`space_of`, in words.
+
+        Args:
+            first: the ids of those that were there before the forward. Modules' variables and
+                classes always were.
+        """
+        return {
+            space_of(known.owner): f"{self._named(known)} ({known.first_write})"
+            for known in self._values.values()
+            if known.set_on
+            and (isinstance(known.owner, Names | type) or space_of(known.owner) in first)
+        }
 
     def _called_on(self, calls: Iterable[Call]) -> None:
         """A library's module reads its attributes wherever it is called, and each one its class."""

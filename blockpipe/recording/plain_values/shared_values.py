@@ -103,6 +103,7 @@ class SharedValues:
     ) -> None:
         self._hop, self._fake = hop, fake
         self._lasting = {id(holder.owner) for holder in holders} | {*map(id, modules.values())}
+        self._first = frozenset(self._lasting)
         self._objects = {  # by the id of the dictionary that an object's attributes are in
             id(space): holder.owner
             for holder in holders
@@ -424,6 +425,13 @@ class SharedValues:
                 self.known.at(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
             if pending.apart is not None and self._still is None:
                 known.set_again_on.add(pending.hop)
+
+    @property
+    def sets(self) -> dict[int, str]:
+        """The objects that were there before and that traced code sets: by id, in words."""
+        functions = (f for same in self._functions.values() for f in same)
+        cells = {id(cell) for f in functions for cell in f.__closure__ or ()}
+        return self.known.sets(self._first | cells)
 
     def check(self) -> None:
         """Raise :class:`RecordingError` if the forward does what a recording cannot put back, or

@@ -273,6 +273,8 @@ def _note_state(
     ]
     result.carried = list(values.known.carried(reads))
     result.outside = recorder.outside_tensors.found()
+    result.sets = {**recorder.outside.sets, **values.sets}
+    result.switches = recorder.changes.switches
     result.collects = recorder.outside.collects or values.known.looks_up
     result.unread = set(_unread(model, reads))
 
