@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from .._common.callsite import failing_line
 from .._common.modules import call_with_tensors, named_slots
-from .._common.threads.model_turns import alone_recording
 from .._common.threads.thread_state import CallerState, as_ours
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FAKE_TENSOR_LOG, FakeTensor
@@ -38,6 +37,7 @@ from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, signature
+from .watching.closed_modules import closed_to_others
 from .watching.failed_threads import FailedThreads
 from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
@@ -79,7 +79,7 @@ def record_on_fake_devices(
     kwargs = dict(kwargs or {})
     request = RecordRequest(model, tuple(args), kwargs, planned_by(model, plan), devices)
     try:
-        with alone_recording(model), request.interrupts, HeldOutput(lambda _: True):
+        with closed_to_others(model), request.interrupts, HeldOutput(lambda _: True):
             return contextvars.copy_context().run(_hooked_fake, request, homes)
     except BlockpipeError:
         raise
