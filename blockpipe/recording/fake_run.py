@@ -7,6 +7,7 @@ kernels differ by device, and so does what autograd saves for them.
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -239,12 +240,32 @@ def run_on_fakes(
     Returns:
         The result of ``watch``.
     """
+    _begin_autograd()
     mode = TrackedFakes()
     # Autocast would keep its casts of fake weights. Steps run without that cache too.
     with CallerState().uncached_autocast():
         result = _with_fakes(mode, request, watch, homes, sample_device)
     mode.check_nothing_is_left()
     return result
+
+
+@functools.cache
+def _begin_autograd() -> None:
+    """Run a first backward, on a machine without accelerators.
+
+    There fake tensors tell torch that it has eight of them. At the first backward of the process,
+    torch would start a thread for each, and refuse every backward of a process forked later. The
+    backward is a thread's, for nothing of the caller's state is on there.
+    """
+    if torch.accelerator.current_accelerator(check_available=True) is not None:
+        return  # it starts its threads at the first backward in any case
+
+    def first() -> None:
+        torch.ones((), requires_grad=True).backward()
+
+    thread = threading.Thread(target=first, name="blockpipe first backward", daemon=True)
+    thread.start()
+    thread.join()
 
 
 def _with_fakes(
