@@ -1,5 +1,6 @@
 """The tensors, paths and wrappers of a module of any class."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -9,6 +10,9 @@ from torch.func import functional_call
 
 R = TypeVar("R")
 Slots = Mapping[str, Tensor | None]
+
+MISSING = object()
+"""In the place of an attribute that is not there."""
 
 
 def all_slots(
@@ -95,4 +99,100 @@ class OwnHook(partial[Any]):
 
 
 class StandIn:
-    """A temporary replacement of a module's forward, which is not a change by the user."""
+    """A temporary replacement of a module's forward, which is not a change by the user.
+
+    A copy or pickle of the module does not take it along (:class:`StateWithoutStandIns`); one that
+    a class of the user's makes by hand gets the forward.
+
+    Attributes:
+        forward: what it stands in for.
+        own: the module's attribute in whose place it is; ``MISSING``: its class has it.
+    """
+
+    forward: Callable[..., Any]
+    own: Any = MISSING
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the forward does, and more."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.forward, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.forward,)
+
+
+class StateWithoutStandIns(StandIn):
+    """Stands in for a module's ``__getstate__`` while another one does for its forward.
+
+    ``copy`` and ``pickle`` ask the module itself for it, and nothing of ours is in what they get:
+    a thread that saves the model while a step runs would keep the step's stand-ins.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.module, memo).__getstate__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.module, STATE)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state = type(self.module).__getstate__(self.module)
+        return _without_stand_ins(state) if isinstance(state, dict) else state
+
+
+class CopyWithoutStandIns(StandIn):
+    """Stands in for the ``__deepcopy__`` of a module whose class has one, as torch gives one to
+    modules with parametrizations: it may copy all attributes, whatever the state is.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward = getattr(module, "__deepcopy__")  # noqa: B009 - a module's class has none
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        (memo,) = args
+        before = dict(vars(self.module))
+        made = type(self.module).__deepcopy__(self.module, memo)  # type: ignore[attr-defined]
+        for name, value in _without_stand_ins(before).items():
+            if before[name] is not value:
+                vars(made)[name] = copy.deepcopy(value, memo)
+        for name in before.keys() - _without_stand_ins(before).keys():
+            vars(made).pop(name, None)
+        return made
+
+
+STATE = "__getstate__"
+"""The attribute that :class:`StateWithoutStandIns` takes."""
+
+
+def stand_ins_of_copies(module: nn.Module) -> Iterator[tuple[str, StandIn]]:
+    """Yield what has to be on a module, by its attribute, beside a stand-in for its forward."""
+    yield STATE, StateWithoutStandIns(module)
+    if hasattr(type(module), "__deepcopy__"):
+        yield "__deepcopy__", CopyWithoutStandIns(module)
+
+
+def _without_stand_ins(state: dict[str, Any]) -> dict[str, Any]:
+    found = dict(state)  # at once: a step may end meanwhile
+    for name, value in list(found.items()):
+        while isinstance(value, StandIn):
+            value = value.own
+        if value is MISSING:
+            del found[name]
+        else:
+            found[name] = value
+    return found
+
+
+def _itself(value: Any) -> Any:
+    return value

@@ -104,6 +104,9 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module.__dict__.get(COMPILED_CALL) is not None
 
 
+CALLS = frozenset([nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__])
+"""The code that is under way in a thread while it is in a call of a module, hooks included."""
+
 BatchNorm = _BatchNorm
 """The base of all batch norms. The public ones are three of its subclasses, and users derive from
 it."""

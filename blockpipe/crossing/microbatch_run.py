@@ -24,7 +24,7 @@ from .._torch.tensors import shape_of
 from ..devices.copies import PendingCopy
 from ..devices.rng_streams import torchs_of
 from ..errors import CrossingError, RouteError
-from ..stages.cursor import Cursor
+from ..stages.cursor import SKIPPED_MARKS, Cursor
 from .offload import Offload
 from .recompute import RecomputedCall, RecomputeSpec, SealedCall
 from .step_context import StepContext
@@ -138,7 +138,7 @@ class MicrobatchRun:
             f"micro-batch {self.microbatch} goes to stage {stage} after "
             f"{route[: self.hop + 1]}, but the recorded route is {route} and has no stage {stage} "
             f"after that ({users_line()}); it may skip hops, but not add or reorder them: "
-            "give Pipeline a sample that takes the longest way"
+            f"give Pipeline a sample that takes the longest way; {SKIPPED_MARKS}"
         )
 
     def is_sealed(self, hops: frozenset[int]) -> bool:

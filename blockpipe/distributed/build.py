@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from .._common.callsite import remembers_caller, users_line
 from .._common.modules import named_slots
-from .._common.threads.model_turns import alone_recording
 from .._common.threads.thread_state import as_ours
 from .._torch.modules import buffers_of, parameters_of
 from ..errors import PlanError, RecordingError, StateError
@@ -21,6 +20,7 @@ from ..recording.plan_resolution import planned_by
 from ..recording.record import record_planned, run_for_real
 from ..recording.recording import Recording
 from ..recording.sample import RecordRequest
+from ..recording.watching.closed_modules import closed_to_others
 from ..recording.watching.watched_run import counting_writes
 from ..restoring.holders import Holder
 from ..restoring.restored_thread import leaves_intact
@@ -234,7 +234,7 @@ def _taped(request: RecordRequest, recording: Recording) -> Tape:
     def watch(given: RecordRequest, holders: list[Holder], *, fake: bool) -> Tape:
         return taped(given, recording, place, fake=fake)
 
-    with alone_recording(model):
+    with closed_to_others(model):
         try:
             if recording.fake:
                 slots = (parameters_of, buffers_of)

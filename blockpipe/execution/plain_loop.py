@@ -20,6 +20,7 @@ from ..crossing.microbatch_run import detached
 from ..devices.devices import is_asynchronous
 from ..errors import RouteError
 from ..stages.cursor import (
+    SKIPPED_MARKS,
     Cursor,
     Mark,
     current_cursor,
@@ -157,5 +158,6 @@ class _FixedCursor(Cursor):
         if stage != self.stage:
             raise RouteError(
                 f"micro-batch {self.microbatch} goes to stage {stage}, but the recorded route is "
-                f"[{self.stage}] ({users_line()}); give Pipeline a sample that takes this way"
+                f"[{self.stage}] ({users_line()}); give Pipeline a sample that takes this way; "
+                f"{SKIPPED_MARKS}"
             )

@@ -11,7 +11,6 @@ micro-batch is centered before it is squared, and micro-batches are merged by th
 squared distances.
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._common.modules import StandIn
 from .._common.nested import tensors
 from .._common.threads.thread_state import ours
 from .._torch.modules import BatchNorm, buffers_of
@@ -108,12 +108,12 @@ class DeferredBatchNorm:
         }
         self._synchronized = synchronized(model)
 
-    def stand_ins(self) -> dict[str, Callable[[Forward], Forward]]:
+    def stand_ins(self) -> dict[str, Callable[[Forward], StandIn]]:
         """Return for each module's path a function from its forward to the stand-in, which outside
         of a step only calls the forward."""
         return {path: partial(self._stand_in, module) for path, module in self.modules.items()}
 
-    def _stand_in(self, module: BatchNorm, forward: Forward) -> Forward:
+    def _stand_in(self, module: BatchNorm, forward: Forward) -> StandIn:
         return _StandIn(module, forward, partial(self._call, module, forward))
 
     def _call(self, module: BatchNorm, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ def _updates_statistics(module: BatchNorm) -> bool:
     return module.training and module.track_running_stats and module.running_mean is not None
 
 
-class _StandIn:
+class _StandIn(StandIn):
     """Stands in for a module's forward. A copy of the module has the module's own again."""
 
     def __init__(self, module: BatchNorm, forward: Forward, call: Forward) -> None:
@@ -195,9 +195,6 @@ class _StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.forward, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _forward_of, (self.module,)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .._common.modules import StandIn
+from .._common.modules import MISSING, StandIn, stand_ins_of_copies
 from .._common.threads.process_changes import ProcessChange
 from .._torch.modules import COMPILED_CALL, buffers_of, is_compiled
 from ..crossing.interception import active_mode
@@ -68,8 +68,6 @@ class PlannedForward(StandIn):
         stages: from the number of the module's call to the stage that the plan gives it.
     """
 
-    forward: Callable[..., Any]
-
     def __init__(self, stages: Mapping[int | None, int]) -> None:
         self.stages = stages
 
@@ -85,24 +83,29 @@ class _StandIns(ProcessChange):
     """Stand-ins for the forwards of modules, as instance attributes."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
-        self._before: list[Any] = []
+        self._places: list[tuple[dict[str, Any], str, StandIn]] = []
+
+    def _add(self, module: nn.Module, name: str, stand_in: StandIn) -> None:
+        # Put on first and taken off last: whoever copies the module meanwhile asks for it.
+        beside = [(vars(module), *place) for place in stand_ins_of_copies(module)]
+        self._places[:0] = beside
+        self._places.append((module.__dict__, name, stand_in))
 
     def put_on(self) -> None:
         """Put every stand-in in its place."""
-        self._before = [names.get(name, _MISSING) for names, name, _ in self._places]
         for names, name, stand_in in self._places:
+            stand_in.own = names.get(name, MISSING)
             names[name] = stand_in
 
     def take_off(self) -> None:
         """Put back what was in their places."""
-        for (names, name, stand_in), before in zip(self._places, self._before, strict=False):
+        for names, name, stand_in in reversed(self._places):
             if names.get(name) is not stand_in:
                 continue  # the user's code has set its own meanwhile
-            if before is _MISSING:
+            if stand_in.own is MISSING:
                 del names[name]
             else:
-                names[name] = before
+                names[name] = stand_in.own
 
 
 class PlannedForwards(_StandIns):
@@ -117,13 +120,14 @@ class PlannedForwards(_StandIns):
     def __init__(self, model: nn.Module, planned: Stages) -> None:
         super().__init__()
         modules = dict(model.named_modules())
-        self._modules = [modules[path] for path in planned]
-        for module, stages in zip(self._modules, planned.values(), strict=True):
-            self._places.append((module.__dict__, _called(module), PlannedForward(stages)))
+        self._planned: list[tuple[nn.Module, str, PlannedForward]] = []
+        for path, stages in planned.items():
+            module, stand_in = modules[path], PlannedForward(stages)
+            self._planned.append((module, _called(module), stand_in))
+            self._add(module, _called(module), stand_in)
 
     def put_on(self) -> None:
-        for module, (_, name, stand_in) in zip(self._modules, self._places, strict=True):
-            assert isinstance(stand_in, PlannedForward)
+        for module, name, stand_in in self._planned:
             stand_in.forward = getattr(module, name)
         super().put_on()
 
@@ -147,7 +151,7 @@ class SealedForwards(_StandIns):
         model: nn.Module,
         recording: Recording,
         planned: Stages | None = None,
-        inner: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] | None = None,
+        inner: Mapping[str, Callable[[Callable[..., Any]], StandIn]] | None = None,
     ) -> None:
         super().__init__()
         planned, inner = _outside_of_sealed(recording, planned or {}), inner or {}
@@ -167,14 +171,14 @@ class SealedForwards(_StandIns):
             name = _called(module)
             forward = getattr(module, name)
             if path in inner:
-                forward = inner[path](forward)
-            if path not in sealed and path not in planned:
-                self._places.append((module.__dict__, name, forward))
-                continue
+                forward = stand_in = inner[path](forward)
+                if path not in sealed and path not in planned:
+                    self._add(module, name, stand_in)
+                    continue
             hops = sealed.get(path, frozenset())
             seal = sealed_as(f"module {path or '(the model)'!r}", path, hops)
             sealed_forward = SealedForward(forward, seal, planned.get(path))
-            self._places.append((module.__dict__, name, sealed_forward))
+            self._add(module, name, sealed_forward)
             if hops and not is_compiled(module):
                 self._sealed.append((path, module, sealed_forward, sealed_forward.forward))
         self.functions = {
@@ -207,9 +211,6 @@ class SealedForwards(_StandIns):
                     sealed_forward.seal = replace(sealed_forward.seal, recompute=None)
                 found.append(path)
         return found
-
-
-_MISSING = object()
 
 
 def _called(module: nn.Module) -> str:

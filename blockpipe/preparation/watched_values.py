@@ -30,6 +30,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._common.modules import STATE
 from .._torch.modules import COMPILED_CALL
 from ..restoring.holders import (
     ClassHolder,
@@ -53,7 +54,7 @@ _MOST_RETURNS = 8  # distinct values of one place; one with more is a counter or
 _STEPS = 2  # the steps that show which values the forward itself sets
 _MOST_NEW = 4  # names that may be added to or removed from one object
 _TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
-_CODE = ("forward", COMPILED_CALL)  # a module's, which Fingerprint compares
+_CODE = ("forward", STATE, COMPILED_CALL)  # a module's: Fingerprint compares it, or ours
 _MOST_NESTED = 3  # functions in the closure of a function
 _UNSET = object()
 _SWITCHES = {bool, type(None)}

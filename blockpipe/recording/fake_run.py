@@ -7,6 +7,7 @@ kernels differ by device, and so does what autograd saves for them.
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 
 from .._common.callsite import failing_line
 from .._common.modules import call_with_tensors, named_slots
-from .._common.threads.model_turns import alone_recording
 from .._common.threads.thread_state import CallerState, as_ours
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FAKE_TENSOR_LOG, FakeTensor
@@ -38,6 +38,7 @@ from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, signature
+from .watching.closed_modules import closed_to_others
 from .watching.failed_threads import FailedThreads
 from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
@@ -79,7 +80,7 @@ def record_on_fake_devices(
     kwargs = dict(kwargs or {})
     request = RecordRequest(model, tuple(args), kwargs, planned_by(model, plan), devices)
     try:
-        with alone_recording(model), request.interrupts, HeldOutput(lambda _: True):
+        with closed_to_others(model), request.interrupts, HeldOutput(lambda _: True):
             return contextvars.copy_context().run(_hooked_fake, request, homes)
     except BlockpipeError:
         raise
@@ -239,12 +240,32 @@ def run_on_fakes(
     Returns:
         The result of ``watch``.
     """
+    _begin_autograd()
     mode = TrackedFakes()
     # Autocast would keep its casts of fake weights. Steps run without that cache too.
     with CallerState().uncached_autocast():
         result = _with_fakes(mode, request, watch, homes, sample_device)
     mode.check_nothing_is_left()
     return result
+
+
+@functools.cache
+def _begin_autograd() -> None:
+    """Run a first backward, on a machine without accelerators.
+
+    There fake tensors tell torch that it has eight of them. At the first backward of the process,
+    torch would start a thread for each, and refuse every backward of a process forked later. The
+    backward is a thread's, for nothing of the caller's state is on there.
+    """
+    if torch.accelerator.current_accelerator(check_available=True) is not None:
+        return  # it starts its threads at the first backward in any case
+
+    def first() -> None:
+        torch.ones((), requires_grad=True).backward()
+
+    thread = threading.Thread(target=first, name="blockpipe first backward", daemon=True)
+    thread.start()
+    thread.join()
 
 
 def _with_fakes(

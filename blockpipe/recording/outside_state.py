@@ -350,8 +350,9 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if name.endswith("_hooks"):
             yield name, len(value or ())
-        elif name == "forward" and isinstance(value, StandIn):
-            yield name, None
+        elif isinstance(value, StandIn):
+            if name == "forward":
+                yield name, None
         elif name not in TORCHS or name == "training":
             yield name, value
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from .._common.checks import expected
 from .._common.hints import knows_other_names
-from .._common.threads.model_turns import alone_recording
 from .._common.threads.thread_state import as_ours
 from ..batches.microbatch import BatchPart
 from ..batches.shared_memory import map_sharing
@@ -37,6 +36,7 @@ from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, check_initialized, remedy, signature, what_failed
+from .watching.closed_modules import closed_to_others
 from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
 
 _log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def record_planned(
         share: which part of a batch the arguments are, where a batch was split.
     """
     check_initialized(request.model)
-    with alone_recording(request.model):
+    with closed_to_others(request.model):
         recording = _record(request, share, intended, fake=fake)
     if request.planned is not None:
         request.planned.check(recording)

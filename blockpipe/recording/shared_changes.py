@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
+from .._common.modules import STATE
 from .._torch.modes import is_in_forward_mode
 from .._torch.modules import COMPILED_CALL, SLOTS, caches_parametrizations
 from ..restoring.process_state import process_state
@@ -27,7 +28,7 @@ from .reads import NamesRead
 from .recording import Recording
 
 _UNSET = object()
-_INTERCEPTED = ("forward", COMPILED_CALL)  # Blockpipe's, during a recording
+_INTERCEPTED = ("forward", STATE, COMPILED_CALL)  # Blockpipe's, during a recording
 _SETS_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 _CACHED = "torch.nn.utils.parametrize.cached()"  # one cache for all micro-batches

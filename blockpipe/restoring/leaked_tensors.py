@@ -102,6 +102,8 @@ def _holder(value: object) -> str:
         if isinstance(found, dict):
             key = _key_of(found, value)
             owner = _holding(found)
+            if _is_ours(owner):
+                return ""  # held by another thread's call that waits for the recording's end
             if isinstance(owner, types.ModuleType):
                 return ", in ".join([*steps, f"{owner.__name__}.{key}"])
             if getattr(owner, "__dict__", None) is found:
@@ -109,12 +111,16 @@ def _holder(value: object) -> str:
             steps.append(f"a dict under {key!r}")
         elif isinstance(found, tuple) and not steps:
             return ""  # the arguments of a running call, maybe in another thread
-        elif type(found).__module__.startswith(_OURS):
-            return ""  # our own, held by another thread's call that waits for the recording's end
+        elif _is_ours(found):
+            return ""
         else:
             steps.append(f"a {type(found).__name__}")
         value = found
     return ", in ".join(steps)
+
+
+def _is_ours(value: object) -> bool:
+    return type(value).__module__.startswith(_OURS)
 
 
 def _holding(value: object) -> Any:

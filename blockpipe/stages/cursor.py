@@ -34,6 +34,12 @@ class Mark:
     yields: bool = False
 
 
+SKIPPED_MARKS = (
+    "where the forward skips a marked layer (layerdrop), it skips the mark: mark one that always "
+    "runs"
+)
+"""For errors about another route than the recorded one."""
+
 # Calls a function that is a block, given a text that identifies it and its arguments.
 FunctionCall = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 

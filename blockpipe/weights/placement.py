@@ -6,6 +6,7 @@ tied across stages has one home.
 """
 
 import operator
+import weakref
 from collections.abc import Container
 from typing import Any
 
@@ -44,6 +45,9 @@ class Placement:
         self.devices = devices
         self._origins: dict[int, tuple[Tensor, torch.device]] = {}
         self._there: dict[int, tuple[Tensor, torch.device]] = {}  # where it was moved to
+        # The origins of those that were taken out of the model. torch.utils.swap_tensors refuses
+        # tensors with weak references, so those in the model have none.
+        self._taken_out: list[tuple[weakref.ref[Tensor], torch.device]] = []
 
     def place(self, recording: Recording) -> dict[int, tuple[Tensor, int, int, str]]:
         """Move the tensors that are not where the recording wants them.
@@ -71,6 +75,7 @@ class Placement:
                 "(functional_call?): each micro-batch's backward would run through that; use "
                 "parametrizations, which compute them in the forward"
             )
+        self._follow({id(tensor) for tensor in named.values()})
         homes: dict[int, tuple[Tensor, int, int, str]] = {}
         for held in (*recording.parameters, *recording.buffers):
             tensor = named[held.name]
@@ -80,15 +85,27 @@ class Placement:
                 homes[id(tensor)] = tensor, held.hop, held.stage, held.name
         return homes
 
+    def _follow(self, present: set[int]) -> None:
+        """Hold no tensor that was taken out of the model, but remember where it came from."""
+        taken_out = [(ref(), device) for ref, device in self._taken_out]
+        alive = [(tensor, device) for tensor, device in taken_out if tensor is not None]
+        back = {id(tensor): (tensor, device) for tensor, device in alive if id(tensor) in present}
+        before = [*self._origins.values(), *alive]
+        self._taken_out = [(weakref.ref(t), device) for t, device in before if id(t) not in present]
+        self._origins = {key: o for key, o in self._origins.items() if key in present} | back
+        self._there = {key: there for key, there in self._there.items() if key in present}
+
     def is_disturbed(self) -> bool:
         """Return whether somebody has moved since what was placed."""
         return any(tensor.device != there for tensor, there in self._there.values())
 
     def unplace(self) -> None:
         """Move everything back to where it came from."""
-        for tensor, device in list(self._origins.values()):
-            _to(tensor, device)
-        self._origins.clear()
+        self._follow(set())
+        for ref, device in self._taken_out:
+            if (tensor := ref()) is not None:
+                _to(tensor, device)
+        self._taken_out.clear()
         self._there.clear()
 
     def _move(self, tensor: Tensor, device: torch.device) -> None:

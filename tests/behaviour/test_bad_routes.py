@@ -14,6 +14,7 @@ from blockpipe.errors import (
 
 from ..models import SCHEDULES
 from ..parameter_sets import each_value, every_pair
+from ..stage_devices import stages
 from .bad_input import HERE, pipeline, train, x
 
 # --- routes and state
@@ -243,3 +244,29 @@ def test_a_tensor_from_outside_with_a_gradient_path_is_refused() -> None:
 
     with pytest.raises(CrossingError, match=f"gradient path.*{HERE}"):
         train(pipeline(Outside()))
+
+
+class LayerDrop(nn.Module):
+    """Skips its marked layer, or does not, by its first value."""
+
+    def __init__(self, skipped: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.layers[1] = bp.BeginBlock(self.layers[1], stage=1)
+        self.skipped = skipped
+
+    def forward(self, value: Tensor) -> Tensor:
+        first = bool(value[0, 0] > 0.5)
+        for index, layer in enumerate(self.layers):
+            if index != 1 or first != self.skipped:
+                value = layer(value)
+        return value
+
+
+@pytest.mark.filterwarnings("ignore:.*but never called")
+@each_value(schedule=SCHEDULES, skipped=[True, False])
+def test_a_marked_layer_that_is_skipped_is_named(schedule: str, skipped: bool) -> None:
+    """The error says that the mark was skipped with the layer."""
+    pipe = bp.Pipeline(LayerDrop(skipped), devices=stages(2), chunks=4, schedule=schedule)
+    with pytest.raises(RouteError, match="skips a marked layer .*layerdrop.*mark one that always"):
+        train(pipe, two_ways())

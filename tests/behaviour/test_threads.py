@@ -17,6 +17,7 @@ from blockpipe._common.threads import standstill
 from blockpipe._common.threads.model_turns import alone_with
 from blockpipe.crossing.torch_patches import Eager
 from blockpipe.errors import StateError, UsageError
+from blockpipe.recording.watching import closed_modules
 
 from ..stage_devices import assert_close, equal, stages
 
@@ -121,6 +122,83 @@ def test_first_calls_of_two_threads(pool: ThreadPoolExecutor) -> None:
     for found in in_recording(pool, net, lambda: pipeline(net)(torch.ones(4, 4))):
         assert type(found) is Tensor
         assert_close(found, expected)
+    assert_plain(net)
+
+
+class Reads(nn.Linear):
+    """A layer whose forward waits, when it is told to, before it reads its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begun.set()
+        assert self.go_on.wait(20)
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.cpu("the plain model has to be in one place")
+def test_a_plain_call_that_is_under_way_when_a_recording_begins(pool: ThreadPoolExecutor) -> None:
+    """A call of another thread that is inside of a module ends before the recording begins."""
+    layer = Reads()
+    net, x = Net(layer), torch.ones(4, 4)
+    net.go_on.set()
+    expected = F.linear(x, *layer.parameters())
+    layer.go_on.clear()
+    plain = pool.submit(layer, x)
+    assert layer.begun.wait(20)
+    layer.begun.clear()
+    first = pool.submit(pipeline(net), x)
+    assert not layer.begun.wait(0.3)  # no forward of the recording has come here
+    layer.go_on.set()
+    assert equal(plain.result(20), expected)
+    assert type(plain.result(20)) is Tensor
+    assert_close(first.result(20), F.linear(expected, *net.b.parameters()))
+    assert_plain(net)
+
+
+@pytest.mark.cpu("the plain model has to be in one place")
+def test_a_plain_call_that_never_ends_holds_no_recording_up(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of another thread that waits, maybe for this one, is not waited for."""
+    monkeypatch.setattr(closed_modules, "_STILL", 0.2)
+    net, x = quick(), torch.ones(4, 4)
+    net.c, waiting = nn.Identity(), threading.Event()  # a part that no stage calls
+    net.c.register_forward_pre_hook(lambda *_: waiting.set() or (net.begun.wait(20) and None))
+    plain = pool.submit(net.c, x)
+    assert waiting.wait(20)
+    assert type(pipeline(net)(x)) is Tensor
+    net.begun.set()
+    assert plain.result(20) is x
+
+
+@pytest.mark.cpu("the plain model has to be in one place")
+def test_hooks_of_a_plain_call_wait_for_a_recording(pool: ThreadPoolExecutor) -> None:
+    """A hook that another thread's call runs before the forward reads no fake parameter."""
+    net, seen, call = Net(), [], nn.Module.__call__
+    net.b.register_forward_pre_hook(
+        lambda module, _: seen.append((threading.current_thread(), module.weight))
+    )
+
+    def plain() -> threading.Thread:
+        net.b(torch.ones(4, 4))
+        return threading.current_thread()
+
+    _, thread = in_recording(pool, net, plain)
+    assert not any(isinstance(weight, FakeTensor) for by, weight in seen if by is thread)
+    assert nn.Module.__call__ is call
+
+
+@pytest.mark.cpu("the plain model has to be in one place")
+def test_a_call_of_a_forward_itself_that_waits_for_a_recording(pool: ThreadPoolExecutor) -> None:
+    """What Blockpipe holds for a thread that waits is not taken for what the forward has left."""
+    net, x = Net(), torch.ones(4, 4)
+    expected = F.linear(x, *net.a.parameters())
+    _, found = in_recording(pool, net, lambda: net.a.forward(x))
+    assert equal(found, expected)
     assert_plain(net)
 
 

@@ -97,6 +97,16 @@ def alone_recording(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def is_recorded_elsewhere(module: nn.Module) -> bool:
+    """Return whether another thread records a model that has this module."""
+    with _lock:
+        turn = next((entered for entered in _entered if entered._model is _recorded), None)
+        if turn is None or turn._is_ours():
+            return False
+        theirs = (e for e in _entered if e._thread == turn._thread and e is not turn)
+        return any(module in entered._model.modules() for entered in theirs)
+
+
 def _are_others() -> bool:
     return any(not entered._is_ours() for entered in _entered)
 

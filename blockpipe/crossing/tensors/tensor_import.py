@@ -25,6 +25,7 @@ from ..._torch.modes import (
 from ..._torch.tensors import is_ragged, shape_of, version_of
 from ...devices.ownership import Owner, copying, owner_of, set_owner
 from ...errors import CrossingError, RouteError, StateError
+from ...stages.cursor import SKIPPED_MARKS
 from ..step_context import StepContext
 from ..tags import RECORDING, TAG, UNCUT, Import, ParameterHome, Tag, latest
 from .claims import Claims
@@ -161,7 +162,7 @@ class TensorImport:
             raise RouteError(
                 f"micro-batch {place.microbatch} reads {home.name!r} on stage {place.stage}, "
                 f"earlier than recorded (first on stage {home.stage}; {users_line()}); give "
-                "Pipeline a sample that takes the longest way"
+                f"Pipeline a sample that takes the longest way; {SKIPPED_MARKS}"
             )
         imports = self._home_imports.setdefault(id(tensor), {})
         found = imports.get(place.hop)

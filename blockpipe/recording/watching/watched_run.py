@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._common.modules import MISSING, STATE, StateWithoutStandIns
 from ..._common.nested import map_tensors, tensors
 from ..._common.progress import Progress
 from ..._common.text import dtype_text, short
@@ -164,7 +165,10 @@ def _watch_calls(model: nn.Module, recorder: Recorder, stages: Stages) -> None:
         forward = module.forward
         if isinstance(forward, RecordedForward):
             forward = forward.forward  # this is the second run
-        names["forward"] = RecordedForward(forward, path, module, recorder, stages.get(path))
+        stand_in = RecordedForward(forward, path, module, recorder, stages.get(path))
+        own = names.get("forward", MISSING)
+        stand_in.own = own.own if isinstance(own, RecordedForward) else own
+        names[STATE], names["forward"] = StateWithoutStandIns(module), stand_in
         names.pop(COMPILED_CALL, None)
 
 
