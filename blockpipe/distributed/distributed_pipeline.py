@@ -209,6 +209,8 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             RankError: another process failed before the step, or passed other shapes.
         """
         check_loss(loss_fn, target)
+        if self._replicas is not None:
+            self._replicas.check_loss(loss_fn)
         with self._failures.told(), self._gradients.summing():
             return self._run(args, kwargs, target, loss_fn, return_outputs, backward=True)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.checks import expected
@@ -57,6 +57,20 @@ class StageReplicas:
         """Yield every replica's object, one after the other, in the processes of all."""
         for number in range(self.count):
             yield self.shared(value, number)
+
+    def check_loss(self, loss_fn: object) -> None:
+        """Raise :class:`UsageError` for a loss with trained parameters, whose gradients nobody
+        would sum."""
+        owner = getattr(loss_fn, "func", loss_fn)  # of a partial
+        owner = getattr(owner, "__self__", owner)  # of a method
+        if self.count == 1 or not isinstance(owner, nn.Module):
+            return
+        for name, parameter in owner.named_parameters():
+            if parameter.requires_grad:
+                what = "a loss without trained parameters, for only those of the model are summed"
+                got = f"{type(owner).__name__} with {name!r}"
+                fix = "make the loss a submodule, and have the model's forward return it"
+                raise UsageError(expected(f"{what} over processes", got, for_="loss_fn", fix=fix))
 
     def total(self, number: float, device: torch.device) -> float:
         """Sum a number over the replicas."""

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -216,3 +217,27 @@ def a_hidden_parameter_is_refused_in_all(rank: int, ranks: int) -> None:
     net.hidden[0].requires_grad_(False)
     shared.forward_backward(x, target=x, loss_fn=mean_square)
     assert net.a.weight.grad is not None
+
+
+class Scaled(nn.Module):
+    """A loss that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return mean_square(output, target) * self.scale
+
+
+def a_trained_loss_is_refused_in_all(rank: int, ranks: int) -> None:
+    """Each process would train another one."""
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"1": 1})
+    shared = ReplicatedPipeline(bp.Pipeline(net, devices=["cpu"] * 2, chunks=2))
+    x, loss = torch.ones(4, 4), Scaled()
+    for loss_fn in (loss, loss.forward, partial(loss)):
+        with pytest.raises(UsageError, match=r"loss without trained parameters.*'scale'"):
+            shared.forward_backward(x, target=x, loss_fn=loss_fn)
+    loss.requires_grad_(False)
+    shared.forward_backward(x, target=x, loss_fn=loss)
+    assert net[0].weight.grad is not None

@@ -162,6 +162,7 @@ class ReplicatedPipeline:
                 was an error, the next step works. ``.grad`` may then hold part of the step.
         """
         check_loss(loss_fn, target)
+        self._replicas.check_loss(loss_fn)
         with self._failures.told():
             reduction = reduction_for(loss_fn, self.pipe.loss_reduction)
             with self._agreement.at_end(lambda: self._kind(args, kwargs, loss_fn)):
