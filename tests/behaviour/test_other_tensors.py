@@ -134,9 +134,7 @@ EVERY = CONJUGATED | WITHOUT_GRADIENT
 
 
 @DENSE_ONLY
-@pytest.mark.parametrize("detached", [False, True])
-@pytest.mark.parametrize("engine", ENGINES, ids=str)
-@pytest.mark.parametrize("name", list(CONJUGATED))
+@every_pair(detached=[False, True], engine=ENGINES, name=list(CONJUGATED))
 def test_a_conjugated_tensor_that_crosses_trains_as_plain(
     name: str, engine: dict[str, Any], detached: bool
 ) -> None:

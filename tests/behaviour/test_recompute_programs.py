@@ -96,7 +96,7 @@ def test_a_first_module_that_writes_to_its_input(schedule, mode):
     assert difference(net, plain, loss, expected).same
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     programs,
     st.integers(2, 4),
@@ -161,7 +161,7 @@ class NoisyProgram(Program):
         return F.dropout(made, 0.3) if op.name in ("tanh", "mul") else made
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     programs,
     st.integers(2, 4),
