@@ -45,7 +45,6 @@ from ..errors import StateError
 from ..stages.cursor import Cursor, checkpointing, recomputing, set_cursor
 from .carried_values import CarriedValues
 from .offload import Offload, OffloadedTensor
-from .recompute_errors import differs, note_that_it_ran_before
 from .tags import GradientSlot, enter_graph
 
 Buffers = dict[str, Tensor | None]
@@ -317,10 +316,6 @@ class RecomputedCall:
                     self.function(*args, **kwargs)
             except _AllRecomputed:
                 pass
-            except Exception as error:
-                what = self.recompute_spec.what
-                note_that_it_ran_before(error, what, self.stage, self.microbatch)
-                raise
 
     def _argument(self, copies: bool) -> Callable[[Any], Any]:
         entered: dict[int, Any] = {}
@@ -360,7 +355,7 @@ class RecomputedCall:
     def _difference(self, index: int, then: str, now: str) -> Callable[[], StateError]:
         """Return an error to raise later. It does not hold the frame, which holds tensors."""
         return partial(
-            differs,
+            _differs,
             self.recompute_spec.what,
             self.stage,
             self.microbatch,
@@ -369,6 +364,17 @@ class RecomputedCall:
             then,
             now,
         )
+
+
+def _differs(
+    what: str, stage: int, microbatch: int, index: int, count: int, then: str, now: str
+) -> StateError:
+    return StateError(
+        f"{what} on stage {stage} saved {then} (number {index} of {count}) in its forward, and "
+        f"{now} when it was recomputed for micro-batch {microbatch}: it depends on something that "
+        "has changed (state of its own, a cache that it was given, a generator of its own); ask "
+        "blockpipe.is_recomputing() there, or mark it with checkpoint=False"
+    )
 
 
 def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
