@@ -1,6 +1,7 @@
 """Recomputation: the same numbers from fewer activations."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import blockpipe as bp
+from blockpipe._common.threads.thread_state import waiting_for_device
 
 from ..behaviour.recomputed_models import MODES, Layer, again, layers, step
 from ..models import SCHEDULES, square
@@ -120,12 +122,12 @@ def test_the_schedule_has_the_recomputation_before_its_backward():
 
 def test_recomputation_starts_before_the_gradient_arrives():
     """The first stage's is done while the second stage's backward waits for it."""
-    order = []
+    recomputed, in_time = threading.Event(), []
 
     class Watched(Layer):
         def forward(self, x):
             if bp.is_recomputing():
-                order.append("recomputed")
+                recomputed.set()
             return super().forward(x)
 
     class Last(nn.Linear):
@@ -136,18 +138,15 @@ def test_recomputation_starts_before_the_gradient_arrives():
             return y
 
         def wait(self, gradient):
-            for _ in range(200):
-                if order:
-                    break
-                torch.randn(1000).sort()
-            order.append("backward")
+            with waiting_for_device():
+                in_time.append(recomputed.wait(20))
             return gradient
 
     net = nn.Sequential(Watched(8), Last(8, 8))
     net[1] = bp.BeginBlock(net[1], stage=1, checkpoint=False)
     pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint="always")
     pipe.forward_backward(torch.randn(8, 8), loss_fn=square)
-    assert order[0] == "recomputed"
+    assert in_time == [True]
 
 
 class Spectral(nn.Module):
