@@ -14,7 +14,7 @@ from .._common.nested import leaves, map_tensors, tensors
 from .._common.threads.model_turns import alone_with
 from .._common.threads.thread_state import CallerState, ours, theirs
 from .._torch.modes import how_many_dispatch_modes, is_in_forward_mode, is_in_transform
-from ..batches.batch_dims import dims_of_call
+from ..batches.batch_dims import CallDims, dims_of_call
 from ..batches.class_weights import reduction_for
 from ..batches.input_places import InputPlace, input_places
 from ..batches.joining import JoinedLeaf, join, output_dim, weighted_sum
@@ -229,8 +229,10 @@ class StepRunner:
         results = [result for result in step.state.results if result is not None]
         values, on_host = [r.outputs for r in results], [r.on_host for r in results]
         sizes = [m.size for m in request.microbatches]
-        device = prepared.devices[prepared.route[-1]]
+        device: torch.device | None = prepared.devices[prepared.route[-1]]
         dim = output_dim(self.options.batch_dims, values, sizes)
+        if isinstance(self.options.batch_dims, CallDims):
+            device = None  # of one copy of several: what they return is told by where it lies
         return join(values, sizes, request.weights, device, dim, on_host)
 
     def _inputs_that_need_grad(

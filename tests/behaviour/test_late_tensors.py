@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.testing import assert_close
 
 import blockpipe as bp
 from blockpipe.errors import StateError
 
 from ..parity import assert_same_gradients, plain_step
-from ..stage_devices import stages
+from ..stage_devices import assert_close, stages
 
 LAST: Tensor | None = None
 
@@ -78,7 +77,7 @@ class Memories(Net):
         self.last = [torch.zeros(4), torch.zeros(4)]
 
     def read(self) -> Tensor:
-        return self.last[0]
+        return self.last[0].to(self.a.weight.device)
 
     def store(self, first: Tensor, second: Tensor) -> None:
         self.last = [first, second]
@@ -397,16 +396,16 @@ class EntryOfEach(Net):
 class Table(Net):
     """The first forward makes it, and all stages read it."""
 
-    def table(self) -> Tensor:
+    def table(self, x: Tensor) -> Tensor:
         if self.last is None:
-            self.last = torch.arange(4.0)
+            self.last = torch.arange(4.0, device=x.device)
         return self.last
 
     def forward(self, x: Tensor) -> Tensor:
         with bp.Block(stage=0):
-            h = self.a(x).tanh() + self.table()
+            h = self.a(x).tanh() + self.table(x)
         with bp.Block(stage=1):
-            return self.b(h) + self.table()
+            return self.b(h) + self.table(h)
 
 
 class Unread(Net):
