@@ -90,7 +90,8 @@ class Recording:
     marks: dict[str, Call | None] = field(default_factory=dict, repr=False)
     """The lines of those met, heeded or not, and the innermost call that each was first met in."""
     unreached: list[str] = field(default_factory=list)
-    """Marks of ``BeginBlock`` on modules that the forward did not call, in words."""
+    """Marks of ``BeginBlock`` on modules that the forward did not call, and stages that marks name
+    and on which nothing ran, in words."""
     given_at: str = ""
     """The line that uses a number as no later step can foresee, in ways that steps ask no more."""
     why_real: str | None = None
