@@ -1,0 +1,56 @@
+"""What errors advise: the message names it, and with it the model trains as plain."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ..stage_devices import stages
+
+
+def trains_as_plain(net: nn.Module) -> bool:
+    """Compare two steps of 1F1B, and what they leave, with the plain loop's."""
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="1f1b")
+    for step in range(2):
+        inputs, target = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(step))
+        pipe.forward_backward(inputs, target=target, loss_fn=F.mse_loss)
+        for part, goal in zip(inputs.chunk(4), target.chunk(4), strict=True):
+            (F.mse_loss(plain(part), goal) / 4).backward()
+    return all(
+        p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+        for p, q in zip(net.parameters(), plain.parameters(), strict=True)
+    )
+
+
+class Remembers(nn.Module):
+    """Each of two layers reads what the micro-batch before has left for it."""
+
+    def __init__(self, memory: list[Tensor] | dict[int, Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.memory = memory
+
+    def forward(self, value: Tensor) -> Tensor:
+        for stage, layer in enumerate(self.layers):
+            with bp.Block(stage):
+                before = self.memory[stage]
+                self.memory[stage] = value.detach().mean()
+                value = layer(value) + before
+        return value
+
+
+def test_an_element_for_each_layer() -> None:
+    """A list is refused; in a dictionary, memories are carried between micro-batches."""
+    memory = [torch.zeros(()), torch.zeros(())]
+    said = (
+        r"changes a list, and sets it on hops \[0, 1\] .*a dictionary with an entry for each layer"
+    )
+    with pytest.raises(StateError, match=said):
+        trains_as_plain(Remembers(memory))
+    assert trains_as_plain(Remembers(dict(enumerate(memory))))
