@@ -54,3 +54,35 @@ def test_an_element_for_each_layer() -> None:
     with pytest.raises(StateError, match=said):
         trains_as_plain(Remembers(memory))
     assert trains_as_plain(Remembers(dict(enumerate(memory))))
+
+
+class Initialized(nn.Module):
+    """The first forward alone sets a scale by its own values, as ActNorm does."""
+
+    def __init__(self, by_data: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.by_data, self.is_initialized = by_data, False
+
+    def forward(self, value: Tensor) -> Tensor:
+        with bp.Block(0):
+            value = self.first(value)
+            if not self.is_initialized:
+                with torch.no_grad():
+                    (self.scale.data if self.by_data else self.scale).copy_(1 / value.std(0))
+                self.is_initialized = True
+            value = value * self.scale
+        with bp.Block(1):
+            return self.last(value)
+
+
+def test_an_initialization_in_the_first_forward() -> None:
+    """By ``.data`` it is refused; under ``no_grad``, or before the pipeline, it works."""
+    said = r"'scale' on hop 0 .*under torch.no_grad\(\) .*run the plain model once before"
+    with pytest.raises(StateError, match=said):
+        trains_as_plain(Initialized(by_data=True))
+    assert trains_as_plain(Initialized(by_data=False))
+    ready = Initialized(by_data=True)
+    ready(torch.randn(2, 4))
+    assert trains_as_plain(ready)
