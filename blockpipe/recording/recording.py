@@ -15,6 +15,7 @@ from ..costs.meter import HostSync
 from ..crossing.recompute import Recomputable
 from ..errors import PlanError
 from ..stages.assignment import Assignment
+from ..stages.cursor import SKIPPED_MARKS
 from ..stages.plan import StagePlan, gaps, too_few_devices
 from .calls import Call, Flow, Saved, Segment
 from .entries import (
@@ -171,6 +172,8 @@ class Recording:
                 reaches the stages, or there are too few devices. One error names all problems.
         """
         problems = gaps(self.route) or (list(self.begun_too_early()) if in_order else [])
+        if problems and self.unreached:
+            problems[-1] += f"; {self.unreached[0]}: {SKIPPED_MARKS}"
         if devices is not None and self.num_stages > devices:
             problems.append(too_few_devices(self.num_stages, devices))
         if problems:

@@ -1,5 +1,6 @@
 """What errors advise: the message names it, and with it the model trains as plain."""
 
+import contextlib
 import copy
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.errors import StateError
+from blockpipe.errors import PlanError, StateError
 
 from ..stage_devices import stages
 
@@ -86,3 +87,42 @@ def test_an_initialization_in_the_first_forward() -> None:
     ready = Initialized(by_data=True)
     ready(torch.randn(2, 4))
     assert trains_as_plain(ready)
+
+
+class DropsLayers(nn.Module):
+    """Leaves out layers at random: a marked layer with its mark, or inside of a block."""
+
+    def __init__(self, marks_layers: bool, rate: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.marks_layers, self.rate = marks_layers, rate
+        if marks_layers:
+            bp.begin_blocks(self, {"layers.1": 1, "layers.2": 2})
+
+    def forward(self, value: Tensor) -> Tensor:
+        for stage, layer in enumerate(self.layers):
+            with contextlib.nullcontext() if self.marks_layers else bp.Block(stage):
+                if stage != 1 or bool(torch.rand(()) >= self.rate):
+                    value = value + layer(value)
+        return value
+
+
+@pytest.mark.filterwarnings("ignore:nothing ran on stage 1")
+def test_a_layer_that_is_left_out_at_random() -> None:
+    """A gap that it leaves names the mark that was skipped; inside of a block it may be left out,
+    and what is drawn does not depend on the schedule."""
+    inputs = torch.randn(8, 4)
+    left_out = bp.record(DropsLayers(marks_layers=True, rate=1.0), inputs)
+    said = r"'layers.1' is marked as stage 1 .*decide inside of a block"
+    with pytest.raises(PlanError, match=said):
+        left_out.check()
+    grads = []
+    for schedule in ("sequential", "1f1b"):
+        torch.manual_seed(0)
+        net = DropsLayers(marks_layers=False, rate=0.5)
+        pipe = bp.Pipeline(net, devices=stages(3), chunks=4, schedule=schedule)
+        torch.manual_seed(1)
+        for _ in range(2):
+            pipe.forward_backward(inputs, target=inputs, loss_fn=F.mse_loss)
+        grads.append([p.grad for p in net.parameters()])
+    assert all(map(torch.equal, *grads))
