@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.errors import PlanError, StateError
+from blockpipe.errors import PlanError, StateError, UsageError
 
 from ..stage_devices import stages
 
@@ -126,3 +126,45 @@ def test_a_layer_that_is_left_out_at_random() -> None:
             pipe.forward_backward(inputs, target=inputs, loss_fn=F.mse_loss)
         grads.append([p.grad for p in net.parameters()])
     assert all(map(torch.equal, *grads))
+
+
+class DropsWeights(nn.Module):
+    """Computes the first layer's weight in each forward."""
+
+    def __init__(self, keeps_entry: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.raw = nn.Parameter(self.first.weight.detach().clone())
+        self.keeps_entry = keeps_entry
+        del self.first.weight
+        self.compute()
+
+    def compute(self) -> None:
+        weight = self.raw * 0.5
+        if self.keeps_entry:
+            self.first._parameters["weight"] = weight  # type: ignore[assignment]
+        else:
+            self.first.weight = weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        with bp.Block(0):
+            self.compute()
+            value = self.first(value)
+        with bp.Block(1):
+            return self.last(value)
+
+
+def test_a_weight_that_is_computed_in_the_forward() -> None:
+    """As an entry of ``_parameters`` it is refused; as a plain attribute it works."""
+    with pytest.raises(
+        UsageError, match=r"'first.weight'\] are computed .*\(del m.weight\) and set"
+    ):
+        bp.Pipeline(DropsWeights(keeps_entry=True), devices=stages(2), chunks=4)(torch.ones(8, 4))
+    net = DropsWeights(keeps_entry=False)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="1f1b")
+    inputs = torch.randn(8, 4)
+    pipe.forward_backward(inputs, target=inputs, loss_fn=F.mse_loss)
+    grads = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    F.mse_loss(net(inputs), inputs).backward()
+    torch.testing.assert_close(grads, [p.grad for p in net.parameters()])
