@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blockpipe as bp
+from blockpipe.distributed import build_stage
 from blockpipe.errors import (
     CrossingError,
+    PlanError,
     RouteError,
     StateError,
 )
@@ -320,3 +322,11 @@ def test_a_marked_layer_that_is_skipped_is_named(schedule: str, skipped: bool) -
         RouteError, match="skips a marked layer .*layerdrop.*decide inside of a block"
     ):
         train(pipe, two_ways())
+
+
+def test_a_process_with_nothing_to_do_is_refused() -> None:
+    """A stage on which nothing runs is idle in one process; over several it is a PlanError."""
+    net = Switched()
+    net.off = 1
+    with pytest.raises(PlanError, match=r"got \[0, 2\], .*nothing ran on stage 1"):
+        build_stage(net, 0, (two_ways(),))
