@@ -24,7 +24,7 @@ from ..recording.watching.closed_modules import closed_to_others
 from ..recording.watching.watched_run import counting_writes
 from ..restoring.holders import Holder
 from ..restoring.restored_thread import leaves_intact
-from ..stages.plan import StagePlan
+from ..stages.plan import StagePlan, gaps
 from ..weights.materialize import Init, materialize
 from ..weights.sources import Weights
 from .cutting import StageTape, cut, questions
@@ -253,6 +253,9 @@ def _taped(request: RecordRequest, recording: Recording) -> Tape:
 def _check(recording: Recording) -> None:
     """Refuse state that stages share and a forward changes, because each process has a copy."""
     recording.check()
+    idle = gaps(hop.stage for hop in recording.hops if hop.operations or hop.kernels)
+    if idle:  # a process would have nothing to do
+        raise PlanError("; ".join([*idle, *recording.unreached]))
     problems = [
         f"{held.name!r} is written by the forward and read on stages "
         f"{sorted({held.stage, *held.also_read_on})} ({held.where})"

@@ -47,9 +47,14 @@ _OURS = "_blockpipe_"  # attributes of tensors
 _MOST_BYTES = 10_000  # of an array or a file in memory; larger ones are not compared
 _MOST_DOTS = 3  # of a name such as torch.nn.functional.relu
 _UNSET = object()
+_OF_EACH_LAYER = (
+    "where each layer has a place of its own in it, use a dictionary with an entry for each layer, "
+    "or an attribute of each; otherwise "
+)
 _REMEDY = (
-    "pass it along as an argument, keep it in a local variable, or in a dictionary with "
-    "current_microbatch() as its key"
+    "pass it along as an argument, keep it in a local variable, or, if nothing in it is for the "
+    "next micro-batch, in a dictionary with current_microbatch() as its key (each micro-batch then "
+    "has an entry of its own)"
 )
 _NAMED = (ClassHolder, FunctionHolder, NamesHolder)  # any code may read what they hold
 
@@ -221,7 +226,8 @@ class OutsideState:
             if not (len(hops) > 1 or (is_put_back and may_be_read)):
                 continue
             if not self._is_unread(change, reads):
-                yield SharedChange(change.name, "sets it", hops, change.where, _REMEDY)
+                remedy = f"{_OF_EACH_LAYER if _has_places(change) else ''}{_REMEDY}"
+                yield SharedChange(change.name, "sets it", hops, change.where, remedy)
 
     def _is_unread(self, change: _Change, reads: NamesRead) -> bool:
         if change.attribute is not None:
@@ -256,6 +262,12 @@ def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attrib
     kind = type(owner).__name__
     whole = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
     return whole if key is None else f"{what} {key!r} of {whole}"
+
+
+def _has_places(change: _Change) -> bool:
+    """Whether layers may each have an element of it: whose was set, is not known."""
+    is_array = type(change.owner).__module__ == "numpy"
+    return is_array or isinstance(change.owner, list | deque)
 
 
 def _attribute(owner: Any, key: Any) -> tuple[str, type | None] | None:

@@ -15,6 +15,7 @@ from ..costs.meter import HostSync
 from ..crossing.recompute import Recomputable
 from ..errors import PlanError
 from ..stages.assignment import Assignment
+from ..stages.cursor import SKIPPED_MARKS
 from ..stages.plan import StagePlan, gaps, too_few_devices
 from .calls import Call, Flow, Saved, Segment
 from .entries import (
@@ -90,7 +91,8 @@ class Recording:
     marks: dict[str, Call | None] = field(default_factory=dict, repr=False)
     """The lines of those met, heeded or not, and the innermost call that each was first met in."""
     unreached: list[str] = field(default_factory=list)
-    """Marks of ``BeginBlock`` on modules that the forward did not call, in words."""
+    """Marks of ``BeginBlock`` on modules that the forward did not call, and stages that marks name
+    and on which nothing ran, in words."""
     given_at: str = ""
     """The line that uses a number as no later step can foresee, in ways that steps ask no more."""
     why_real: str | None = None
@@ -170,6 +172,8 @@ class Recording:
                 reaches the stages, or there are too few devices. One error names all problems.
         """
         problems = gaps(self.route) or (list(self.begun_too_early()) if in_order else [])
+        if problems and self.unreached:
+            problems[-1] += f"; {self.unreached[0]}: {SKIPPED_MARKS}"
         if devices is not None and self.num_stages > devices:
             problems.append(too_few_devices(self.num_stages, devices))
         if problems:

@@ -35,10 +35,11 @@ class Mark:
 
 
 SKIPPED_MARKS = (
-    "where the forward skips a marked layer (layerdrop), it skips the mark: mark one that always "
-    "runs"
+    "where the forward skips a marked layer (layerdrop), it skips the mark, and a sample may skip "
+    "it too: take the mark off, and decide inside of a block that is always entered (with "
+    "Block(stage=n): if torch.rand(()) > p: x = layer(x))"
 )
-"""For errors about another route than the recorded one."""
+"""For errors about another route than the recorded one, and about a gap in it."""
 
 # Calls a function that is a block, given a text that identifies it and its arguments.
 FunctionCall = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

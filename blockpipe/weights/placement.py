@@ -72,8 +72,10 @@ class Placement:
         if computed:
             raise UsageError(
                 f"a pipeline's parameters are leaves, but {computed[:3]} are computed from others "
-                "(functional_call?): each micro-batch's backward would run through that; use "
-                "parametrizations, which compute them in the forward"
+                "(functional_call, or an entry of _parameters that the forward sets?): each "
+                "micro-batch's backward would run through that; use parametrizations, which "
+                "compute them in the forward, or delete the parameter once (del m.weight) and set "
+                "a plain attribute in the forward (m.weight = f(m.weight_raw))"
             )
         self._follow({id(tensor) for tensor in named.values()})
         homes: dict[int, tuple[Tensor, int, int, str]] = {}

@@ -1,13 +1,18 @@
 """Routes and state that no pipeline can follow, and what their errors say."""
 
+import copy
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blockpipe as bp
+from blockpipe.distributed import build_stage
 from blockpipe.errors import (
     CrossingError,
+    PlanError,
     RouteError,
     StateError,
 )
@@ -72,6 +77,51 @@ def test_skipped_hops_are_fine(schedule: str, other: list[int]) -> None:
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None)
         assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)
+
+
+class Switched(nn.Module):
+    """Each of three blocks runs its layer, or does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.off: int | None = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        for stage, layer in enumerate(self.layers):
+            with bp.Block(stage):
+                value = value if stage == self.off else layer(value)
+        return value
+
+
+@each_value(schedule=SCHEDULES, off=[0, 1, 2])
+def test_a_block_may_do_nothing_for_a_while(schedule: str, off: int) -> None:
+    """Stages behind it stay where they are, and gradients are the plain loop's."""
+    torch.manual_seed(0)
+    net = Switched()
+    plain = copy.deepcopy(net)
+    pipe = pipeline(net, schedule=schedule)
+    for net.off in (None, off, None):
+        plain.off = net.off
+        train(pipe, two_ways())
+        for part in two_ways().chunk(4):
+            (F.mse_loss(plain(part), torch.zeros(2, 4)) / 4).backward()
+        for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+            assert q.grad is not None
+            torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
+    assert pipe.recording is not None
+    assert pipe.recording.route == [0, 1, 2]
+
+
+def test_a_block_that_does_nothing_from_the_first_step_on_is_told() -> None:
+    """A warning names the stage and the line of its mark, and the summary has it too."""
+    net = Switched()
+    net.off = 1
+    pipe = pipeline(net)
+    said = r"nothing ran on stage 1, which the mark at test_bad_routes.py:\d+ begins"
+    with pytest.warns(UserWarning, match=said):
+        train(pipe)
+    assert re.search(said, "\n".join(bp.record(net, two_ways()).summary().notes))
 
 
 class Detour(nn.Module):
@@ -268,5 +318,15 @@ class LayerDrop(nn.Module):
 def test_a_marked_layer_that_is_skipped_is_named(schedule: str, skipped: bool) -> None:
     """The error says that the mark was skipped with the layer."""
     pipe = bp.Pipeline(LayerDrop(skipped), devices=stages(2), chunks=4, schedule=schedule)
-    with pytest.raises(RouteError, match="skips a marked layer .*layerdrop.*mark one that always"):
+    with pytest.raises(
+        RouteError, match="skips a marked layer .*layerdrop.*decide inside of a block"
+    ):
         train(pipe, two_ways())
+
+
+def test_a_process_with_nothing_to_do_is_refused() -> None:
+    """A stage on which nothing runs is idle in one process; over several it is a PlanError."""
+    net = Switched()
+    net.off = 1
+    with pytest.raises(PlanError, match=r"got \[0, 2\], .*nothing ran on stage 1"):
+        build_stage(net, 0, (two_ways(),))

@@ -34,7 +34,7 @@ def plain_or_none(program, args, target, chunks):
         raise
 
 
-@pytest.mark.filterwarnings("ignore:chunks=1 on")
+@pytest.mark.filterwarnings("ignore:chunks=1 on", "ignore:nothing ran on stage")
 @settings(deadline=None, max_examples=examples(100), suppress_health_check=list(HealthCheck))
 @given(
     programs,

@@ -28,6 +28,10 @@ from ..outside_tensors import extent_of
 from .saved_tensors import Packed, key_of
 
 _CLONE = "clone() it before it is used, write it between steps"
+_INITIALIZE = (
+    "if the first forward alone writes it, as an initialization, write it under torch.no_grad() "
+    "(p.copy_(…), not p.data.copy_(…)) or run the plain model once before the pipeline"
+)
 _READ = "read it between steps"
 
 
@@ -187,6 +191,7 @@ class LateBackwards:
             if not saved:
                 continue
             name, compared = self._named(write)
+            remedy = _CLONE if compared is None else f"{_CLONE}, {_INITIALIZE}"
             where = f"on hop {write.hop} ({write.where})"
             late = LateBackward(
                 f"the forward writes to {name} {where}, by .data or in another way that counts no "
@@ -194,7 +199,7 @@ class LateBackwards:
                 f"reads what autograd has saved of it ({saved[0].where})",
                 write.hop,
                 sorted({s.hop for s in saved}),
-                _CLONE,
+                remedy,
                 None if write.depends else compared,
             )
             if name not in known or (known[name].compared and not late.compared):

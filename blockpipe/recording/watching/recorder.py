@@ -168,6 +168,8 @@ class Recorder:
                 f"{stage} ({users_line()}), but its backward runs as one, on one stage; "
                 f"mark around it{checkpoint if name == 'CheckpointFunction' else ''}"
             )
+        if self.cursor.passes_over(stage, self.result.route):
+            self.run.arrive()
         if self.hop >= 0:  # else the first hop drew
             self.draws.look()
             self.outside.look(self.hop)
@@ -197,13 +199,10 @@ class Recorder:
         self.segments.operation()
         self._sources = {}
         self.calls.visit(hop, line())
-        follows = self.cursor.follow_marks  # a plan says where everything is
-        if (
-            follows
-            and not self.cursor.in_scope
-            and (not self.cursor.is_marked or self.cursor.block_ended)
-        ):
-            mark = self.cursor.mark
+        cursor = self.cursor
+        is_between = not cursor.in_scope and (not cursor.is_marked or cursor.block_ended)
+        if is_between and cursor.follow_marks:  # else a plan says where everything is
+            mark = cursor.mark
             after = mark.where if mark is not None else None
             note_unmarked(self.result.unmarked, self.stage, users_line(), after)
         innermost = self.calls.innermost

@@ -1,6 +1,6 @@
 """The cursor of a recorded forward, which reports marks and moves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..._common.threads.thread_state import ours
 from ...stages.cursor import Cursor, Mark
@@ -36,8 +36,21 @@ class WatchedCursor(Cursor):
     def move(self, stage: int, mark: Mark | None) -> None:
         assert self.on_leave is not None
         if stage != self.stage:
-            self.moves += 1
             with ours():
                 self.on_leave(stage)
+            self.moves += 1
         super().move(stage, mark)
         self.is_marked = self.is_marked or mark is not None
+
+    def passes_over(self, following: int, route: Sequence[int]) -> bool:
+        """Return whether a mark has named the next stage, and the forward goes on to a higher one
+        with nothing done there (``self.b(x) if self.use_b else x``).
+
+        Such a stage has a hop all the same: without it the numbers would have a gap.
+
+        Args:
+            following: the stage that it goes on to.
+            route: the stages of the hops so far.
+        """
+        is_marked = self.follow_marks and self.mark is not None
+        return is_marked and max(route, default=-1) + 1 == self.stage < following

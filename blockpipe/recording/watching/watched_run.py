@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ def run_watched(
     finally:
         recorder.activations.forget()
     if planned is None:
-        result.unreached = list(_unreached(model, {call.path for call in result.calls}))
+        result.unreached = [*_unreached(model, result), *_passed_over(result.hops)]
     return result
 
 
@@ -308,13 +308,26 @@ def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
             yield Output(name, shape, dtype, tensor is loss, id(tensor) in given)
 
 
-def _unreached(model: nn.Module, called: Container[str]) -> Iterator[str]:
+def _unreached(model: nn.Module, result: Recording) -> Iterator[str]:
     """Yield the marks on modules that were not called, in words."""
+    called = {call.path for call in result.calls}
     for path, module in model.named_modules():
         mark = mark_of(module)
         if mark is not None and path not in called:
             stage = "the next stage" if mark.stage is None else f"stage {mark.stage}"
             yield f"{path!r} is marked as {stage} ({short(mark.where)}), but never called"
+
+
+def _passed_over(hops: Sequence[Hop]) -> Iterator[str]:
+    """Yield the stages that marks name and on which nothing runs, in words."""
+    busy = {hop.stage for hop in hops if hop.operations or hop.kernels}
+    for hop in hops:
+        if hop.stage not in busy and len(hops) > 1:
+            yield (
+                f"nothing ran on stage {hop.stage}, which the mark at {short(hop.where)} begins, "
+                "when the model was recorded; if that is so in each step, take the mark away, and "
+                "number those behind it anew"
+            )
 
 
 @contextlib.contextmanager
