@@ -35,6 +35,13 @@ CHILDREN = "_modules"
 SLOTS = ("_parameters", "_buffers", CHILDREN)
 """The names of the three, for who looks through ``vars(module)``."""
 
+
+def slots_of(module: nn.Module) -> list[Mapping[str, Any]]:
+    """Return the three. ``vars(module)`` has none of them if ``torch.jit.trace`` made the module,
+    which asks the module inside of it."""
+    return [parameters_of(module), buffers_of(module), children_of(module)]
+
+
 unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 """The names of buffers that a state dict leaves out. Making one to see would run the user's hooks,
 and take in what ``get_extra_state`` makes."""

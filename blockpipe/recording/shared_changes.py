@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .._common.callsite import users_line
 from .._common.modules import STATE
 from .._torch.modes import is_in_forward_mode
-from .._torch.modules import COMPILED_CALL, SLOTS, caches_parametrizations
+from .._torch.modules import COMPILED_CALL, SLOTS, caches_parametrizations, slots_of
 from ..restoring.process_state import process_state
 from .calls import hops_by_path
 from .entries import SharedChange, TensorInfo
@@ -205,7 +205,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _slots(module: nn.Module) -> dict[str, Any]:
     """Return a module's parameters, buffers and submodules."""
-    return {name: value for slots in SLOTS for name, value in vars(module)[slots].items()}
+    return {name: value for slots in slots_of(module) for name, value in slots.items()}
 
 
 def _switches() -> dict[str, object]:

@@ -363,9 +363,9 @@ def _attribute(owner: Any, name: str) -> Any:
             except AttributeError:
                 return UNKNOWN
     if isinstance(owner, nn.Module):
-        for slots in SLOTS:
-            if name in attributes[slots]:
-                return attributes[slots][name]
+        for slots in map(attributes.get, SLOTS):  # torch.jit.trace's modules have none
+            if slots is not None and name in slots:
+                return slots[name]
     holder = _class_with(type(owner), name)
     found = UNKNOWN if holder is None else vars(holder)[name]
     return UNKNOWN if isinstance(found, types.GetSetDescriptorType) else found  # of code in C

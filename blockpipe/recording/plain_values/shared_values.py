@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from ..._torch.modules import SLOTS
+from ..._torch.modules import slots_of
 from ...restoring.contents import is_generator
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import advances
@@ -109,7 +109,7 @@ class SharedValues:
             for holder in holders
             if isinstance(holder, DictHolder) and (space := holder.namespace()) is not holder.owner
         }
-        slots = ((vars(module)[name], module) for module in modules.values() for name in SLOTS)
+        slots = ((space, module) for module in modules.values() for space in slots_of(module))
         self._objects.update((id(space), module) for space, module in slots)
         self._objects[id(os.environ)] = variables = os.environ._data  # type: ignore[attr-defined]
         self._lasting.add(id(variables))
