@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch.graph import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from ..._torch.graph import pop_saved_tensor_hooks, push_saved_tensor_hooks, saved_tensor_hooks
 from ..._torch.modes import is_transformed, without_torch_functions
 from ..._torch.tensors import storage_id, version_of
 from ...costs.work import size_of
@@ -64,8 +64,13 @@ class Activations:
         push_saved_tensor_hooks(self._pack, _unpack)
 
     def take_off(self) -> None:
-        """Remove the hooks, which must be the last that were added."""
-        pop_saved_tensor_hooks()
+        """Remove the hooks, and those above them: up to torch 2.11, a checkpoint whose function
+        raises leaves its own on."""
+        own = self._pack, _unpack
+        while (last := saved_tensor_hooks()) is not None:
+            pop_saved_tensor_hooks()
+            if last == own:
+                break
 
     def inputs(self, tensors: Iterable[Tensor]) -> None:
         """Note the micro-batch's inputs, which are slices of the caller's batch."""
