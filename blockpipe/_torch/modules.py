@@ -54,6 +54,12 @@ forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_h
 """A module's forward hooks by their handle's id, to count them: no public way tells of them."""
 
 
+backward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_backward_pre_hooks")
+"""A module's hooks before its backward, likewise."""
+
+full_backward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_backward_hooks")
+"""A module's hooks behind its backward, likewise."""
+
 _GLOBAL_BACKWARD = ("_global_backward_pre_hooks", "_global_backward_hooks")
 _GLOBAL = (
     *("_global_forward_pre_hooks", "_global_forward_hooks", *_GLOBAL_BACKWARD),
@@ -79,7 +85,7 @@ def backward_hooks_of(module: nn.Module) -> list[Any]:
     """Return a module's hooks that a backward calls, before it and after it, with those that every
     module calls. They can be added in public, but not asked for."""
     of_all = [getattr(_of_all_modules, name) for name in _GLOBAL_BACKWARD]
-    hooks = (*of_all, module._backward_pre_hooks, module._backward_hooks)
+    hooks = (*of_all, backward_pre_hooks_of(module), full_backward_hooks_of(module))
     return [hook for one in hooks for hook in one.values()]
 
 

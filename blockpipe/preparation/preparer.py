@@ -36,7 +36,7 @@ from .offloaded import offloaded_stages
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
-from .shared_state import CodeKinds, check_shared_state, runs_by
+from .shared_state import CodeKinds, check_shared_memory, check_shared_state, runs_by
 from .watched_values import WatchedValues
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
@@ -170,6 +170,7 @@ class Preparer:
             devices = self.placed() or self._choose_devices(recording)
             recording.check(len(devices), in_order=self._placement is None)
             check_shared_state(recording, options.shares_by)
+            check_shared_memory(self.model, recording, options.shares_by)
             prepared = self._place(recording, devices, options)
             self._compile(prepared)
             self._forget_oldest(batch)

@@ -1,10 +1,16 @@
 """State that micro-batches under way at once must not share: what a forward changes, generators."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from .._torch.tensors import FakeTensor
 from ..batches.losses import kind_of
 from ..errors import StateError
+from ..recording.entries import OutsideTensor, TensorInfo
 from ..recording.plain_values.still_code import uses_state
 from ..recording.recording import Recording
 from ..schedules.builders import ScheduleOption
@@ -39,6 +45,72 @@ def check_shared_state(recording: Recording, schedule: ScheduleOption) -> None:
                 f"({shared.where}): micro-batches 0 and 1, under way at once, would change it for "
                 f"each other; {shared.remedy}, or use schedule={shared.schedule!r}"
             )
+
+
+def check_shared_memory(model: nn.Module, recording: Recording, schedule: ScheduleOption) -> None:
+    """Raise :class:`StateError` for tensors of one memory, which are several objects, if the
+    forward writes to one and they are read on several hops."""
+    if schedule in ("uncut", "sequential"):
+        return
+    for together in _overlapping(_places_of(model, recording)):
+        hops = sorted({hop for info in together for hop in info.hops})
+        written = next((info for info in together if info.written), None)
+        if written is None or len(hops) < 2:
+            continue
+        other = next(info for info in together if info is not written)
+        raise StateError(
+            f"{_named(written)} and {_named(other)} have the same memory, which the forward writes "
+            f"to, and which hops {hops} use ({written.where}): micro-batches 0 and 1, under way at "
+            "once, would change it for each other; give one of them a memory of its own "
+            "(tensor.clone()), or use schedule='sequential'"
+        )
+
+
+_Info = TensorInfo | OutsideTensor
+_Range = tuple[str, int, int]  # a device, and its first address and the one behind the last
+
+
+def _named(info: _Info) -> str:
+    return info.name if isinstance(info, OutsideTensor) else repr(info.name)
+
+
+def _places_of(model: nn.Module, recording: Recording) -> list[tuple[_Range, _Info]]:
+    """Return where the tensors are that hops use, as far as they have a memory that is known."""
+    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    held.update(model.named_buffers(remove_duplicate=False))
+    found: list[tuple[_Range, _Info]] = []
+    for info in (*recording.parameters, *recording.buffers):
+        if info.hops and (tensor := held.get(info.name)) is not None:
+            found += [(place, info) for place in _range_of(tensor)]
+    for outside in recording.outside:
+        if outside.tensor is not None and (tensor := outside.tensor()) is not None:
+            found += [(place, outside) for place in _range_of(tensor)]
+    return found
+
+
+def _range_of(tensor: Tensor) -> list[_Range]:
+    is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
+    if not is_plain or isinstance(tensor, FakeTensor) or tensor.numel() == 0:
+        return []
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    begin = tensor.data_ptr()
+    return [(str(tensor.device), begin, begin + (last + 1) * tensor.element_size())]
+
+
+def _overlapping(places: list[tuple[_Range, _Info]]) -> Iterator[list[_Info]]:
+    """Yield the tensors that lie in each other, two or more together."""
+    together: list[_Info] = []
+    there, end = "", 0
+    for (device, begin, behind), info in sorted(places, key=itemgetter(0)):
+        if (device, begin) >= (there, end) or device != there:
+            if len(together) > 1:
+                yield together
+            together, there, end = [], device, 0
+        together.append(info)
+        end = max(end, behind)
+    if len(together) > 1:
+        yield together
 
 
 class CodeKinds:

@@ -7,7 +7,7 @@ tied across stages has one home.
 
 import operator
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -16,13 +16,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._common.modules import OwnHook, StandIn, named_slots
-from .._torch.graph import renew_hooks_of_several
+from .._torch.graph import gradient_hooks, renew_hooks_of_several, stepping_hooks
 from .._torch.modules import (
     COMPILED_CALL,
+    backward_pre_hooks_of,
     buffers_of,
     children_of,
     forward_hooks_of,
     forward_pre_hooks_of,
+    full_backward_hooks_of,
     hooks_of_all_modules,
     parameters_of,
 )
@@ -30,6 +32,9 @@ from ..errors import PlanError, UsageError
 from ..recording.plan_resolution import attached_plan
 from ..recording.recording import Recording
 from ..stages.marks import MARK
+from .shared_places import SharedPlaces
+
+_HOOKS = forward_pre_hooks_of, forward_hooks_of, backward_pre_hooks_of, full_backward_hooks_of
 
 
 class Placement:
@@ -177,8 +182,9 @@ class Fingerprint:
             if tensor is not None
         ]
         self._counts = [(parameters_of(m), len(parameters_of(m))) for m in modules]
-        hooks = (h for m in modules for h in (forward_pre_hooks_of(m), forward_hooks_of(m)))
+        hooks = (hooks_of(m) for m in modules for hooks_of in _HOOKS)
         self._hooks = [*hooks, *hooks_of_all_modules()]
+        self._shared_places = SharedPlaces(modules)
         self._plans = [attached_plan(module) for module in modules]
         self._code = [_code_of(module) for module in modules]
         self._classes = [(kind, kind.forward) for kind in {type(module) for module in modules}]
@@ -228,14 +234,22 @@ class Fingerprint:
         return self._modes
 
     def asked(self) -> tuple[Any, ...]:
-        """Return what else may decide a forward's way: which hooks each module has, and all have,
-        which parameters need a gradient, and two of torch's settings."""
+        """Return what else may decide a forward's way, or share values with one: which hooks each
+        module has, and all have, and each parameter has; which places hold one object; which
+        parameters need a gradient; and two of torch's settings."""
         hooks = [_codes_of(hooks) if hooks else () for hooks in self._hooks]
+        leaves = [
+            (index, _codes_of(hooks))
+            for index, (_, _, tensor, _) in enumerate(self._held)
+            for hooks in (gradient_hooks(tensor), stepping_hooks(tensor))
+            if hooks
+        ]
         torchs = torch.get_num_threads(), torch.get_default_dtype()
-        return (*torchs, *hooks, *[tensor.requires_grad for _, _, tensor, _ in self._held])
+        trained = [tensor.requires_grad for _, _, tensor, _ in self._held]
+        return (*torchs, *hooks, *leaves, *self._shared_places.pattern(), *trained)
 
 
-def _codes_of(hooks: dict[int, Any]) -> tuple[Any, ...]:
+def _codes_of(hooks: Mapping[int, Any]) -> tuple[Any, ...]:
     """Return what runs in the user's hooks; one that is registered anew for each step is the
     same."""
     users = (hook for hook in hooks.values() if not isinstance(hook, OwnHook))

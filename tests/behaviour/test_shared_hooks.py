@@ -243,6 +243,15 @@ def _on_parameters(net: nn.Module, hook: Hook) -> None:
         parameter.register_hook(hook)
 
 
+def _after_parameters(net: nn.Module, hook: Hook) -> None:
+    def after(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = hook(parameter.grad)
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(after)
+
+
 def _on_modules(net: Net, hook: Hook) -> None:
     for module in (net.a, net.b):
         module.register_full_backward_pre_hook(lambda module, got: (hook(got[0]),))
@@ -334,3 +343,17 @@ def test_hooks_of_one_stage_may_share_anything(make: Callable[[], Hook]) -> None
     _step(net, schedule="1f1b")
     plain_step(plain, (X,), {}, X, mse_loss, 4)
     assert_same_gradients(net, plain)
+
+
+@pytest.mark.parametrize("register", [_on_parameters, _on_modules, _after_parameters])
+def test_hooks_that_come_between_steps_are_looked_at_before_they_run(
+    register: Callable[[Net, Hook], None],
+) -> None:
+    """As those that are there from the start."""
+    net, clip, x = Net(), Clip(), torch.randn(8, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+    register(net, clip)
+    with pytest.raises(StateError, match=r"in a backward on hops \[0, 1\]"):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+    assert clip.norms == []

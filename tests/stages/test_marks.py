@@ -130,6 +130,7 @@ def test_an_exception_inside_a_block_restores():
 
     def script(net, x):
         with bp.Block(0):
+            x = net.layers[0](x)
             try:
                 with bp.Block(1):
                     x = net.layers[1](x)
@@ -139,7 +140,7 @@ def test_an_exception_inside_a_block_restores():
             assert bp.current_stage() == 0
             return net.layers[2](x)
 
-    assert route(script) == [1, 0]
+    assert route(script) == [0, 1, 0]
 
 
 def test_begin_block_under_a_with_block_lasts_to_its_end():
@@ -150,7 +151,7 @@ def test_begin_block_under_a_with_block_lasts_to_its_end():
         with bp.Block(0):
             x = net.layers[0](x)
             with bp.Block(1):
-                x = net.layers[1](inner(x))
+                x = inner(net.layers[1](x))
                 assert bp.current_stage() == 2
             return net.layers[2](x)
 
@@ -159,7 +160,7 @@ def test_begin_block_under_a_with_block_lasts_to_its_end():
             x = inner(net.layers[0](x))
         return net.layers[2](x)
 
-    assert route(nested) == [0, 2, 0]
+    assert route(nested) == [0, 1, 2, 0]
     assert route(outermost) == [0, 2]
 
 
@@ -440,3 +441,17 @@ def test_a_container_that_nobody_calls_is_no_block(how):
     ):
         bp.BeginBlock(net.h, 1) if how == "BeginBlock" else bp.begin_blocks(net, {"h": 1})
     assert bp.BeginBlock(net.h[1], 1) is net.h[1]
+
+
+def test_a_block_in_which_nothing_runs_keeps_its_stages_number():
+    """Those behind it stay where they are."""
+
+    def script(net, x):
+        with bp.Block(0):
+            x = net.layers[0](x)
+        with bp.Block(1):
+            pass
+        with bp.Block(2):
+            return net.layers[2](x)
+
+    assert route(script) == [0, 1, 2]
