@@ -61,6 +61,23 @@ def every_pair(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     return _parametrized(axes, [tuple(values[a][i] for a, i in enumerate(row)) for row in rows])
 
 
+def every_pair_in_turns(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """As :func:`every_pair`, for tests that take long: the sets that no value of an axis needs to
+    be in one are slow.
+
+    Args:
+        axes: the values of each of the test's parameters.
+    """
+    kept = {name: [*axis] for name, axis in axes.items()}
+    missing = {(name, index) for name, axis in kept.items() for index in range(len(axis))}
+    rows = []
+    for row in every_pair(**kept).args[1]:
+        shows = {(name, kept[name].index(value)) for name, value in zip(kept, row, strict=True)}
+        rows.append(row if shows & missing else pytest.param(*row, marks=pytest.mark.slow))
+        missing -= shows
+    return _parametrized(kept, rows)
+
+
 def in_turn(names: Iterable[str], one_in: int, turn: int) -> set[str]:
     """Return the tests that run in a turn, where one in so many does: those that are neighbours,
     and often take equally long, have different turns.
@@ -97,6 +114,8 @@ def _parametrized(axes: Iterable[str], rows: list[tuple[Any, ...]]) -> pytest.Ma
 
 def _row(values: tuple[Any, ...]) -> Any:
     """A set of values with the marks and names of those that are a ``pytest.param``."""
+    if isinstance(values, ParameterSet):
+        return values
     params = [value for value in values if isinstance(value, ParameterSet)]
     if not params:
         return values

@@ -71,6 +71,7 @@ def test_a_run_is_resumed_by_the_pipeline_and_by_the_plain_trainer(tmp_path):
             torch.testing.assert_close(mine.to("cpu"), theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
     """The learning rate is far too high, so that it is not the last one."""
     ours, plain = train_both(
@@ -89,6 +90,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
 
 
 @pytest.mark.cpu("the trainer's autocast is for its own kind of device")
+@pytest.mark.slow
 def test_mixed_precision_is_the_plain_runs_over_the_same_micro_batches(tmp_path):
     """In bf16, where other micro-batches round otherwise: two of 2 samples a batch of 4. All labels
     count, so that each loss is scaled by the same number."""
@@ -159,6 +161,7 @@ def test_callbacks_get_the_plain_model_and_the_bar_is_drawn(tmp_path, capsys):
     assert "1/2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_of_model_init_gets_a_pipeline_of_its_own(tmp_path):
     """``model_init`` is called again at each ``train``."""
     ours = made(PipelineTrainer, tmp_path, model_init=lambda: gpt(), pipeline=PIPELINE)
