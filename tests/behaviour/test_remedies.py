@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.errors import PlanError, StateError, UsageError
 
-from ..stage_devices import stages
+from ..parity import assert_same_gradients, plain_step
+from ..stage_devices import assert_close, stages
 
 
 def trains_as_plain(net: nn.Module) -> bool:
@@ -21,12 +22,9 @@ def trains_as_plain(net: nn.Module) -> bool:
     for step in range(2):
         inputs, target = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(step))
         pipe.forward_backward(inputs, target=target, loss_fn=F.mse_loss)
-        for part, goal in zip(inputs.chunk(4), target.chunk(4), strict=True):
-            (F.mse_loss(plain(part), goal) / 4).backward()
-    return all(
-        p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
-        for p, q in zip(net.parameters(), plain.parameters(), strict=True)
-    )
+        plain_step(plain, (inputs,), {}, target, F.mse_loss, 4)
+    assert_same_gradients(net, plain)
+    return True
 
 
 class Remembers(nn.Module):
@@ -165,6 +163,7 @@ def test_a_weight_that_is_computed_in_the_forward() -> None:
     inputs = torch.randn(8, 4)
     pipe.forward_backward(inputs, target=inputs, loss_fn=F.mse_loss)
     grads = [p.grad for p in net.parameters()]
+    pipe.unplace()
     net.zero_grad()
     F.mse_loss(net(inputs), inputs).backward()
-    torch.testing.assert_close(grads, [p.grad for p in net.parameters()])
+    assert_close(grads, [p.grad for p in net.parameters()])
