@@ -39,6 +39,8 @@ DELAY = 200  # microseconds at most, before one in five operations: enough for a
 DELAYED = 0.2
 PARAMETERS = 12  # of one test, where each operation is queued and most sweeps ran on the CPU
 
+_MANY_MODULES = 100
+_modules = 0  # that were imported when the collector looked at them last
 _why_not: dict[str, str] = {}  # the accelerator could not be built
 _deselected: Counter[str] = Counter()
 
@@ -209,10 +211,14 @@ def _lanes_for_small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "SMALL_HOP", 0.0)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)  # before the test's fixtures make anything
+def pytest_runtest_setup() -> None:
     """What is imported by now stays: the collector need not look at it again and again."""
-    gc.collect()
-    gc.freeze()
+    global _modules
+    if len(sys.modules) > _modules + _MANY_MODULES:
+        _modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:

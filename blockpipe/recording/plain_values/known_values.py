@@ -182,7 +182,8 @@ class KnownValues:
     def _lost(self, known: SharedValue, result: Recording) -> SharedChange | None:
         """The change of a value that several stages update, if one may lose another's update."""
         updates = [k for k in (known, *self._of_all(known)) if k.lost_on & known.set_on]
-        if not updates or len(hops_of(known.set_on)) < 2:
+        stages = {result.hops[hop].stage for hop in hops_of(known.set_on)}
+        if not updates or len(stages) < 2:  # the hops of one stage run in one thread
             return None
         if min(known.set_on) >= 0 and self._tells_itself(known, known.counted_on, result):
             return None

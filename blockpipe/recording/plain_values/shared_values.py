@@ -30,6 +30,7 @@ from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import advances
 from ...restoring.model_state import is_users, names_in
 from .checkpoints import CheckpointedFrames
+from .collecting_garbage import CollectingGarbage
 from .drawn_numbers import DrawnNumbers
 from .expressions import (
     ALL,
@@ -137,6 +138,7 @@ class SharedValues:
         self._pending: dict[int, PendingWrite] = {}  # by the id of a frame
         self._checkpoints = CheckpointedFrames()
         self.tensors, self.draws = TensorUses(), DrawnNumbers()
+        self._collecting = CollectingGarbage()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
         self._all_lasts = False  # see runs_beside
 
@@ -151,7 +153,8 @@ class SharedValues:
         sys._getframe().f_trace_opcodes = True  # else 3.12.0 to 3.12.4 trace none at all
         sys.settrace(ours)
         try:
-            yield
+            with self._collecting:
+                yield
         finally:
             if sys.gettrace() == ours:
                 sys.settrace(before)
@@ -169,7 +172,7 @@ class SharedValues:
         if id(code) not in self._codes:
             is_traced = is_users(frame.f_globals.get("__name__"))
             self._codes[id(code)] = code, accesses_of(code) if is_traced else None
-        if self._codes[id(code)][1] is None:
+        if self._codes[id(code)][1] is None or self._collecting.now:
             return None
         frame.f_trace = self._ran  # before the next line, which has no effect on 3.13.0 otherwise
         frame.f_trace_opcodes, frame.f_trace_lines = True, False

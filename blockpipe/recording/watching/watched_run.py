@@ -231,8 +231,14 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
 
 
 def _called_on(hooks: Iterable[Hook], recorder: Recorder) -> Iterator[CalledInBackward]:
-    """Yield the hooks of modules and parameters for each hop in whose backward they are called."""
-    hops = {name: set(held.hops) for held in recorder.result.parameters for name in held.names}
+    """Yield the hooks of modules and parameters for each hop in whose backward they are called.
+    Those of a parameter are called on the first hop that reads it."""
+    hops = {
+        name: {held.hop}
+        for held in recorder.result.parameters
+        if held.hop is not None
+        for name in held.names
+    }
     for call in recorder.result.calls:
         if not call.is_function and call.hop is not None:
             hops.setdefault(call.path, set()).add(call.hop)  # where its backward ends

@@ -1,5 +1,6 @@
 """Updates of one value on several stages: where something is called meanwhile, some are lost."""
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -193,3 +194,31 @@ def test_an_update_when_nothing_is_called_meanwhile_is_fine(note: Note) -> None:
 def test_an_update_when_one_stage_makes_it_is_fine() -> None:
     pipe = bp.Pipeline(Two(_sums, lambda net, h: None), devices=stages(2), chunks=4)
     pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
+
+
+class Returns(nn.Module):
+    """The route comes back to stage 0, which adds up on both of its hops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.state = nn.Linear(4, 4), nn.Linear(4, 4), State()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.state.total += h.sum().item()
+        with bp.Block(stage=1):
+            h = self.b(h)
+        with bp.Block(stage=0):
+            h = self.a(h)
+            self.state.total += h.sum().item()
+            return h
+
+
+def test_an_update_when_hops_of_one_stage_make_it_is_fine() -> None:
+    """One thread runs them."""
+    net, x = Returns(), torch.randn(8, 4)
+    plain = copy.deepcopy(net)
+    plain(x)
+    bp.Pipeline(net, devices=stages(2), chunks=4).forward_backward(x, loss_fn=torch.sum)
+    assert net.state.total == pytest.approx(plain.state.total, abs=1e-4)
