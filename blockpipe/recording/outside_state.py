@@ -12,6 +12,7 @@ import types
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,12 +119,16 @@ class OutsideState:
         self._shared = {
             id(value) for h in self._holders if isinstance(h, _NAMED) for _, value in h.now()
         }
+        self._glances = [_Glance(holder) for holder in self._holders]
         self._members = [_members(holder) for holder in self._holders]
         self._changes: dict[tuple[int, Any], _Change] = {}
 
     def look(self, hop: int) -> None:
         """Compare all objects; called when the user's code is about to run something on a hop."""
         for index, holder in enumerate(self._holders):
+            if self._glances[index].finds_no_change():
+                continue
+            self._glances[index] = _Glance(holder)
             now, before = _members(holder), self._members[index]
             if len(now) == len(before) and all(now[key] is before.get(key, _UNSET) for key in now):
                 continue
@@ -167,6 +172,7 @@ class OutsideState:
         if holder and id(value) not in self._known and len(self._holders) < MOST_OBJECTS:
             self._known.add(id(value))
             self._holders.append(holder)
+            self._glances.append(_Glance(holder))
             self._members.append(_members(holder))
 
     def _named(self, holder: Holder, key: Any) -> str:
@@ -379,6 +385,36 @@ def _of_namespace(
             yield path, value
             if isinstance(value, types.ModuleType) and path.count(".") < _MOST_DOTS:
                 yield from _of_namespace(path, value, function)
+
+
+class _Glance:
+    """The values in an object's dictionary, which are compared faster than its members are.
+
+    Args:
+        holder: the object.
+    """
+
+    def __init__(self, holder: Holder) -> None:
+        is_module = isinstance(holder, _ModuleHolder)
+        found: Any = holder.namespace() if isinstance(holder, DictHolder) else None
+        self._module = holder.owner if is_module else None
+        self._found = found = vars(holder.owner) if is_module else found
+        if found is not None:
+            self._keys, self._values = (*dict.__iter__(found),), (*dict.values(found),)
+            hooks = (found[name] for name in self._keys if is_module and name.endswith("_hooks"))
+            self._hooks = [value for value in hooks if value is not None]
+            self._counts = [*map(len, self._hooks)]
+
+    def finds_no_change(self) -> bool:
+        """Return whether all is as it was; otherwise, the members have to be compared."""
+        found = self._found
+        if found is None or len(found) != len(self._keys):
+            return False
+        if self._module is not None and vars(self._module) is not found:
+            return False
+        is_same = all(map(is_, dict.values(found), self._values))
+        has_same_keys = all(map(is_, dict.__iter__(found), self._keys))
+        return is_same and has_same_keys and [*map(len, self._hooks)] == self._counts
 
 
 class _Content:
