@@ -27,6 +27,7 @@ from ..recording.plan_resolution import planned_by
 from ..recording.record import record_planned
 from ..recording.recording import Recording
 from ..recording.sample import RecordRequest
+from ..restoring.restored_thread import users_modes
 from ..stages.plan import StagePlan
 from ..weights.accelerate_hooks import AccelerateHooks
 from ..weights.materialize import PendingValues
@@ -315,11 +316,12 @@ class Preparer:
         )
 
     def _key(self, batch: Microbatch, fingerprint: Fingerprint, loss_fn: LossFn) -> Any:
-        """Return what a recording depends on: modes, grad mode, structure, a loss that may share
-        values with the forward, and the values of arguments that are no tensors. These may lead to
-        another module on the same route, which nothing would notice. Sizes are not in it: a
-        micro-batch whose size leads elsewhere is noticed by its route. Comparisons of numbers that
-        change between steps are, with their answers: those of the recording that fits."""
+        """Return what a recording depends on: modes, grad mode, structure, a loss or a mode of the
+        user's that may share values with the forward, and the values of arguments that are no
+        tensors. These may lead to another module on the same route, which nothing would notice.
+        Sizes are not in it: a micro-batch whose size leads elsewhere is noticed by its route.
+        Comparisons of numbers that change between steps are, with their answers: those of the
+        recording that fits."""
         shape = tuple(
             (leaf.dtype, leaf.dim(), leaf.requires_grad)
             if isinstance(leaf, Tensor)
@@ -330,7 +332,7 @@ class Preparer:
         steered = self._watched_values.known_by()
         modes = fingerprint.modes(), fingerprint.asked()
         around = saved_tensor_hooks() or (None, None)  # what saved tensors go through
-        beside = tuple(map(self._beside.known_by, (loss_fn, *around)))
+        beside = *map(self._beside.known_by, (loss_fn, *around)), *map(type, users_modes())
         found = steered, modes, beside, torch.is_grad_enabled(), len(batch.args), names, shape
         for known in reversed(self.known):
             if known[0] == found and self._watched_values.holds(known[1]):

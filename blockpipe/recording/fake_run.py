@@ -283,12 +283,14 @@ def _with_fakes(
         name: fakes.of(tensor, None if homes is None else homes.get(name))
         for name, tensor in real.items()
     }
-    hooks = hooks_in(model)
+    modes = ModelState(values=False, others=modes_around())
     stand_ins = {id(tensor): swapped[name] for name, tensor in real.items()}
+    request = replace(request, stand_ins=stand_ins, hooks=hooks_in(model), modes=modes.holders)
     with ExitStack() as stack:
         stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
         # Restored last: while the forward ran, the state of the model may have come upon it too.
-        stack.enter_context(ModelState(values=False, others=[*modes_around(), *users_handlers()]))
+        stack.enter_context(ModelState(values=False, others=users_handlers()))
+        stack.enter_context(modes)
         stack.enter_context(state)
         stack.enter_context(state)  # an interrupt can spoil one of them
         stack.enter_context(preserve_rng(every_source()))
@@ -299,7 +301,7 @@ def _with_fakes(
         args, kwargs = map_sharing(
             lambda t: fakes.of(t, sample_device), (request.args, request.kwargs)
         )
-        faked = replace(request, args=args, kwargs=kwargs, stand_ins=stand_ins, hooks=hooks)
+        faked = replace(request, args=args, kwargs=kwargs)
 
         def run() -> R:
             with mode, _quiet(), RealWritesUndone(), FailedThreads():

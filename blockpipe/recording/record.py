@@ -238,16 +238,17 @@ def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Ho
     """
     model = request.model
     state = ModelState(model, values=True)
-    beside = ModelState(values=False, others=[*modes_around(), *users_handlers()])
+    modes = ModelState(values=False, others=modes_around())
+    handlers = ModelState(values=False, others=users_handlers())
     # Twice, for an interrupt can spoil one of them. What is beside comes last: while the forward
     # ran, the state of the model may have come upon it too.
-    with beside, state, state, preserve_rng(every_source()), WritesUndone(model):
+    with handlers, modes, state, state, preserve_rng(every_source()), WritesUndone(model):
         # Copies: the forward may write to its inputs, and it will run again.
         where = _one_device_of(model) if request.devices is None else None
         copied = partial(_copy_of, where=where)
         args, kwargs = map_sharing(copied, (request.args, request.kwargs))
-        hooks = hooks_in(model)
-        return watch(replace(request, args=args, kwargs=kwargs, hooks=hooks), state.holders)
+        request = replace(request, hooks=hooks_in(model), modes=modes.holders)
+        return watch(replace(request, args=args, kwargs=kwargs), state.holders)
 
 
 def _one_device_of(model: nn.Module) -> torch.device | None:

@@ -23,6 +23,7 @@ from .._common.text import dtype_text
 from ..batches.microbatch import BatchPart
 from ..errors import RecordingError
 from ..restoring.held_interrupts import HeldInterrupts
+from ..restoring.holders import Holder
 from .plain_values.still_code import Hook
 from .plan_resolution import Planned
 
@@ -42,6 +43,7 @@ class RecordRequest:
         stand_ins: by the id of each parameter and buffer, the fake one in its place. Code that has
             a parameter in a plain list of its own still finds the real one there.
         hooks: what a backward calls. The fake parameters have none.
+        modes: the objects that the user's modes around the forward reach.
         loss_fn: what a step calls with the output; ``None``: nothing, or it is not known.
         interrupts: holds interrupts back, which are let through between two operations.
     """
@@ -55,6 +57,7 @@ class RecordRequest:
     unhookable: frozenset[str] = frozenset()
     stand_ins: Mapping[int, Tensor] = field(default_factory=dict)
     hooks: Sequence[Hook] = ()
+    modes: Sequence[Holder] = ()
     loss_fn: Callable[..., Any] | None = None
     interrupts: HeldInterrupts = field(default_factory=HeldInterrupts)
 

@@ -89,6 +89,7 @@ class CopiedModels:
         for memo in self._memos:
             for leaf in self._leaves:
                 memo[id(leaf)].grad = None  # a copy of a plain tensor has one of its gradient
+        self._versions: list[dict[int, int]] = [{} for _ in self._memos]  # by the id of the model's
         self._find()
         self.note()
 
@@ -106,6 +107,19 @@ class CopiedModels:
         for module in self._apart:
             own, copied = module.buffers(recurse=False), memo[id(module)].buffers(recurse=False)
             yield from zip(own, copied, strict=True)
+
+    def plain_tensors(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the other tensors of the model, each with that of a copy, unless something writes
+        to that: versions do not tell of writes by ``.data`` or numpy."""
+        memo, versions = self._memos[number], self._versions[number]
+        for tensor in self._beside:
+            own = memo.get(id(tensor))
+            if own is None or own is tensor or not _takes_values(tensor, own):
+                continue
+            before = versions.setdefault(id(tensor), version_of(own))
+            if version_of(own) == before:
+                yield tensor, own
+                versions[id(tensor)] = version_of(own)
 
     def _find(self) -> None:
         """Find the objects of which each copy has its own."""
@@ -226,6 +240,16 @@ def _without_graphs(model: nn.Module) -> dict[int, Any]:
 def _is_trained(tensor: Tensor) -> bool:
     """Return whether a tensor that no module has registered may get a gradient, or has had one."""
     return tensor.requires_grad or isinstance(tensor, nn.Parameter)
+
+
+def _takes_values(tensor: Tensor, own: Tensor) -> bool:
+    """Return whether ``own.copy_(tensor)`` is all there is to do."""
+    is_plain = all(
+        type(one) is Tensor and one.layout is torch.strided and not one.requires_grad
+        for one in (tensor, own)
+    )
+    is_expanded = 0 in own.stride() if is_plain else False
+    return is_plain and tensor.shape == own.shape and not (is_expanded or own.is_inference())
 
 
 def _has_names(owner: Any, memo: dict[int, Any]) -> bool:

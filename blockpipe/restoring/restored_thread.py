@@ -116,12 +116,20 @@ def modes_around() -> Iterator[Any]:
     """Yield the user's modes in this thread, and the attributes of torch's own such as
     ``FlopCounterMode``: they see a recording too, because they may change what a forward does, and
     what they have counted is put back."""
-    for mode in (*in_thread.modes, *function_modes(), *dispatch_modes()):
+    for mode in _modes():
         if _is_in(mode, "torch.utils."):
             yield vars(mode)  # torch's own objects are not walked through
             yield from (vars(one) for one in vars(mode).values() if _is_in(one, "torch.utils."))
-        elif not _is_in(mode, "torch.", "blockpipe."):
-            yield mode
+    yield from users_modes()
+
+
+def users_modes() -> list[Any]:
+    """Return the user's modes in this thread, which are objects of classes of the user's."""
+    return [mode for mode in _modes() if not _is_in(mode, "torch.", "blockpipe.")]
+
+
+def _modes() -> list[Any]:
+    return [*in_thread.modes, *function_modes(), *dispatch_modes()]
 
 
 def _is_in(value: Any, *packages: str) -> bool:

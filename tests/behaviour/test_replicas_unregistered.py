@@ -119,3 +119,48 @@ def test_a_hook_on_a_hidden_parameter_is_refused():
     net.parts[0].weight.register_hook(lambda _: None)
     with pytest.raises(UsageError, match="one that no module has registered"):
         two.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda value: value.data.mul_(2.0),
+        lambda value: value.numpy().__imul__(2.0),
+        lambda value: value.mul_(2.0),
+    ],
+    ids=["data", "numpy", "in_place"],
+)
+@pytest.mark.parametrize("wrap", [lambda value: value, Holder], ids=["tensor", "object"])
+def test_a_plain_tensor_when_the_user_writes_to_it_is_followed(wrap, write) -> None:
+    """The copies kept the value of before, silently, where its version does not tell of it."""
+    value = torch.ones(4)
+    net = Hides(wrap(value))
+    plain = Hides(wrap(value.clone()))
+    plain.load_state_dict(net.state_dict())
+    two = Replicas(net, groups(), chunks=2)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    for _ in range(3):
+        loss = two.forward_backward(x, target=y, loss_fn=F.mse_loss).loss
+        expected = F.mse_loss(plain(x), y)
+        assert_close(loss, expected.detach())
+        (part,), (its,) = net.parts, plain.parts
+        for one in (part, its):
+            write(one if isinstance(one, torch.Tensor) else one.value)
+
+
+def test_a_plain_tensor_when_the_forward_writes_to_it_is_each_copys_own() -> None:
+    """A state is not overwritten by the model's."""
+
+    class Sums(Hides):
+        def forward(self, x):
+            (part,) = self.parts
+            part.add_(1.0)
+            with bp.Block(stage=0):
+                h = self.a(x)
+            with bp.Block(stage=1):
+                return self.b(h)
+
+    two = Replicas(Sums(torch.zeros(4)), groups(), chunks=2)
+    for _ in range(2):
+        two.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=F.mse_loss)
+    assert [pipe.module.parts[0][0].item() for pipe in two.pipes] == [4.0, 4.0]
