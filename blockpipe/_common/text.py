@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _BAR = 16  # characters
+_MOST_OF_KEY = 60  # characters
 
 
 def bytes_text(count: int) -> str:
@@ -82,6 +83,17 @@ def one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def key_text(key: object) -> str:
+    """Return a key's text on one line, and shortened: a module's own is a page.
+
+    Example:
+        >>> key_text("a" * 99)
+        "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa…"
+    """
+    text = " ".join(repr(key).split())
+    return text if len(text) <= _MOST_OF_KEY else f"{text[: _MOST_OF_KEY - 1]}…"
 
 
 def short(where: str) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._common.modules import StandIn
+from .._common.text import key_text
 from ..crossing.torch_patches import original_of
 from ..restoring.holders import (
     CacheHolder,
@@ -184,7 +185,7 @@ class OutsideState:
         if owner is os.environ:
             return f"environment variable {os.fsdecode(key)!r}"
         if isinstance(owner, dict):
-            return f"entry {key!r} of a dict"
+            return f"entry {key_text(key)} of a dict"
         return in_words(owner, None if isinstance(holder, SetHolder) else key, self._paths)
 
     @property
@@ -267,7 +268,7 @@ def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attrib
         return f"{owner.__qualname__}.{key}"
     kind = type(owner).__name__
     whole = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
-    return whole if key is None else f"{what} {key!r} of {whole}"
+    return whole if key is None else f"{what} {key_text(key)} of {whole}"
 
 
 def _has_places(change: _Change) -> bool:

@@ -18,8 +18,8 @@ class CollectingGarbage:
         self._thread = threading.get_ident()
 
     def __enter__(self) -> None:
+        gc.callbacks.append(self._ends)  # first: garbage may be collected right here
         gc.callbacks.insert(0, self._begins)
-        gc.callbacks.append(self._ends)
 
     def __exit__(self, *_: object) -> None:
         for callback in (self._begins, self._ends):

@@ -96,7 +96,7 @@ class Frame:
                     if node.id in names:
                         return names[node.id]
             case ast.Attribute():
-                found = member_of(self.evaluated(node.value), node.attr)
+                found = attribute_in(self.evaluated(node.value), node.attr)
                 if isinstance(found, property):
                     return self._given(found.fget)
                 return UNKNOWN if is_descriptor(found) else found
@@ -163,7 +163,7 @@ class Frame:
                 return UNKNOWN
             if function is type:
                 return type(args[0])
-            return member_of(args[0], "__dict__" if function is vars else args[1])
+            return attribute_in(args[0], "__dict__" if function is vars else args[1])
         return self._given(function)
 
     def _given(self, function: Any) -> Any:
@@ -201,7 +201,7 @@ class Frame:
             owner, key = self._asked_by_name(node)
         else:
             return None, None, self.evaluated(node)
-        value = member_of(owner, key)
+        value = attribute_in(owner, key)
         if isinstance(value, property):
             return None, None, self._given(value.fget)
         if owner is UNKNOWN or key is UNKNOWN or isinstance(owner, Tensor):
@@ -307,8 +307,17 @@ def members_of(frame: Frame, node: ast.expr) -> Any:
     return [*value] if type(value) in (list, tuple, deque, dict, set, frozenset) else UNKNOWN
 
 
+def attribute_in(owner: Any, name: Any) -> Any:
+    """Return what ``owner.name`` is: of a mapping, a method, if it has one of that name."""
+    is_method = isinstance(owner, Mapping) and hasattr(type(owner), str(name))
+    if not is_method or isinstance(owner, nn.Module) or name in _attributes_of(owner):
+        return member_of(owner, name)
+    return _attribute(owner, name)
+
+
 def member_of(owner: Any, key: Any) -> Any:
-    """Return an attribute, an entry, or a variable."""
+    """Return an entry, a variable, or an attribute. A method of a mapping is none: its entries may
+    have such names."""
     if owner is UNKNOWN or key is UNKNOWN or isinstance(owner, Tensor):
         return UNKNOWN
     if key is ALL:
@@ -322,7 +331,7 @@ def member_of(owner: Any, key: Any) -> Any:
         return owner.names.get(key, vars(builtins).get(key, UNKNOWN))
     if isinstance(owner, types.ModuleType):
         return vars(owner).get(key, UNKNOWN)
-    if isinstance(owner, dict) and (key in _attributes_of(owner) or not hasattr(dict, str(key))):
+    if isinstance(owner, dict):
         return dict.get(owner, key, UNKNOWN) if _is_plain_key(key) else UNKNOWN
     if isinstance(owner, list | tuple | deque) and isinstance(key, int):
         return owner[key] if -len(owner) <= key < len(owner) else UNKNOWN
@@ -335,6 +344,8 @@ def member_of(owner: Any, key: Any) -> Any:
         if isinstance(key, int):
             found = [*children.values()]
             return found[key] if -len(found) <= key < len(found) else UNKNOWN
+    if isinstance(owner, Mapping) and not isinstance(owner, nn.Module):
+        return _attributes_of(owner).get(key, UNKNOWN)
     return UNKNOWN if isinstance(key, int) else _attribute(owner, key)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ...restoring.model_state import is_users
-from .expressions import Frame, member_of
+from .expressions import Frame, attribute_in
 from .syntax.accesses import Access
 
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
@@ -68,7 +68,7 @@ def _calls(part: ast.AST, loaded: ast.expr, frame: Frame) -> bool:
         return _end(part) > (loaded.lineno, loaded.col_offset)  # else it was called before
     if isinstance(part, ast.Attribute):
         owner = frame.evaluated(part.value)
-        return isinstance(owner, Tensor) or isinstance(member_of(owner, part.attr), property)
+        return isinstance(owner, Tensor) or isinstance(attribute_in(owner, part.attr), property)
     if isinstance(part, ast.BinOp | ast.Compare):
         operands = (part.left, *getattr(part, "comparators", ()), getattr(part, "right", None))
         return any(_is_of_users_class(frame.evaluated(one)) for one in operands if one is not None)

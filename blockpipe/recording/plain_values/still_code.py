@@ -22,7 +22,7 @@ from ..._torch.graph import custom_backward_of, gradient_hooks, stepping_hooks
 from ..._torch.modules import backward_hooks_of, parameters_of
 from ...batches.losses import WeightedLoss
 from ...restoring.model_state import is_users
-from .expressions import UNKNOWN, Frame, member_of, members_of
+from .expressions import UNKNOWN, Frame, attribute_in, members_of
 from .syntax.accesses import (
     Access,
     Use,
@@ -272,7 +272,7 @@ def _called_by(still: StillFrame) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     for access in itertools.chain.from_iterable(accesses_of(still.f_code).values()):
         if isinstance(node := access.node, ast.Attribute):
             owner = _or_unknown(frame.evaluated, node.value)
-            found = _or_unknown(functools.partial(member_of, owner), node.attr)
+            found = _or_unknown(functools.partial(attribute_in, owner), node.attr)
             if isinstance(found, property):
                 yield (found.fset if access.writes else found.fget), (owner,)
             elif owner is not UNKNOWN:

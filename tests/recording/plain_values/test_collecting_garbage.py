@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
+from blockpipe.recording.plain_values.collecting_garbage import CollectingGarbage
 
 from ...stage_devices import stages
 
@@ -55,3 +56,18 @@ def test_a_callback_when_the_forward_makes_garbage_is_fine(callback: None) -> No
     pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
     assert COLLECTED[0] >= before + 4
     assert gc.callbacks == callbacks
+
+
+def test_it_is_over_when_garbage_is_collected_as_it_is_entered() -> None:
+    """It was taken to go on from there, and no code was looked at: other numbers, silently."""
+    thresholds = gc.get_threshold()
+    try:
+        for allocations in range(1, 20):
+            collecting = CollectingGarbage()
+            gc.collect()
+            gc.set_threshold(allocations, 1, 1)
+            with collecting:
+                gc.set_threshold(*thresholds)
+                assert not collecting.now
+    finally:
+        gc.set_threshold(*thresholds)
