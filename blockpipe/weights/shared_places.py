@@ -6,6 +6,7 @@ that alone: neither its value nor any code has changed.
 
 import enum
 import types
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,29 +21,47 @@ _UNCHANGING = (
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+_CONTAINERS = (dict, OrderedDict, defaultdict, list)
+_MOST_MEMBERS = 256  # of a container: a guess; larger ones are data
+_MOST_DEEP = 3
 
 
 class SharedPlaces:
-    """The buffers and attributes of modules that may hold something that changes.
+    """The buffers and attributes of modules that may hold something that changes, and what is in
+    the dictionaries and lists among them.
 
     Args:
         modules: the user's.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places = [
-            (names, key)
-            for module in modules
-            for names in (buffers_of(module), vars(module))
-            for key, value in names.items()
-            if key not in _TORCHS and (value is None or not isinstance(value, _UNCHANGING))
-        ]
+        self._entries: list[tuple[dict[Any, Any], Any]] = []
+        self._elements: list[tuple[list[Any], int]] = []
+        walked = set[int]()
+        for module in modules:
+            self._walk(buffers_of(module), walked)
+            self._walk(vars(module), walked, without=_TORCHS)
         self._ids: list[int] = []
         self._pattern: tuple[tuple[int, int], ...] = ()
 
+    def _walk(
+        self, holder: Any, walked: set[int], depth: int = 0, without: frozenset[str] = frozenset()
+    ) -> None:
+        if id(holder) in walked or (depth and len(holder) > _MOST_MEMBERS):
+            return
+        walked.add(id(holder))
+        is_list = isinstance(holder, list)
+        for key, value in [*(enumerate(holder) if is_list else dict.items(holder))]:
+            if key in without or (value is not None and isinstance(value, _UNCHANGING)):
+                continue
+            (self._elements if is_list else self._entries).append((holder, key))
+            if type(value) in _CONTAINERS and depth < _MOST_DEEP:
+                self._walk(value, walked, depth + 1)
+
     def pattern(self) -> tuple[tuple[int, int], ...]:
         """Return for each place that holds what an earlier one does the numbers of both."""
-        values = [names.get(key) for names, key in self._places]
+        values = [names.get(key) for names, key in self._entries]
+        values += [held[at] if at < len(held) else None for held, at in self._elements]
         ids = [*map(id, values)]
         if ids != self._ids:
             self._ids, self._pattern = ids, _pattern_of(values)

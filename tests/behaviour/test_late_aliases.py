@@ -88,6 +88,40 @@ def test_an_object_that_two_stages_come_to_share_is_refused(kind: str) -> None:
         _step(pipe)
 
 
+def _averages_an_entry(state: Any, x: Tensor) -> Tensor:
+    return _averages(state["mean"].to(x.device), x)
+
+
+def _averages_an_element(state: Any, x: Tensor) -> Tensor:
+    return _averages(state[0].to(x.device), x)
+
+
+def _counts_in_an_entry(state: Any, x: Tensor) -> Tensor:
+    state["of"]["counts"][0] += 1
+    return x * state["of"]["counts"][0]
+
+
+WITHIN: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor], Any]] = {
+    "an entry": (lambda: {"mean": torch.zeros(4)}, _averages_an_entry, "mean"),
+    "an element": (lambda: [torch.zeros(4)], _averages_an_element, 0),
+    "a deep entry": (lambda: {"of": {"counts": [0]}}, _counts_in_an_entry, "of"),
+}
+
+
+@pytest.mark.skipif(is_simulated(), reason="a plain tensor is on one device")
+@pytest.mark.parametrize("kind", WITHIN)
+def test_what_a_container_holds_when_two_stages_come_to_share_it_is_refused(kind: str) -> None:
+    make, use, key = WITHIN[kind]
+    parts = Part(make(), use), Part(make(), use)
+    net = bp.begin_blocks(nn.Sequential(*parts), {"1": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    for _ in range(2):
+        _step(pipe)
+    parts[1].state[key] = parts[0].state[key]
+    with pytest.raises(StateError, match="under way at once"):
+        _step(pipe)
+
+
 SHARED: dict[str, Callable[[Tensor], Tensor]] = {
     "a view": lambda mean: mean[:],
     "a detached one": lambda mean: mean.detach(),
