@@ -42,6 +42,8 @@ class SharedPlaces:
             self._walk(buffers_of(module), walked)
             self._walk(vars(module), walked, without=_TORCHS)
         self._ids: list[int] = []
+        self._tensors: list[Tensor] = []
+        self._memory: list[int] = []
         self._pattern: tuple[tuple[int, int], ...] = ()
 
     def _walk(
@@ -63,8 +65,10 @@ class SharedPlaces:
         values = [names.get(key) for names, key in self._entries]
         values += [held[at] if at < len(held) else None for held, at in self._elements]
         ids = [*map(id, values)]
-        if ids != self._ids:
+        if ids != self._ids or [*map(Tensor.data_ptr, self._tensors)] != self._memory:
             self._ids, self._pattern = ids, _pattern_of(values)
+            self._tensors = [v for v in values if type(v) is Tensor and v.layout is torch.strided]
+            self._memory = [*map(Tensor.data_ptr, self._tensors)]  # ``.data = …`` changes it
         return self._pattern
 
 

@@ -145,6 +145,16 @@ def test_tensors_of_one_memory_on_two_stages_are_refused(how: str, is_late: bool
 
 
 @pytest.mark.skipif(is_simulated(), reason="each device has a memory of its own")
+def test_buffers_that_are_given_one_memory_by_data_between_steps_are_refused() -> None:
+    net = _net("buffer")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    _step(pipe)
+    net[1].state.data = net[0].state.data
+    with pytest.raises(StateError, match="have the same memory"):
+        _step(pipe)
+
+
+@pytest.mark.skipif(is_simulated(), reason="each device has a memory of its own")
 def test_batch_norms_that_were_given_each_others_state_are_refused() -> None:
     layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict(), assign=True)
