@@ -27,7 +27,13 @@ from .batches.batch_dims import BatchDims, dims_of_call
 from .batches.class_weights import reduction_for
 from .batches.joining import join, output_dim
 from .batches.losses import WeightedLoss, kind_of
-from .batches.microbatch import LossReduction, Microbatch, split, weights_of
+from .batches.microbatch import (
+    LossReduction,
+    Microbatch,
+    split,
+    weights_of,
+    weights_without_target,
+)
 from .batches.shares import dims_of_shares
 from .devices.devices import is_asynchronous, is_on_meta
 from .devices.rng_streams import Source, current, diverted, host_sources, moved, torchs_of
@@ -195,7 +201,8 @@ class Replicas(CopiedInterface):
             )
         shares, dims = self._shares(args, kwargs, None)
         reduction = self.pipes[0].loss_reduction
-        weights = weights_of(shares, reduction)
+        weights, problem = weights_without_target(shares, reduction)
+        reduction = reduction if problem is None else "mean"  # a copy with a loss raises it
 
         def forward(pipe: Pipeline, share: Microbatch, weight: float) -> tuple[Any, Parts]:
             by = self._parts_of(pipe, share, weight, reduction)

@@ -234,3 +234,10 @@ class RefusesWrappers(nn.Module):
     def __dir__(self) -> list[str]:
         asked = {"_initialize_hook", "_ddp_params_and_buffers_to_ignore"}
         return [name for name in super().__dir__() if name not in asked]  # type: ignore[no-untyped-call]
+
+
+def is_moving(frame: FrameType) -> bool:
+    """Return whether a frame is that of ``Module.to`` and its like, which set each parameter's
+    values and ``.grad`` anew: a library may call it in its forward, where it changes nothing. The
+    function that all of them call has no public name."""
+    return frame.f_code is nn.Module._apply.__code__

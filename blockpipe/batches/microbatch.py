@@ -399,3 +399,14 @@ def weights_of(microbatches: Sequence[Microbatch], reduction: LossReduction) -> 
         counts = [float(m.size) for m in microbatches]
     total = sum(counts)
     return [count / total for count in counts]
+
+
+def weights_without_target(
+    microbatches: Sequence[Microbatch], reduction: LossReduction
+) -> tuple[list[float], Exception | None]:
+    """Return the weight of each micro-batch's result where that is one number, and the error of a
+    ``loss_reduction`` that fails without a target: it matters only if there is such a number."""
+    try:
+        return weights_of(microbatches, reduction), None
+    except Exception as error:
+        return weights_of(microbatches, "mean"), error

@@ -24,6 +24,7 @@ from ..schedules.builders import ScheduleOption
 from .inline_step import InlineStep
 from .laned_step import LanedStep
 from .microbatch.kept_values import KeptValues
+from .microbatch.recomputed_model import RecomputedModel
 from .plain_loop import PlainLoop
 from .step_mode import reason_of
 from .step_request import StepRequest
@@ -43,6 +44,7 @@ class Step:
     def __init__(self, request: StepRequest) -> None:
         self.request = request
         self.state = StepState(request)
+        self._model: RecomputedModel | None = None
         request.prepared.microbatches = len(request.microbatches)
         if request.prepared.steps == 0:
             reason = reason_of(self.state.mode, request)
@@ -86,11 +88,17 @@ class Step:
         ):
             runner.run("gpipe", "F")
             self._settle()
-        self.request.prepared.steps += 1
+        prepared = self.request.prepared
+        if prepared.does_recompute:
+            count = len(self.request.microbatches)
+            self._model = RecomputedModel(self.request.model, prepared, count)
+        prepared.steps += 1
 
     def run_backward(self) -> None:
         """Run all backwards, after roots were added to the runs."""
         with around_cut_step(self.state), self._cleaned_up():
+            if self._model is not None:
+                self._model.check()
             self._runner.run("gpipe", "B")
             self._check_results()
 

@@ -19,7 +19,7 @@ from ..batches.class_weights import reduction_for
 from ..batches.input_places import InputPlace, input_places
 from ..batches.joining import JoinedLeaf, join, output_dim, weighted_sum
 from ..batches.losses import warn_of_some_without_a_number
-from ..batches.microbatch import Microbatch, weights_of
+from ..batches.microbatch import Microbatch, weights_of, weights_without_target
 from ..crossing.interception import CrossingMode
 from ..crossing.step_context import Graphs, KnownForward, StepContext
 from ..crossing.uncut_run import UncutRun
@@ -124,7 +124,8 @@ class StepRunner:
                 "Pipeline, so that each stage runs its own part again"
             )
         microbatches = self.split(args, kwargs)
-        weights, problem = self._weights_without_target(microbatches)
+        with theirs():
+            weights, problem = weights_without_target(microbatches, self.options.loss_reduction)
         prepared = self.preparer.prepare(microbatches[0], self.options)
         step = self._step(prepared, microbatches, weights, caller, {"outputs"})
         step.run_forward()
@@ -185,18 +186,6 @@ class StepRunner:
     ) -> list[Microbatch]:
         """Split a batch into micro-batches."""
         return self.options.split(self.preparer.model, args, kwargs, target)
-
-    def _weights_without_target(
-        self, microbatches: list[Microbatch]
-    ) -> tuple[list[float], Exception | None]:
-        """The weight of each micro-batch's result where that is one number, and the error of a
-        ``loss_reduction`` that fails without a target: it matters only if there is such a number.
-        """
-        try:
-            with theirs():
-                return weights_of(microbatches, self.options.loss_reduction), None
-        except Exception as error:
-            return weights_of(microbatches, "mean"), error
 
     def _step(
         self,

@@ -292,3 +292,30 @@ def test_a_module_that_writes_through_data_when_it_is_recomputed_keeps_its_activ
     net = bp.begin_blocks(nn.Sequential(nn.Linear(4, 4), Shrinks(4, 4), nn.Linear(4, 4)), {"2": 1})
     assert "no argument and no buffer" in bp.record(net, X).recomputable["1"].refuses
     _step(net, schedule="sequential", checkpoint="always")
+
+
+class Router(nn.Module):
+    """Sets its layer's dtype in each forward, as the routers of Switch Transformers do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer = self.layer.to(torch.float32)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_forward_when_it_calls_to_on_a_module_trains_as_plain(dtype, schedule) -> None:
+    """``Module.to`` looks at each ``.grad``: that was taken for a read of the forward's."""
+    net = nn.Sequential(nn.Linear(4, 4), Router(dtype), nn.Linear(4, 4))
+    bp.begin_blocks(net, {"2": 1})
+    plain = copy.deepcopy(net).to(stages(1)[0])
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    for _ in range(2):
+        x, y = torch.randn(8, 4), torch.randn(8, 4)
+        pipe.forward_backward(x, target=y, loss_fn=mse_loss)
+        plain_step(plain, (x.to(stages(1)[0]),), {}, y, mse_loss, 4)
+        assert_same_gradients(net, plain)

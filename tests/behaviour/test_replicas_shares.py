@@ -139,3 +139,27 @@ def test_outputs_are_joined_once():
     assert found[4] == "text"
     for one, other in zip(found[5][0], expected[5][0], strict=True):
         assert_close(one, other)
+
+
+def test_a_loss_reduction_that_needs_labels_is_not_asked_when_there_are_none() -> None:
+    """An evaluation ended in its ``KeyError``; a ``Pipeline`` asks for no weights there."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, labels=None):
+            with bp.Block(stage=0):
+                h = self.a(x)
+            with bp.Block(stage=1):
+                return self.b(h) if labels is None else (self.b(h) - labels).square().mean()
+
+    def rows(args, kwargs, target):
+        return len(kwargs["labels"])
+
+    net, x = Net(), torch.randn(8, 4)
+    two = Replicas(net, [["cpu"] * 2] * 2, chunks=2, loss_reduction=rows)
+    two.forward_backward(x, labels=torch.randn(8, 4))
+    with torch.no_grad():
+        torch.testing.assert_close(two(x), net(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from ..._common.modules import StandIn
 from ..._common.nested import tensors
 from ..._common.threads.model_turns import alone_with
 from ..._torch.modes import how_many_function_modes
+from ..._torch.modules import is_moving
 from ...crossing.interception import CrossingMode, is_question, looks_at_graph, reads_gradient
 from ...crossing.microbatch_run import Reader
 from ..plan_resolution import planned_stage
@@ -64,7 +66,7 @@ class RecordingMode(CrossingMode):
             recorder.backward_code.ran_backward(tensors((args, kwargs)), tensors(result))
         if func == _SETS_DATA:  # each look at it makes another object
             recorder.late.assigned(recorder.stand_in(args[0]), args[1])
-        elif reads_gradient(func):
+        elif reads_gradient(func) and not is_moving(sys._getframe(1)):
             self._opens_calls(args[0])
             recorder.late.reads_gradient(recorder.stand_in(args[0]))
         return result

@@ -1,0 +1,57 @@
+"""Check that a backward which recomputes activations finds the model that the forward had.
+
+Between ``pipe(x)`` and the caller's backward, an optimizer may step, or ``model.train()`` be
+called. Where activations are kept, autograd finds a parameter that was written to, and modes do not
+matter.
+"""
+
+from torch import nn
+
+from ..._common.callsite import users_line
+from ..._torch.tensors import version_of
+from ...errors import StateError
+from ...preparation.prepared import Prepared
+
+
+class RecomputedModel:
+    """What hops that are recomputed read of a model, as it is now.
+
+    Args:
+        model: the user's.
+        prepared: with the recording.
+        microbatches: the number of micro-batches.
+    """
+
+    def __init__(self, model: nn.Module, prepared: Prepared, microbatches: int) -> None:
+        recording = prepared.recording
+        hops = {
+            hop
+            for hop in range(len(prepared.route))
+            for m in (0, microbatches - 1)
+            if prepared.activation_bytes(hop, m, microbatches).calls
+        }
+        tensors = dict((*model.named_parameters(), *model.named_buffers()))
+        read = (held for held in recording.parameters if hops & {*held.hops} and not held.written)
+        names = {held.name for held in read} & tensors.keys()
+        self._tensors = {name: (tensors[name], version_of(tensors[name])) for name in names}
+        modules = dict(model.named_modules())
+        paths = {call.path for call in recording.calls if call.hop in hops} & modules.keys()
+        self._modes = {path: (modules[path], modules[path].training) for path in paths}
+
+    def check(self) -> None:
+        """Raise :class:`StateError` if it is another one."""
+        for name, (tensor, version) in self._tensors.items():
+            if version_of(tensor) != version:
+                raise _changed(f"{name!r} was written to")
+        for path, (module, training) in self._modes.items():
+            if module.training != training:
+                now = "train" if module.training else "eval"
+                raise _changed(f"{f'module {path!r}' if path else 'the model'} was set to {now}()")
+
+
+def _changed(what: str) -> StateError:
+    return StateError(
+        f"{what} between pipe(x) and its backward ({users_line()}), which runs the forward of "
+        "recomputed calls again: their activations would be others; run the backward before, or "
+        "keep the activations (checkpoint='never')"
+    )
