@@ -5,9 +5,13 @@ Most names are torch's own functions under a public name, and no wrappers: an op
 through several of them.
 """
 
+import atexit
 import ctypes
 import functools
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -110,12 +114,19 @@ def has_tangent(tensor: Tensor) -> bool:
 # --- what autograd's device threads inherit
 
 
+_PATIENCE = 5.0  # seconds
+
+
 def stash(key: str, value: object) -> None:
     """Keep something where autograd's device threads find what their caller had (:func:`stashed`).
 
     They take over the caller's thread-local state of torch, and context variables are none of it.
     torch up to 2.11 takes over the caller's reference instead of one of its own.
+
+    Nothing takes it out again. A thread gives it back when it ends, and the process aborts if the
+    interpreter ends meanwhile, which waits for the Python part of a thread alone.
     """
+    _stashers.add(threading.get_native_id())
     if _takes_reference():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
@@ -124,6 +135,22 @@ def stash(key: str, value: object) -> None:
 def stashed(key: str) -> Any:
     """What this thread, or the one that it works for, has kept; ``None``: nothing."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+_stashers = set[int]()  # the threads that keep something
+
+
+@atexit.register
+def let_threads_end() -> None:
+    """Wait for the threads that keep something and are ending."""
+    running = {thread.native_id for thread in threading.enumerate()}
+    ending, until = _stashers - running, time.monotonic() + _PATIENCE
+    while any(map(_is_there, ending)) and time.monotonic() < until:
+        time.sleep(0.001)  # one of them may need the interpreter
+
+
+def _is_there(thread: int) -> bool:
+    return os.path.exists(f"/proc/self/task/{thread}")
 
 
 @functools.cache

@@ -276,7 +276,8 @@ def _with_fakes(
     sample_device: torch.device | None,
 ) -> R:
     model, fakes = request.model, _Fakes(mode)
-    state = ModelState(model, values=False)
+    args, kwargs = [*request.args], {**request.kwargs}
+    state = ModelState(model, values=False, others=[args, kwargs])  # iterators in them are lent
     on_meta = is_on_meta(model)
     real = dict((*named_slots(model, parameters_of), *named_slots(model, buffers_of)))
     swapped = {
@@ -298,10 +299,8 @@ def _with_fakes(
         in_one_place = on_meta or (homes is not None and request.devices is None)
         if sample_device is None and in_one_place:
             sample_device = torch.device("cpu")
-        args, kwargs = map_sharing(
-            lambda t: fakes.of(t, sample_device), (request.args, request.kwargs)
-        )
-        faked = replace(request, args=args, kwargs=kwargs)
+        given, named = map_sharing(lambda t: fakes.of(t, sample_device), (tuple(args), kwargs))
+        faked = replace(request, args=given, kwargs=named)
 
         def run() -> R:
             with mode, _quiet(), RealWritesUndone(), FailedThreads():

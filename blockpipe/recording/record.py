@@ -236,8 +236,8 @@ def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Ho
     Returns:
         The result of ``watch``.
     """
-    model = request.model
-    state = ModelState(model, values=True)
+    model, args, kwargs = request.model, [*request.args], {**request.kwargs}
+    state = ModelState(model, values=True, others=[args, kwargs])  # iterators in them are lent
     modes = ModelState(values=False, others=modes_around())
     handlers = ModelState(values=False, others=users_handlers())
     # Twice, for an interrupt can spoil one of them. What is beside comes last: while the forward
@@ -246,9 +246,9 @@ def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Ho
         # Copies: the forward may write to its inputs, and it will run again.
         where = _one_device_of(model) if request.devices is None else None
         copied = partial(_copy_of, where=where)
-        args, kwargs = map_sharing(copied, (request.args, request.kwargs))
+        given, named = map_sharing(copied, (tuple(args), kwargs))
         request = replace(request, hooks=hooks_in(model), modes=modes.holders)
-        return watch(replace(request, args=args, kwargs=kwargs), state.holders)
+        return watch(replace(request, args=given, kwargs=named), state.holders)
 
 
 def _one_device_of(model: nn.Module) -> torch.device | None:

@@ -299,7 +299,8 @@ def _measure(batch: StepArguments, tries: list[_TrialRun], repeats: int) -> None
         first = preparer.prepare(_split(runner, batch)[0], runner.options)
     if isinstance(loss, torch.nn.Module):
         loss.to(first.devices[first.route[-1]])
-    preserved = PreservedModel(modules, first.generators)
+    given = [batch.args, batch.kwargs, batch.target]
+    preserved = PreservedModel(modules, first.generators, given)
     total = (1 + repeats) * len(tries)
     with Progress("trying micro-batches", total, "steps") as progress:
         for turn in range(1 + repeats):

@@ -7,7 +7,7 @@ generators. Hooks that update parameters in the backward would even train the mo
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,13 @@ class PreservedModel:
     Args:
         modules: the model, and any other module with parameters, such as a loss.
         sources: the generators that a step may draw from; Python's and numpy's are added.
+        given: the arguments of the step, which a forward may change.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], sources: Sequence[Source]) -> None:
-        self._state = ModelState(*modules, values=True)
+    def __init__(
+        self, modules: Sequence[nn.Module], sources: Sequence[Source], given: Iterable[Any] = ()
+    ) -> None:
+        self._state = ModelState(*modules, values=True, others=given)
         host = ["random", *(["numpy"] if "numpy" in sys.modules else [])]
         self.sources: list[Source] = [*dict.fromkeys([*sources, *host])]
         parameters = {id(p): p for module in modules for p in module.parameters()}.values()

@@ -144,3 +144,23 @@ def test_stashed_is_of_one_thread_and_of_those_that_autograd_starts_for_it():
         "torch's _stash_obj_in_tls counts references otherwise: blockpipe leaks one, or has one too "
         "few, which crashes"
     )
+
+
+def test_the_interpreter_waits_for_threads_that_keep_something(monkeypatch) -> None:
+    """Such a thread ends after its Python part, and needs the interpreter to give it back."""
+    monkeypatch.setattr(modes, "_stashers", set())
+    thread = threading.Thread(target=modes.stash, args=("blockpipe_test", object()))
+    thread.start()
+    thread.join()
+    looked = []
+
+    def is_there(number: int) -> bool:
+        looked.append(number)
+        return len(looked) < 3
+
+    monkeypatch.setattr(modes, "_is_there", is_there)
+    modes.let_threads_end()
+    assert looked == [thread.native_id] * 3
+    monkeypatch.setattr(modes, "_is_there", lambda number: number == thread.native_id)
+    monkeypatch.setattr(modes, "_PATIENCE", 0.05)
+    modes.let_threads_end()  # it is bounded

@@ -31,9 +31,11 @@ class MicrobatchArguments:
         positions = _positions_of_grad(given) if needs_grad else {}
         memo = self._state.shared_arguments.taken(run, batch, positions)
 
-        shared = set(memo)
+        shared, whole = set(memo), self._state.whole_arguments
 
         def taken(tensor: Tensor) -> Tensor:
+            if id(tensor) not in memo and not whole.is_given(batch, tensor):
+                return tensor
             if id(tensor) not in memo:
                 memo[id(tensor)] = run.take_input(tensor, positions.get(id(tensor), 0))
             return memo[id(tensor)]

@@ -5,8 +5,8 @@ stage may have a copy, and micro-batches are under way at once. So either the wr
 caller's memory while no other micro-batch reads it, or it is an error.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,17 @@ from ...batches.microbatch import Microbatch
 from ...crossing.tags import TAG, Tag
 from ...errors import StateError
 
-# Of each argument: as it was given, as the forward has it, and the version of that.
-ReadCopies = list[tuple[Tensor, Tensor, int]]
+
+class Taken(NamedTuple):
+    """What a micro-batch's forward has of the whole arguments.
+
+    Attributes:
+        tensors: each as it was given, as the forward has it, and the version of that.
+        containers: the copies of containers, each with what it holds.
+    """
+
+    tensors: list[tuple[Tensor, Tensor, int]]
+    containers: list[tuple[Any, list[int]]]
 
 
 class WholeArguments:
@@ -31,25 +40,45 @@ class WholeArguments:
     """
 
     def __init__(self, microbatches: Sequence[Microbatch], *, one_by_one: bool) -> None:
-        given = [{id(t) for t in tensors((m.args, m.kwargs))} for m in microbatches[:2]]
+        self._given = {id(m): {id(t) for t in tensors((m.args, m.kwargs))} for m in microbatches}
+        given = [*self._given.values()][:2]
         self._ids = given[0] & given[1] if len(given) > 1 else set()
+        held = [{id(c) for c in _containers((m.args, m.kwargs))} for m in microbatches[:2]]
+        self._containers = held[0] & held[1] if len(held) > 1 else set()
         self._one_by_one = one_by_one
 
-    def taken(self, batch: Microbatch, args: Any, kwargs: Any) -> ReadCopies:
-        """Note a micro-batch's whole arguments, for :meth:`check` when its forward is over."""
-        if not self._ids:
-            return []
-        pairs = zip(tensors((batch.args, batch.kwargs)), tensors((args, kwargs)), strict=True)
-        return [(g, t, version_of(t)) for g, t in pairs if id(g) in self._ids]
+    def is_given(self, batch: Microbatch, tensor: Tensor) -> bool:
+        """Return whether a tensor was among a micro-batch's arguments when the step began. Another
+        forward may have put one into a list that all of them are given."""
+        return id(tensor) in self._given[id(batch)]
 
-    def check(self, taken: ReadCopies) -> None:
+    def taken(self, batch: Microbatch, args: Any, kwargs: Any) -> Taken:
+        """Note a micro-batch's whole arguments, for :meth:`check` when its forward is over."""
+        copies = list[tuple[Any, list[int]]]()
+        if self._containers:
+            found = _copied((batch.args, batch.kwargs), (args, kwargs), self._containers)
+            copies = [(held, _held_by(held)) for held in found]
+        if not self._ids:
+            return Taken([], copies)
+        pairs = zip(tensors((batch.args, batch.kwargs)), tensors((args, kwargs)), strict=True)
+        return Taken([(g, t, version_of(t)) for g, t in pairs if id(g) in self._ids], copies)
+
+    def check(self, taken: Taken) -> None:
         """Check what a micro-batch's forward, which is over, has written to.
 
         Raises:
             StateError: it wrote to an argument in a way that other micro-batches, or the caller,
                 do not see.
         """
-        for given, value, version in taken:
+        for copied, held in taken.containers:
+            if _held_by(copied) != held:
+                raise StateError(
+                    f"an argument of type {type(copied).__name__} that holds tensors goes to every "
+                    f"micro-batch, and the forward changes what it holds ({users_line()}): each "
+                    "micro-batch has a copy, and neither the others nor the caller see it; keep it "
+                    "on the model, or return the new value"
+                )
+        for given, value, version in taken.tensors:
             tag: Tag | None = getattr(value, TAG, None)
             newest, hops = value, 1
             if tag is not None:
@@ -70,6 +99,32 @@ class WholeArguments:
                 f"the forward writes to it in place: {why} ({users_line()}); make it a buffer of "
                 f"the stage that writes it, or return the new value"
             )
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """Yield the lists and mappings in a nested value that a forward can change."""
+    if isinstance(value, list | tuple | Mapping):
+        if not isinstance(value, tuple):
+            yield value
+        for member in value.values() if isinstance(value, Mapping) else value:
+            if not isinstance(member, Tensor):
+                yield from _containers(member)
+
+
+def _copied(given: Any, taken: Any, among: set[int]) -> Iterator[Any]:
+    """Yield the copies that were taken in the place of some containers."""
+    if given is taken or not isinstance(given, list | tuple | Mapping):
+        return
+    if id(given) in among:
+        yield taken
+    keys = given.keys() if isinstance(given, Mapping) else range(len(given))
+    for key in keys:
+        yield from _copied(given[key], taken[key], among)
+
+
+def _held_by(container: Any) -> list[int]:
+    members = container.values() if isinstance(container, Mapping) else container
+    return [*map(id, members)]
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:

@@ -76,7 +76,12 @@ class Verifier:
         self.choose_reference()
         devices = [*self.prepared.devices, *([self.device] if self.device else [])]
         sources: list[Source] = [s for device in devices for s in torchs_of(device)]
-        self.preserved = PreservedModel(self.modules, sources)
+        self.preserved = PreservedModel(self.modules, sources, self.given)
+
+    @property
+    def given(self) -> list[Any]:
+        """The arguments of the step, and the target."""
+        return [self.args, self.kwargs, self.target]
 
     # --- the two runs
 
@@ -252,7 +257,7 @@ class Verifier:
                 sources = self.preserved.sources
                 microbatches = self.runner.split(self.args, self.kwargs, self.target)
                 self.prepared = self.preparer.prepare(microbatches[0], self.options)
-                self.preserved = PreservedModel(self.modules, sources)
+                self.preserved = PreservedModel(self.modules, sources, self.given)
                 yield
             finally:
                 self.prepared, self.preserved = before
