@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..._torch.modules import slots_of
 from ...restoring.contents import is_generator
@@ -293,7 +293,8 @@ class SharedValues:
                     self._reads(holder, key, frame, hop, counts=access.counts, loses=loses)
             if access.writes:
                 apart = self._apart(frame)
-                pending = PendingWrite(owner, key, frozen(value), hop, frame.line, apart)
+                where = frame.line, apart, access.counts
+                pending = PendingWrite(owner, key, frozen(value), hop, *where)
                 self._pending[id(frame.frame)] = pending
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
             self._uses(access, self._objects.get(id(value), value), frame, hop)
@@ -421,7 +422,8 @@ class SharedValues:
         known.is_traced = True
         known.is_bare = known.is_bare or made_on is None
         # On fake tensors the same is the same for all data.
-        if not self._fake or now is UNKNOWN or pending.before != now:
+        settles = self._fake or (pending.adds and isinstance(value, Tensor))
+        if not settles or now is UNKNOWN or pending.before != now:
             known.is_set(pending.hop, pending.line)
             known.made_on |= made_on or set()
             if isinstance(pending.owner, dict) and pending.before is not UNKNOWN:

@@ -89,6 +89,7 @@ class PendingWrite:
     hop: int
     line: str
     apart: ApartRun | None  # the run apart from the forward that it is in
+    adds: bool  # as ``self.n += 1`` does, which writes to a tensor in place
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...stage_devices import stages
+from ...stage_devices import assert_close, stages
 
 TOTAL = 0.0
 Note = Callable[["Two", Tensor], None]
@@ -222,3 +222,41 @@ def test_an_update_when_hops_of_one_stage_make_it_is_fine() -> None:
     plain(x)
     bp.Pipeline(net, devices=stages(2), chunks=4).forward_backward(x, loss_fn=torch.sum)
     assert net.state.total == pytest.approx(plain.state.total, abs=1e-4)
+
+
+class Loads(nn.Module):
+    """Stage 1 counts in a buffer, beside an operation that looks at values."""
+
+    def __init__(self, add: Callable[[nn.Module, Tensor], None]) -> None:
+        super().__init__()
+        self.a, self.b, self.add = nn.Linear(4, 4), nn.Linear(4, 4), add
+        self.register_buffer("load", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            assert (h > 0).nonzero().shape[1] == 2
+            self.add(self, h)
+            return self.b(h)
+
+
+def _adds_rows(net: nn.Module, h: Tensor) -> None:
+    net.load += (h.detach() > 0).sum(0)
+
+
+def _decays(net: nn.Module, h: Tensor) -> None:
+    net.load *= 0.9
+    net.load += h.detach().mean(0)
+
+
+@pytest.mark.parametrize("add", [_adds_rows, _decays])
+def test_a_buffer_when_it_is_added_to_in_place_is_no_value_that_is_set(add) -> None:
+    """Where a forward is recorded for real, ``net.load += …`` was taken to set another object."""
+    net = Loads(add)
+    plain = copy.deepcopy(net).to(stages(1)[0])
+    pipe, x = bp.Pipeline(net, devices=stages(2), chunks=4), torch.randn(8, 4)
+    pipe.forward_backward(x, loss_fn=torch.sum)
+    for part in x.to(stages(1)[0]).chunk(4):
+        plain(part)
+    assert_close(net.load, plain.load)
