@@ -85,8 +85,8 @@ class SharedValues:
     """Watch one forward for values that hops share.
 
     Args:
-        holders: the holders of all objects that can be reached from the model; those of objects
-            beyond that the forward changes are added.
+        holders: the holders of all objects that can be reached from the model, and from modes.
+        put_back: the first of them; those of objects beyond that the forward changes are added.
         modules: the model's modules, by path.
         hop: returns the hop that the forward is on.
         fake: whether it runs on fake tensors; then no value depends on the data.
@@ -95,7 +95,8 @@ class SharedValues:
 
     def __init__(
         self,
-        holders: list[Holder],
+        holders: Iterable[Holder],
+        put_back: list[Holder],
         modules: dict[str, nn.Module],
         hop: Callable[[], int],
         *,
@@ -131,7 +132,7 @@ class SharedValues:
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
         self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
-        self._taken_in = TakenIn(holders, self._lasting)
+        self._taken_in = TakenIn(put_back, self._lasting)
         self._used_up = found_among(holders)  # refused if the forward uses them, by id
         self._stays: Effect | None = None  # the first that cannot be put back
         self._kinds = [(path, module, type(module)) for path, module in modules.items()]

@@ -98,7 +98,7 @@ def run_watched(
     beside = [*(hook.function for hook in request.hooks), *filter(None, [request.loss_fn])]
     modules, traces = dict(model.named_modules()), is_second or may_set_by(beside)
     around = [*holders, *request.modes]
-    values = SharedValues(around, modules, recorder.hop_here, fake=fake, traces=traces)
+    values = SharedValues(around, holders, modules, recorder.hop_here, fake=fake, traces=traces)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)
     before = set_cursor(recorder.run.cursor)
@@ -113,7 +113,7 @@ def run_watched(
         result.outputs = list(_outputs(output, kept))
         recorder.keepers = _keepers(model, recorder)
         _note_code_beside(request, recorder, values)
-        _note_state(model, recorder, values, around)
+        _note_state(model, recorder, values, [*holders, *request.modes])
         result.shared_changes += values.tensors.shared(
             recorder.held,
             recorder.outside_tensors.found(),
