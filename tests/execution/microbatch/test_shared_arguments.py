@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import blockpipe as bp
 from blockpipe.errors import CrossingError, StateError
 
+from ...parameter_sets import every_pair_in_turns
 from ...parity import assert_same_gradients, plain_step
 from ...stage_devices import assert_close, stages
 
@@ -96,9 +97,11 @@ def _compare(
     return pipe
 
 
-@pytest.mark.parametrize("how", [{}, {"isolate": True}, {"schedule": "uncut"}], ids=str)
-@pytest.mark.parametrize("alias", ALIASES)
-@pytest.mark.parametrize("kind", [_WritesFirst, _WritesInAModule])
+@every_pair_in_turns(
+    how=[{}, {"isolate": True}, {"schedule": "uncut"}],
+    alias=ALIASES,
+    kind=[_WritesFirst, _WritesInAModule],
+)
 def test_an_argument_shares_a_write_to_another_one_on_the_first_stage(
     kind: type[nn.Module], alias: str, how: dict[str, Any]
 ):
@@ -115,9 +118,11 @@ def test_an_argument_shares_a_write_to_another_one_on_the_first_stage(
     _compare(kind, by_name, **how)
 
 
-@pytest.mark.parametrize("how", [{}, {"isolate": True}, {"schedule": "uncut"}], ids=str)
-@pytest.mark.parametrize("alias", ALIASES)
-@pytest.mark.parametrize("kind", [_WritesFirst, _WritesInAModule])
+@every_pair_in_turns(
+    how=[{}, {"isolate": True}, {"schedule": "uncut"}],
+    alias=ALIASES,
+    kind=[_WritesFirst, _WritesInAModule],
+)
 def test_the_target_shares_a_write_to_an_argument(
     kind: type[nn.Module], alias: str, how: dict[str, Any]
 ):
