@@ -114,7 +114,7 @@ def has_tangent(tensor: Tensor) -> bool:
 # --- what autograd's device threads inherit
 
 
-_PATIENCE = 5.0  # seconds
+_PATIENCE = 1.0  # seconds; a thread's end takes milliseconds
 
 
 def stash(key: str, value: object) -> None:
@@ -126,7 +126,7 @@ def stash(key: str, value: object) -> None:
     Nothing takes it out again. A thread gives it back when it ends, and the process aborts if the
     interpreter ends meanwhile, which waits for the Python part of a thread alone.
     """
-    _stashers.add(threading.get_native_id())
+    _stashers.add(threading.current_thread().native_id)  # autograd's own are known from here on
     if _takes_reference():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
@@ -137,7 +137,7 @@ def stashed(key: str) -> Any:
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
-_stashers = set[int]()  # the threads that keep something
+_stashers = set[int | None]()  # the threads that keep something
 
 
 @atexit.register
@@ -149,7 +149,7 @@ def let_threads_end() -> None:
         time.sleep(0.001)  # one of them may need the interpreter
 
 
-def _is_there(thread: int) -> bool:
+def _is_there(thread: int | None) -> bool:
     return os.path.exists(f"/proc/self/task/{thread}")
 
 
