@@ -55,12 +55,13 @@ class Counts(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count, self.names = 0, []
+        self.count, self.names, self.table = 0, [], {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is linear:
             self.count += 1
             self.names.append(func.__name__)
+            self.table.setdefault(func.__name__, set()).add(len(args))
         return func(*args, **(kwargs or {}))
 
     def report(self) -> str:

@@ -52,6 +52,11 @@ class KnownValues:
         self.variables: dict[int, tuple[ContextVar[Any], Any]] = {}
         self._paths = paths
         self._values: dict[_Where, SharedValue] = {}
+        self._ignored: dict[int, Any] = {}  # by id
+
+    def ignore(self, owners: Iterable[Any]) -> None:
+        """Tell nothing of some containers: the tables of modes, which collect what these see."""
+        self._ignored.update((id(owner), owner) for owner in owners)
 
     def at(self, owner: Any, key: Any) -> SharedValue:
         """Return the value at a place, which is known from here on."""
@@ -123,6 +128,8 @@ class KnownValues:
             return
         self._called_on(result.calls)
         for known in self._values.values():
+            if id(known.owner) in self._ignored:
+                continue
             change = self._read_elsewhere(known, reads, result) or self._lost(known, result)
             if change is not None:
                 yield change

@@ -22,7 +22,7 @@ from ...crossing.step_context import Graphs, KnownForward, StepContext
 from ...crossing.tags import was_written
 from ...crossing.torch_patches import Eager, GeneratorStates
 from ...crossing.user_checkpoints import intercepting
-from ...restoring.holders import Holder
+from ...restoring.holders import Holder, container_of
 from ...restoring.model_state import is_users
 from ...stages.cursor import set_cursor
 from ...stages.marks import mark_of
@@ -99,6 +99,7 @@ def run_watched(
     modules, traces = dict(model.named_modules()), is_second or may_set_by(beside)
     around = [*holders, *request.modes]
     values = SharedValues(around, holders, modules, recorder.hop_here, fake=fake, traces=traces)
+    values.known.ignore(h.owner for h in request.modes if container_of(h.owner) is not None)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)
     before = set_cursor(recorder.run.cursor)
