@@ -126,7 +126,28 @@ def active_mode() -> "CrossingMode | None":
     return mode
 
 
-class CrossingMode(TorchFunctionMode):
+class ForwardMode(TorchFunctionMode):
+    """The mode of a forward, which torch's patched functions tell what is called. Here nothing
+    comes of it."""
+
+    def call_inner(
+        self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Apply a custom autograd function in a sealed call; a recording writes it down."""
+        return apply(*args, **kwargs)
+
+    def saw_node_hook(self, hook: Callable[..., Any]) -> None:
+        """Note a hook of a node; a recording writes it down."""
+
+    def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
+        """Note a ``torch.utils.checkpoint`` in the glue, and what torch calls to run its function
+        again; a recording writes it down."""
+
+    def saw_generator_set(self) -> None:
+        """Note that torch's generator is given a state; a recording writes it down."""
+
+
+class CrossingMode(ForwardMode):
     """Hands every operation in the glue what it may read, and claims what it makes.
 
     Its own reading goes through no function mode: see the module's docstring.
@@ -310,22 +331,6 @@ class CrossingMode(TorchFunctionMode):
                 f"that it had not on stage {run.stage} ({users_line()}); pass "
                 "use_reentrant=False, or give Pipeline a sample that takes this way"
             )
-
-    def call_inner(
-        self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Apply a custom autograd function in a sealed call; a recording writes it down."""
-        return apply(*args, **kwargs)
-
-    def saw_node_hook(self, hook: Callable[..., Any]) -> None:
-        """Note a hook of a node; a recording writes it down."""
-
-    def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
-        """Note a ``torch.utils.checkpoint`` in the glue, and what torch calls to run its function
-        again; a recording writes it down."""
-
-    def saw_generator_set(self) -> None:
-        """Note that torch's generator is given a state; a recording writes it down."""
 
     def call_function(
         self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
 from blockpipe.distributed import build_stage
@@ -155,6 +156,44 @@ class Glue(nn.Module):
 def test_custom_functions_in_the_glue_keep_their_backward():
     """They are one call."""
     assert_like_plain(Glue(lambda _, h: Scaled.apply(h, 2.0)), torch.randn(3, 4))
+
+
+class Within(nn.Linear):
+    """A module whose forward ends with something of torch's that a recording watches."""
+
+    def __init__(self, end: Any) -> None:
+        super().__init__(4, 4)
+        self.end = end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(super().forward(x))
+
+
+def _sets_rng_state(h: Tensor) -> Tensor:
+    torch.set_rng_state(torch.get_rng_state())
+    return h
+
+
+def _hooks_node(h: Tensor) -> Tensor:
+    if h.grad_fn is not None:
+        h.grad_fn.register_hook(lambda *_: None)
+    return h
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda h: Scaled.apply(h, 2.0),
+        lambda h: checkpoint(torch.tanh, h, use_reentrant=False),
+        _sets_rng_state,
+        _hooks_node,
+    ],
+    ids=["function", "checkpoint", "generator", "hook"],
+)
+def test_what_a_recording_watches_inside_of_a_module_is_called_live(end: Any) -> None:
+    """To build a stage failed with ``AttributeError`` for each module with a custom function."""
+    net = bp.begin_blocks(nn.Sequential(Within(end), nn.Linear(4, 4)), {"1": 1})
+    assert_like_plain(net, torch.randn(3, 4))
 
 
 def test_autocast_in_the_glue_is_there_again():

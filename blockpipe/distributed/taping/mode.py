@@ -29,7 +29,7 @@ from ..._common.threads.thread_state import (
 from ..._torch.modes import how_many_function_modes
 from ..._torch.modules import buffers_of, parameters_of
 from ..._torch.tensors import FakeTensor, memory_of, version_of
-from ...crossing.interception import is_question
+from ...crossing.interception import ForwardMode, is_question
 from ...errors import CrossingError, RecordingError
 from ...recording.recording import Recording
 from ...stages.cursor import Cursor
@@ -67,7 +67,7 @@ _PLAIN = (
 )
 
 
-class TapingMode(TorchFunctionMode):
+class TapingMode(ForwardMode):
     """Writes every operation of the glue on a tape."""
 
     def __init__(
