@@ -25,6 +25,8 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list)
 _MOST_MEMBERS = 256  # of a container: a guess; larger ones are data
 _MOST_DEEP = 3
 
+Slots = dict[str, Any]
+
 
 class SharedPlaces:
     """The buffers and attributes of modules that may hold something that changes, and what is in
@@ -35,41 +37,55 @@ class SharedPlaces:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._entries: list[tuple[dict[Any, Any], Any]] = []
-        self._elements: list[tuple[list[Any], int]] = []
+        # Places in a module's namespace, and the keys that lead from there to those in containers.
+        # To hold these would keep a step's tensors alive when the forward has replaced them.
+        self._attributes: list[tuple[Slots, Any]] = []
+        self._within: list[tuple[Slots, tuple[Any, ...]]] = []
         walked = set[int]()
         for module in modules:
-            self._walk(buffers_of(module), walked)
-            self._walk(vars(module), walked, without=_TORCHS)
-        self._ids: list[int] = []
-        self._tensors: list[Tensor] = []
-        self._memory: list[int] = []
+            for names in (buffers_of(module), vars(module)):
+                self._walk(names, names, (), walked)
+        self._seen: tuple[list[int], list[int]] = [], []
         self._pattern: tuple[tuple[int, int], ...] = ()
 
-    def _walk(
-        self, holder: Any, walked: set[int], depth: int = 0, without: frozenset[str] = frozenset()
-    ) -> None:
-        if id(holder) in walked or (depth and len(holder) > _MOST_MEMBERS):
+    def _walk(self, names: Slots, holder: Any, keys: tuple[Any, ...], walked: set[int]) -> None:
+        if id(holder) in walked or (keys and len(holder) > _MOST_MEMBERS):
             return
         walked.add(id(holder))
-        is_list = isinstance(holder, list)
-        for key, value in [*(enumerate(holder) if is_list else dict.items(holder))]:
-            if key in without or (value is not None and isinstance(value, _UNCHANGING)):
+        for key, value in [*(enumerate(holder) if type(holder) is list else dict.items(holder))]:
+            is_torchs = not keys and key in _TORCHS
+            if is_torchs or (value is not None and isinstance(value, _UNCHANGING)):
                 continue
-            (self._elements if is_list else self._entries).append((holder, key))
-            if type(value) in _CONTAINERS and depth < _MOST_DEEP:
-                self._walk(value, walked, depth + 1)
+            if keys:
+                self._within.append((names, (*keys, key)))
+            else:
+                self._attributes.append((names, key))
+            if type(value) in _CONTAINERS and len(keys) < _MOST_DEEP:
+                self._walk(names, value, (*keys, key), walked)
 
     def pattern(self) -> tuple[tuple[int, int], ...]:
         """Return for each place that holds what an earlier one does the numbers of both."""
-        values = [names.get(key) for names, key in self._entries]
-        values += [held[at] if at < len(held) else None for held, at in self._elements]
-        ids = [*map(id, values)]
-        if ids != self._ids or [*map(Tensor.data_ptr, self._tensors)] != self._memory:
-            self._ids, self._pattern = ids, _pattern_of(values)
-            self._tensors = [v for v in values if type(v) is Tensor and v.layout is torch.strided]
-            self._memory = [*map(Tensor.data_ptr, self._tensors)]  # ``.data = …`` changes it
+        values = [names.get(key) for names, key in self._attributes]
+        values += [_found(names, keys) for names, keys in self._within]
+        plain = (v for v in values if type(v) is Tensor and v.layout is torch.strided)
+        seen = (
+            [*map(id, values)],
+            [*map(Tensor.data_ptr, plain)],
+        )  # ``.data = …`` changes the latter
+        if seen != self._seen:
+            self._seen, self._pattern = seen, _pattern_of(values)
         return self._pattern
+
+
+def _found(names: Slots, keys: tuple[Any, ...]) -> Any:
+    """Return what a path leads to; ``None``: it leads nowhere now."""
+    found: Any = names.get(keys[0])
+    for key in keys[1:]:
+        if type(found) is list:
+            found = found[key] if type(key) is int and key < len(found) else None
+        else:
+            found = dict.get(found, key) if isinstance(found, dict) else None
+    return found
 
 
 def _pattern_of(values: list[Any]) -> tuple[tuple[int, int], ...]:

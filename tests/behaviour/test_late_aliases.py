@@ -1,6 +1,8 @@
 """State that two stages come to share between steps, or by its memory alone."""
 
+import gc
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -199,3 +201,35 @@ def test_state_that_is_replaced_in_each_step_is_recorded_once() -> None:
             part.state = numpy.ones(2)
         _step(pipe)
     assert pipe.recording is first
+
+
+class Caches(nn.Module):
+    """Leaves a tensor with its graph in a dictionary of its own, which each forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.entry: dict[str, Any] = {"h": None}
+        self.table: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.entry["h"], self.table = h, {"h": h.sin()}
+        return h.tanh()
+
+
+def test_what_a_forward_has_replaced_is_not_kept() -> None:
+    """To look for shared places kept the tensors that were there when the model was recorded, or
+    at the step before, with their graphs."""
+    net = bp.begin_blocks(nn.Sequential(Caches(), Caches()), {"1": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    kept: list[list[weakref.ref[Tensor]]] = []
+    for step in range(4):
+        _step(pipe)
+        if step == 1:  # another recording, with these tensors in reach
+            with torch.no_grad():
+                pipe.eval()(torch.ones(8, 4))
+                pipe.train()
+        gc.collect()
+        assert not any(ref() is not None for refs in kept for ref in refs)
+        kept.append([weakref.ref(net[0].entry["h"]), weakref.ref(net[0].table["h"])])
