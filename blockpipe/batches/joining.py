@@ -135,6 +135,9 @@ def output_dim(
 
     ``batch_dims`` decides it. If it does not name the output, lists with one element a sample are
     joined as such where the arguments are such lists.
+
+    Raises:
+        MicrobatchError: the results may be lists of samples, or hold tensors that have all samples.
     """
     if not isinstance(dims, Mapping):
         return dims or 0
@@ -142,11 +145,39 @@ def output_dim(
         how = dims.get("output", 0)
         assert not isinstance(how, PartlyWhole)
         return how
-    are_lists = all(
-        type(result) in (list, tuple) and len(result) == size
-        for result, size in zip(results, sizes, strict=True)
+    each = list(zip(results, sizes, strict=True))
+    if not all(_may_be_samples(result, size) for result, size in each):
+        return 0
+    if each and all(_has_all_samples(result, size) for result, size in each):
+        result, size = each[0]
+        raise MicrobatchError(
+            f"the output of a micro-batch, a {type(result).__name__} of {size}, may have one "
+            f"element for each of its {size} samples, or hold tensors that have all of them "
+            f"({users_line()}); name it in batch_dims: 'output': 'list' (one element a sample) or "
+            "'output': 0 (tensors with all samples)"
+        )
+    return "list"
+
+
+def _may_be_samples(result: Any, size: int) -> bool:
+    """Return whether a result is a sequence with as many elements as there are samples, all of one
+    kind: a loss beside outputs is none."""
+    if type(result) not in (list, tuple) or len(result) != size:
+        return False
+    kinds = {(type(i), i.dtype, i.dim()) if isinstance(i, Tensor) else type(i) for i in result}
+    return len(kinds) == 1
+
+
+def _has_all_samples(result: Sequence[Any], size: int) -> bool:
+    """Return whether each element of a result may just as well hold all samples, or be a loss. A
+    mapping is a sample: a detection's number of boxes is the number of samples by chance."""
+    if isinstance(result[0], Mapping):
+        return False
+    found = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+    return bool(found) and all(
+        has_batch(tensor.shape, size, 0) or is_weighed(tensor.shape, tensor.dtype)
+        for tensor in found
     )
-    return "list" if are_lists else 0
 
 
 def is_weighed(shape: Sequence[int], dtype: torch.dtype) -> bool:

@@ -188,6 +188,59 @@ def test_outputs_that_are_no_lists_of_samples_are_refused_where_they_should_be()
         pipe(torch.ones(4, 8))
 
 
+class Rows(nn.Module):
+    """Takes a list of samples, and gives of their rows what it is told to."""
+
+    def __init__(self, gives) -> None:
+        super().__init__()
+        self.a, self.b, self.gives = nn.Linear(8, 8), nn.Linear(8, 4), gives
+        bp.BeginBlock(self.b, stage=1)
+
+    def forward(self, x):
+        return self.gives(self.b(self.a(torch.stack(x))))
+
+
+TWO_OUTPUTS = {
+    "tensors": lambda rows: (rows, 2 * rows),
+    "losses": lambda rows: [rows.mean(), rows.square().mean()],
+    "pairs": lambda rows: ((rows, rows.mean()), (2 * rows, rows.amax())),
+}
+
+
+@pytest.mark.parametrize("gives", TWO_OUTPUTS.values(), ids=TWO_OUTPUTS)
+def test_two_outputs_that_may_be_two_samples_are_refused_until_they_are_named(gives):
+    """They were joined as four samples."""
+    x, model = [torch.randn(8) for _ in range(6)], Rows(gives)
+    with pytest.raises(MicrobatchError, match="one element for each of its 2 samples, or hold"):
+        _pipe(model, x="list")(x)
+    found = _pipe(model, x="list", output=0)(x)
+    assert len(found) == 2
+    assert len(_pipe(model, x="list", output="list")(x)) == 6
+    rows = model.b(model.a(torch.stack(x)))
+    first = found[0][0] if isinstance(found[0], tuple) else found[0]
+    assert_close(first, rows.mean() if first.dim() == 0 else rows)
+
+
+UNLIKE = {
+    "loss": lambda rows: (rows.square().mean(), rows),
+    "none": lambda rows: (rows, None),
+    "dtype": lambda rows: (rows, rows.argmax(1)),
+}
+
+
+@pytest.mark.parametrize("gives", UNLIKE.values(), ids=UNLIKE)
+def test_two_outputs_of_two_kinds_are_no_samples(gives):
+    """A loss beside outputs was that of the first micro-batch only."""
+    x, model = [torch.randn(8) for _ in range(6)], Rows(gives)
+    assert_close(tuple(_pipe(model, x="list")(x)), gives(model.b(model.a(torch.stack(x)))))
+
+
+def test_a_sample_that_is_a_mapping_may_have_as_many_boxes_as_there_are_samples():
+    x = [torch.randn(8) for _ in range(6)]
+    found = _pipe(Rows(lambda rows: [{"boxes": row.repeat(2, 1)} for row in rows]), x="list")(x)
+    assert [list(item["boxes"].shape) for item in found] == [[2, 4]] * 6
+
+
 def test_a_name_that_no_argument_has_is_refused():
     """One that the forward has and this call leaves out is not."""
     pipe = _pipe(Mean(), other=None)

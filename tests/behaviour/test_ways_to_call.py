@@ -242,9 +242,10 @@ def piped(net: Drawn, model: Model, way: Way) -> tuple[Any, list[Any]]:
 
 
 def dims_of(model: Model) -> Any:
-    return {"tensor": None, "mapping": None, "pair": {"x": 0}, "records": {"x": "list"}}[
-        model.takes
-    ]
+    """As users have to name them: two outputs may be two samples."""
+    if model.takes == "records":
+        return {"x": "list", "output": 0} if model.gives == "tuple" else {"x": "list"}
+    return {"x": 0} if model.takes == "pair" else None
 
 
 def saved_and_loaded(pipe: bp.Pipeline) -> bp.Pipeline:
