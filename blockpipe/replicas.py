@@ -366,8 +366,7 @@ class Replicas(CopiedInterface):
                     own.requires_grad_(weight.requires_grad)
                 for value, slot in (*parameters, *self._copied.buffers(number)):
                     slot.copy_(value, non_blocking=True)
-                for value, slot in self._copied.plain_tensors(number):
-                    slot.copy_(value, non_blocking=True)
+                self._copied.copy_plain_tensors(number)
 
     def _collect_gradients(self, count: int) -> None:
         """The copies' gradients to the model's own, in the order of the shares."""

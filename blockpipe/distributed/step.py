@@ -12,7 +12,7 @@ from torch import Tensor
 from ..batches.batch_dims import BatchDims
 from ..batches.joining import join, output_dim
 from ..batches.losses import checked_loss, computed_loss
-from ..batches.microbatch import LossReduction, Microbatch, weights_of
+from ..batches.microbatch import LossReduction, Microbatch, weights_of, weights_without_target
 from ..execution.step_result import StepLoss
 from .engine import Engine
 from .microbatches.calls import StageCalls
@@ -118,10 +118,7 @@ class StepResults:
         """The weights of outputs that are one number, as the last stage's process has them."""
         own = [1.0] * len(microbatches)
         if places.is_own(-1):
-            try:
-                own = weights_of(microbatches, reduction)
-            except Exception:  # a function that needs a target, in a call without one
-                own = weights_of(microbatches, "mean")
+            own, _ = weights_without_target(microbatches, reduction)
         shared = torch.tensor(own, dtype=torch.float64, device=self._device)
         places.broadcast(shared, -1)
         found: list[float] = shared.tolist()

@@ -129,7 +129,7 @@ class OutsideState:
         for index, holder in enumerate(self._holders):
             if self._glances[index].finds_no_change():
                 continue
-            self._glances[index] = _Glance(holder)
+            self._glances[index].note()
             now, before = _members(holder), self._members[index]
             if len(now) == len(before) and all(now[key] is before.get(key, _UNSET) for key in now):
                 continue
@@ -396,10 +396,14 @@ class _Glance:
     """
 
     def __init__(self, holder: Holder) -> None:
-        is_module = isinstance(holder, _ModuleHolder)
-        found: Any = holder.namespace() if isinstance(holder, DictHolder) else None
-        self._module = holder.owner if is_module else None
-        self._found = found = vars(holder.owner) if is_module else found
+        self._module = holder.owner if isinstance(holder, _ModuleHolder) else None
+        self._found: Any = holder.namespace() if isinstance(holder, DictHolder) else None
+        self.note()
+
+    def note(self) -> None:
+        """Note the values as they are now."""
+        is_module = self._module is not None
+        self._found = found = vars(self._module) if is_module else self._found
         if found is not None:
             self._keys, self._values = (*dict.__iter__(found),), (*dict.values(found),)
             hooks = (found[name] for name in self._keys if is_module and name.endswith("_hooks"))

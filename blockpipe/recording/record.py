@@ -247,8 +247,9 @@ def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Ho
         where = _one_device_of(model) if request.devices is None else None
         copied = partial(_copy_of, where=where)
         given, named = map_sharing(copied, (tuple(args), kwargs))
-        request = replace(request, hooks=hooks_in(model), modes=modes.holders)
-        return watch(replace(request, args=given, kwargs=named), state.holders)
+        hooks = hooks_in(model)
+        request = replace(request, args=given, kwargs=named, hooks=hooks, modes=modes.holders)
+        return watch(request, state.holders)
 
 
 def _one_device_of(model: nn.Module) -> torch.device | None:

@@ -108,9 +108,9 @@ class CopiedModels:
             own, copied = module.buffers(recurse=False), memo[id(module)].buffers(recurse=False)
             yield from zip(own, copied, strict=True)
 
-    def plain_tensors(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the other tensors of the model, each with that of a copy, unless something writes
-        to that: versions do not tell of writes by ``.data`` or numpy."""
+    def copy_plain_tensors(self, number: int) -> None:
+        """Give a copy the values of the model's other tensors, unless something else writes to the
+        copy's: versions do not tell of writes to the model's by ``.data`` or numpy."""
         memo, versions = self._memos[number], self._versions[number]
         for tensor in self._beside:
             own = memo.get(id(tensor))
@@ -118,7 +118,7 @@ class CopiedModels:
                 continue
             before = versions.setdefault(id(tensor), version_of(own))
             if version_of(own) == before:
-                yield tensor, own
+                own.copy_(tensor, non_blocking=True)
                 versions[id(tensor)] = version_of(own)
 
     def _find(self) -> None:

@@ -34,9 +34,9 @@ class MicrobatchArguments:
         shared, whole = set(memo), self._state.whole_arguments
 
         def taken(tensor: Tensor) -> Tensor:
-            if id(tensor) not in memo and not whole.is_given(batch, tensor):
-                return tensor
             if id(tensor) not in memo:
+                if not whole.is_given(batch, tensor):
+                    return tensor
                 memo[id(tensor)] = run.take_input(tensor, positions.get(id(tensor), 0))
             return memo[id(tensor)]
 

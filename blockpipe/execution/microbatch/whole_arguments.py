@@ -43,7 +43,7 @@ class WholeArguments:
         self._given = {id(m): {id(t) for t in tensors((m.args, m.kwargs))} for m in microbatches}
         given = [*self._given.values()][:2]
         self._ids = given[0] & given[1] if len(given) > 1 else set()
-        held = [{id(c) for c in _containers((m.args, m.kwargs))} for m in microbatches[:2]]
+        held = [{id(c) for c in _containers(_arguments(m))} for m in microbatches[:2]]
         self._containers = held[0] & held[1] if len(held) > 1 else set()
         self._one_by_one = one_by_one
 
@@ -56,7 +56,7 @@ class WholeArguments:
         """Note a micro-batch's whole arguments, for :meth:`check` when its forward is over."""
         copies = list[tuple[Any, list[int]]]()
         if self._containers:
-            found = _copied((batch.args, batch.kwargs), (args, kwargs), self._containers)
+            found = _copied(_arguments(batch), (*args, *kwargs.values()), self._containers)
             copies = [(held, _held_by(held)) for held in found]
         if not self._ids:
             return Taken([], copies)
@@ -99,6 +99,12 @@ class WholeArguments:
                 f"the forward writes to it in place: {why} ({users_line()}); make it a buffer of "
                 f"the stage that writes it, or return the new value"
             )
+
+
+def _arguments(batch: Microbatch) -> tuple[Any, ...]:
+    """Return the arguments that a forward is called with: the mapping of those by name is unpacked
+    for each call."""
+    return *batch.args, *batch.kwargs.values()
 
 
 def _containers(value: Any) -> Iterator[Any]:
