@@ -29,7 +29,9 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml
 demo: $(VENV)/.demo
 	$(BIN)/python examples/digits_resnet.py
 
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# Of the properties' examples: a commit has the same ones each time it is tested.
+SEED ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --hypothesis-seed=$(SEED)
 
 # All that is not slow, and a sample of it on the simulated accelerator.
 test: $(VENV)/.test
