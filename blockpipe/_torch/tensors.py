@@ -1,12 +1,14 @@
 """One tensor: its version, its storage, its class, and operators on it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, _ops
 from torch._subclasses import fake_tensor
+
+T = TypeVar("T")
 
 FakeTensor = fake_tensor.FakeTensor
 """A tensor without memory that computes shapes, on any device. torch documents it, but has no
@@ -68,6 +70,33 @@ def is_ragged(tensor: Tensor) -> bool:
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     """Return a tensor's shape; of one that has none to ask for, how many members it has."""
     return (tensor.size(0),) if is_ragged(tensor) else tuple(tensor.shape)
+
+
+def extent_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the offsets in its storage of a tensor's first byte and of the byte after its last: of
+    a nested tensor of the strided layout, that of its storage."""
+    if is_ragged(tensor):
+        return 0, tensor.untyped_storage().nbytes()
+    begin, size = int(tensor.storage_offset()), tensor.element_size()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = begin + sum((int(length) - 1) * int(step) for length, step in steps)
+    return begin * size, (last + 1) * size
+
+
+def overlapping(extents: Iterable[tuple[int, int, T]]) -> list[list[T]]:
+    """Return the groups, of two or more, of what lies in each other, directly or by way of others.
+
+    Args:
+        extents: the first byte of each, the byte after its last, and what it is.
+    """
+    groups: list[list[T]] = []
+    behind = -1
+    for begin, end, found in sorted(extents, key=itemgetter(0)):
+        if begin >= behind:
+            groups.append([])
+        groups[-1].append(found)
+        behind = max(behind, end)
+    return [group for group in groups if len(group) > 1]
 
 
 def turning(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._common.nested import map_tensors, tensors
-from .._torch.tensors import memory_of
+from .._torch.tensors import extent_of, memory_of, overlapping
 
 
 class SharedMemory:
@@ -39,8 +39,8 @@ class SharedMemory:
     @cached_property
     def span(self) -> Tensor:
         """The memory that they lie in, from the first element to the last."""
-        end = max(t.storage_offset() + _reach(t) for t in self.members)
         first = self.members[0].detach()
+        end = max(extent_of(t)[1] for t in self.members) // first.element_size()
         return first.as_strided((end - self._start,), (1,), self._start)
 
     def view(self, span: Tensor, member: Tensor) -> Tensor:
@@ -63,30 +63,9 @@ def shared_memories(given: Iterable[Tensor]) -> list[SharedMemory]:
     found = []
     for there in by_storage.values():
         if len(there) > 1:
-            found += [SharedMemory(members) for members in _overlapping(there)]
+            extents = ((*extent_of(tensor), tensor) for tensor in there)
+            found += [SharedMemory(members) for members in overlapping(extents)]
     return found
-
-
-def _overlapping(there: list[Tensor]) -> list[list[Tensor]]:
-    """Return the groups of tensors of one storage whose spans overlap."""
-    groups: list[list[Tensor]] = []
-    end = -1
-    for tensor in sorted(there, key=_begin):
-        if _begin(tensor) >= end:
-            groups.append([])
-        groups[-1].append(tensor)
-        end = max(end, _begin(tensor) + _reach(tensor) * tensor.element_size())
-    return [group for group in groups if len(group) > 1]
-
-
-def _begin(tensor: Tensor) -> int:
-    return int(tensor.storage_offset()) * tensor.element_size()
-
-
-def _reach(tensor: Tensor) -> int:
-    """Return how many elements there are from a tensor's first one in memory to its last one."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum(int((size - 1) * stride) for size, stride in steps)
 
 
 def map_sharing(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -1,13 +1,14 @@
 """State that micro-batches under way at once must not share: what a forward changes, generators."""
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch.tensors import FakeTensor
+from .._torch.tensors import FakeTensor, extent_of, overlapping
 from ..batches.losses import kind_of
 from ..errors import StateError
 from ..recording.entries import OutsideTensor, TensorInfo
@@ -52,7 +53,10 @@ def check_shared_memory(model: nn.Module, recording: Recording, schedule: Schedu
     forward writes to one and they are read on several hops."""
     if schedule in ("uncut", "sequential"):
         return
-    for together in _overlapping(_places_of(model, recording)):
+    by_device = defaultdict[str, list[_Place]](list)
+    for device, place in _places_of(model, recording):
+        by_device[device].append(place)
+    for together in itertools.chain.from_iterable(map(overlapping, by_device.values())):
         hops = sorted({hop for info in together for hop in info.hops})
         written = next((info for info in together if info.written), None)
         if written is None or len(hops) < 2:
@@ -67,50 +71,31 @@ def check_shared_memory(model: nn.Module, recording: Recording, schedule: Schedu
 
 
 _Info = TensorInfo | OutsideTensor
-_Range = tuple[str, int, int]  # a device, and its first address and the one behind the last
+_Place = tuple[int, int, _Info]  # its first address, the one after its last, and what is there
 
 
 def _named(info: _Info) -> str:
     return info.name if isinstance(info, OutsideTensor) else repr(info.name)
 
 
-def _places_of(model: nn.Module, recording: Recording) -> list[tuple[_Range, _Info]]:
-    """Return where the tensors are that hops use, as far as they have a memory that is known."""
+def _places_of(model: nn.Module, recording: Recording) -> Iterator[tuple[str, _Place]]:
+    """Yield the device and the place of each tensor that hops use, as far as they are known."""
     held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     held.update(model.named_buffers(remove_duplicate=False))
-    found: list[tuple[_Range, _Info]] = []
     for info in (*recording.parameters, *recording.buffers):
         if info.hops and (tensor := held.get(info.name)) is not None:
-            found += [(place, info) for place in _range_of(tensor)]
+            yield from _place_of(tensor, info)
     for outside in recording.outside:
         if outside.tensor is not None and (tensor := outside.tensor()) is not None:
-            found += [(place, outside) for place in _range_of(tensor)]
-    return found
+            yield from _place_of(tensor, outside)
 
 
-def _range_of(tensor: Tensor) -> list[_Range]:
+def _place_of(tensor: Tensor, info: _Info) -> list[tuple[str, _Place]]:
     is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
     if not is_plain or isinstance(tensor, FakeTensor) or tensor.numel() == 0:
         return []
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    begin = tensor.data_ptr()
-    return [(str(tensor.device), begin, begin + (last + 1) * tensor.element_size())]
-
-
-def _overlapping(places: list[tuple[_Range, _Info]]) -> Iterator[list[_Info]]:
-    """Yield the tensors that lie in each other, two or more together."""
-    together: list[_Info] = []
-    there, end = "", 0
-    for (device, begin, behind), info in sorted(places, key=itemgetter(0)):
-        if (device, begin) >= (there, end) or device != there:
-            if len(together) > 1:
-                yield together
-            together, there, end = [], device, 0
-        together.append(info)
-        end = max(end, behind)
-    if len(together) > 1:
-        yield together
+    (begin, end), first = extent_of(tensor), tensor.data_ptr()
+    return [(str(tensor.device), (first, first + end - begin, info))]
 
 
 class CodeKinds:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._common.callsite import users_line
-from .._torch.tensors import is_ragged, shape_of, version_of
+from .._torch.tensors import extent_of, shape_of, version_of
 from ..crossing.constants import writes
 from .entries import OutsideTensor, SharedChange
 
@@ -102,14 +102,3 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         return one is other
     (begin, end), (begins, ends) = extent_of(one), extent_of(other)
     return begin < ends and begins < end
-
-
-def extent_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the offsets in its storage of a tensor's first byte and of the byte after its last: of
-    a nested tensor of the strided layout, that of its storage."""
-    if is_ragged(tensor):
-        return 0, tensor.untyped_storage().nbytes()
-    begin, size = int(tensor.storage_offset()), tensor.element_size()
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = begin + sum((int(length) - 1) * int(step) for length, step in steps)
-    return begin * size, (last + 1) * size

@@ -1,10 +1,13 @@
 """What ``_torch/tensors.py`` relies on."""
 
+import itertools
 import logging
 import weakref
 
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from blockpipe._torch import tensors
@@ -126,3 +129,24 @@ def test_arguments_of_to(args, kwargs, found):
     assert tensors.arguments_of_to(*args, **kwargs) == found, (
         "torch reads the arguments of Module.to otherwise: a pipeline may be moved to a device"
     )
+
+
+@drawn(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), max_size=8))
+def test_what_overlaps_is_grouped_when_it_does_so_by_way_of_others(given):
+    """Beside the bytes: those of a group are one run, and no group of two is left out."""
+    extents = [(begin, begin + size, at) for at, (begin, size) in enumerate(given)]
+    groups = tensors.overlapping(extents)
+    of = {at: number for number, group in enumerate(groups) for at in group}
+    assert all(len(group) > 1 for group in groups)
+    for (begin, end, one), (begins, ends, other) in itertools.combinations(extents, 2):
+        if begin < ends and begins < end:
+            assert of[one] == of[other]
+    for group in groups:
+        held = {byte for at in group for byte in range(*extents[at][:2])}
+        assert len(held) == max(held) - min(held) + 1
+
+
+def test_an_extent_is_counted_in_bytes_of_the_storage():
+    whole = torch.zeros(4, 6, dtype=torch.float64)
+    assert tensors.extent_of(whole[1:3, 2:4]) == ((6 + 2) * 8, (2 * 6 + 3 + 1) * 8)
+    assert tensors.extent_of(whole.t()) == (0, 4 * 6 * 8)

@@ -21,10 +21,9 @@ from torch import Tensor
 from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ..._torch.modes import without_torch_functions
-from ..._torch.tensors import version_of
+from ..._torch.tensors import extent_of, version_of
 from ...crossing.tags import TAG, Tag
 from ..entries import LateBackward, TensorInfo
-from ..outside_tensors import extent_of
 from .saved_tensors import Packed, key_of
 
 _CLONE = "clone() it before it is used, write it between steps"
