@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.checks import expected
+from .._torch.graph import stepping_hooks
 from ..errors import UsageError
 
 _BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel has it
@@ -72,17 +73,27 @@ class StageReplicas:
                 fix = "make the loss a submodule, and have the model's forward return it"
                 raise UsageError(expected(f"{what} over processes", got, for_="loss_fn", fix=fix))
 
+    def check_hooks(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise :class:`UsageError` for a parameter that a hook of its own may step."""
+        for name, parameter in parameters:
+            if self.count > 1 and stepping_hooks(parameter):
+                what = "no hook of register_post_accumulate_grad_hook, which would be given the"
+                what += " gradient of this process's share,"
+                fix = "step after forward_backward"
+                raise UsageError(expected(what, "one", for_=f"parameter {name!r}", fix=fix))
+
     def total(self, number: float, device: torch.device) -> float:
         """Sum a number over the replicas."""
         found = torch.tensor(number, dtype=torch.float64, device=device)
         dist.all_reduce(found, group=self._group)
         return found.item()
 
-    def any(self, flag: bool, device: torch.device) -> bool:
-        """Return whether it is so in any replica."""
-        found = torch.tensor([flag], dtype=torch.int32, device=device)
+    def agree(self, number: int, *, failed: bool, device: torch.device) -> tuple[bool, bool]:
+        """Return whether something has failed in any replica, and whether all have one number."""
+        found = torch.tensor([failed, number, -number], dtype=torch.int64, device=device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return bool(found.item())
+        any_failed, largest, smallest = found.tolist()
+        return bool(any_failed), largest == -smallest
 
     def begin_sum(self, parameters: Sequence[Tensor], device: torch.device) -> PendingSum:
         """Begin to sum gradients over the replicas, in buckets; in the same order in each.

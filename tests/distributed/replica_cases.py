@@ -241,3 +241,58 @@ def a_trained_loss_is_refused_in_all(rank: int, ranks: int) -> None:
     loss.requires_grad_(False)
     shared.forward_backward(x, target=x, loss_fn=loss)
     assert net[0].weight.grad is not None
+
+
+class Experts(nn.Module):
+    """The data chooses the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.layers[int(x[0, 0] > 0)](h)
+
+
+class Chosen(nn.Module):
+    """Has experts on its first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.experts, self.c = nn.Linear(4, 4), Experts(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.experts(self.a(x), x)
+        with bp.Block(stage=1):
+            return self.c(h)
+
+
+def a_layer_that_one_process_uses_is_trained_in_all(rank: int, ranks: int) -> None:
+    """Each process has recorded other reads: in the first step, and the other way about."""
+    torch.manual_seed(0)
+    net = Chosen()
+    plain = copy.deepcopy(net)
+    shared = ReplicatedPipeline(bp.Pipeline(net, devices=["cpu"] * 2, chunks=2))
+    for sign in (1, -1, 1):
+        x, y = torch.randn(8, 4), torch.randn(8, 4)
+        x[:4, 0], x[4:, 0] = -sign, sign
+        share = slice(0, 4) if rank == 0 else slice(4, 8)
+        found = shared.forward_backward(x[share], target=y[share], loss_fn=mean_square)
+        parts = zip(x.chunk(4), y.chunk(4), strict=True)
+        loss = sum((mean_square(plain(a), b) / 4 for a, b in parts), torch.zeros(()))
+        loss.backward()
+        torch.testing.assert_close(found.loss.item(), loss.item())
+        for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (wanted.grad is None)
+            if wanted.grad is not None:
+                torch.testing.assert_close(mine.grad, wanted.grad, rtol=1e-4, atol=1e-6)
+
+
+def a_hook_that_steps_by_a_share_is_refused_in_all(rank: int, ranks: int) -> None:
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"1": 1})
+    shared = ReplicatedPipeline(bp.Pipeline(net, devices=["cpu"] * 2, chunks=2))
+    net[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    x = torch.ones(4, 4)
+    with pytest.raises(UsageError, match=r"register_post_accumulate_grad_hook.*'0.weight'"):
+        shared.forward_backward(x, target=x, loss_fn=mean_square)

@@ -166,6 +166,7 @@ class ReplicatedPipeline:
         with self._failures.told():
             reduction = reduction_for(loss_fn, self.pipe.loss_reduction)
             with self._agreement.at_end(lambda: self._kind(args, kwargs, loss_fn)):
+                self._replicas.check_hooks(self.pipe.module.named_parameters())
                 own = self._counted(args, kwargs, target, reduction)
             self._failures.began = True
             weight = 1.0
@@ -214,7 +215,7 @@ class ReplicatedPipeline:
             if self.sums is not None:
                 self.sums.finish()
             elif any(parameter.requires_grad for parameter in self.pipe.module.parameters()):
-                self._replicas.any(True, self._device)  # others wait for this before a first sum
+                self._replicas.agree(0, failed=True, device=self._device)  # others wait for this
             self._agreement.end(failure)
         return result
 

@@ -8,9 +8,12 @@ each micro-batch here.
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -23,6 +26,8 @@ from ...preparation.prepared import Prepared
 from ...schedules.schedule import Kind, Schedule
 from ..rank_failures.progress import ProcessProgress
 from ..replicas import StageReplicas
+
+_Group = tuple[tuple[int, ...], list[tuple[str, Tensor]]]  # hops, and parameters by name
 
 _NAMES: dict[str, str] = {"F": "the forward", "B": "the backward", "R": "the recomputation"}
 
@@ -110,21 +115,38 @@ class StageSums:
 
     def _work(self) -> None:
         try:
-            for hops, parameters in self._groups:
+            number, waiting = _number_of(self._groups), deque(self._groups)
+            while waiting:
+                hops, parameters = waiting.popleft()
                 with self._changed:
                     self._changed.wait_for(partial(self._is_complete, hops))
                     failed, is_over = self._has_failed, self._is_over
-                if self._replicas.any(failed, self._device):
+                any_failed, are_same = self._replicas.agree(
+                    number, failed=failed, device=self._device
+                )
+                if any_failed:
                     return  # in every process after the same sum
+                if not are_same:
+                    number, waiting = 0, deque(self._at_the_end())
+                    continue
                 self.order.append((hops, is_over))
-                self._sum(parameters)
+                self._sum([parameter for _, parameter in parameters])
         except BaseException as error:
             self._error = error
+
+    def _at_the_end(self) -> list[_Group]:
+        """All parameters in groups that are summed when the step is over: in another process other
+        hops read them, for what a module reads may depend on the data."""
+        every = (named for _, parameters in self._groups for named in parameters)
+        found = sorted(every, key=itemgetter(0))
+        if len({parameter.device for _, parameter in found}) > 1:
+            return [((), [named]) for named in found]
+        return [((), found)]
 
     def _is_complete(self, hops: Sequence[int]) -> bool:
         return self._is_over or (bool(hops) and all(self._left[hop] <= 0 for hop in hops))
 
-    def _sum(self, parameters: list[nn.Parameter]) -> None:
+    def _sum(self, parameters: list[Tensor]) -> None:
         for device in dict.fromkeys(p.device for p in parameters):
             if is_asynchronous(device):
                 torch.accelerator.synchronize(device)  # this thread's stream is another one
@@ -134,15 +156,21 @@ class StageSums:
                 torch.accelerator.synchronize(device)
 
 
-def _groups(model: nn.Module, prepared: Prepared) -> list[tuple[tuple[int, ...], list[Any]]]:
+def _groups(model: nn.Module, prepared: Prepared) -> list[_Group]:
     """The parameters by the hops that read them; those that the last hops read come first."""
     _check_registered(prepared)
     found: dict[tuple[int, ...], list[Any]] = {}
     for held in prepared.recording.parameters:
         parameter = model.get_parameter(held.name)
         if parameter.requires_grad:
-            found.setdefault(tuple(sorted(held.hops)), []).append(parameter)
+            found.setdefault(tuple(sorted(held.hops)), []).append((held.name, parameter))
     return sorted(found.items(), key=lambda item: (-min(item[0], default=-1), item[0]))
+
+
+def _number_of(groups: list[_Group]) -> int:
+    """Return a number that is the same for the same groups of the same names."""
+    words = repr([(hops, [name for name, _ in named]) for hops, named in groups])
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:7])
 
 
 def _check_registered(prepared: Prepared) -> None:
