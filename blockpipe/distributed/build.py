@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,8 @@ from .._common.callsite import remembers_caller, users_line
 from .._common.modules import named_slots
 from .._common.threads.thread_state import as_ours
 from .._torch.modules import buffers_of, parameters_of
-from ..errors import PlanError, RecordingError, StateError
+from ..batches.microbatch import Microbatch
+from ..errors import BlockpipeError, PlanError, RecordingError, StateError
 from ..preparation.sealed_forwards import recompute_spec
 from ..recording.fake_run import run_on_fakes
 from ..recording.plan_resolution import planned_by
@@ -30,7 +31,8 @@ from ..weights.sources import Weights
 from .cutting import StageTape, cut, questions
 from .microbatches.streams import drawn_sources
 from .replay import StageModule
-from .taping.tape import Tape
+from .taping.origins import digest
+from .taping.tape import REMEDY, Tape
 from .taping.taping import taped
 
 
@@ -49,6 +51,7 @@ class CutForward:
         tape: the calls of the glue.
         stages: the pieces of the tape, one for each hop of the route.
         sources: the generators that it draws random numbers from.
+        digest: what tells the calls of the glue from others.
 
     Raises:
         RecordingError: the forward's glue does what cannot be run again from a tape.
@@ -68,23 +71,35 @@ class CutForward:
         self.model = model
         self.device = device or torch.device("cpu")
         kwargs = dict(sorted(kwargs.items()))
-        planned = planned_by(model, plan)
-        intended = None if self.device.type == "cpu" else [self.device]
-        request = RecordRequest(model, args, kwargs, planned)
-        self.recording = record_planned(request, intended=intended)
+        self._planned = planned_by(model, plan)
+        self._intended = None if self.device.type == "cpu" else [self.device]
+        request = RecordRequest(model, args, kwargs, self._planned)
+        self.recording = record_planned(request, intended=self._intended)
         _check(self.recording)
         self.tape = _taped(request, self.recording)
+        _check_glue(self.recording)
         self.stages = cut(self.tape)
+        self.digest = digest(self.tape)
         held = (*self.recording.parameters, *self.recording.buffers)
         kinds = {kind for hop in self.recording.hops for kind in hop.draws}
         self.sources = drawn_sources(kinds, self.device)
         self._names = {h.name: h.names for h in held}
 
+    def check_loss(self, microbatch: Microbatch, loss_fn: Callable[..., Any]) -> None:
+        """Record once more, with what the loss reads and sets beside the forward.
+
+        Raises:
+            StateError: it shares that with another stage, in another process.
+        """
+        given = microbatch.args, dict(sorted(microbatch.kwargs.items())), self._planned
+        request = RecordRequest(self.model, *given, loss_fn=loss_fn)
+        _check(record_planned(request, intended=self._intended))
+
     def module(self, index: int) -> StageModule:
         """Make the module of one stage; it is on the device that its parameters are on."""
         stage = self.stages[index]
-        unread = self._unread(stage)
-        module = StageModule(self.model, self.tape, stage, self._names, unread, self.device)
+        others = self._others(stage)
+        module = StageModule(self.model, self.tape, stage, self._names, others, self.device)
         modules = dict(self.model.named_modules())
         for path in stage.modules:
             spec = recompute_spec(f"module {path!r}", path, self.recording, modules)
@@ -120,7 +135,7 @@ class CutForward:
         """Return the first names of the parameters that a stage has."""
         stage = self.stages[index]
         first = {id(t): name for name, t in reversed([*named_slots(self.model, parameters_of)])}
-        found = {name for name in (*stage.held, *self._unread(stage)) if name in first.values()}
+        found = {name for name in (*stage.held, *self._others(stage)) if name in first.values()}
         for path in stage.modules:
             for tensor in self.model.get_submodule(path).parameters():
                 found.add(first[id(tensor)])
@@ -134,12 +149,14 @@ class CutForward:
                 found.setdefault(name, []).append(stage.index)
         return {name: found[name] for name in sorted(found) if len(found[name]) > 1}
 
-    def _unread(self, stage: StageTape) -> list[str]:
-        """Return the parameters and buffers that live on this stage and that no call reads."""
-        if stage.stage in (before.stage for before in self.stages[: stage.index]):
-            return []
+    def _others(self, stage: StageTape) -> list[str]:
+        """Return the parameters and buffers that are read on this stage, also inside of functions
+        (reentrant checkpoints), and those that live here and that no call reads."""
         held = (*self.recording.parameters, *self.recording.buffers)
-        return [h.name for h in held if h.hop is None and h.stage == stage.stage]
+        found = [h.name for h in held if stage.index in h.hops]
+        if stage.stage not in (before.stage for before in self.stages[: stage.index]):
+            found += [h.name for h in held if h.hop is None and h.stage == stage.stage]
+        return found
 
 
 @remembers_caller
@@ -243,10 +260,12 @@ def _taped(request: RecordRequest, recording: Recording) -> Tape:
             own = {t.device for t in (*model.parameters(), *model.buffers())}
             place = own.pop() if len(own) == 1 else place
             return run_for_real(request, partial(watch, fake=False))
-        except NotImplementedError as error:
+        except BlockpipeError:
+            raise
+        except Exception as error:  # it has just been recorded, so this is of the tape
             raise RecordingError(
-                f"expected a forward that runs again, got {type(error).__name__}: {error} "
-                f"({users_line()})"
+                "expected code between modules that a tape can hold, got "
+                f"{type(error).__name__}: {error} ({users_line()}); {REMEDY}"
             ) from error
 
 
@@ -266,6 +285,10 @@ def _check(recording: Recording) -> None:
         f"({change.where})"
         for change in recording.shared_changes
     ]
+    problems += [
+        f"a torch.Generator is drawn from on hops {drawn.hops} ({drawn.where})"
+        for drawn in recording.shared_generators
+    ]
     for late in recording.late_backwards:
         if late.compared is None:
             raise StateError(
@@ -276,4 +299,14 @@ def _check(recording: Recording) -> None:
         raise StateError(
             f"expected stages that share no state, got: {'; '.join(problems)}; each stage is in a "
             "process of its own, so read and write it on one stage"
+        )
+
+
+def _check_glue(recording: Recording) -> None:
+    """Refuse code between modules that sets what outlives a forward."""
+    if recording.set_between:
+        sets = "; ".join(f"{what} ({where})" for what, where in recording.set_between)
+        raise RecordingError(
+            "expected code between modules that sets nothing but its own variables, for a stage "
+            f"replays it without Python, got one that sets {sets}; {REMEDY}"
         )

@@ -151,6 +151,8 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             tied.broadcast()
             if self._replicas is not None:
                 self._replicas.broadcast([*self._values.parameters(), *self._values.buffers()])
+        self._engines.watched.placed()
+        self._losses = self._values.loss_watch()
         self._gradients = StageGradients(self._values, tied, self._replicas, group, self._device)
 
     def _filled(self, weights: Weights | None, init: Init | None) -> StageValues:
@@ -248,33 +250,38 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
                     "expected inputs that need no gradient, for it would not reach them, got one "
                     f"that does ({users_line()}); pass it detached"
                 )
+            if backward:
+                self._gradients.check_hooks()
             microbatches = self._split(args, kwargs, target)
-            runs = self._runs(microbatches)
-            is_last = backward and runs[0][0].has_last
+            runs = self._runs(microbatches, loss_fn)
+            places, outputs = self._engines.places, None
+            home = 0 if loss_fn is None else -1  # only the last stage's process has the target
             weights = [1.0] * len(microbatches)
-            if is_last:
+            if backward and places.is_own(home):
                 reduction = reduction_for(loss_fn, self.loss_reduction)
                 weights_of(microbatches, reduction)  # for its errors
         self._failures.began = True
         if backward:
             reduction, replicas = reduction_for(loss_fn, self.loss_reduction), self._replicas
-            weights = loss_weights(microbatches, reduction, replicas, self._device, is_last=is_last)
+            whose = reduction, replicas, self._device, places, home
+            weights = loss_weights(microbatches, *whose)
         asks_outputs = bool(asked[0] & _OUTPUTS)
-        places, outputs = self._engines.places, None
         sources = dict.fromkeys(source for engine, _ in runs for source in engine.sources)
         streams = StepStreams([*sources], self._device, places, self._replicas)
         sums = self._gradients.begin(len(microbatches)) if backward else None
         calls = StageCalls(streams, self.checkpoint, len(microbatches), sums)
         loss_fn = loss_fn if backward else no_loss
-        step = StepResults(loss_fn, self._device, calls, asks_outputs=asks_outputs)
+        step = StepResults(loss_fn, self._device, calls, self._losses, asks_outputs=asks_outputs)
         with streams.step(), self._batch_norm.step():
             self._run_engines(step, calls, runs, weights, backward=backward)
             if sums is not None:
                 sums.begin_rest()
+        self._engines.watched.step_is_over()
         self._failures.progress.done("the last micro-batch")
         loss = step.shared_loss(places, self._replicas)
         if asks_outputs:
-            outputs = step.shared_outputs(runs, self.loss_reduction, self.batch_dims, places)
+            dims = self.batch_dims
+            outputs = step.shared_outputs(runs, self.loss_reduction, dims, places, home)
         return StepResult(loss, outputs if return_outputs else None)
 
     def _run_engines(
@@ -342,6 +349,7 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             options,
             self.chunks,
             answers=self._engines.answers,
+            digests=self._engines.digests,
             modes=self._engines.modes,
         )
 
@@ -349,7 +357,9 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
         dims = dims_of_call(self.module, self.batch_dims, args, kwargs)
         return split(args, kwargs, target, self.chunks, dims)
 
-    def _runs(self, microbatches: list[Microbatch]) -> list[Run]:
+    def _runs(
+        self, microbatches: list[Microbatch], loss_fn: Callable[..., Any] | None = None
+    ) -> list[Run]:
         """Micro-batches of one size after the other, with their engines; the larger come first."""
         parts: list[list[Microbatch]] = []
         self._engines.begin_step()
@@ -357,7 +367,8 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             if not parts or parts[-1][0].size != microbatch.size:
                 parts.append([])
             parts[-1].append(microbatch)
-        return [(self._engines.engine(p, self.schedule, self.chunks), p) for p in parts]
+        how = self.schedule, self.chunks, loss_fn
+        return [(self._engines.engine(part, *how), part) for part in parts]
 
     def _moved(self, target: Any) -> Any:
         return map_tensors(lambda t: t.to(self._device), target)

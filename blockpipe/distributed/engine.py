@@ -275,7 +275,7 @@ class Engine:
         self.last = self.modules.get(count - 1) or cut.module(count - 1)
         self.first = self.modules.get(0)
         self.has_last = count - 1 in self.modules
-        self.answers = cut.answers()
+        self.answers, self.digest = cut.answers(), cut.digest
         self._questions = None if self.first is None else cut.questions()
         splits = splits_backward(name)
         self._stages = [

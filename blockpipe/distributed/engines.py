@@ -14,12 +14,14 @@ from .._common.callsite import users_line
 from .._common.threads.thread_state import autocast_states
 from ..batches.microbatch import Microbatch
 from ..errors import RankError
+from ..preparation.shared_state import CodeKinds
 from ..stages.plan import StagePlan
 from .build import CutForward
 from .engine import FOR_ANY_NUMBER, Engine, places, takes
 from .kinds import arguments_in_words, modes_in_words
 from .rank_failures.progress import ProcessProgress
 from .stage_places import StagePlaces
+from .taping.watched_model import WatchedModel
 
 _KEPT = 8  # kinds of micro-batches
 
@@ -39,7 +41,9 @@ class Engines:
         first: the forward of the sample.
         places: the ranks of its stages.
         answers: what the forwards of the present step's micro-batches were recorded with.
+        digests: of the code between modules, in the same order.
         modes: the modes of the model's modules in the present step, in words.
+        watched: what the code between its modules may read.
     """
 
     first: CutForward
@@ -61,9 +65,13 @@ class Engines:
         self._loss_fn = loss_fn
         self._progress = progress
         self.answers: list[str] = []
+        self.digests: list[str] = []
         self.modes: dict[str, str] = {}
-        self._cuts: dict[str, CutForward] = {}
-        self._engines: dict[str, Engine] = {}
+        self.watched = WatchedModel(model)
+        self._beside = CodeKinds()
+        self._checked: set[Any] = set()  # kinds of losses, each with the kind of micro-batches
+        self._cuts: dict[Any, CutForward] = {}
+        self._engines: dict[Any, Engine] = {}
 
     def start(self, sample: Microbatch, schedule: str) -> None:
         """Record the sample, and find where its stages are."""
@@ -74,25 +82,34 @@ class Engines:
 
     def begin_step(self) -> None:
         """Look at the model once for all micro-batches of a step."""
-        self.answers = []
+        self.answers, self.digests = [], []
         self.modes = modes_in_words(self._model)
+        self.watched.step_begins()
 
-    def engine(self, part: list[Microbatch], schedule: str, chunks: int) -> Engine:
+    def engine(
+        self,
+        part: list[Microbatch],
+        schedule: str,
+        chunks: int,
+        loss_fn: Callable[..., Any] | None = None,
+    ) -> Engine:
         """Return the engine for micro-batches of one kind; made once.
 
         Args:
             part: the micro-batches.
             schedule: the user's.
             chunks: how many micro-batches the user asked for.
+            loss_fn: what the step calls with the output, if it is a function.
 
         Raises:
+            StateError: the loss shares a value with a stage in another process.
             RouteError: in the first stage's process, if the micro-batches are none of this kind,
                 because the forward asks something about them that has another answer.
         """
         name, ranks = schedule, self.places.ranks
         if not takes(name, len(part), ranks) and takes(name, chunks, ranks):
             name = FOR_ANY_NUMBER[name]  # the rest of a batch that does not divide
-        key = f"{self._key(part[0])} {len(part)} {name}"
+        key = self._key(part[0]), len(part), name
         if key not in self._engines:
             for old in [*self._engines][: max(0, len(self._engines) - _KEPT + 1)]:
                 del self._engines[old]
@@ -105,9 +122,15 @@ class Engines:
             self._engines[key] = Engine(
                 cut, name, len(part), self._group, self._loss_fn, self._progress
             )
+        beside = key[0], self._beside.known_by(loss_fn)
+        if beside[1] is not None and beside not in self._checked:
+            assert loss_fn is not None
+            self._cut(part[0]).check_loss(part[0], loss_fn)
+            self._checked.add(beside)
         engine = self._engines[key]
         engine.ask(part)
         self.answers.append(engine.answers)
+        self.digests.append(engine.digest)
         return engine
 
     def _cut(self, microbatch: Microbatch) -> CutForward:
@@ -116,12 +139,14 @@ class Engines:
         if key not in self._cuts:
             for old in [*self._cuts][: max(0, len(self._cuts) - _KEPT + 1)]:
                 del self._cuts[old]
-            self._cuts[key] = CutForward(
+            self.watched.look_around()
+            self._cuts[key] = cut = CutForward(
                 self._model, microbatch.args, microbatch.kwargs, self._plan, self._device
             )
+            self.watched.recorded(cut.tape)
         return self._cuts[key]
 
-    def _key(self, microbatch: Microbatch) -> str:
-        modes = " ".join(self.modes.values())
+    def _key(self, microbatch: Microbatch) -> Any:
         named = arguments_in_words(microbatch.args, microbatch.kwargs)
-        return f"{named} {modes} {torch.is_grad_enabled()} {autocast_states()}"
+        modes = (*self.modes.values(), torch.is_grad_enabled(), str(autocast_states()))
+        return named, modes, self.watched.state

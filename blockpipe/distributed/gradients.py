@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._common.callsite import users_line
+from .._torch.graph import gradient_hooks, stepping_hooks
+from ..errors import UsageError
 from .data_parallel.step_sums import StepSums
 from .replicas import StageReplicas
 from .stage_values import StageValues
@@ -55,6 +58,21 @@ class StageGradients:
             trained = self._values.trained_by_stages()
             self.sums = StepSums(self._replicas, trained, microbatches, self._device)
         return self.sums
+
+    def check_hooks(self) -> None:
+        """Raise :class:`UsageError` for hooks that would be given a part of a gradient, or step by
+        it: it is summed over processes after the backwards."""
+        for parameter in self._tied.parameters:
+            hooks = {**(gradient_hooks(parameter) or {}), **(stepping_hooks(parameter) or {})}
+            if hooks:
+                name = next(n for n, p in self._values.named_parameters() if p is parameter)
+                raise UsageError(
+                    f"expected no hooks on parameter {name!r}, whose gradient is summed over "
+                    f"processes after the step, got {len(hooks)} that would be given this "
+                    f"process's part ({users_line()}); change .grad after forward_backward"
+                )
+        if self._replicas is not None:
+            self._replicas.check_hooks(self._values.named_parameters())
 
     @contextlib.contextmanager
     def summing(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ def kind_of_step(
     chunks: int,
     *,
     answers: Sequence[str] = (),
+    digests: Sequence[str] = (),
     modes: Mapping[str, str] | None = None,
 ) -> Kind:
     """Describe a step, with the same words in every process.
@@ -42,6 +43,7 @@ def kind_of_step(
         options: options of the pipeline and of the call; of a function only its presence counts.
         chunks: the number of micro-batches.
         answers: that the forwards' recordings got when they asked about the arguments.
+        digests: of the recordings' code between modules.
         modes: the model's :func:`modes_in_words`, if they have been looked at.
     """
     common = {
@@ -56,6 +58,7 @@ def kind_of_step(
     }
     own = {"arguments": arguments_in_words(args, kwargs), "chunks": str(chunks)}
     own["answers about the arguments"] = "; ".join(answers)
+    own["code between modules, and the values that it read"] = " ".join(digests)
     return Kind(common, own)
 
 

@@ -54,7 +54,7 @@ class StageModule(nn.Module):
         tape: the tape of a forward.
         stage: this stage's part of the tape.
         names: all names of each parameter and buffer of the model, by its first name.
-        unread: names of tensors that no call reads, and that this stage keeps.
+        others: first names of other tensors that this stage has.
         device: the stage's device.
 
     Attributes:
@@ -75,7 +75,7 @@ class StageModule(nn.Module):
         tape: Tape,
         stage: StageTape,
         names: Mapping[str, list[str]],
-        unread: list[str],
+        others: list[str],
         device: torch.device,
     ) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class StageModule(nn.Module):
         self._device = device
         self._size = len(tape.made)
         self._called = {path: model.get_submodule(path) for path in stage.modules}
-        self._attach(model, names, unread)
+        self._attach(model, names, others)
         if stage.result is not None:
             self.output_metas = [self._meta_of(r, tape) for r in _tensor_references(stage.result)]
         self.training = model.training
@@ -106,11 +106,11 @@ class StageModule(nn.Module):
 
     # --- what it has
 
-    def _attach(self, model: nn.Module, names: Mapping[str, list[str]], unread: list[str]) -> None:
+    def _attach(self, model: nn.Module, names: Mapping[str, list[str]], others: list[str]) -> None:
         """Register what the stage calls and reads, under the names that it has in the model."""
         for path in sorted(self._called, key=lambda p: p.count(".")):
             self._attach_module(model, path)
-        for first in (*self._stage.held, *unread):
+        for first in (*self._stage.held, *others):
             for name in names.get(first, [first]):
                 path, _, key = name.rpartition(".")
                 owner, own = model.get_submodule(path), self._container(path, model)
@@ -149,6 +149,18 @@ class StageModule(nn.Module):
             return tape.metas[-1][reference.index]
         tensor = reference.tensor if isinstance(reference, Outside) else self._tensor(reference)
         return Meta.of(tensor)
+
+    def called(self) -> Iterator[nn.Module]:
+        """Yield the modules of the user's that it calls, and those inside of them."""
+        for module in self._called.values():
+            yield from module.modules()
+
+    def keeps(self) -> Iterator[tuple[int, str]]:
+        """Yield the attributes that it sets beside those modules: a module's id, and a name."""
+        for entry in self._stage.entries:
+            if isinstance(entry.function, partial) and entry.function.func is setattr:
+                module, name = entry.function.args
+                yield id(module), name
 
     def _tensor(self, reference: Reference) -> Tensor:
         assert isinstance(reference, Held)
@@ -287,8 +299,9 @@ class StageModule(nn.Module):
             path, _, key = argument.name.rpartition(".")
             return partial(_held, self.get_submodule(path), key)
         if isinstance(argument, Outside):
-            outside = argument.tensor.to(self._device)
-            return lambda _: outside
+            outside = argument.tensor
+            # Elsewhere it is copied each time: it may have been written to since.
+            return lambda _: outside if outside.device == self._device else outside.to(self._device)
         if isinstance(argument, StageDevice):
             return lambda _: self._device
         if isinstance(argument, Slice):

@@ -13,6 +13,7 @@ from .._common.checks import expected
 from ..errors import UsageError
 from ..weights.validation import load_checked
 from .build import CutForward
+from .microbatches.loss_watch import LossWatch
 from .stage_places import StagePlaces
 
 
@@ -47,6 +48,21 @@ class StageValues:
                     fix="pass weights=… or init=…",
                 )
             )
+
+    def loss_watch(self) -> LossWatch:
+        """Return what refuses losses that read what is not in this process."""
+        own = (*self.parameters(), *self.buffers())
+        here = {id(module) for stage in self._stages for module in stage.called()}
+        kept = {place for stage in self._stages for place in stage.keeps()}
+        sets = (name.rpartition(".") for name in self._recording.changing)
+        found = ((self._model.get_submodule(path), path, name) for path, _, name in sets)
+        left = (
+            (module, path, name)
+            for module, path, name in found
+            if id(module) not in here and (id(module), name) not in kept
+        )
+        is_alone = len(self._stages) == len(self._places.ranks)
+        return LossWatch(self._model, own, left, is_alone=is_alone)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by the names that the model has for them."""

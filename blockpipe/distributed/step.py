@@ -16,6 +16,7 @@ from ..batches.microbatch import LossReduction, Microbatch, weights_of, weights_
 from ..execution.step_result import StepLoss
 from .engine import Engine
 from .microbatches.calls import StageCalls
+from .microbatches.loss_watch import LossWatch
 from .replicas import StageReplicas
 from .stage_places import StagePlaces
 
@@ -31,6 +32,7 @@ class StepResults:
         device: the device of this process's stages.
         asks_outputs: whether any process asks for the outputs.
         calls: how stages are called; ``None``: none will be.
+        watch: refuses losses that read what other processes have; ``None`` where none is computed.
 
     Attributes:
         engine: the engine that runs.
@@ -41,10 +43,12 @@ class StepResults:
         loss_fn: Callable[..., Any] | None,
         device: torch.device,
         calls: StageCalls | None = None,
+        watch: LossWatch | None = None,
         *,
         asks_outputs: bool,
     ) -> None:
         self.calls = calls
+        self._watch = watch
         self.asks_outputs = asks_outputs
         self.engine: Engine | None = None
         self._loss_fn = loss_fn
@@ -69,6 +73,8 @@ class StepResults:
             return nothing
         try:
             loss = self.calls.loss(self._microbatch, lambda: self._computed(output, target))
+            assert self._watch is not None
+            self._watch.check(loss, results)
             loss = loss * weight
         except Exception as error:
             error.add_note(f"blockpipe: in the loss of micro-batch {self._microbatch}")
@@ -78,7 +84,9 @@ class StepResults:
         return total
 
     def _computed(self, output: Any, target: Any) -> Tensor:
-        return checked_loss(computed_loss(output, target, self._loss_fn))
+        assert self._watch is not None
+        with self._watch.watching(self._loss_fn):
+            return checked_loss(computed_loss(output, target, self._loss_fn))
 
     def shared_loss(self, places: StagePlaces, replicas: StageReplicas | None) -> Tensor:
         """Return the batch's loss, from the last stage's process to all."""
@@ -92,11 +100,16 @@ class StepResults:
         return loss
 
     def shared_outputs(
-        self, runs: list[Run], reduction: LossReduction, dims: BatchDims, places: StagePlaces
+        self,
+        runs: list[Run],
+        reduction: LossReduction,
+        dims: BatchDims,
+        places: StagePlaces,
+        home: int,
     ) -> Any:
         """Return the joined outputs, from the last stage's process to all."""
         microbatches = [microbatch for _, part in runs for microbatch in part]
-        weights = self._output_weights(microbatches, reduction, places)
+        weights = self._output_weights(microbatches, reduction, places, home)
         results, given = [], iter(self._outputs)
         for engine, part in runs:
             for _ in part:
@@ -113,14 +126,18 @@ class StepResults:
         return join(results, sizes, weights, self._device, dim)[0]
 
     def _output_weights(
-        self, microbatches: list[Microbatch], reduction: LossReduction, places: StagePlaces
+        self,
+        microbatches: list[Microbatch],
+        reduction: LossReduction,
+        places: StagePlaces,
+        home: int,
     ) -> list[float]:
-        """The weights of outputs that are one number, as the last stage's process has them."""
+        """The weights of outputs that are one number, as the process of stage ``home`` has them."""
         own = [1.0] * len(microbatches)
-        if places.is_own(-1):
+        if places.is_own(home):
             own, _ = weights_without_target(microbatches, reduction)
         shared = torch.tensor(own, dtype=torch.float64, device=self._device)
-        places.broadcast(shared, -1)
+        places.broadcast(shared, home)
         found: list[float] = shared.tolist()
         return found
 
@@ -134,8 +151,8 @@ def loss_weights(
     reduction: LossReduction,
     replicas: StageReplicas | None,
     device: torch.device,
-    *,
-    is_last: bool,
+    places: StagePlaces,
+    home: int,
 ) -> list[float]:
     """Return the weights of the micro-batches' losses in the batch of all replicas.
 
@@ -144,14 +161,21 @@ def loss_weights(
         reduction: the user's.
         replicas: the processes that have the same stages; ``None``: there are none.
         device: where tensors for them are.
-        is_last: whether this process computes the losses, and has the target.
+        places: the ranks of the stages.
+        home: the stage whose process has what ``reduction`` counts in: 0, or -1 for the last one.
     """
-    weights = weights_of(microbatches, reduction) if is_last else [1.0] * len(microbatches)
+    is_home = places.is_own(home)
+    is_known = is_home or not callable(reduction)
+    weights = weights_of(microbatches, reduction) if is_known else [1.0] * len(microbatches)
+    own = float(sum(m.size for m in microbatches))
+    if is_home and callable(reduction):
+        own = float(sum(reduction(m.args, m.kwargs, m.target) for m in microbatches))
+    if callable(reduction) and home != -1:  # the losses are computed in the last stage's process
+        shared = torch.tensor([own, *weights], dtype=torch.float64, device=device)
+        places.broadcast(shared, home)
+        own, *weights = shared.tolist()
     if replicas is None or reduction == "sum":
         return weights
-    own = float(sum(m.size for m in microbatches))
-    if is_last and callable(reduction):
-        own = float(sum(reduction(m.args, m.kwargs, m.target) for m in microbatches))
     share = own / replicas.total(own, device)
     return [weight * share for weight in weights]
 

@@ -220,6 +220,14 @@ class WatchedValues:
                 labels.append(label)
         return tuple(labels)
 
+    def turned(self) -> list[tuple[Holder, Hashable, Hashable]]:
+        """Return where values have ever changed, and what is there now: a number with its value."""
+        return [
+            (place.holder, place.key, (type(value), value))
+            for place in self._places.values()
+            for value in (_seen(place.value()),)
+        ]
+
     def holds(self, asked: Asked) -> bool:
         """Return whether a recording's questions about numbers have the same answers now."""
         return all(answer(question, self._value_at) == before for question, before in asked)

@@ -45,7 +45,7 @@ class NamesRead:
             for function in found.values()
             if is_users(function.__module__) and function.__name__ not in _SAYS
         ]
-        self._names = [frozenset(_mentioned(f.__code__)) for f in self._functions]
+        self._names = [frozenset(mentioned(f.__code__)) for f in self._functions]
 
     def is_unread(self, name: str, kind: type | None = None) -> bool:
         """Return whether no code reads an attribute or a variable of this name.
@@ -79,14 +79,7 @@ class NamesRead:
     @functools.cached_property
     def _reads_any(self) -> bool:
         """Return whether any code reads attributes without naming them."""
-        for function, names in zip(self._functions, self._names, strict=True):
-            if names & _READERS:
-                return True
-            if "getattr" in names:
-                tree = _tree_of(function)
-                if tree is None or not _asks_by_name(tree):
-                    return True
-        return False
+        return any(reads_by_computed_names(function.__code__) for function in self._functions)
 
     def _is_unread(self, name: str, assumed: frozenset[str], *, is_variable: bool = False) -> bool:
         if name in assumed:
@@ -115,6 +108,16 @@ class NamesRead:
         return False
 
 
+@functools.lru_cache(10_000)
+def reads_by_computed_names(code: types.CodeType) -> bool:
+    """Return whether a function reads attributes without naming them."""
+    names = frozenset(mentioned(code))
+    if names & _READERS:
+        return True
+    tree = _tree_of(code) if "getattr" in names else None
+    return "getattr" in names and (tree is None or not _asks_by_name(tree))
+
+
 def libraries_code_reads(kind: type, name: object) -> bool:
     """Return whether the code that a class inherits from a library has a name."""
     return any(not is_users(b.__module__) and name in _names_of(b) for b in kind.__mro__)
@@ -140,7 +143,7 @@ def _only_fills(function: types.FunctionType, name: str) -> bool:
     return True
 
 
-def _mentioned(code: types.CodeType) -> Iterator[str]:
+def mentioned(code: types.CodeType) -> Iterator[str]:
     """Yield the names and strings in a function and in the functions inside of it."""
     yield from names_in(code)
     for inner in (code, *_inner(code)):
@@ -162,11 +165,11 @@ def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
 def _names_of(kind: type) -> frozenset[str]:
     """Return the names in the code of a class."""
     functions = (f for f in vars(kind).values() if isinstance(f, types.FunctionType))
-    return frozenset(name for f in functions for name in _mentioned(f.__code__))
+    return frozenset(name for f in functions for name in mentioned(f.__code__))
 
 
 @functools.cache
-def _tree_of(function: types.FunctionType) -> ast.AST | None:
+def _tree_of(function: types.FunctionType | types.CodeType) -> ast.AST | None:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):

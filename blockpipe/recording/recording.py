@@ -71,6 +71,7 @@ class Recording:
     shared_changes: list[SharedChange] = field(default_factory=list)
     late_backwards: list[LateBackward] = field(default_factory=list)
     carried: list[CarriedValue] = field(default_factory=list)
+    set_between: list[tuple[str, str]] = field(default_factory=list)  # sealed calls; with lines
     changes_unseen: bool = False  # the forward changes something, and nobody saw who reads it
     outside: list[OutsideTensor] = field(default_factory=list, repr=False)
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional as F
 
 import blockpipe as bp
@@ -370,3 +371,66 @@ def classes_weigh_as_in_the_whole_batch(rank: int, ranks: int) -> None:
     gradients = {name: p.grad for name, p in plain.named_parameters()}
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name])
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss, a mean over the rows that count."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(stages))
+
+    def forward(self, x: Tensor, counts: Tensor) -> dict[str, Tensor]:
+        for number, layer in enumerate(self.layers):
+            with bp.Block(number):
+                x = layer(x).tanh()
+        return {"loss": (x.square().mean(1) * counts).sum() / counts.sum(), "x": x}
+
+
+def arguments_of_the_first_process_weigh_the_models_own_loss(rank: int, ranks: int) -> None:
+    """The others need no values of them."""
+    torch.manual_seed(0)
+    model, x = OwnLoss(ranks), torch.randn(8, 6)
+    counts = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
+    plain = copy.deepcopy(model)
+    wanted = plain(x, counts)["loss"]
+    wanted.backward()
+    pipe = DistributedPipeline(
+        model, sample=(x, counts), chunks=4, loss_reduction=lambda args, _, target: args[1].sum()
+    )
+    given = (x, counts) if rank == 0 else (torch.zeros(8, 6), torch.ones(8))
+    result = pipe.forward_backward(*given, return_outputs=True)
+    torch.testing.assert_close(result.loss.item(), wanted.item())
+    torch.testing.assert_close(result.outputs["loss"].item(), wanted.item())
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name])
+
+
+def a_scaler_that_all_share_skips_a_step_in_all(rank: int, ranks: int) -> None:
+    """If the gradients of one stage are no numbers."""
+    torch.manual_seed(0)
+    args, target = batch_of(8)
+    net = deep(ranks)
+    pipe = DistributedPipeline(net, sample=args, chunks=4)
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return scaler.scale(mean_square(output, target))
+
+    if rank == ranks - 1:
+        scaler.scale(torch.zeros(()))  # it makes its factor where it is first used
+    for bad in (False, True):
+        optimizer.zero_grad()
+        pipe.forward_backward(*args, target=target, loss_fn=loss_fn)
+        before = [p.detach().clone() for p in pipe.parameters()]
+        if rank != ranks - 1:
+            scaler.scale(torch.zeros(()))
+        if bad and rank == 0:
+            next(iter(pipe.parameters())).grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        same = [torch.equal(*pair) for pair in zip(before, pipe.parameters(), strict=True)]
+        assert all(same) if bad else not any(same)
+    assert scaler.get_scale() == 4.0

@@ -205,3 +205,69 @@ def another_answer_about_the_arguments_is_refused_before_the_step(rank: int, ran
     _raises(said, lambda: pipe.forward_backward(torch.ones(12, 6), other, loss_fn=torch.sum))
     _raises(said, lambda: DistributedPipeline(Masked(), sample=(x, own), chunks=1))
     pipe.forward_backward(x, ones, loss_fn=torch.sum)
+
+
+class Counts(nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def a_loss_that_reads_a_number_of_another_process_is_refused(rank: int, ranks: int) -> None:
+    """Before the step, in all; the next one works."""
+    net = nn.Sequential(*[Counts(6, 6) for _ in range(ranks)])
+    bp.begin_blocks(net, {str(at): at for at in range(ranks)})
+    x = torch.randn(8, 6)
+    pipe = DistributedPipeline(net, sample=x, chunks=4)
+    wrong = partial(pipe.forward_backward, x, loss_fn=lambda o: o.sum() * net[0].calls)
+    for _ in range(2):
+        _raises("expected stages that share no state", wrong)
+    pipe.forward_backward(x, loss_fn=lambda output: output.sum())
+    assert all(p.grad is not None for p in pipe.parameters())
+
+
+class Twice(nn.Module):
+    """Calls one layer on two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        with bp.Block(1):
+            return self.layer(h.tanh())
+
+
+def a_hook_that_would_see_a_part_of_a_gradient_is_refused(rank: int, ranks: int) -> None:
+    """On a parameter that two processes have; the step after it is taken off works."""
+    if ranks != 2:
+        return
+    net, x = Twice(), torch.randn(8, 6)
+    pipe = DistributedPipeline(net, sample=x, chunks=4)
+    weight = net.layer.weight
+    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+        hook = register(lambda *given: None)
+        run = partial(pipe.forward_backward, x, loss_fn=torch.sum)
+        _raises("expected no hooks on parameter 'layer.weight'", run)
+        hook.remove()
+    pipe.forward_backward(x, loss_fn=torch.sum)
+
+
+def code_that_read_another_value_in_one_process_is_found(rank: int, ranks: int) -> None:
+    """Before anything is sent, also if it is set after the start."""
+    net = deep(ranks)
+    net.register_forward_hook(lambda module, args, output: output * module.scale)
+    net.scale = 1.0
+    args, _ = batch_of(8)
+    pipe = DistributedPipeline(net, sample=args, chunks=4)
+    run = partial(pipe.forward_backward, *args, loss_fn=torch.sum)
+    run()
+    net.scale = 2.0 if rank == 0 else 1.0
+    _raises("code between modules, and the values that it read", run)
+    net.scale = 2.0
+    run()

@@ -1,10 +1,12 @@
 """Stages as modules: the plain model's numbers from a chain of them, in one process."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
@@ -322,6 +324,124 @@ def _reads_what_it_kept(net: Any, h: Tensor) -> Tensor:
     return h + net.sum
 
 
+_LOG: list[Tensor] = []
+_MEANS = {"mean": torch.zeros(4)}
+_FACTORS = itertools.cycle([1.0, 2.0])
+
+
+class Square(torch.autograd.Function):
+    """A user's function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradients[0]
+
+
+_square = Square.apply
+
+
+def _squares(_: Any, h: Tensor) -> Tensor:
+    return _square(h)
+
+
+class Doubles(TorchDispatchMode):
+    """Doubles each hyperbolic tangent."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.tanh.default else result
+
+
+def _doubles(_: Any, h: Tensor) -> Tensor:
+    with Doubles():
+        return h.tanh()
+
+
+def _rounds(_: Any, h: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.round(), lambda t: t):
+        return h.tanh() * h
+
+
+def _seeds(_: Any, h: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return h + torch.rand(4)
+
+
+def _forks(_: Any, h: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return h + torch.rand(4)
+
+
+def _asks_microbatch(_: Any, h: Tensor) -> Tensor:
+    return h * (1 + (bp.current_microbatch() or 0))
+
+
+def _collects(_: Any, h: Tensor) -> Tensor:
+    _LOG.append(h.detach())
+    return h
+
+
+def _averages(_: Any, h: Tensor) -> Tensor:
+    _MEANS["mean"] = _MEANS["mean"] * 0.5 + h.detach().mean(0)
+    return h + _MEANS["mean"]
+
+
+def _advances(_: Any, h: Tensor) -> Tensor:
+    return h * next(_FACTORS)
+
+
+def _switches(net: Any, h: Tensor) -> Tensor:
+    net.second.is_on = True
+    h = net.second(h)
+    net.second.is_on = False
+    return h
+
+
+def test_a_parameter_that_only_a_function_reads_is_its_stages():
+    """A reentrant checkpoint is one call; the layer in it was in no process."""
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner, self.second = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(0):
+                h = self.first(x)
+            with bp.Block(1):
+                h = checkpoint(lambda h: self.inner(h).relu(), h, use_reentrant=True)
+                return self.second(h)
+
+    stages = assert_like_plain(Inside(), torch.randn(3, 4))
+    names = {name for name, _ in stages[1].named_parameters()}
+    assert names == {"inner.weight", "inner.bias", "second.weight", "second.bias"}
+
+
+def test_a_generator_of_the_users_when_two_stages_draw_from_it_is_refused():
+    """Each process has one of its own."""
+    generator = torch.Generator()
+
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(0):
+                h = self.first(x) + torch.rand(4, generator=generator)
+            with bp.Block(1):
+                return self.second(h) + torch.rand(4, generator=generator)
+
+    with pytest.raises(bp.BlockpipeError, match=r"a torch\.Generator is drawn from on hops"):
+        build_stage(Draws(), 0, torch.randn(3, 4))
+
+
 def test_a_tensor_that_the_glue_keeps_is_kept_by_each_run():
     """In the place of an earlier one: whether there was one must not make a difference."""
     net, x = Glue(_keeps), torch.randn(3, 4)
@@ -360,6 +480,16 @@ def test_a_tensor_that_the_glue_keeps_and_reads_again_is_refused(between: Any):
         (lambda _, h: h * torch.rand(()).item(), "a tensor's value"),
         (_random, "a random number of Python's"),
         (lambda _, h: nn.Linear(4, 4)(h), "a new parameter"),
+        (_seeds, "a seed, or a state of torch's generator"),
+        (_forks, "a seed, or a state of torch's generator"),
+        (_squares, r"by Square.apply\(…\), got one whose apply was kept under another name"),
+        (_asks_microbatch, r"a call of current_microbatch\(\)"),
+        (_doubles, "got the mode Doubles around it"),
+        (_rounds, "got saved-tensor hooks _rounds.* around it"),
+        (_collects, "sets nothing but its own variables, .* got one that sets a list"),
+        (_averages, "got one that sets entry 'mean' of a dict"),
+        (_advances, "got one that sets"),
+        (_switches, r"got one that sets second\.is_on"),
         (_counts, "leaves nothing behind between modules, got one that sets 'calls'"),
         (_keeps, "sets 'kept' of 'the model'.*call the model once before"),
         (lambda _, h: h + torch.autograd.grad(h.sum(), h)[0], "a backward inside of the forward"),

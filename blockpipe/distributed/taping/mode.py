@@ -8,7 +8,7 @@ size that follows from them: each run asks again, and fails if the answer is ano
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..._common.threads.thread_state import (
     in_thread,
     leave_modes,
 )
+from ..._torch.graph import PythonNode
 from ..._torch.modes import how_many_function_modes
 from ..._torch.modules import buffers_of, parameters_of
 from ..._torch.tensors import FakeTensor, memory_of, version_of
@@ -33,7 +34,7 @@ from ...crossing.interception import ForwardMode, is_question
 from ...errors import CrossingError, RecordingError
 from ...recording.recording import Recording
 from ...stages.cursor import Cursor
-from .operation_watch import InsideMode, OperationWatch, python_draws
+from .operation_watch import InsideMode, OperationWatch, drawn_outside, entered
 from .tape import (
     REMEDY,
     Entry,
@@ -46,6 +47,7 @@ from .tape import (
     Value,
     references,
     size_question,
+    tensors_in,
 )
 
 _SIZES = frozenset(
@@ -101,7 +103,9 @@ class TapingMode(ForwardMode):
         self._given: set[int] = set()  # values that depend on the forward's arguments alone
         self._looked_at: set[int] = set()  # ids of tensors that the glue asked about
         self._asked: set[int] = set()  # values whose whole size each run asks for
-        self._python = python_draws()
+        self._nodes: set[Any] = set()  # of custom functions whose calls were seen
+        self._around = entered()
+        self._drawn = drawn_outside()
 
     def __enter__(self) -> TapingMode:
         self._outer = in_thread.mode
@@ -172,7 +176,7 @@ class TapingMode(ForwardMode):
         has_hooks: bool = False,
     ) -> Any:
         """Run a call without this mode, and write it down."""
-        self.checkpython_draws()
+        self.check_draws()
         around = leave_modes()
         theirs = [mode for mode in around if mode is not self]
         self.inside = True
@@ -184,11 +188,14 @@ class TapingMode(ForwardMode):
                     return call_under(theirs, forward, args, kwargs)
                 return forward(*args, **kwargs)
 
+        asked = dict(self.cursor.keys)
+
         try:
             return self.note(function, path, args, kwargs, call, has_hooks=has_hooks)
         finally:
             self.inside = False
-            self._python = python_draws()
+            self.cursor.keys = asked
+            self._drawn = drawn_outside()
             enter_modes(around)
 
     # --- the tape
@@ -231,11 +238,15 @@ class TapingMode(ForwardMode):
         has_hooks: bool = False,
     ) -> Any:
         """Run a call, and write it down."""
-        given = list(_tensors_in((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         names = self.encoded(args), self.encoded(kwargs)
         versions = [version_of(tensor) for tensor in given]
+        self.check_draws()
+        if (around := entered()) != self._around and around:
+            self._refuse(f"{around[-1]} around it")
         self.watch.begin()
         result = call()
+        self._drawn = drawn_outside()
         made = list(tensors(result))
         if not given and not made:
             return result  # the state of torch: it is noted with each entry
@@ -246,6 +257,7 @@ class TapingMode(ForwardMode):
         entry.autocast = None if autocast == self._autocast else autocast
         written = [t for t, v in zip(given, versions, strict=True) if version_of(t) != v]
         entry.writes = [self._numbers[id(t)] for t in written if id(t) in self._numbers]
+        self._nodes.update(t.grad_fn for t in (*written, *made))
         self._check_written(written)
         self._note_results(entry, result, given, made)
         self.tape.entries.append(entry)
@@ -354,6 +366,7 @@ class TapingMode(ForwardMode):
     def _reference_to(self, tensor: Tensor) -> Value | Held | Outside:
         number = self._numbers.get(id(tensor))
         if number is not None:
+            self._check_function(tensor.grad_fn)
             return Value(number)
         name = self._held.get(id(tensor))
         if name is not None:
@@ -375,6 +388,16 @@ class TapingMode(ForwardMode):
 
     # --- what a tape cannot hold
 
+    def _check_function(self, node: Any) -> None:
+        """Refuse a tensor that a custom function has made whose call was not seen."""
+        if isinstance(node, PythonNode) and node not in self._nodes:
+            name = type(node).__qualname__.removesuffix("Backward")
+            raise RecordingError(
+                f"expected calls of autograd functions by {name}.apply(…), got one whose apply was "
+                f"kept under another name, by which the call cannot be seen ({users_line()}); call "
+                f"{name}.apply(…), or {REMEDY}"
+            )
+
     def _check_result(self, entry: Entry, result: Any) -> None:
         """Numbers that an operation returns are of its tensors' values."""
         if entry.module is not None and not self.watch.read_value:
@@ -388,10 +411,18 @@ class TapingMode(ForwardMode):
             if id(tensor) not in self._numbers and id(tensor) not in self._held:
                 self._refuse("a write to a tensor that no module registered")
 
-    def checkpython_draws(self) -> None:
-        """Refuse random numbers of Python's or NumPy's that the glue has drawn."""
-        if not self.inside and python_draws() != self._python:
-            self._refuse("a random number of Python's or NumPy's")
+    def check_draws(self) -> None:
+        """Refuse random numbers of Python's or NumPy's that the glue has drawn, seeds, and calls of
+        ``current_microbatch``."""
+        if not self.inside and self.cursor.keys:
+            self._refuse("a call of current_microbatch()")
+        if not self.inside and drawn_outside() != self._drawn:
+            self._refuse("a random number of Python's or NumPy's, or a seed")
+
+    def saw_generator_set(self) -> None:
+        """Refuse that the glue seeds torch's generator, or gives it a state."""
+        if not self.inside:
+            self._refuse("a seed, or a state of torch's generator (torch.random.fork_rng sets one)")
 
     def _is_constant(self, tensor: Tensor) -> bool:
         number = self._numbers.get(id(tensor))
@@ -413,12 +444,3 @@ class TapingMode(ForwardMode):
             "expected a forward whose code between modules does the same for every micro-batch of "
             f"these shapes, got {what} at {users_line()}; {remedy}"
         )
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in arguments, those in slices too."""
-    for leaf in leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif isinstance(leaf, slice):
-            yield from _tensors_in((leaf.start, leaf.stop, leaf.step))

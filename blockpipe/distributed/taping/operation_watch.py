@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._common.nested import tensors
-from ..._torch.modes import DispatchMode
+from ..._torch.graph import saved_tensor_hooks
+from ..._torch.modes import DispatchMode, dispatch_modes
 from ..._torch.tensors import OpOverload
 from ...crossing.interception import is_question
 
@@ -72,11 +73,28 @@ def _is_by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
     return all(index.dtype not in (torch.bool, torch.uint8) for index in tensors(args[1]))
 
 
-def python_draws() -> Any:
-    """Return the states of Python's and NumPy's random numbers."""
+def drawn_outside() -> Any:
+    """Return the states of the random numbers that no operation of torch's draws: Python's and
+    NumPy's, and torch's own, which code may seed."""
     numpy = sys.modules.get("numpy")
     legacy = None
     if numpy is not None:
         state = numpy.random.get_state()
         legacy = state[1].tobytes(), state[2]
-    return random.getstate(), legacy
+    return random.getstate(), legacy, torch.default_generator.get_state().tolist()
+
+
+def entered() -> list[str]:
+    """Return what the user's code has entered that changes operations or what they save, beside
+    function modes. What torch's checkpoints and ``save_on_cpu`` enter changes no number."""
+    modes = [type(mode) for mode in dispatch_modes()]
+    hooks = saved_tensor_hooks() or ()
+    kinds = [
+        *(("the mode", kind) for kind in modes),
+        *(("saved-tensor hooks", h) for h in hooks[:1]),
+    ]
+    return [
+        f"{what} {getattr(kind, '__qualname__', kind)}"
+        for what, kind in kinds
+        if not f"{getattr(kind, '__module__', '')}.".startswith(("torch.", "blockpipe."))
+    ]

@@ -26,18 +26,30 @@ _IN_WORDS = (
 
 def origins(tape: Tape) -> list[str]:
     """Return the name of each value: a digest of its call and of the names of what that reads."""
-    found = [""] * len(tape.made)
+    return _named(tape)[0]
+
+
+def digest(tape: Tape) -> str:
+    """Return what is the same for two tapes whose calls are the same, in whatever order."""
+    found, calls = _named(tape)
+    return _digest(*sorted(calls), _words(tape.output, found))
+
+
+def _named(tape: Tape) -> tuple[list[str], list[str]]:
+    """Return the names of the values and of the calls."""
+    found, calls = [""] * len(tape.made), []
     for at, reference in enumerate(references(tape.inputs)):
         if isinstance(reference, Value):
             found[reference.index] = f"argument {at}"
     for entry in tape.entries:
         call = _digest(_name(entry), _words((entry.args, entry.kwargs), found))
+        calls.append(call)
         for value in entry.writes:
             found[value] = _digest(found[value], call)
         for at, result in enumerate(entry.results):
             if result is not None:
                 found[result] = _digest(call, str(at))
-    return found
+    return found, calls
 
 
 def _name(entry: Entry) -> str:

@@ -171,6 +171,7 @@ class Tape:
         unsized: values whose sizes depend on data, with the line that made each.
         sized: values whose sizes depend on the data of the forward's arguments alone, likewise.
         grad: whether gradients were on around the forward.
+        names: the names that the glue's code mentions; ``None``: it may read any.
     """
 
     route: list[int]
@@ -183,6 +184,7 @@ class Tape:
     unsized: dict[int, str] = field(default_factory=dict)
     sized: dict[int, str] = field(default_factory=dict)
     grad: bool = True
+    names: frozenset[str] | None = None
 
 
 def references(value: Any) -> Iterator[Reference]:
@@ -192,3 +194,12 @@ def references(value: Any) -> Iterator[Reference]:
             yield from references(leaf.parts)
         elif isinstance(leaf, Reference):
             yield leaf
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments, those in slices too."""
+    for leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, slice):
+            yield from tensors_in((leaf.start, leaf.stop, leaf.step))

@@ -22,6 +22,7 @@ from ...crossing.torch_patches import (
     Backwards,
     CustomFunctions,
     Eager,
+    GeneratorStates,
     Replacement,
     ScriptFunctions,
     UnseenOperations,
@@ -32,6 +33,7 @@ from ...recording.recording import Recording
 from ...recording.sample import RecordRequest
 from ...stages.cursor import Cursor, set_cursor
 from ...stages.marks import mark_of
+from .code_seen import CodeSeen
 from .left_behind import StatesBefore
 from .mode import TapingMode
 from .tape import Tape
@@ -56,7 +58,7 @@ def taped(
     mode = TapingMode(model, recording, cursor, device, fake=fake)
     stages = {} if request.planned is None else request.planned.stages
     before = set_cursor(cursor)
-    states = StatesBefore(model, recording)
+    states, seen = StatesBefore(model, recording), CodeSeen(lambda: mode.inside)
     places = []
     try:
         for path, module in model.named_modules():
@@ -66,16 +68,19 @@ def taped(
         args, kwargs = map_leaves(mode.take_input, (request.args, request.kwargs))
         mode.tape.inputs = mode.encoded((args, kwargs))
         with ExitStack() as stack:
-            for watch in (Backwards(), CustomFunctions(), ScriptFunctions(), Tracing(), mode.watch):
+            for watch in (Backwards(), CustomFunctions(), ScriptFunctions(), mode.watch):
                 stack.enter_context(watch)
+            for told in (Tracing(), Seeds(), GeneratorStates()):
+                stack.enter_context(told)
             stack.enter_context(UnseenOperations())
             stack.enter_context(Eager())
             stack.enter_context(mode)
+            stack.enter_context(seen)
             output = model(*args, **kwargs)
-        mode.checkpython_draws()
+        mode.check_draws()
         if mode.hop < 0:
             mode.arrive()
-        mode.tape.output = mode.encoded(output)
+        mode.tape.output, mode.tape.names = mode.encoded(output), seen.names()
     finally:
         set_cursor(before)
         for names, own in places:
@@ -112,6 +117,28 @@ _original_is_tracing: Any = vars(torch.jit)["is_tracing"]
 def _is_tracing() -> bool:
     mode = active_mode()
     return (isinstance(mode, TapingMode) and mode.is_on()) or bool(_original_is_tracing())
+
+
+class Seeds(Replacement):
+    """A replacement by which it is noticed that the glue seeds torch's generator. To the same seed,
+    its state may be the same as before."""
+
+    owner, name = torch, "manual_seed"
+
+    def replacement(self) -> Any:
+        return _manual_seed
+
+
+_original_manual_seed: Any = torch.manual_seed
+
+
+@functools.wraps(_original_manual_seed)
+def _manual_seed(seed: int) -> torch.Generator:
+    mode = active_mode()
+    if isinstance(mode, TapingMode):
+        mode.saw_generator_set()
+    made: torch.Generator = _original_manual_seed(seed)
+    return made
 
 
 class _TapedForward(StandIn):

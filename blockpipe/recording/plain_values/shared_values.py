@@ -22,6 +22,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..._torch.modules import slots_of
@@ -29,6 +30,7 @@ from ...restoring.contents import is_generator
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import advances
 from ...restoring.model_state import is_users, names_in
+from ..calls import Call
 from .checkpoints import CheckpointedFrames
 from .collecting_garbage import CollectingGarbage
 from .drawn_numbers import DrawnNumbers
@@ -67,7 +69,7 @@ from .syntax.effects import changes_given
 from .syntax.protocols import is_read_by_syntax
 from .taken_in import TakenIn
 from .tensor_uses import TensorUses
-from .values import ApartRun, PendingWrite, back, frozen
+from .values import ApartRun, PendingWrite, SharedValue, back, frozen
 
 _OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
 _OF_ARRAY = "the tensor that is made of it shares its memory: make a copy (torch.tensor)"
@@ -89,6 +91,7 @@ class SharedValues:
         put_back: the first of them; those of objects beyond that the forward changes are added.
         modules: the model's modules, by path.
         hop: returns the hop that the forward is on.
+        call: returns the innermost call that is under way.
         fake: whether it runs on fake tensors; then no value depends on the data.
         traces: whether to trace it even if no code around the model seems to set a value.
     """
@@ -99,11 +102,12 @@ class SharedValues:
         put_back: list[Holder],
         modules: dict[str, nn.Module],
         hop: Callable[[], int],
+        call: Callable[[], Call | None],
         *,
         fake: bool,
         traces: bool,
     ) -> None:
-        self._hop, self._fake = hop, fake
+        self._hop, self._call, self._fake = hop, call, fake
         self._lasting = {id(holder.owner) for holder in holders} | {*map(id, modules.values())}
         self._first = frozenset(self._lasting)
         self._objects = {  # by the id of the dictionary that an object's attributes are in
@@ -294,7 +298,7 @@ class SharedValues:
                     self._reads(holder, key, frame, hop, counts=access.counts, loses=loses)
             if access.writes:
                 apart = self._apart(frame)
-                where = frame.line, apart, access.counts
+                where = frame.line, apart, access.counts, self._call()
                 pending = PendingWrite(owner, key, frozen(value), hop, *where)
                 self._pending[id(frame.frame)] = pending
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
@@ -346,6 +350,7 @@ class SharedValues:
         if access.use is not Use.READ or is_filled or advances(value):
             known = self.known.at(value, ALL)
             known.is_set(hop, frame.line)
+            self._is_set_in(known, self._call(), frame.line)
             known.is_constant = False
             if self._checkpoints.of(frame.frame) is not None:
                 known.set_again_on.add(hop)
@@ -357,6 +362,8 @@ class SharedValues:
         if id(generator) in self._generators or (self._all_lasts and is_generator(generator)):
             known = self.known.at(generator, ALL)
             known.is_set(hop, frame.line)
+            if not isinstance(generator, torch.Generator):
+                self._is_set_in(known, self._call(), frame.line)
             known.is_read(hop, frame.line)
             known.is_constant, known.remedy = False, _OF_GENERATOR
 
@@ -426,11 +433,16 @@ class SharedValues:
         settles = self._fake or (pending.adds and isinstance(value, Tensor))
         if not settles or now is UNKNOWN or pending.before != now:
             known.is_set(pending.hop, pending.line)
+            self._is_set_in(known, pending.call, pending.line)
             known.made_on |= made_on or set()
             if isinstance(pending.owner, dict) and pending.before is not UNKNOWN:
                 self.known.at(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
             if pending.apart is not None and self._still is None:
                 known.set_again_on.add(pending.hop)
+
+    def _is_set_in(self, known: SharedValue, call: Call | None, line: str) -> None:
+        if self._still is None:
+            known.set_in.append((call, line))
 
     @property
     def sets(self) -> dict[int, str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..calls import Call
 from ..entries import SharedChange
 from .expressions import UNKNOWN
 
@@ -37,6 +38,7 @@ class SharedValue:
     came_on: set[int] = field(default_factory=set)  # hops that read what a forward before has left
     made_on: set[int] = field(default_factory=set)  # the stages that make the tensors in it
     is_bare: bool = False  # whether it is set to a value without tensors
+    set_in: list[tuple[Call | None, str]] = field(default_factory=list)  # calls, with the lines
 
     def is_set(self, hop: int, line: str) -> None:
         """Note that code on a hop sets it."""
@@ -90,6 +92,7 @@ class PendingWrite:
     line: str
     apart: ApartRun | None  # the run apart from the forward that it is in
     adds: bool  # as ``self.n += 1`` does, which writes to a tensor in place
+    call: Call | None
 
 
 @dataclass

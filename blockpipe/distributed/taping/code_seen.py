@@ -1,0 +1,73 @@
+"""Find the names that code between modules mentions: what it does not mention it does not read."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ...recording.reads import mentioned, reads_by_computed_names
+
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_TORCHS = os.path.dirname(torch.__file__) + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_LAYERS = os.path.dirname(nn.__file__) + os.sep  # the containers among them are glue
+
+
+class CodeSeen:
+    """The functions that are called while entered, in this thread.
+
+    Args:
+        is_apart: returns whether what is called now is inside of a sealed call.
+    """
+
+    def __init__(self, is_apart: Callable[[], bool]) -> None:
+        self._is_apart = is_apart
+        self._codes: set[types.CodeType] = set()
+        self._is_blind = False  # somebody else profiles: there is one profiler at a time
+
+    def __enter__(self) -> Self:
+        self._is_blind = sys.getprofile() is not None
+        if not self._is_blind:
+            sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if not self._is_blind:
+            sys.setprofile(None)
+
+    def _called(self, frame: types.FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or self._is_apart() or not _counts(code.co_filename):
+            return
+        # The standard library's is called by torch and by us, too.
+        before = frame.f_back
+        if not _is_standard(code.co_filename) or (before and before.f_code in self._codes):
+            self._codes.add(code)
+
+    def names(self) -> frozenset[str] | None:
+        """Return the names; ``None``: it may read any, for it computes names, or was not seen."""
+        users = [code for code in self._codes if not code.co_filename.startswith(_TORCHS)]
+        if self._is_blind or any(map(reads_by_computed_names, users)):
+            return None
+        return frozenset[str]().union(*map(_names_in, self._codes))
+
+
+def _is_standard(path: str) -> bool:
+    """Whether it is a file of the standard library, or code without a file."""
+    return path.startswith(("<", _STANDARD)) and "-packages" not in path
+
+
+def _counts(path: str) -> bool:
+    return not path.startswith((_OURS, _TORCHS)) or path.startswith(_LAYERS)
+
+
+@functools.lru_cache(10_000)
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    return frozenset(mentioned(code))

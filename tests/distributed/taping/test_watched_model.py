@@ -1,0 +1,188 @@
+"""What users change between steps of a pipeline over processes; here it is one with two stages."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.distributed import DistributedPipeline, engines
+from blockpipe.errors import UsageError
+
+from ..ranks import NEEDS_SCHEDULES
+
+pytestmark = [
+    pytest.mark.cpu("the processes have no simulated accelerator"),
+    NEEDS_SCHEDULES,
+]
+
+FACTOR = 1.0
+
+
+class Settings:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Inner(nn.Module):
+    """Stays on one stage, and reads what it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature, self.calls = nn.Linear(4, 4), 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) * self.temperature
+
+
+class Model(nn.Module):
+    """Reads all kinds of values between its modules."""
+
+    bias = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.second = nn.Linear(4, 4), Inner(), nn.Linear(4, 4)
+        self.scale, self.skips, self.step, self.act = 1.0, True, 0, torch.tanh
+        self.shift = torch.ones(4)
+        self.table, self.order, self.settings = {"scale": 1.0}, [1.0], Settings()
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.act(self.first(x)) * self.scale * self.table["scale"] + self.shift
+            if self.step >= 2:
+                h = h * 3
+        with bp.Block(stage=1):
+            y = self.second(self.inner(h)) * self.settings.scale * FACTOR + self.bias
+            return (y + h if self.skips else y) * self.order[0] * self.mask
+
+
+@pytest.fixture(autouse=True)
+def _process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def pipe_of(model: nn.Module) -> DistributedPipeline:
+    """Two stages in this process."""
+    return DistributedPipeline(
+        model, sample=torch.ones(4, 4), device="cpu", chunks=2, schedule="looped-bfs"
+    )
+
+
+def assert_like_plain(pipe: DistributedPipeline, plain: nn.Module) -> None:
+    """A step gives the loss and the gradients of the plain model."""
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    pipe.module.zero_grad()
+    plain.zero_grad()
+    found = pipe.forward_backward(x, target=y, loss_fn=mse_loss).loss
+    loss = mse_loss(plain(x), y)
+    loss.backward()
+    torch.testing.assert_close(found.as_subclass(Tensor), loss.detach())
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in pipe.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-6)
+
+
+def _doubles(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def _sets_global(_: nn.Module) -> None:
+    global FACTOR
+    FACTOR = 2.0
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda m: setattr(m, "scale", 2.0),
+    "flag": lambda m: setattr(m, "skips", False),
+    "number that is compared": lambda m: setattr(m, "step", 2),
+    "function": lambda m: setattr(m, "act", torch.relu),
+    "tensor": lambda m: setattr(m, "shift", torch.full((4,), 2.0)),
+    "tensor's value": lambda m: m.shift.fill_(3.0),
+    "entry": lambda m: m.table.update(scale=2.0),
+    "element": lambda m: m.order.__setitem__(0, 2.0),
+    "object": lambda m: setattr(m.settings, "scale", 2.0),
+    "class": lambda m: setattr(Model, "bias", 1.0),
+    "global": _sets_global,
+    "hook": lambda m: m.register_forward_hook(_doubles),
+    "hook of a layer": lambda m: m.first.register_forward_hook(_doubles),
+    "inside of a module": lambda m: setattr(m.inner, "temperature", 2.0),
+    "buffer's value": lambda m: m.mask.fill_(2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_value_when_it_is_changed_between_steps_counts_from_the_next_one_on(
+    change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also back again: the tape has what the code between modules read as constants."""
+    monkeypatch.setattr(Model, "bias", 0.0)
+    monkeypatch.setitem(globals(), "FACTOR", 1.0)
+    model = Model()
+    plain = copy.deepcopy(model)
+    pipe = pipe_of(model)
+    assert_like_plain(pipe, plain)
+    change(model)
+    change(plain)
+    assert_like_plain(pipe, plain)
+    assert_like_plain(pipe, plain)
+
+
+def test_a_forward_is_recorded_once_for_each_state_of_what_its_code_reads() -> None:
+    """Not for what only the inside of a module reads, and not for what the forward sets itself."""
+    model = Model()
+    plain = copy.deepcopy(model)
+    with mock.patch.object(engines, "CutForward", wraps=engines.CutForward) as cut:
+        pipe = pipe_of(model)
+        for step in range(4):
+            for net in (model, plain):
+                net.inner.temperature = 1.0 + step
+            assert_like_plain(pipe, plain)
+        assert cut.call_count == 1
+        for scale in (2.0, 1.0, 2.0):
+            model.scale = plain.scale = scale
+            assert_like_plain(pipe, plain)
+        assert cut.call_count <= 3
+
+
+def test_a_value_that_is_another_one_in_each_step_is_told_to_be_slow() -> None:
+    model = Model()
+    pipe = pipe_of(model)
+    x = torch.ones(4, 4)
+
+    def train() -> None:
+        for step in range(10):
+            model.scale = float(step)
+            pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+
+    with pytest.warns(UserWarning, match=r"recorded for 8 states .*'scale' of Model"):
+        train()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda m: setattr(m, "first", nn.Linear(4, 4)), "expected the modules, parameters and"),
+        (lambda m: setattr(m.first, "bias", nn.Parameter(torch.ones(4))), "expected the modules"),
+        (lambda m: setattr(m, "mask", torch.ones(4)), r"expected buffer 'mask' .*mask.copy_\(…\)"),
+    ],
+)
+def test_a_module_or_a_tensor_that_is_replaced_is_refused(change: Any, what: str) -> None:
+    """An optimizer has the old one, and so have other processes."""
+    model = Model()
+    pipe = pipe_of(model)
+    change(model)
+    with pytest.raises(UsageError, match=what):
+        pipe.forward_backward(torch.ones(4, 4), target=torch.ones(4, 4), loss_fn=mse_loss)
