@@ -54,6 +54,25 @@ stepping_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter(
 run that must not step has to take them off, and only their handles could, which are the user's."""
 
 
+def is_hooked(leaf: Tensor, node: Node) -> bool:
+    """Return whether a leaf has hooks, or the node that adds up its gradient has. Those of a node
+    are found beside one more, which is taken off again."""
+    if gradient_hooks(leaf) or stepping_hooks(leaf):
+        return True
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_do_nothing)
+        hooks = handle.hooks_dict_ref()
+        is_one_of_several = hooks is not None and len(hooks) > 1
+        handle.remove()
+        if is_one_of_several:
+            return True
+    return False
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
 def share_hooks(tensor: Tensor, other: Tensor) -> None:
     """Give a tensor the hooks that another has, the same collections of them."""
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):

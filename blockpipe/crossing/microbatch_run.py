@@ -32,6 +32,7 @@ from .tags import TAG, UNCUT, Import, MicrobatchKey, Tag, latest
 from .tensors.claims import Claims
 from .tensors.gradients import Gradients
 from .tensors.hop_copies import HopCopies
+from .tensors.input_slices import InputSlices
 from .tensors.place import Listener, Place, Reads
 from .tensors.tensor_attributes import class_attributes, share_attributes
 from .tensors.tensor_import import TensorImport
@@ -69,6 +70,7 @@ class MicrobatchRun:
         claims: tags what it makes.
         gradients: its hops' graphs.
         writes: what it has written to in place.
+        slices: the caller's tensors that it reads.
     """
 
     importing: ClassVar[type[TensorImport]] = TensorImport
@@ -91,6 +93,7 @@ class MicrobatchRun:
         self.on_border: Callable[[int, int], None] | None = None
         self.on_arrival: list[Callable[[int], None]] = []
         self._copies = HopCopies(step, self.place)
+        self.slices = InputSlices()
         self.writes = Writes(step, self.place)
         self.claims = Claims(step, self.place)
         self.gradients = Gradients(step, self.place, self._copies)
@@ -284,9 +287,7 @@ class MicrobatchRun:
         hop, stage = self._where_inputs_are()
         watch = self.step.watch(tensor, -1, hop, self.microbatch)
         value = self.receive(hop, self.step.lend(tensor, stage, watch))
-        if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
-            value = value.data  # a slice of the batch: a write to it is none to the others
-        return value
+        return self.slices.take(tensor, value, watches=self.step.graphs.differentiable)
 
     def take_part(self, tensor: Tensor, value: Tensor, index: int = 0) -> Tensor:
         """Return an input, given its values there, as if it were made on the hop."""
@@ -337,16 +338,19 @@ class MicrobatchRun:
 
     def restore(self, hop: int) -> None:
         """Bring back what a hop has saved, or recompute it, before the gradient is there."""
+        self.slices.notice_writes()
         self.gradients.restore(hop)
 
     def backward(
         self, hop: int, *, split: bool = False, before_whole: Callable[[], None] | None = None
     ) -> None:
         """Run one hop's backward: see :meth:`Gradients.backward`."""
+        self.slices.notice_writes()
         self.gradients.backward(hop, split=split, before_whole=before_whole)
 
     def finish_backward(self, hop: int) -> None:
         """Compute the gradients of a hop's parameters, where its backward is in two parts."""
+        self.slices.notice_writes()
         self.gradients.finish_backward(hop)
 
     # --- the end
@@ -355,6 +359,7 @@ class MicrobatchRun:
         """Release everything that only the forward needed."""
         self.cursor.on_move = None
         self.writes.forget()
+        self.slices.finish_forward()
         self._imports.forget()
         self.on_border = None
         self.on_arrival.clear()
@@ -369,6 +374,7 @@ class MicrobatchRun:
         """Release everything: the step has failed, or is over."""
         self.finish_forward()
         self.settle()
+        self.slices.forget()
         self.gradients.abandon()
 
     # --- what is done to tensors themselves

@@ -248,8 +248,8 @@ class RecomputedCall:
             if shape is not None:
                 raise StateError(
                     f"an input of shape {shape} {how} {self.recompute_spec.what}, which is to be "
-                    f"recomputed, but was not when the model was recorded ({users_line()}); give "
-                    "Pipeline a sample that takes this way, or mark it with checkpoint=False"
+                    f"recomputed, and was not when recorded ({users_line()}); write it after "
+                    "the backward, give a sample that writes it, or mark it with checkpoint=False"
                 )
 
     # --- again

@@ -2,24 +2,30 @@
 
 ::
 
-    inputs ──► _Launch ──► phony ──► _Gather ──► outputs ──► … ──► loss
-                 ▲                      │
-                 └── run all backwards ◄┘ gradients, kept
+    inputs, witness ──► _Launch ──► phony ──► _Gather ──► outputs ──► … ──► loss
+                          ▲                      │
+                          └── run all backwards ◄┘ gradients, kept
 
 ``_Gather`` keeps the gradients of the outputs; ``_Launch`` runs the backwards. The phony between
 them is a CPU tensor, so the engine runs ``_Launch`` in the thread that called ``backward()``: run
 on a device's autograd thread it would wait for work that this very thread has to do.
+
+The witness is one of the model's parameters. Without it the caller's graph would lead to none, and
+a backward for parameters alone (``backward(inputs=…)``) would run neither node and silently leave
+``.grad`` as it was; the witness leads it to an error. It is a parameter without hooks: an ordinary
+backward comes to it as well, without a gradient, and would call them with ``None``. It takes 15 µs,
+which is why there is only one: a backward for some parameters and not for this one is not found.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._common.nested import leaves, map_leaves
 from .._common.threads.model_turns import alone_with
 from .._common.threads.thread_state import ours
-from .._torch.graph import will_run
+from .._torch.graph import is_hooked, will_run
 from ..batches.input_places import InputPlace
 from ..batches.joining import JoinedLeaf
 from ..crossing.tags import edge_of
@@ -83,7 +89,9 @@ class _Backward:
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way_back: _Backward, token: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, way_back: _Backward, token: Tensor, witness: Tensor | None, *inputs: Tensor
+    ) -> Tensor:
         ctx.way_back = way_back
         ctx.token = edge_of(token).node  # runs in an ordinary backward, and in no other
         return torch.zeros((), device="cpu")
@@ -97,7 +105,7 @@ class _Launch(torch.autograd.Function):
                 "schedule='uncut'"
             )
         with ours():
-            return None, None, *ctx.way_back.run()
+            return None, None, None, *ctx.way_back.run()
 
 
 class _Gather(torch.autograd.Function):
@@ -152,7 +160,8 @@ def attach(
     if not places:
         return output
     token = torch.zeros((), device="cpu", requires_grad=True)
-    phony = _Launch.apply(way_back, token, *(t for t, _ in inputs))
+    witness = _witness(step.request.model)
+    phony = _Launch.apply(way_back, token, witness, *(t for t, _ in inputs))
     flat: dict[int, Any] = dict(enumerate(_leaves_by_joint(output, joints)))
     values = [flat[leaf] if part is None else flat[leaf][part] for leaf, part in places]
     attached = _Gather.apply(way_back, places, phony, *values)
@@ -163,6 +172,12 @@ def attach(
             flat[leaf][part] = value
     new = iter(flat.values())
     return _with_joints(output, joints, new)
+
+
+def _witness(model: nn.Module) -> Tensor | None:
+    """Return a trained parameter without hooks, if there is one."""
+    trained = (p for p in model.parameters() if p.requires_grad and p.is_leaf)
+    return next((p for p in trained if not is_hooked(p, edge_of(p).node)), None)
 
 
 def _leaves_by_joint(output: Any, joints: list[JoinedLeaf]) -> list[Any]:

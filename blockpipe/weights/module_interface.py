@@ -19,7 +19,16 @@ from .._common.callsite import users_line
 from .._common.checks import expected
 from .._common.hints import REPLICATED, for_trainer, what_is_meant, where_model_has
 from .._common.nested import map_tensors
-from .._torch.modules import CHILDREN, RefusesWrappers, Wrapper, versions_in
+from .._torch.modules import (
+    CHILDREN,
+    RefusesWrappers,
+    Wrapper,
+    backward_pre_hooks_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    full_backward_hooks_of,
+    versions_in,
+)
 from .._torch.tensors import arguments_of_to
 from ..devices.devices import is_on_meta, is_same_device
 from ..errors import UsageError
@@ -32,6 +41,13 @@ from .validation import load_checked, stages_of, to_be_loaded
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_HOOKS = {
+    "forward pre-hooks": forward_pre_hooks_of,
+    "forward hooks": forward_hooks_of,
+    "backward pre-hooks": backward_pre_hooks_of,
+    "backward hooks": full_backward_hooks_of,
+}
 
 _NOT_IN: dict[Wrapper, str] = {
     "torch.compile": (
@@ -122,7 +138,7 @@ class ModuleInterface(RefusesWrappers):
 
     def _check_forward(self, *, is_scaled: bool) -> None:
         """Raise :class:`UsageError` if a loop around the pipeline has put something around its
-        ``forward`` or ``backward``: a step goes through neither.
+        ``forward`` or ``backward``, or hooks on it: a step goes through none of them.
 
         Args:
             is_scaled: whether the gradients of the step are scaled as the loop has it.
@@ -133,6 +149,13 @@ class ModuleInterface(RefusesWrappers):
                 f"forward_backward does not go through ({users_line()}); put it around "
                 "pipe.module.forward, which each micro-batch calls; with Accelerate, use "
                 "blockpipe.integrations.accelerate.PipelineAccelerator, which does that"
+            )
+        hooked = [what for what, hooks_of in _HOOKS.items() if hooks_of(self)]
+        if hooked:
+            raise UsageError(
+                f"expected a pipeline without hooks of its own, got one with {' and '.join(hooked)}"
+                f", which forward_backward does not call ({users_line()}); register them on "
+                "pipe.module, where each micro-batch calls them, or call pipe(x) and backward()"
             )
         if PREPARED in self.__dict__ and not is_scaled:
             raise UsageError(

@@ -122,6 +122,24 @@ def test_stepping_hooks_are_those_that_run():
     assert len(ran) == 1, "torch no longer runs hooks after accumulation that were put back"
 
 
+@pytest.mark.parametrize("of_node", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_leaf_is_hooked_as_long_as_it_or_its_node_has_a_hook(of_node, before):
+    leaf = torch.zeros(2, requires_grad=True)
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    assert not graph.is_hooked(leaf, node)
+    if of_node:
+        handle = (node.register_prehook if before else node.register_hook)(print)
+    elif before:
+        handle = leaf.register_hook(print)
+    else:
+        handle = leaf.register_post_accumulate_grad_hook(print)
+    assert graph.is_hooked(leaf, node)
+    assert graph.is_hooked(leaf, node)
+    handle.remove()
+    assert not graph.is_hooked(leaf, node)
+
+
 def test_share_hooks():
     one, other = (torch.ones(1, requires_grad=True) for _ in range(2))
     one.register_hook(lambda gradient: 2 * gradient)

@@ -11,7 +11,7 @@ from ...stages.cursor import Cursor, set_cursor
 from ..lanes.lane_threads import Abandoned
 from ..step_state import StepState
 from .backward_writes import BackwardWrites
-from .failure_notes import note_failure
+from .failure_notes import named_arguments, note_failure
 
 _NOTHING = nullcontext()
 
@@ -61,10 +61,18 @@ class MicrobatchBackward:
         except Abandoned:
             raise
         except BaseException as error:
-            note_failure(error, phase, action.microbatch, stage)
+            note_failure(
+                error, phase, action.microbatch, stage, self._overwritten(action.microbatch)
+            )
             raise
         finally:
             set_cursor(outer)
+
+    def _overwritten(self, m: int) -> str:
+        """The arguments of a micro-batch that the caller has written to since its forward."""
+        return named_arguments(
+            self._state.request.microbatches[m], self._state.runs[m].slices.written
+        )
 
     def _run(self, action: Action, stage: int) -> None:
         kind, hop, m = action

@@ -202,8 +202,9 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
 
 def _note_backwards(request: RecordRequest, recorder: Recorder, output: Any) -> None:
     """Write down what the graphs of the hops tell of their backwards."""
-    if recorder.step.graphs.differentiable:
-        recorder.result.late_backwards = list(recorder.late.found())
+    if not recorder.step.graphs.differentiable:
+        return  # under no_grad, where an alias of a leaf needs grad and has no place in a graph
+    recorder.result.late_backwards = list(recorder.late.found())
     roots = roots_of(recorder.run, output)
     note_split_backwards(recorder.run, recorder.result, roots)
     for hop, begins in roots.items() if request.cut else ():
