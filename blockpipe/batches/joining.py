@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.nested import leaf_names, leaves, map_leaves
+from .._common.nested import containers, leaf_names, leaves, map_leaves, tensors
 from ..devices.copies import carry
 from ..devices.devices import is_asynchronous
 from ..errors import MicrobatchError
@@ -60,9 +60,9 @@ def join(
     if dim == "list":
         return _joined_lists(results, sizes, columns, device, hosts)
     if len({len(column) for column in columns}) > 1:
-        counts, fix = [len(c) for c in columns], "return the same members for every micro-batch"
+        counts = [len(column) for column in columns]
         contract = "as many members in the result of every micro-batch"
-        raise MicrobatchError(expected(contract, counts, fix=fix))
+        raise MicrobatchError(expected(contract, counts, fix=_way_to_join(results, sizes)))
     joints = [
         JoinedLeaf.of([column[i] for column in columns], sizes, weights, dim, i)
         for i in range(len(columns[0]))
@@ -70,6 +70,23 @@ def join(
     devices = [None if stays else device for stays in hosts[0]]
     values = iter([_joined(results[0], at, joint, devices[at]) for at, joint in enumerate(joints)])
     return map_leaves(lambda _: next(values), results[0]), joints
+
+
+def _way_to_join(results: Sequence[Any], sizes: Sequence[int]) -> str:
+    """Return what to do about results that have different numbers of members."""
+    names = _lists_of_samples(results, sizes)
+    if "output" in names:
+        return (
+            "if the output has one element a sample, as its length says, pass "
+            "batch_dims={'output': 'list'}; otherwise return the same members for every micro-batch"
+        )
+    if names:
+        return (
+            f"if {', '.join(names)} has one element a sample, as its length says, return a tensor "
+            "with a row for each sample instead, or pass batch_dims={'output': None} to get each "
+            "micro-batch's outputs"
+        )
+    return "return the same members for every micro-batch"
 
 
 def _joined(result: Any, at: int, joint: "JoinedLeaf", device: torch.device | None) -> Any:
@@ -134,7 +151,9 @@ def output_dim(
     """Return the dim on which outputs are joined, ``"list"``, or ``None`` for not at all.
 
     ``batch_dims`` decides it. If it does not name the output, lists with one element a sample are
-    joined as such where the arguments are such lists.
+    joined as such where the arguments are such lists. Where the arguments are tensors, two tensors
+    of a micro-batch of two are far more often two outputs (of two heads, of two scales) than two
+    samples: there is no telling by their shapes, and such a list is joined tensor by tensor.
 
     Raises:
         MicrobatchError: the results may be lists of samples, or hold tensors that have all samples.
@@ -147,6 +166,7 @@ def output_dim(
         return how
     each = list(zip(results, sizes, strict=True))
     if not all(_may_be_samples(result, size) for result, size in each):
+        _check_for_lists_inside(results, sizes)
         return 0
     if each and all(_has_all_samples(result, size) for result, size in each):
         result, size = each[0]
@@ -157,6 +177,34 @@ def output_dim(
             "'output': 0 (tensors with all samples)"
         )
     return "list"
+
+
+def _check_for_lists_inside(results: Sequence[Any], sizes: Sequence[int]) -> None:
+    """Refuse lists of samples inside of results: they would be joined as if each element had all
+    samples."""
+    names = _lists_of_samples(results, sizes)
+    if names:
+        raise MicrobatchError(
+            f"{names[0]} of a micro-batch may have one element for each of its {sizes[0]} samples, "
+            f"or hold tensors that have all of them ({users_line()}); name the output in "
+            "batch_dims: 'output': 0 (tensors with all samples) or 'output': None (each "
+            "micro-batch's outputs, not joined)"
+        )
+
+
+def _lists_of_samples(results: Sequence[Any], sizes: Sequence[int]) -> list[str]:
+    """Return the names of the lists in the results that have an element for each sample, by their
+    lengths in every micro-batch. A tuple without tensors is a size."""
+    found = [
+        [
+            name
+            for name, inner in containers(result)
+            if _may_be_samples(inner, size)
+            and (type(inner) is list or any(True for _ in tensors(inner)))
+        ]
+        for result, size in zip(results, sizes, strict=True)
+    ]
+    return [name for name in found[0] if all(name in names for names in found[1:])]
 
 
 def _may_be_samples(result: Any, size: int) -> bool:

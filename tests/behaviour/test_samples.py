@@ -211,12 +211,12 @@ TWO_OUTPUTS = {
 def test_two_outputs_that_may_be_two_samples_are_refused_until_they_are_named(gives):
     """They were joined as four samples."""
     x, model = [torch.randn(8) for _ in range(6)], Rows(gives)
+    rows = model.b(model.a(torch.stack(x)))
     with pytest.raises(MicrobatchError, match="one element for each of its 2 samples, or hold"):
         _pipe(model, x="list")(x)
     found = _pipe(model, x="list", output=0)(x)
     assert len(found) == 2
     assert len(_pipe(model, x="list", output="list")(x)) == 6
-    rows = model.b(model.a(torch.stack(x)))
     first = found[0][0] if isinstance(found[0], tuple) else found[0]
     assert_close(first, rows.mean() if first.dim() == 0 else rows)
 
@@ -232,13 +232,59 @@ UNLIKE = {
 def test_two_outputs_of_two_kinds_are_no_samples(gives):
     """A loss beside outputs was that of the first micro-batch only."""
     x, model = [torch.randn(8) for _ in range(6)], Rows(gives)
-    assert_close(tuple(_pipe(model, x="list")(x)), gives(model.b(model.a(torch.stack(x)))))
+    wanted = model(x)
+    assert_close(tuple(_pipe(model, x="list")(x)), wanted)
 
 
 def test_a_sample_that_is_a_mapping_may_have_as_many_boxes_as_there_are_samples():
     x = [torch.randn(8) for _ in range(6)]
     found = _pipe(Rows(lambda rows: [{"boxes": row.repeat(2, 1)} for row in rows]), x="list")(x)
     assert [list(item["boxes"].shape) for item in found] == [[2, 4]] * 6
+
+
+def test_a_list_of_samples_inside_of_an_output_when_arguments_are_lists_is_refused():
+    """It was joined element by element, as if each had all samples."""
+    x = [torch.randn(8) for _ in range(6)]
+    model = Rows(lambda rows: {"found": [{"row": row} for row in rows], "size": (8, 8)})
+    with pytest.raises(
+        MicrobatchError, match=r"output\['found'\] of a micro-batch may have .* 2 sa"
+    ):
+        _pipe(model, x="list")(x)
+    assert len(_pipe(model, x="list", output=None)(x)) == 3
+    scales = Rows(lambda rows: {"scales": (rows, 2 * rows, 3 * rows)})
+    assert [len(scale) for scale in _pipe(scales, x="list")(x)["scales"]] == [6] * 3
+
+
+class Listed(Rows):
+    def forward(self, x):
+        return super().forward(list(x))
+
+
+ROW_BY_ROW = {
+    "list": (list, "as its length says, pass batch_dims={'output': 'list'}"),
+    "inside": (
+        lambda rows: {"found": list(rows)},
+        r"if output\['found'\] has one element a sample",
+    ),
+}
+
+
+@pytest.mark.parametrize(("gives", "match"), ROW_BY_ROW.values(), ids=ROW_BY_ROW)
+def test_a_list_that_follows_the_number_of_samples_when_arguments_are_tensors_is_refused(
+    gives, match
+):
+    """Micro-batches of two and of one: their lists have two elements and one."""
+    with pytest.raises(MicrobatchError, match=match):
+        _pipe(Listed(gives))(torch.randn(5, 8))
+
+
+def test_two_outputs_of_two_samples_when_arguments_are_tensors_are_two_outputs():
+    """As they are in micro-batches of any other size, until the output is named a list."""
+    x = torch.randn(6, 8)
+    for gives, dims in ((lambda rows: [rows, 2 * rows], {}), (list, {"output": "list"})):
+        model = Listed(gives)
+        wanted = model(x)
+        assert_close(_pipe(model, **dims)(x), wanted)
 
 
 def test_a_name_that_no_argument_has_is_refused():
