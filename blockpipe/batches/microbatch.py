@@ -8,7 +8,7 @@ that each have the batch's size.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.nested import leaves, map_tensors, tensors
+from .._common.nested import map_tensors, tensors
 from ..errors import MicrobatchError
 from .batch_dims import WHOLE, ArgumentDims, BatchDims, PartlyWhole, has_batch
 from .shared_memory import unified
+from .unsplittable import check_for_samples, check_kind
 
 LossReduction = str | Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
@@ -106,6 +107,9 @@ def split(
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     by = ArgumentDims(dims)
     by.check_names([name for name, _ in named])
+    for name, value in [*named, ("target", target)]:
+        if by.of(name) is not WHOLE and by.of(name) != "list":
+            check_kind(name, value)
     size = _batch_size(named, by)
     if size is None:
         return [Microbatch(args, kwargs, target, 1)]
@@ -114,7 +118,7 @@ def split(
         raise MicrobatchError(expected(contract, 0, for_="the batch's first tensor", fix=fix))
     for name, value in [*named, ("target", target)]:
         if not by.names(name):
-            _check_for_samples(name, value, size, by.of(name))
+            check_for_samples(name, value, size, by.of(name))
     _check_target(target, size, by.of("target"))
     splitter = _Splitter(by, size, min(chunks, size), cut)
     if splitter.count > 1:
@@ -269,7 +273,7 @@ def _batch_size(named: list[tuple[Any, Any]], by: ArgumentDims) -> int | None:
         if isinstance(dim, PartlyWhole):
             dim = dim.dim
         if not by.names(name):
-            _check_for_samples(name, value, None, dim)
+            check_for_samples(name, value, None, dim)
         for tensor in tensors(value):
             if tensor.dim() > dim:
                 return int(tensor.shape[dim])
@@ -288,73 +292,6 @@ def _check_list(name: int | str, value: Any, size: int | None = None) -> None:
     if size is not None and len(value) != size:
         contract = f"as many elements as the batch has samples, {size},"
         raise MicrobatchError(expected(contract, len(value), for_=argument))
-
-
-def _check_for_samples(name: int | str, value: Any, size: int | None, dim: Any) -> None:
-    """Refuse a list that may hold samples and that the user has not named as one: each sample would
-    be split, or every micro-batch would get all of them.
-
-    Args:
-        name: the argument's position or name.
-        value: the argument.
-        size: the batch's number of samples; ``None``: this argument would decide it.
-        dim: the dim on which the argument is split.
-    """
-    if isinstance(value, Tensor):
-        return
-    for found in _sequences(value):
-        of_tensors = _alike(found)
-        fit = all(t.dim() > dim and t.shape[dim] == size for t in tensors(found))
-        if size is None:
-            is_doubtful = of_tensors
-        else:
-            is_doubtful = len(found) == size and (_of_texts(found) or (of_tensors and not fit))
-        if is_doubtful:
-            where = f"argument {name!r}" if name != "target" else "the target"
-            if found is not value:
-                where += f" has a {type(found).__name__} inside that"
-            raise MicrobatchError(
-                f"{where} may be a list of {len(found)} samples, or hold tensors that have all "
-                f"samples each ({users_line()}); pass batch_dims={{{name!r}: 'list'}} (one element "
-                f"a sample), {{{name!r}: 0}} (each tensor is split on dim 0) or {{{name!r}: None}} "
-                "(every micro-batch gets the whole)"
-            )
-    for leaf in leaves(value):
-        shape = getattr(leaf, "shape", None)
-        is_array = hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)
-        if size is not None and is_array and isinstance(shape, tuple) and shape[:1] == (size,):
-            fix = (
-                "pass torch.as_tensor(…) of it, or "
-                f"batch_dims={{{name!r}: None}} to give every micro-batch the whole"
-            )
-            contract, argument = f"a tensor with the batch's {size} rows", f"argument {name!r}"
-            raise MicrobatchError(expected(contract, leaf, for_=argument, fix=fix))
-
-
-def _sequences(value: Any) -> Iterator[list[Any] | tuple[Any, ...]]:
-    """Yield the lists and plain tuples in a nested value, the outer ones first; a named tuple is a
-    record."""
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _sequences(item)
-    elif type(value) in (list, tuple):
-        yield value
-        for item in value:
-            yield from _sequences(item)
-
-
-def _alike(sequence: Sequence[Any]) -> bool:
-    """Return whether the items look like one sample each, and not like the parts of one record."""
-    if len(sequence) < 2 or len({type(item) for item in sequence}) > 1:
-        return False
-    if isinstance(sequence[0], Tensor):
-        kinds = {(item.dtype, item.dim()) for item in sequence}
-        return len(kinds) == 1 and sequence[0].dim() > 0
-    return all(any(True for _ in tensors(item)) for item in sequence)
-
-
-def _of_texts(sequence: Sequence[Any]) -> bool:
-    return len(sequence) > 1 and all(isinstance(item, str | bytes) for item in sequence)
 
 
 def _check_target(target: Any, size: int, dim: Any) -> None:
