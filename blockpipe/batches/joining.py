@@ -14,7 +14,7 @@ from .._common.nested import containers, leaf_names, leaves, map_leaves, tensors
 from ..devices.copies import carry
 from ..devices.devices import is_asynchronous
 from ..errors import MicrobatchError
-from .batch_dims import BatchDims, PartlyWhole, has_batch
+from .batch_dims import BatchDims, PartlyWhole, Role, has_batch, output_of
 
 
 def join(
@@ -160,8 +160,8 @@ def output_dim(
     """
     if not isinstance(dims, Mapping):
         return dims or 0
-    if "output" in dims or "list" not in dims.values():
-        how = dims.get("output", 0)
+    if {"output", Role.OUTPUT} & dims.keys() or "list" not in dims.values():
+        how = output_of(dims)
         assert not isinstance(how, PartlyWhole)
         return how
     each = list(zip(results, sizes, strict=True))

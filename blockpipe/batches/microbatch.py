@@ -19,7 +19,7 @@ from .._common.callsite import users_line
 from .._common.checks import expected
 from .._common.nested import map_tensors, tensors
 from ..errors import MicrobatchError
-from .batch_dims import WHOLE, ArgumentDims, BatchDims, PartlyWhole, has_batch
+from .batch_dims import WHOLE, ArgumentDims, BatchDims, Name, PartlyWhole, Role, has_batch
 from .shared_memory import unified
 from .unsplittable import check_for_samples, check_kind
 
@@ -104,10 +104,10 @@ def split(
         [2, 2, 1]
     """
     args, kwargs, target = unified((args, kwargs, target))
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    by = ArgumentDims(dims)
+    named: list[tuple[Name, Any]] = [*enumerate(args), *kwargs.items()]
+    by = ArgumentDims(dims, kwargs)
     by.check_names([name for name, _ in named])
-    for name, value in [*named, ("target", target)]:
+    for name, value in [*named, (Role.TARGET, target)]:
         if by.of(name) is not WHOLE and by.of(name) != "list":
             check_kind(name, value)
     size = _batch_size(named, by)
@@ -116,10 +116,10 @@ def split(
     if size == 0:
         contract, fix = "at least one sample", "skip empty batches"
         raise MicrobatchError(expected(contract, 0, for_="the batch's first tensor", fix=fix))
-    for name, value in [*named, ("target", target)]:
+    for name, value in [*named, (Role.TARGET, target)]:
         if not by.names(name):
             check_for_samples(name, value, size, by.of(name))
-    _check_target(target, size, by.of("target"))
+    _check_target(target, size, by.of(Role.TARGET))
     splitter = _Splitter(by, size, min(chunks, size), cut)
     if splitter.count > 1:
         return splitter.microbatches(args, kwargs, target)
@@ -144,7 +144,7 @@ class _Splitter:
         self._batch = batch
         self._cut = cut
         self._sizes = [batch // count + (i < batch % count) for i in range(count)]
-        self._split_on: dict[int | str, int | Literal["list"]] = {}
+        self._split_on: dict[Name, int | Literal["list"]] = {}
         self._pieces: dict[tuple[int, int], list[Tensor]] = {}  # of tensors without gradient
 
     def microbatches(
@@ -159,14 +159,15 @@ class _Splitter:
             if kwargs
             else [kwargs] * self.count
         )
-        share = BatchPart(self.count, self._sizes[0], self._batch, dict(self._split_on))
-        targets = self.parts("target", target)
+        split_on = {name: dim for name, dim in self._split_on.items() if not isinstance(name, Role)}
+        share = BatchPart(self.count, self._sizes[0], self._batch, split_on)
+        targets = self.parts(Role.TARGET, target)
         rows = zip(every_args, every_kwargs, targets, self._sizes, strict=True)
         microbatches = list(itertools.starmap(Microbatch, rows))
         microbatches[0].share = share
         return microbatches
 
-    def parts(self, name: int | str, value: Any) -> list[Any]:
+    def parts(self, name: Name, value: Any) -> list[Any]:
         """Return each micro-batch's part of an argument."""
         dim = self._by.of(name)
         if dim is WHOLE:
@@ -185,12 +186,12 @@ class _Splitter:
         found = (t for t in tensors(value) if has_batch(t.shape, self._batch, dim))
         return self._split_tensors(name, value, found, dim)
 
-    def _some_of(self, name: int | str, value: Any, by: PartlyWhole) -> list[Any]:
+    def _some_of(self, name: Name, value: Any, by: PartlyWhole) -> list[Any]:
         found = (t for number, t in enumerate(tensors(value)) if number not in by.whole)
         return self._split_tensors(name, value, found, by.dim)
 
     def _split_tensors(
-        self, name: int | str, value: Any, found: Iterable[Tensor], dim: int
+        self, name: Name, value: Any, found: Iterable[Tensor], dim: int
     ) -> list[Any]:
         """Return an argument's parts, where some of the tensors in it are split."""
         pieces: dict[int, Sequence[Tensor]] = {id(t): self._pieces_of(t, dim) for t in found}
@@ -212,7 +213,7 @@ class _Splitter:
             found = self._pieces[key] = _pieces(tensor, self._sizes, dim, self._cut)
         return found
 
-    def _elements(self, name: int | str, value: Any) -> list[Any]:
+    def _elements(self, name: Name, value: Any) -> list[Any]:
         _check_list(name, value, self._batch)
         self._split_on[name] = "list"
         own = map_tensors(_own_leaf, value) if self._cut else value
@@ -220,7 +221,7 @@ class _Splitter:
         return [own[end - n : end] for end, n in zip(ends, self._sizes, strict=True)]
 
 
-def _check_named(name: int | str, value: Any, dim: int, size: int | None) -> None:
+def _check_named(name: Name, value: Any, dim: int, size: int | None) -> None:
     """Check that the tensors of an argument have the dim that the user has named, with the batch's
     size; ``None``: that is not known yet."""
     for tensor in tensors(value):
@@ -282,7 +283,7 @@ def _batch_size(named: list[tuple[Any, Any]], by: ArgumentDims) -> int | None:
     return None
 
 
-def _check_list(name: int | str, value: Any, size: int | None = None) -> None:
+def _check_list(name: Name, value: Any, size: int | None = None) -> None:
     """Check that an argument that the user has named as a list is one, of the batch's size."""
     argument = f"argument {name!r}"
     if not isinstance(value, list | tuple):

@@ -17,9 +17,10 @@ from .._common.callsite import users_line
 from .._common.checks import expected
 from .._common.nested import containers, leaves, tensors
 from ..errors import MicrobatchError
+from .batch_dims import Name, Role
 
 
-def check_kind(name: int | str, value: Any) -> None:
+def check_kind(name: Name, value: Any) -> None:
     """Refuse an argument that holds samples, but has no dim on which torch can split them."""
     if type(value) is Tensor and not value.is_nested:  # the common case, in every step
         return
@@ -27,7 +28,7 @@ def check_kind(name: int | str, value: Any) -> None:
     found = next(filter(None, map(_kind_and_remedy, nested)), None)
     if found is not None:
         kind, remedy = found
-        where = f"argument {name!r}" if name != "target" else "the target"
+        where = f"argument {name!r}" if name is not Role.TARGET else "the target"
         raise MicrobatchError(
             f"expected tensors with a dim of samples to split into micro-batches for {where}, got "
             f"{kind} ({users_line()}); {remedy}, or pass batch_dims={{{name!r}: None}} to give "
@@ -50,7 +51,7 @@ def _kind_and_remedy(value: Any) -> tuple[str, str] | None:
     return None
 
 
-def check_for_samples(name: int | str, value: Any, size: int | None, dim: Any) -> None:
+def check_for_samples(name: Name, value: Any, size: int | None, dim: Any) -> None:
     """Refuse a list that may hold samples and that the user has not named as one: each sample would
     be split, or every micro-batch would get all of them.
 
@@ -70,7 +71,7 @@ def check_for_samples(name: int | str, value: Any, size: int | None, dim: Any) -
         else:
             is_doubtful = len(found) == size and (_of_texts(found) or (of_tensors and not fit))
         if is_doubtful:
-            where = f"argument {name!r}" if name != "target" else "the target"
+            where = f"argument {name!r}" if name is not Role.TARGET else "the target"
             if found is not value:
                 where += f" has a {type(found).__name__} inside that"
             raise MicrobatchError(

@@ -346,7 +346,7 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
         )
 
     def _split(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
-        dims = dims_of_call(self.module, self.batch_dims, args, kwargs)
+        dims = dims_of_call(self.module, self.batch_dims, args, kwargs, target)
         return split(args, kwargs, target, self.chunks, dims)
 
     def _runs(self, microbatches: list[Microbatch]) -> list[Run]:
