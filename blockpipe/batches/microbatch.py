@@ -298,16 +298,21 @@ def _check_list(name: Name, value: Any, size: int | None = None) -> None:
 def _check_target(target: Any, size: int, dim: Any) -> None:
     if dim is WHOLE or dim == "list" or isinstance(dim, PartlyWhole):
         return
-    for tensor in tensors(target):
-        if tensor.dim() > dim and tensor.shape[dim] != size:
-            fix = (
-                "pass a target for each sample, or batch_dims={'target': None} to give every "
-                "micro-batch the whole of it"
-            )
-            shape = tuple(tensor.shape)
-            raise MicrobatchError(
-                expected(_samples_on(dim, size), shape, for_="the target", fix=fix)
-            )
+    unfit = [t for t in tensors(target) if t.dim() > dim and t.shape[dim] != size]
+    if not unfit:
+        return
+    if any(has_batch(t.shape, size, dim) for t in tensors(target)):
+        fix = (
+            "the target has others that fit: leave this one out, and let loss_fn have it otherwise "
+            "(as an attribute, or by functools.partial), or give it a row for each sample"
+        )
+    else:
+        fix = (
+            "pass a target for each sample, or batch_dims={'target': None} to give every "
+            "micro-batch the whole of it"
+        )
+    shape = tuple(unfit[0].shape)
+    raise MicrobatchError(expected(_samples_on(dim, size), shape, for_="the target", fix=fix))
 
 
 def weights_of(microbatches: Sequence[Microbatch], reduction: LossReduction) -> list[float]:

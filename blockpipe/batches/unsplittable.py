@@ -17,7 +17,7 @@ from .._common.callsite import users_line
 from .._common.checks import expected
 from .._common.nested import containers, leaves, tensors
 from ..errors import MicrobatchError
-from .batch_dims import Name, Role
+from .batch_dims import Name, Role, has_batch
 
 
 def check_kind(name: Name, value: Any) -> None:
@@ -63,23 +63,17 @@ def check_for_samples(name: Name, value: Any, size: int | None, dim: Any) -> Non
     """
     if isinstance(value, Tensor):
         return
+    first = next((tensor for tensor in tensors(value) if tensor.dim() > dim), None)
     for found in _sequences(value):
-        of_tensors = _alike(found)
-        fit = all(t.dim() > dim and t.shape[dim] == size for t in tensors(found))
-        if size is None:
-            is_doubtful = of_tensors
+        if size is None:  # it is that of the first tensor
+            is_doubtful = _alike(found) and any(tensor is first for tensor in tensors(found))
+        elif len(found) != size or size == 1:
+            is_doubtful = False
         else:
-            is_doubtful = len(found) == size and (_of_texts(found) or (of_tensors and not fit))
+            fit = all(has_batch(tensor.shape, size, dim) for tensor in tensors(found))
+            is_doubtful = _of_plain_values(found) or (_alike(found) and not fit)
         if is_doubtful:
-            where = f"argument {name!r}" if name is not Role.TARGET else "the target"
-            if found is not value:
-                where += f" has a {type(found).__name__} inside that"
-            raise MicrobatchError(
-                f"{where} may be a list of {len(found)} samples, or hold tensors that have all "
-                f"samples each ({users_line()}); pass batch_dims={{{name!r}: 'list'}} (one element "
-                f"a sample), {{{name!r}: 0}} (each tensor is split on dim 0) or {{{name!r}: None}} "
-                "(every micro-batch gets the whole)"
-            )
+            raise MicrobatchError(_doubt(name, found, is_inside=found is not value))
     for leaf in leaves(value):
         shape = getattr(leaf, "shape", None)
         is_array = hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)
@@ -92,6 +86,27 @@ def check_for_samples(name: Name, value: Any, size: int | None, dim: Any) -> Non
             raise MicrobatchError(expected(contract, leaf, for_=argument, fix=fix))
 
 
+def _doubt(name: Name, found: Sequence[Any], *, is_inside: bool) -> str:
+    """Return the text of the error about an argument that is or has a list of samples or not."""
+    where = f"argument {name!r}" if name is not Role.TARGET else "the target"
+    of_values = _of_plain_values(found)
+    by_element = f"batch_dims={{{name!r}: 'list'}} (one element a sample)"
+    by_tensor = f"{{{name!r}: 0}} (each tensor is split on dim 0)"
+    if is_inside:
+        where += f" has a {type(found).__name__} inside that"
+        ways = (
+            "one tensor with a row for each sample, the list as an argument of its own with "
+            f"batch_dims={{its name: 'list'}}, batch_dims={by_tensor}"
+        )
+    else:
+        ways = by_element if of_values else f"{by_element}, {by_tensor}"
+    either = "" if of_values else ", or hold tensors that have all samples each"
+    return (
+        f"{where} may be a list of {len(found)} samples{either} ({users_line()}); pass {ways} or "
+        f"{{{name!r}: None}} (every micro-batch gets the whole)"
+    )
+
+
 def _sequences(value: Any) -> Iterator[list[Any] | tuple[Any, ...]]:
     """Yield the lists and plain tuples in a nested value, the outer ones first; a named tuple is a
     record."""
@@ -100,7 +115,7 @@ def _sequences(value: Any) -> Iterator[list[Any] | tuple[Any, ...]]:
             yield from _sequences(item)
     elif type(value) in (list, tuple):
         yield value
-        for item in value:
+        for item in () if _of_plain_values(value) else value:
             yield from _sequences(item)
 
 
@@ -110,9 +125,19 @@ def _alike(sequence: Sequence[Any]) -> bool:
         return False
     if isinstance(sequence[0], Tensor):
         kinds = {(item.dtype, item.dim()) for item in sequence}
-        return len(kinds) == 1 and sequence[0].dim() > 0
+        return len(kinds) == 1
     return all(any(True for _ in tensors(item)) for item in sequence)
 
 
-def _of_texts(sequence: Sequence[Any]) -> bool:
-    return len(sequence) > 1 and all(isinstance(item, str | bytes) for item in sequence)
+def _of_plain_values(sequence: Sequence[Any]) -> bool:
+    """Return whether a list has texts, numbers, or tuples of them (lengths, sizes), or a tuple has
+    texts: a tuple of numbers is one size."""
+    if all(isinstance(item, str | bytes) for item in sequence):
+        return True
+    each = [list(leaves(item)) for item in sequence] if type(sequence) is list else []
+    found = list(itertools.chain.from_iterable(each))
+    is_plain = all(isinstance(leaf, _PLAIN) for leaf in found)
+    return is_plain and all(each) and any(leaf is not None for leaf in found)
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None))

@@ -117,6 +117,11 @@ SAMPLES = [
     (torch.ones(4, 8), [torch.ones(3)] * 4),
     (torch.ones(4, 8), ["a", "b", "c", "d"]),
     (torch.ones(4, 8), [(torch.ones(2), 1)] * 4),
+    (torch.ones(4, 8), [torch.tensor(1.0)] * 4),
+    (torch.ones(4, 8), [3, 1, 2, 1]),
+    (torch.ones(4, 8), [(8, 9), (7, 9), (8, 8), (8, 9)]),
+    (torch.ones(4, 8), [{"id": n, "name": "a"} for n in range(4)]),
+    (torch.ones(4, 8), {"lengths": [3, None, 2, 1]}),
 ]
 
 
@@ -128,19 +133,50 @@ def test_a_list_that_may_hold_samples_is_refused(args):
         pipe(*args)
 
 
-def test_a_target_that_may_hold_samples_is_refused():
+@pytest.mark.parametrize(
+    "each", [torch.ones(2), torch.tensor(1.0), 3], ids=["1-d", "0-d", "number"]
+)
+def test_a_target_that_may_hold_samples_is_refused(each):
     pipe = bp.Pipeline(Mean(), devices=stages(2), chunks=2)
     with pytest.raises(MicrobatchError, match="the target may be a list of 4 samples"):
         pipe.forward_backward(
-            torch.ones(4, 8), target=[torch.ones(2)] * 4, loss_fn=lambda out, target: out.sum()
+            torch.ones(4, 8), target=[each] * 4, loss_fn=lambda out, target: out.sum()
+        )
+
+
+def test_numbers_when_their_argument_is_named_a_list_are_split():
+    """Each micro-batch read those of the first samples."""
+
+    class Scales(Mean):
+        def forward(self, x, other=None):
+            return super().forward(x) * torch.tensor(other, device=x.device)[:, None]
+
+    model, x, scales = Scales(), torch.randn(5, 8), [1.0, 2.0, 3.0, 4.0, 5.0]
+    wanted = model(x, scales)
+    assert_close(_pipe(model, other="list")(x, scales), wanted)
+
+
+def test_a_target_when_only_some_of_its_tensors_fit_says_where_the_others_go():
+    """To give every micro-batch all of it, as was said, would be wrong for those that fit."""
+    pipe = bp.Pipeline(Mean(), devices=stages(2), chunks=2)
+    with pytest.raises(MicrobatchError, match=r"for the target, got \(3,\) .*let loss_fn have it"):
+        pipe.forward_backward(
+            torch.ones(4, 8),
+            target=(torch.ones(4), torch.ones(3)),
+            loss_fn=lambda out, _: out.sum(),
         )
 
 
 RECORDS = [
     (torch.ones(4, 8), [torch.ones(4, 2), torch.ones(4, 3)]),  # all rows each
     ((torch.ones(4, 8), torch.ones(4)),),  # of differing dims: a record
-    (torch.ones(4, 8), [1, 2, 3, 4]),
+    (torch.ones(4, 8), [1, 2, 3]),
+    (torch.ones(4, 8), (1, 2, 3, 4)),  # one size
+    (torch.ones(4, 8), [None] * 4),
+    (torch.ones(4, 8), [[1, 2, 3, 4], [5, 6, 7, 8]]),  # two settings of four numbers
     (torch.ones(4, 8), [torch.ones(2)] * 3),  # another length
+    ((torch.ones(4, 8), [torch.ones(2)] * 3),),  # beside the tensor that has the batch
+    (torch.ones(1, 8), [1]),
 ]
 
 
@@ -156,7 +192,7 @@ def test_records_are_split_inside_as_ever(args):
             return self.b(self.a(x[0] if isinstance(x, tuple) else x))
 
     out = bp.Pipeline(Takes(), devices=stages(2), chunks=2)(*args)
-    assert out.shape == (4, 4)
+    assert out.shape in [(4, 4), (1, 4)]
 
 
 def test_an_array_with_the_batchs_rows_is_refused():
