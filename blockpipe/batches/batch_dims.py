@@ -182,4 +182,9 @@ def _parameters_of(forward: Any) -> Mapping[str, inspect.Parameter]:
 
 def has_batch(shape: Sequence[int], size: int, dim: int) -> bool:
     """Return whether a tensor's shape has an entry for each of ``size`` samples on a dim."""
-    return len(shape) > dim and shape[dim] == size
+    return has_dim(shape, dim) and shape[dim] == size
+
+
+def has_dim(shape: Sequence[int], dim: int) -> bool:
+    """Return whether a shape has a dim, which may be counted from the last one."""
+    return -len(shape) <= dim < len(shape)

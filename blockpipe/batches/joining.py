@@ -14,7 +14,7 @@ from .._common.nested import containers, leaf_names, leaves, map_leaves, tensors
 from ..devices.copies import carry
 from ..devices.devices import is_asynchronous
 from ..errors import MicrobatchError
-from .batch_dims import BatchDims, PartlyWhole, Role, has_batch, output_of
+from .batch_dims import BatchDims, PartlyWhole, Role, has_batch, has_dim, output_of
 
 
 def join(
@@ -95,7 +95,7 @@ def _joined(result: Any, at: int, joint: "JoinedLeaf", device: torch.device | No
         return joint.value(device)
     except RuntimeError as error:
         shapes = [list(p.shape) for p in joint.parts] if joint.how == "cat" else []
-        rest = [shape[: joint.dim] + shape[joint.dim + 1 :] for shape in shapes]
+        rest = [[n for d, n in enumerate(s) if d != joint.dim % len(s)] for s in shapes]
         other = next((m for m, sizes in enumerate(rest) if sizes != rest[0]), None)
         if other is None:
             raise
@@ -162,6 +162,8 @@ def output_dim(
         return dims or 0
     if {"output", Role.OUTPUT} & dims.keys() or "list" not in dims.values():
         how = output_of(dims)
+        if isinstance(how, int):
+            _check_for_dim(results, how)
         assert not isinstance(how, PartlyWhole)
         return how
     each = list(zip(results, sizes, strict=True))
@@ -177,6 +179,15 @@ def output_dim(
             "'output': 0 (tensors with all samples)"
         )
     return "list"
+
+
+def _check_for_dim(results: Sequence[Any], dim: int) -> None:
+    """Refuse a dim that no tensor of the results has: none would be joined."""
+    shapes = [tuple(t.shape) for result in results for t in tensors(result) if t.dim()]
+    if shapes and not any(has_dim(shape, dim) for shape in shapes):
+        contract = f"an output with the samples on dim {dim}, as batch_dims says,"
+        fix = "name the dim that has the samples, or None for each micro-batch's outputs"
+        raise MicrobatchError(expected(contract, shapes[0], fix=fix))
 
 
 def _check_for_lists_inside(results: Sequence[Any], sizes: Sequence[int]) -> None:

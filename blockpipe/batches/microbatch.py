@@ -19,7 +19,7 @@ from .._common.callsite import users_line
 from .._common.checks import expected
 from .._common.nested import map_tensors, tensors
 from ..errors import MicrobatchError
-from .batch_dims import WHOLE, ArgumentDims, BatchDims, Name, PartlyWhole, Role, has_batch
+from .batch_dims import WHOLE, ArgumentDims, BatchDims, Name, PartlyWhole, Role, has_batch, has_dim
 from .shared_memory import unified
 from .unsplittable import check_for_samples, check_kind
 
@@ -225,7 +225,7 @@ def _check_named(name: Name, value: Any, dim: int, size: int | None) -> None:
     """Check that the tensors of an argument have the dim that the user has named, with the batch's
     size; ``None``: that is not known yet."""
     for tensor in tensors(value):
-        if tensor.dim() and (tensor.dim() <= dim or tensor.shape[dim] != size):
+        if tensor.dim() and not (has_dim(tensor.shape, dim) and size in (None, tensor.shape[dim])):
             fix = (
                 "name the dim that has the samples, or pass "
                 f"batch_dims={{{name!r}: None}} to give every micro-batch the whole"
@@ -276,7 +276,7 @@ def _batch_size(named: list[tuple[Any, Any]], by: ArgumentDims) -> int | None:
         if not by.names(name):
             check_for_samples(name, value, None, dim)
         for tensor in tensors(value):
-            if tensor.dim() > dim:
+            if has_dim(tensor.shape, dim):
                 return int(tensor.shape[dim])
             if tensor.dim() and not by.is_default:
                 _check_named(name, tensor, dim, None)
@@ -298,7 +298,7 @@ def _check_list(name: Name, value: Any, size: int | None = None) -> None:
 def _check_target(target: Any, size: int, dim: Any) -> None:
     if dim is WHOLE or dim == "list" or isinstance(dim, PartlyWhole):
         return
-    unfit = [t for t in tensors(target) if t.dim() > dim and t.shape[dim] != size]
+    unfit = [t for t in tensors(target) if has_dim(t.shape, dim) and t.shape[dim] != size]
     if not unfit:
         return
     if any(has_batch(t.shape, size, dim) for t in tensors(target)):

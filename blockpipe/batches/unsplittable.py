@@ -17,7 +17,7 @@ from .._common.callsite import users_line
 from .._common.checks import expected
 from .._common.nested import containers, leaves, tensors
 from ..errors import MicrobatchError
-from .batch_dims import Name, Role, has_batch
+from .batch_dims import Name, Role, has_batch, has_dim
 
 
 def check_kind(name: Name, value: Any) -> None:
@@ -63,7 +63,7 @@ def check_for_samples(name: Name, value: Any, size: int | None, dim: Any) -> Non
     """
     if isinstance(value, Tensor):
         return
-    first = next((tensor for tensor in tensors(value) if tensor.dim() > dim), None)
+    first = next((tensor for tensor in tensors(value) if has_dim(tensor.shape, dim)), None)
     for found in _sequences(value):
         if size is None:  # it is that of the first tensor
             is_doubtful = _alike(found) and any(tensor is first for tensor in tensors(found))
