@@ -236,7 +236,7 @@ class Replicas(CopiedInterface):
     ) -> tuple[list[Microbatch], BatchDims]:
         """The batch, cut for the copies, and how each of them is to cut its share; a batch of fewer
         samples leaves some idle."""
-        dims = dims_of_call(self.module, self.pipes[0].batch_dims, args, kwargs)
+        dims = dims_of_call(self.module, self.pipes[0].batch_dims, args, kwargs, target)
         shares = split(args, kwargs, target, len(self.pipes), dims, cut=False)
         if len(shares) < 2:
             return shares, self.pipes[0].batch_dims

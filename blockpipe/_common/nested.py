@@ -47,17 +47,36 @@ def leaf_names(value: Any, name: str = "output") -> list[str]:
         >>> leaf_names({"logits": 1, "states": (2, 3)})
         ["output['logits']", "output['states'][0]", "output['states'][1]"]
     """
-    members: list[tuple[str, Any]]
-    if isinstance(value, tuple | list):
-        members = [(f"[{at}]", item) for at, item in enumerate(value)]
-    elif isinstance(value, Mapping):
-        members = [(f"[{key!r}]", item) for key, item in value.items()]
-    elif _is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        members = [(f".{field}", getattr(value, field, None)) for field in names]
-    else:
+    members = _members(value)
+    if members is None:
         return [name]
     return [found for at, item in members for found in leaf_names(item, name + at)]
+
+
+def containers(value: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
+    """Yield the containers in a nested value with their names, the outer ones first.
+
+    Example:
+        >>> list(containers({"states": (2, 3)}))
+        [('output', {'states': (2, 3)}), ("output['states']", (2, 3))]
+    """
+    members = _members(value)
+    if members is not None:
+        yield name, value
+        for at, item in members:
+            yield from containers(item, name + at)
+
+
+def _members(value: Any) -> list[tuple[str, Any]] | None:
+    """Return what a container has, with how it is asked for; ``None``: the value is a leaf."""
+    if isinstance(value, tuple | list):
+        return [(f"[{at}]", item) for at, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if _is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(f".{field}", getattr(value, field, None)) for field in names]
+    return None
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._common.callsite import users_line, warn
+from .._torch.modules import forward_pre_hooks_of
 from .losses import WeightedLoss
 from .microbatch import LossReduction
 
@@ -40,6 +42,13 @@ def reduction_for(loss_fn: Callable[..., Any] | None, given: LossReduction) -> L
     assert isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
     if loss_fn.weight is None or loss_fn.reduction != "mean":
         return given
+    if forward_pre_hooks_of(loss_fn):
+        warn(
+            f"loss_fn, a {type(loss_fn).__name__} with class weights, has a forward pre-hook: "
+            "micro-batches count by the weights of their targets as they are before it "
+            f"({users_line()}); if the hook changes targets, pass loss_reduction= a function "
+            "(args, kwargs, target) -> the sum of the weights of the changed ones"
+        )
     return _SumOfWeights(loss_fn.weight, loss_fn.ignore_index)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .._common.nested import leaves
-from .batch_dims import WHOLE, ArgumentDims, BatchDims, PartlyWhole, has_batch
+from .batch_dims import WHOLE, ArgumentDims, BatchDims, Name, PartlyWhole, Role, has_batch
 
 
 @dataclass
@@ -44,9 +44,9 @@ def input_places(
         dims: its ``batch_dims``.
     """
     size, count = sum(sizes), len(sizes)
-    by = ArgumentDims(dims)
+    by = ArgumentDims(dims, kwargs)
     reached = [0] * count  # leaves of each micro-batch's arguments so far
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items(), ("target", target)]
+    named: list[tuple[Name, Any]] = [*enumerate(args), *kwargs.items(), (Role.TARGET, target)]
     places = []
     for name, value in named:
         dim = by.of(name)

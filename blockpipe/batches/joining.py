@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.nested import leaf_names, leaves, map_leaves
+from .._common.nested import containers, leaf_names, leaves, map_leaves, tensors
 from ..devices.copies import carry
 from ..devices.devices import is_asynchronous
 from ..errors import MicrobatchError
-from .batch_dims import BatchDims, PartlyWhole, has_batch
+from .batch_dims import BatchDims, PartlyWhole, Role, has_batch, has_dim, output_of
 
 
 def join(
@@ -60,9 +60,9 @@ def join(
     if dim == "list":
         return _joined_lists(results, sizes, columns, device, hosts)
     if len({len(column) for column in columns}) > 1:
-        counts, fix = [len(c) for c in columns], "return the same members for every micro-batch"
+        counts = [len(column) for column in columns]
         contract = "as many members in the result of every micro-batch"
-        raise MicrobatchError(expected(contract, counts, fix=fix))
+        raise MicrobatchError(expected(contract, counts, fix=_way_to_join(results, sizes)))
     joints = [
         JoinedLeaf.of([column[i] for column in columns], sizes, weights, dim, i)
         for i in range(len(columns[0]))
@@ -72,13 +72,30 @@ def join(
     return map_leaves(lambda _: next(values), results[0]), joints
 
 
+def _way_to_join(results: Sequence[Any], sizes: Sequence[int]) -> str:
+    """Return what to do about results that have different numbers of members."""
+    names = _lists_of_samples(results, sizes)
+    if "output" in names:
+        return (
+            "if the output has one element a sample, as its length says, pass "
+            "batch_dims={'output': 'list'}; otherwise return the same members for every micro-batch"
+        )
+    if names:
+        return (
+            f"if {', '.join(names)} has one element a sample, as its length says, return a tensor "
+            "with a row for each sample instead, or pass batch_dims={'output': None} to get each "
+            "micro-batch's outputs"
+        )
+    return "return the same members for every micro-batch"
+
+
 def _joined(result: Any, at: int, joint: "JoinedLeaf", device: torch.device | None) -> Any:
     """Return the joined leaf number ``at`` of results of this structure."""
     try:
         return joint.value(device)
     except RuntimeError as error:
         shapes = [list(p.shape) for p in joint.parts] if joint.how == "cat" else []
-        rest = [shape[: joint.dim] + shape[joint.dim + 1 :] for shape in shapes]
+        rest = [[n for d, n in enumerate(s) if d != joint.dim % len(s)] for s in shapes]
         other = next((m for m, sizes in enumerate(rest) if sizes != rest[0]), None)
         if other is None:
             raise
@@ -134,19 +151,24 @@ def output_dim(
     """Return the dim on which outputs are joined, ``"list"``, or ``None`` for not at all.
 
     ``batch_dims`` decides it. If it does not name the output, lists with one element a sample are
-    joined as such where the arguments are such lists.
+    joined as such where the arguments are such lists. Where the arguments are tensors, two tensors
+    of a micro-batch of two are far more often two outputs (of two heads, of two scales) than two
+    samples: there is no telling by their shapes, and such a list is joined tensor by tensor.
 
     Raises:
         MicrobatchError: the results may be lists of samples, or hold tensors that have all samples.
     """
     if not isinstance(dims, Mapping):
         return dims or 0
-    if "output" in dims or "list" not in dims.values():
-        how = dims.get("output", 0)
+    if {"output", Role.OUTPUT} & dims.keys() or "list" not in dims.values():
+        how = output_of(dims)
+        if isinstance(how, int):
+            _check_for_dim(results, how)
         assert not isinstance(how, PartlyWhole)
         return how
     each = list(zip(results, sizes, strict=True))
     if not all(_may_be_samples(result, size) for result, size in each):
+        _check_for_lists_inside(results, sizes)
         return 0
     if each and all(_has_all_samples(result, size) for result, size in each):
         result, size = each[0]
@@ -157,6 +179,43 @@ def output_dim(
             "'output': 0 (tensors with all samples)"
         )
     return "list"
+
+
+def _check_for_dim(results: Sequence[Any], dim: int) -> None:
+    """Refuse a dim that no tensor of the results has: none would be joined."""
+    shapes = [tuple(t.shape) for result in results for t in tensors(result) if t.dim()]
+    if shapes and not any(has_dim(shape, dim) for shape in shapes):
+        contract = f"an output with the samples on dim {dim}, as batch_dims says,"
+        fix = "name the dim that has the samples, or None for each micro-batch's outputs"
+        raise MicrobatchError(expected(contract, shapes[0], fix=fix))
+
+
+def _check_for_lists_inside(results: Sequence[Any], sizes: Sequence[int]) -> None:
+    """Refuse lists of samples inside of results: they would be joined as if each element had all
+    samples."""
+    names = _lists_of_samples(results, sizes)
+    if names:
+        raise MicrobatchError(
+            f"{names[0]} of a micro-batch may have one element for each of its {sizes[0]} samples, "
+            f"or hold tensors that have all of them ({users_line()}); name the output in "
+            "batch_dims: 'output': 0 (tensors with all samples) or 'output': None (each "
+            "micro-batch's outputs, not joined)"
+        )
+
+
+def _lists_of_samples(results: Sequence[Any], sizes: Sequence[int]) -> list[str]:
+    """Return the names of the lists in the results that have an element for each sample, by their
+    lengths in every micro-batch. A tuple without tensors is a size."""
+    found = [
+        [
+            name
+            for name, inner in containers(result)
+            if _may_be_samples(inner, size)
+            and (type(inner) is list or any(True for _ in tensors(inner)))
+        ]
+        for result, size in zip(results, sizes, strict=True)
+    ]
+    return [name for name in found[0] if all(name in names for names in found[1:])]
 
 
 def _may_be_samples(result: Any, size: int) -> bool:

@@ -39,15 +39,21 @@ def checked_loss(loss: Any) -> Tensor:
     """Return the loss.
 
     Raises:
-        UsageError: it is not a tensor of one element.
+        UsageError: it is not a tensor of one element, or a complex one.
     """
+    if isinstance(loss, Tensor) and loss.is_complex():
+        raise UsageError(
+            f"expected a real number for the loss, got one of {loss.dtype} ({users_line()}); "
+            "reduce it to a real one, as by loss.abs() or loss.real"
+        )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         is_tensor = isinstance(loss, Tensor)
         what = f"one of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
         raise UsageError(
             f"expected a tensor with one element for the loss, got {what} ({users_line()}); pass a "
             "loss_fn= that reduces to one number, or let the model return its loss (a 0-d tensor, "
-            "a `loss` field or key, a 0-d first element, or the only 0-d floating-point one)"
+            "a `loss` field or key; in a tuple or list, its 0-d first element or its only 0-d one "
+            "that is floating-point and requires grad)"
         )
     return loss
 
@@ -71,16 +77,25 @@ class WeightedLoss:
 
 def own_loss(output: Any) -> Any:
     """Return the loss that a model's output has: itself, a field or key, a first element that is
-    0-d, or the only 0-d floating-point tensor (PopTorch's ``return out, loss``).
+    0-d, or the only 0-d floating-point tensor (PopTorch's ``return out, loss``). A tensor without a
+    gradient path, such as an accuracy, is none where another one has a path.
 
     Raises:
-        UsageError: it has none.
+        UsageError: it has none, or a tensor that may as well be the output of one sample.
     """
     loss = own_loss_or_none(output)
     if loss is None:
+        has_keys = isinstance(output, Mapping)
+        remedy = "return it under the key 'loss', " if has_keys else ""
         raise UsageError(
-            f"the model returned {type(output).__name__} without a loss ({users_line()}); pass "
-            "loss_fn=…, or labels so that the model computes its own"
+            f"the model returned {type(output).__name__} without a loss ({users_line()}); {remedy}"
+            "pass loss_fn=…, or labels so that the model computes its own"
+        )
+    if loss is output and loss.dim() and loss.numel() == 1:
+        raise UsageError(
+            "expected a 0-d tensor for the model's own loss, got one of shape "
+            f"{tuple(loss.shape)}, which may be the output of one sample ({users_line()}); pass "
+            "loss_fn=…, or return loss.squeeze() if it is the loss"
         )
     return loss
 
@@ -94,10 +109,10 @@ def own_loss_or_none(output: Any) -> Any:
         return loss
     if isinstance(output, tuple | list):  # before Mapping, an abstract class, which is slow to ask
         numbers = [t for t in output if isinstance(t, Tensor) and t.dim() == 0]
-        if numbers and numbers[0] is output[0]:
-            return output[0]
         losses = [t for t in numbers if t.is_floating_point()]
-        return losses[0] if len(losses) == 1 else None
+        losses = [t for t in losses if t.requires_grad] or losses
+        is_clear = bool(losses) and (len(losses) == 1 or losses[0] is output[0])
+        return losses[0] if is_clear else None
     return output.get("loss") if isinstance(output, Mapping) else None
 
 

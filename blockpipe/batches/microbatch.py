@@ -8,7 +8,7 @@ that each have the batch's size.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.nested import leaves, map_tensors, tensors
+from .._common.nested import map_tensors, tensors
 from ..errors import MicrobatchError
-from .batch_dims import WHOLE, ArgumentDims, BatchDims, PartlyWhole, has_batch
+from .batch_dims import WHOLE, ArgumentDims, BatchDims, Name, PartlyWhole, Role, has_batch, has_dim
 from .shared_memory import unified
+from .unsplittable import check_for_samples, check_kind
 
 LossReduction = str | Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
@@ -103,19 +104,22 @@ def split(
         [2, 2, 1]
     """
     args, kwargs, target = unified((args, kwargs, target))
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    by = ArgumentDims(dims)
+    named: list[tuple[Name, Any]] = [*enumerate(args), *kwargs.items()]
+    by = ArgumentDims(dims, kwargs)
     by.check_names([name for name, _ in named])
+    for name, value in [*named, (Role.TARGET, target)]:
+        if by.of(name) is not WHOLE and by.of(name) != "list":
+            check_kind(name, value)
     size = _batch_size(named, by)
     if size is None:
         return [Microbatch(args, kwargs, target, 1)]
     if size == 0:
         contract, fix = "at least one sample", "skip empty batches"
         raise MicrobatchError(expected(contract, 0, for_="the batch's first tensor", fix=fix))
-    for name, value in [*named, ("target", target)]:
+    for name, value in [*named, (Role.TARGET, target)]:
         if not by.names(name):
-            _check_for_samples(name, value, size, by.of(name))
-    _check_target(target, size, by.of("target"))
+            check_for_samples(name, value, size, by.of(name))
+    _check_target(target, size, by.of(Role.TARGET))
     splitter = _Splitter(by, size, min(chunks, size), cut)
     if splitter.count > 1:
         return splitter.microbatches(args, kwargs, target)
@@ -140,7 +144,7 @@ class _Splitter:
         self._batch = batch
         self._cut = cut
         self._sizes = [batch // count + (i < batch % count) for i in range(count)]
-        self._split_on: dict[int | str, int | Literal["list"]] = {}
+        self._split_on: dict[Name, int | Literal["list"]] = {}
         self._pieces: dict[tuple[int, int], list[Tensor]] = {}  # of tensors without gradient
 
     def microbatches(
@@ -155,14 +159,15 @@ class _Splitter:
             if kwargs
             else [kwargs] * self.count
         )
-        share = BatchPart(self.count, self._sizes[0], self._batch, dict(self._split_on))
-        targets = self.parts("target", target)
+        split_on = {name: dim for name, dim in self._split_on.items() if not isinstance(name, Role)}
+        share = BatchPart(self.count, self._sizes[0], self._batch, split_on)
+        targets = self.parts(Role.TARGET, target)
         rows = zip(every_args, every_kwargs, targets, self._sizes, strict=True)
         microbatches = list(itertools.starmap(Microbatch, rows))
         microbatches[0].share = share
         return microbatches
 
-    def parts(self, name: int | str, value: Any) -> list[Any]:
+    def parts(self, name: Name, value: Any) -> list[Any]:
         """Return each micro-batch's part of an argument."""
         dim = self._by.of(name)
         if dim is WHOLE:
@@ -181,12 +186,12 @@ class _Splitter:
         found = (t for t in tensors(value) if has_batch(t.shape, self._batch, dim))
         return self._split_tensors(name, value, found, dim)
 
-    def _some_of(self, name: int | str, value: Any, by: PartlyWhole) -> list[Any]:
+    def _some_of(self, name: Name, value: Any, by: PartlyWhole) -> list[Any]:
         found = (t for number, t in enumerate(tensors(value)) if number not in by.whole)
         return self._split_tensors(name, value, found, by.dim)
 
     def _split_tensors(
-        self, name: int | str, value: Any, found: Iterable[Tensor], dim: int
+        self, name: Name, value: Any, found: Iterable[Tensor], dim: int
     ) -> list[Any]:
         """Return an argument's parts, where some of the tensors in it are split."""
         pieces: dict[int, Sequence[Tensor]] = {id(t): self._pieces_of(t, dim) for t in found}
@@ -208,7 +213,7 @@ class _Splitter:
             found = self._pieces[key] = _pieces(tensor, self._sizes, dim, self._cut)
         return found
 
-    def _elements(self, name: int | str, value: Any) -> list[Any]:
+    def _elements(self, name: Name, value: Any) -> list[Any]:
         _check_list(name, value, self._batch)
         self._split_on[name] = "list"
         own = map_tensors(_own_leaf, value) if self._cut else value
@@ -216,11 +221,11 @@ class _Splitter:
         return [own[end - n : end] for end, n in zip(ends, self._sizes, strict=True)]
 
 
-def _check_named(name: int | str, value: Any, dim: int, size: int | None) -> None:
+def _check_named(name: Name, value: Any, dim: int, size: int | None) -> None:
     """Check that the tensors of an argument have the dim that the user has named, with the batch's
     size; ``None``: that is not known yet."""
     for tensor in tensors(value):
-        if tensor.dim() and (tensor.dim() <= dim or tensor.shape[dim] != size):
+        if tensor.dim() and not (has_dim(tensor.shape, dim) and size in (None, tensor.shape[dim])):
             fix = (
                 "name the dim that has the samples, or pass "
                 f"batch_dims={{{name!r}: None}} to give every micro-batch the whole"
@@ -269,16 +274,16 @@ def _batch_size(named: list[tuple[Any, Any]], by: ArgumentDims) -> int | None:
         if isinstance(dim, PartlyWhole):
             dim = dim.dim
         if not by.names(name):
-            _check_for_samples(name, value, None, dim)
+            check_for_samples(name, value, None, dim)
         for tensor in tensors(value):
-            if tensor.dim() > dim:
+            if has_dim(tensor.shape, dim):
                 return int(tensor.shape[dim])
             if tensor.dim() and not by.is_default:
                 _check_named(name, tensor, dim, None)
     return None
 
 
-def _check_list(name: int | str, value: Any, size: int | None = None) -> None:
+def _check_list(name: Name, value: Any, size: int | None = None) -> None:
     """Check that an argument that the user has named as a list is one, of the batch's size."""
     argument = f"argument {name!r}"
     if not isinstance(value, list | tuple):
@@ -290,86 +295,24 @@ def _check_list(name: int | str, value: Any, size: int | None = None) -> None:
         raise MicrobatchError(expected(contract, len(value), for_=argument))
 
 
-def _check_for_samples(name: int | str, value: Any, size: int | None, dim: Any) -> None:
-    """Refuse a list that may hold samples and that the user has not named as one: each sample would
-    be split, or every micro-batch would get all of them.
-
-    Args:
-        name: the argument's position or name.
-        value: the argument.
-        size: the batch's number of samples; ``None``: this argument would decide it.
-        dim: the dim on which the argument is split.
-    """
-    if isinstance(value, Tensor):
-        return
-    for found in _sequences(value):
-        of_tensors = _alike(found)
-        fit = all(t.dim() > dim and t.shape[dim] == size for t in tensors(found))
-        if size is None:
-            is_doubtful = of_tensors
-        else:
-            is_doubtful = len(found) == size and (_of_texts(found) or (of_tensors and not fit))
-        if is_doubtful:
-            where = f"argument {name!r}" if name != "target" else "the target"
-            if found is not value:
-                where += f" has a {type(found).__name__} inside that"
-            raise MicrobatchError(
-                f"{where} may be a list of {len(found)} samples, or hold tensors that have all "
-                f"samples each ({users_line()}); pass batch_dims={{{name!r}: 'list'}} (one element "
-                f"a sample), {{{name!r}: 0}} (each tensor is split on dim 0) or {{{name!r}: None}} "
-                "(every micro-batch gets the whole)"
-            )
-    for leaf in leaves(value):
-        shape = getattr(leaf, "shape", None)
-        is_array = hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)
-        if size is not None and is_array and isinstance(shape, tuple) and shape[:1] == (size,):
-            fix = (
-                "pass torch.as_tensor(…) of it, or "
-                f"batch_dims={{{name!r}: None}} to give every micro-batch the whole"
-            )
-            contract, argument = f"a tensor with the batch's {size} rows", f"argument {name!r}"
-            raise MicrobatchError(expected(contract, leaf, for_=argument, fix=fix))
-
-
-def _sequences(value: Any) -> Iterator[list[Any] | tuple[Any, ...]]:
-    """Yield the lists and plain tuples in a nested value, the outer ones first; a named tuple is a
-    record."""
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _sequences(item)
-    elif type(value) in (list, tuple):
-        yield value
-        for item in value:
-            yield from _sequences(item)
-
-
-def _alike(sequence: Sequence[Any]) -> bool:
-    """Return whether the items look like one sample each, and not like the parts of one record."""
-    if len(sequence) < 2 or len({type(item) for item in sequence}) > 1:
-        return False
-    if isinstance(sequence[0], Tensor):
-        kinds = {(item.dtype, item.dim()) for item in sequence}
-        return len(kinds) == 1 and sequence[0].dim() > 0
-    return all(any(True for _ in tensors(item)) for item in sequence)
-
-
-def _of_texts(sequence: Sequence[Any]) -> bool:
-    return len(sequence) > 1 and all(isinstance(item, str | bytes) for item in sequence)
-
-
 def _check_target(target: Any, size: int, dim: Any) -> None:
     if dim is WHOLE or dim == "list" or isinstance(dim, PartlyWhole):
         return
-    for tensor in tensors(target):
-        if tensor.dim() > dim and tensor.shape[dim] != size:
-            fix = (
-                "pass a target for each sample, or batch_dims={'target': None} to give every "
-                "micro-batch the whole of it"
-            )
-            shape = tuple(tensor.shape)
-            raise MicrobatchError(
-                expected(_samples_on(dim, size), shape, for_="the target", fix=fix)
-            )
+    unfit = [t for t in tensors(target) if has_dim(t.shape, dim) and t.shape[dim] != size]
+    if not unfit:
+        return
+    if any(has_batch(t.shape, size, dim) for t in tensors(target)):
+        fix = (
+            "the target has others that fit: leave this one out, and let loss_fn have it otherwise "
+            "(as an attribute, or by functools.partial), or give it a row for each sample"
+        )
+    else:
+        fix = (
+            "pass a target for each sample, or batch_dims={'target': None} to give every "
+            "micro-batch the whole of it"
+        )
+    shape = tuple(unfit[0].shape)
+    raise MicrobatchError(expected(_samples_on(dim, size), shape, for_="the target", fix=fix))
 
 
 def weights_of(microbatches: Sequence[Microbatch], reduction: LossReduction) -> list[float]:

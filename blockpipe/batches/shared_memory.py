@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._common.nested import map_tensors, tensors
-from .._torch.tensors import extent_of, memory_of, overlapping
+from .._torch.tensors import extent_of, is_ragged, memory_of, overlapping
 
 
 class SharedMemory:
@@ -103,7 +103,9 @@ def unified(value: Any) -> Any:
         return value
     same: dict[int, Tensor] = {}
     for tensor in given.values():
-        if type(tensor) is Tensor and not tensor.requires_grad and tensor.layout is torch.strided:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or is_ragged(tensor):
+            continue
+        if not tensor.requires_grad:
             where = memory_of(tensor), tensor.storage_offset()
             kind = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
             first = known.setdefault((where, kind), tensor)

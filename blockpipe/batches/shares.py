@@ -14,7 +14,9 @@ from .batch_dims import (
     BatchDim,
     BatchDims,
     CallDims,
+    Name,
     PartlyWhole,
+    Role,
     has_batch,
 )
 
@@ -32,12 +34,10 @@ def dims_of_shares(
         size: its number of samples.
         dims: its ``batch_dims``, by the positions and names of this call.
     """
-    by = ArgumentDims(dims)
+    by = ArgumentDims(dims, kwargs)
     found = CallDims({} if isinstance(dims, int) else dims or {})
-    found["output"] = None
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    if "target" not in kwargs:  # else both would have one name
-        named.append(("target", target))
+    found[Role.OUTPUT] = None
+    named: list[tuple[Name, Any]] = [*enumerate(args), *kwargs.items(), (Role.TARGET, target)]
     for name, value in named:
         if not by.names(name):
             found[name] = _dim_in_shares(value, size, by.of(name))

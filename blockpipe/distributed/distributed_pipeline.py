@@ -151,8 +151,6 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             tied.broadcast()
             if self._replicas is not None:
                 self._replicas.broadcast([*self._values.parameters(), *self._values.buffers()])
-        self._engines.watched.placed()
-        self._losses = self._values.loss_watch()
         self._gradients = StageGradients(self._values, tied, self._replicas, group, self._device)
 
     def _filled(self, weights: Weights | None, init: Init | None) -> StageValues:
@@ -160,7 +158,9 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
         cut, places = self._engines.first, self._engines.places
         numbers = {cut.stages[stage].stage for stage in places.own}
         fill_own(self.module, cut.recording, numbers, self._device, weights, init)
-        return StageValues(cut, places)
+        values = StageValues(cut, places)
+        self._engines.watched.placed()
+        return values
 
     def _tied(self, group: dist.ProcessGroup | None) -> TiedParameters:
         tied, own = self._engines.first.tied(), dict(self.named_parameters())
@@ -256,14 +256,12 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             runs = self._runs(microbatches, loss_fn)
             places, outputs = self._engines.places, None
             home = 0 if loss_fn is None else -1  # only the last stage's process has the target
-            weights = [1.0] * len(microbatches)
+            reduction = reduction_for(loss_fn, self.loss_reduction)
             if backward and places.is_own(home):
-                reduction = reduction_for(loss_fn, self.loss_reduction)
                 weights_of(microbatches, reduction)  # for its errors
-        self._failures.began = True
+        self._failures.began, weights = True, [1.0] * len(microbatches)
         if backward:
-            reduction, replicas = reduction_for(loss_fn, self.loss_reduction), self._replicas
-            whose = reduction, replicas, self._device, places, home
+            whose = reduction, self._replicas, self._device, places, home
             weights = loss_weights(microbatches, *whose)
         asks_outputs = bool(asked[0] & _OUTPUTS)
         sources = dict.fromkeys(source for engine, _ in runs for source in engine.sources)
@@ -271,7 +269,8 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
         sums = self._gradients.begin(len(microbatches)) if backward else None
         calls = StageCalls(streams, self.checkpoint, len(microbatches), sums)
         loss_fn = loss_fn if backward else no_loss
-        step = StepResults(loss_fn, self._device, calls, self._losses, asks_outputs=asks_outputs)
+        watch = self._values.loss_watch
+        step = StepResults(loss_fn, self._device, calls, watch, asks_outputs=asks_outputs)
         with streams.step(), self._batch_norm.step():
             self._run_engines(step, calls, runs, weights, backward=backward)
             if sums is not None:
@@ -354,7 +353,7 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
         )
 
     def _split(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
-        dims = dims_of_call(self.module, self.batch_dims, args, kwargs)
+        dims = dims_of_call(self.module, self.batch_dims, args, kwargs, target)
         return split(args, kwargs, target, self.chunks, dims)
 
     def _runs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -49,8 +50,9 @@ class StageValues:
                 )
             )
 
+    @functools.cached_property
     def loss_watch(self) -> LossWatch:
-        """Return what refuses losses that read what is not in this process."""
+        """What refuses losses that read what is not in this process."""
         own = (*self.parameters(), *self.buffers())
         here = {id(module) for stage in self._stages for module in stage.called()}
         kept = {place for stage in self._stages for place in stage.keeps()}

@@ -232,7 +232,7 @@ class StepRunner:
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             return []
         sizes = [m.size for m in step.request.microbatches]
-        dims = dims_of_call(self.preparer.model, self.options.batch_dims, args, kwargs)
+        dims = dims_of_call(self.preparer.model, self.options.batch_dims, args, kwargs, target)
         places = input_places(args, kwargs, target, sizes, dims)
         return [
             (leaf, place)

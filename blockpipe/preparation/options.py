@@ -227,7 +227,7 @@ class PipelineOptions:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
     ) -> list[Microbatch]:
         """Split the arguments of a model, and a target for the loss, into micro-batches."""
-        dims = dims_of_call(model, self.batch_dims, args, kwargs)
+        dims = dims_of_call(model, self.batch_dims, args, kwargs, target)
         return split(args, kwargs, target, self.chunks, dims, cut=self.cuts)
 
     @property

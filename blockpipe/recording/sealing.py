@@ -47,6 +47,8 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     activations.by_call()
     result.saved = activations.by_segments()
     result.shared_generators = [d for d in recorder.draws.generators.values() if len(d.hops) > 1]
+    sets = {what: line for what, call, line in reversed(recorder.sets) if not _in_sealed(call)}
+    result.set_between = [*sets.items()]
     _place_unread(model, recorder)
     result.recomputes = not all(map(_in_sealed, recorder.checkpointed_in))
     result.custom_functions = sorted(

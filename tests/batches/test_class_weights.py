@@ -120,6 +120,21 @@ class Halved(nn.CrossEntropyLoss):
         return nn.functional.cross_entropy(output, target) / 2
 
 
+def test_a_hook_when_it_changes_the_targets_has_a_warning_with_the_remedy() -> None:
+    """The weights are those of the targets before it; with the remedy the step is the batch's."""
+    loss_fn = nn.CrossEntropyLoss(WEIGHT.double())
+    loss_fn.register_forward_pre_hook(lambda _, args: (args[0], (args[1] + 1) % 4))
+    model, (x, y) = net(), rows()
+    wanted = loss_fn(model(x), y).detach()
+    pipe = bp.Pipeline(model, devices=stages(2), chunks=3)
+    with pytest.warns(
+        UserWarning, match=r"forward pre-hook.*test_class_weights\.py:\d+.*reduction="
+    ):
+        pipe.forward_backward(x, target=y, loss_fn=loss_fn)
+    pipe.loss_reduction = lambda args, kwargs, target: WEIGHT[(target.cpu() + 1) % 4].sum()
+    assert_close(pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss, wanted)
+
+
 def test_subclasses_are_averaged_over_samples() -> None:
     x, y = rows()
     loss_fn = Halved(WEIGHT.double())

@@ -222,6 +222,53 @@ def test_a_loss_that_is_the_first_output():
     assert_same_gradients(net, plain)
 
 
+class Accurate(Own):
+    """Returns something that has no gradient before its loss."""
+
+    def __init__(self, measure):
+        super().__init__()
+        self.measure = measure
+
+    def forward(self, x, labels):
+        found = super().forward(x, labels)
+        right = found["logits"].argmax(-1) == labels
+        return self.measure(right), found["loss"]
+
+
+@pytest.mark.parametrize("measure", [torch.sum, lambda right: right.float().mean()])
+def test_a_loss_when_an_accuracy_is_the_first_output_is_the_models_own(measure):
+    """The accuracy was taken for it, and refused."""
+    net, x, labels = Accurate(measure), torch.randn(8, 6), torch.arange(8) % 5
+    plain = copy.deepcopy(net)
+    expected = plain(x, labels)[1]
+    expected.backward()
+    assert_close(piped(net, "mean").forward_backward(x, labels).loss, expected)
+    assert_same_gradients(net, plain)
+
+
+def test_an_output_when_a_micro_batch_is_one_sample_is_not_taken_for_the_loss():
+    """Without a loss_fn the mean of the outputs was trained, with batches of this size only."""
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1)), {"1": 1})
+    with pytest.raises(UsageError, match=r"0-d tensor for .* own loss, got one of shape \(1, 1\)"):
+        piped(net, "mean").forward_backward(torch.randn(4, 6))
+
+
+def test_a_complex_loss_is_refused():
+    """As plain PyTorch refuses it; its real part was trained."""
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)), {"1": 1})
+    with pytest.raises(
+        UsageError, match=r"a real number for the loss, got one of torch\.complex64"
+    ):
+        piped(net, "mean").forward_backward(
+            torch.randn(8, 6), loss_fn=lambda out: torch.complex(out.mean(), out.sum())
+        )
+
+
+def test_a_mapping_when_it_has_no_key_for_the_loss_is_told_which():
+    with pytest.raises(UsageError, match="returned dict without a loss .*under the key 'loss'"):
+        piped(Own(), "mean").forward_backward(torch.randn(8, 6))
+
+
 def test_a_mean_square_of_what_has_a_gradient():
     """Where a model has no loss; other outputs are none of it."""
     a, b = torch.ones(3, requires_grad=True), torch.full((3,), 5.0)

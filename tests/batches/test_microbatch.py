@@ -16,6 +16,8 @@ from blockpipe.batches.joining import JoinedLeaf, join
 from blockpipe.batches.microbatch import split, weights_of
 from blockpipe.errors import MicrobatchError
 
+from ..stage_devices import assert_close, stages
+
 
 class Pair(NamedTuple):
     a: torch.Tensor
@@ -193,3 +195,30 @@ def test_outputs_that_are_not_to_be_joined_are_a_list():
     torch.testing.assert_close(torch.cat(result.outputs), plain(x))
     assert "no entry for each sample" not in str(pipe.summary())
     assert pipe.verify(x)
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        bp.BeginBlock(self.b, stage=1)
+
+    def forward(self, x):
+        y = self.b(self.a(x))
+        return {"loss": y.square().mean(), "y": y.t()}
+
+
+@pytest.mark.parametrize("dims", [{"output": -1}, {"x": -2, "output": 1}, {0: -2, "output": -1}])
+def test_a_dim_when_counted_from_the_last_is_looked_up_in_every_tensor(dims):
+    """A 0-d output has none: that was Python's IndexError."""
+    model, x = Turned(), torch.randn(5, 4)
+    wanted = model(x)
+    assert_close(bp.Pipeline(model, devices=stages(2), chunks=2, batch_dims=dims)(x), wanted)
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dim_of_the_output_when_no_output_has_it_is_refused(dim):
+    """Outputs became lists."""
+    pipe = bp.Pipeline(Turned(), devices=stages(2), chunks=2, batch_dims={"output": dim})
+    with pytest.raises(MicrobatchError, match=rf"samples on dim {dim}, .*got \(4, 3\).*or None"):
+        pipe(torch.randn(5, 4))

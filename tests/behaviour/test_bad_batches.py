@@ -65,7 +65,14 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize(
     ("batch_dims", "shape"),
-    [({0: 0, 1: 1}, (2, 6)), ({0: 0, "b": 1}, (2, 6)), (0, (6, 2)), ({1: 3}, (8, 2)), (5, (8, 2))],
+    [
+        ({0: 0, 1: 1}, (2, 6)),
+        ({0: 0, "b": 1}, (2, 6)),
+        (0, (6, 2)),
+        ({1: 3}, (8, 2)),
+        (5, (8, 2)),
+        ({1: -3}, (8, 2)),
+    ],
     ids=str,
 )
 def test_batch_dims_that_do_not_fit_are_refused(batch_dims: Any, shape: tuple[int, ...]) -> None:

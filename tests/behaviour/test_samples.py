@@ -117,6 +117,11 @@ SAMPLES = [
     (torch.ones(4, 8), [torch.ones(3)] * 4),
     (torch.ones(4, 8), ["a", "b", "c", "d"]),
     (torch.ones(4, 8), [(torch.ones(2), 1)] * 4),
+    (torch.ones(4, 8), [torch.tensor(1.0)] * 4),
+    (torch.ones(4, 8), [3, 1, 2, 1]),
+    (torch.ones(4, 8), [(8, 9), (7, 9), (8, 8), (8, 9)]),
+    (torch.ones(4, 8), [{"id": n, "name": "a"} for n in range(4)]),
+    (torch.ones(4, 8), {"lengths": [3, None, 2, 1]}),
 ]
 
 
@@ -128,19 +133,50 @@ def test_a_list_that_may_hold_samples_is_refused(args):
         pipe(*args)
 
 
-def test_a_target_that_may_hold_samples_is_refused():
+@pytest.mark.parametrize(
+    "each", [torch.ones(2), torch.tensor(1.0), 3], ids=["1-d", "0-d", "number"]
+)
+def test_a_target_that_may_hold_samples_is_refused(each):
     pipe = bp.Pipeline(Mean(), devices=stages(2), chunks=2)
     with pytest.raises(MicrobatchError, match="the target may be a list of 4 samples"):
         pipe.forward_backward(
-            torch.ones(4, 8), target=[torch.ones(2)] * 4, loss_fn=lambda out, target: out.sum()
+            torch.ones(4, 8), target=[each] * 4, loss_fn=lambda out, target: out.sum()
+        )
+
+
+def test_numbers_when_their_argument_is_named_a_list_are_split():
+    """Each micro-batch read those of the first samples."""
+
+    class Scales(Mean):
+        def forward(self, x, other=None):
+            return super().forward(x) * torch.tensor(other, device=x.device)[:, None]
+
+    model, x, scales = Scales(), torch.randn(5, 8), [1.0, 2.0, 3.0, 4.0, 5.0]
+    wanted = model(x, scales)
+    assert_close(_pipe(model, other="list")(x, scales), wanted)
+
+
+def test_a_target_when_only_some_of_its_tensors_fit_says_where_the_others_go():
+    """To give every micro-batch all of it, as was said, would be wrong for those that fit."""
+    pipe = bp.Pipeline(Mean(), devices=stages(2), chunks=2)
+    with pytest.raises(MicrobatchError, match=r"for the target, got \(3,\) .*let loss_fn have it"):
+        pipe.forward_backward(
+            torch.ones(4, 8),
+            target=(torch.ones(4), torch.ones(3)),
+            loss_fn=lambda out, _: out.sum(),
         )
 
 
 RECORDS = [
     (torch.ones(4, 8), [torch.ones(4, 2), torch.ones(4, 3)]),  # all rows each
     ((torch.ones(4, 8), torch.ones(4)),),  # of differing dims: a record
-    (torch.ones(4, 8), [1, 2, 3, 4]),
+    (torch.ones(4, 8), [1, 2, 3]),
+    (torch.ones(4, 8), (1, 2, 3, 4)),  # one size
+    (torch.ones(4, 8), [None] * 4),
+    (torch.ones(4, 8), [[1, 2, 3, 4], [5, 6, 7, 8]]),  # two settings of four numbers
     (torch.ones(4, 8), [torch.ones(2)] * 3),  # another length
+    ((torch.ones(4, 8), [torch.ones(2)] * 3),),  # beside the tensor that has the batch
+    (torch.ones(1, 8), [1]),
 ]
 
 
@@ -156,7 +192,7 @@ def test_records_are_split_inside_as_ever(args):
             return self.b(self.a(x[0] if isinstance(x, tuple) else x))
 
     out = bp.Pipeline(Takes(), devices=stages(2), chunks=2)(*args)
-    assert out.shape == (4, 4)
+    assert out.shape in [(4, 4), (1, 4)]
 
 
 def test_an_array_with_the_batchs_rows_is_refused():
@@ -211,12 +247,12 @@ TWO_OUTPUTS = {
 def test_two_outputs_that_may_be_two_samples_are_refused_until_they_are_named(gives):
     """They were joined as four samples."""
     x, model = [torch.randn(8) for _ in range(6)], Rows(gives)
+    rows = model.b(model.a(torch.stack(x)))
     with pytest.raises(MicrobatchError, match="one element for each of its 2 samples, or hold"):
         _pipe(model, x="list")(x)
     found = _pipe(model, x="list", output=0)(x)
     assert len(found) == 2
     assert len(_pipe(model, x="list", output="list")(x)) == 6
-    rows = model.b(model.a(torch.stack(x)))
     first = found[0][0] if isinstance(found[0], tuple) else found[0]
     assert_close(first, rows.mean() if first.dim() == 0 else rows)
 
@@ -232,13 +268,59 @@ UNLIKE = {
 def test_two_outputs_of_two_kinds_are_no_samples(gives):
     """A loss beside outputs was that of the first micro-batch only."""
     x, model = [torch.randn(8) for _ in range(6)], Rows(gives)
-    assert_close(tuple(_pipe(model, x="list")(x)), gives(model.b(model.a(torch.stack(x)))))
+    wanted = model(x)
+    assert_close(tuple(_pipe(model, x="list")(x)), wanted)
 
 
 def test_a_sample_that_is_a_mapping_may_have_as_many_boxes_as_there_are_samples():
     x = [torch.randn(8) for _ in range(6)]
     found = _pipe(Rows(lambda rows: [{"boxes": row.repeat(2, 1)} for row in rows]), x="list")(x)
     assert [list(item["boxes"].shape) for item in found] == [[2, 4]] * 6
+
+
+def test_a_list_of_samples_inside_of_an_output_when_arguments_are_lists_is_refused():
+    """It was joined element by element, as if each had all samples."""
+    x = [torch.randn(8) for _ in range(6)]
+    model = Rows(lambda rows: {"found": [{"row": row} for row in rows], "size": (8, 8)})
+    with pytest.raises(
+        MicrobatchError, match=r"output\['found'\] of a micro-batch may have .* 2 sa"
+    ):
+        _pipe(model, x="list")(x)
+    assert len(_pipe(model, x="list", output=None)(x)) == 3
+    scales = Rows(lambda rows: {"scales": (rows, 2 * rows, 3 * rows)})
+    assert [len(scale) for scale in _pipe(scales, x="list")(x)["scales"]] == [6] * 3
+
+
+class Listed(Rows):
+    def forward(self, x):
+        return super().forward(list(x))
+
+
+ROW_BY_ROW = {
+    "list": (list, "as its length says, pass batch_dims={'output': 'list'}"),
+    "inside": (
+        lambda rows: {"found": list(rows)},
+        r"if output\['found'\] has one element a sample",
+    ),
+}
+
+
+@pytest.mark.parametrize(("gives", "match"), ROW_BY_ROW.values(), ids=ROW_BY_ROW)
+def test_a_list_that_follows_the_number_of_samples_when_arguments_are_tensors_is_refused(
+    gives, match
+):
+    """Micro-batches of two and of one: their lists have two elements and one."""
+    with pytest.raises(MicrobatchError, match=match):
+        _pipe(Listed(gives))(torch.randn(5, 8))
+
+
+def test_two_outputs_of_two_samples_when_arguments_are_tensors_are_two_outputs():
+    """As they are in micro-batches of any other size, until the output is named a list."""
+    x = torch.randn(6, 8)
+    for gives, dims in ((lambda rows: [rows, 2 * rows], {}), (list, {"output": "list"})):
+        model = Listed(gives)
+        wanted = model(x)
+        assert_close(_pipe(model, **dims)(x), wanted)
 
 
 def test_a_name_that_no_argument_has_is_refused():

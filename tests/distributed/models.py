@@ -114,3 +114,18 @@ def t5(dropout_rate: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(config).train()
     return bp.begin_blocks(model, {"encoder.block.1": 1, "decoder": 2, "decoder.block.1": 3})
+
+
+class Glue(nn.Module):
+    """Two layers, and code of a test's between them."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = self.between(self, h)
+        with bp.Block(1):
+            return self.second(h)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..._common.callsite import remembers_caller, users_line, warn
 from ..._common.nested import map_tensors
+from ...batches.batch_dims import Role
 from ...batches.microbatch import split
 from ...devices.devices import default_devices
 from ...errors import PlanError, UsageError
@@ -292,7 +293,7 @@ class PoplarExecutor:
             "chunks": whole if len(groups) == 1 else each,
             "schedule": options.strategy.schedule,
             "loss_reduction": "sum" if reduction is ReductionType.Sum else "mean",
-            "batch_dims": {"output": None},  # which of them come back, the output mode says
+            "batch_dims": {Role.OUTPUT: None},  # which of them come back, the output mode says
             **self._pipeline_options,
         }
         if len(groups) > 1:

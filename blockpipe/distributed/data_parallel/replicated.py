@@ -190,7 +190,7 @@ class ReplicatedPipeline:
         """What this process's share counts in the loss of the whole batch."""
         if reduction == "sum":
             return 1.0
-        dims = dims_of_call(self.pipe.module, self.pipe.batch_dims, args, kwargs)
+        dims = dims_of_call(self.pipe.module, self.pipe.batch_dims, args, kwargs, target)
         parts = split(args, kwargs, target, self.pipe.chunks, dims)
         weights_of(parts, reduction)  # for its errors
         if callable(reduction):

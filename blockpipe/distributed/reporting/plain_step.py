@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ..._common.nested import leaves, map_leaves, map_tensors
-from ...batches.batch_dims import WHOLE, ArgumentDims, BatchDims, dims_of_call, has_batch
+from ...batches.batch_dims import (
+    WHOLE,
+    ArgumentDims,
+    BatchDims,
+    Name,
+    Role,
+    dims_of_call,
+    has_batch,
+)
 from ...batches.class_weights import reduction_for
 from ...batches.losses import own_or_mean_square
 from ...batches.microbatch import LossReduction, Microbatch, split
@@ -77,7 +85,7 @@ class Share:
 
     def microbatches(self, model: nn.Module, options: StepOptions) -> list[Microbatch]:
         """Return copies of its micro-batches, for a forward may write to them."""
-        dims = dims_of_call(model, options.batch_dims, self.args, self.kwargs)
+        dims = dims_of_call(model, options.batch_dims, self.args, self.kwargs, self.target)
         args, kwargs, target = on_host((self.args, self.kwargs, self.target))
         return split(args, kwargs, target, options.chunks, dims)
 
@@ -159,13 +167,14 @@ def joined_shares(model: nn.Module, shares: Sequence[Share], options: StepOption
     if len(shares) == 1:
         return first
     sizes = [whole.size for whole in wholes(model, shares, options)]
-    dims = ArgumentDims(dims_of_call(model, options.batch_dims, first.args, first.kwargs))
+    of_call = dims_of_call(model, options.batch_dims, first.args, first.kwargs, first.target)
+    dims = ArgumentDims(of_call, first.kwargs)
 
-    def joined(name: int | str, values: list[Any]) -> Any:
+    def joined(name: Name, values: list[Any]) -> Any:
         try:
             return _joined(values, dims.of(name), sizes)
         except (RuntimeError, ValueError) as error:
-            what = "the target" if name == "target" else f"argument {name!r}"
+            what = "the target" if name is Role.TARGET else f"argument {name!r}"
             raise MicrobatchError(f"the replicas' shares differ in {what}: {error}") from error
 
     for name, buffer in first.buffers.items():
@@ -174,7 +183,7 @@ def joined_shares(model: nn.Module, shares: Sequence[Share], options: StepOption
     columns = zip(*(share.args for share in shares), strict=True)
     args = tuple(joined(at, [*values]) for at, values in enumerate(columns))
     kwargs = {name: joined(name, [share.kwargs[name] for share in shares]) for name in first.kwargs}
-    target = joined("target", [share.target for share in shares])
+    target = joined(Role.TARGET, [share.target for share in shares])
     return Share(args, kwargs, target, first.buffers)
 
 

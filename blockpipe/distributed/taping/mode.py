@@ -246,7 +246,6 @@ class TapingMode(ForwardMode):
             self._refuse(f"{around[-1]} around it")
         self.watch.begin()
         result = call()
-        self._drawn = drawn_outside()
         made = list(tensors(result))
         if not given and not made:
             return result  # the state of torch: it is noted with each entry

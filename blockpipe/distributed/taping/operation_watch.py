@@ -74,14 +74,12 @@ def _is_by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def drawn_outside() -> Any:
-    """Return the states of the random numbers that no operation of torch's draws: Python's and
-    NumPy's, and torch's own, which code may seed."""
-    numpy = sys.modules.get("numpy")
-    legacy = None
-    if numpy is not None:
-        state = numpy.random.get_state()
-        legacy = state[1].tobytes(), state[2]
-    return random.getstate(), legacy, torch.default_generator.get_state().tolist()
+    """Return the states of Python's and NumPy's random numbers, and the seed of torch's."""
+    numpy, seed = sys.modules.get("numpy"), torch.default_generator.initial_seed()
+    if numpy is None:
+        return random.getstate(), seed
+    state = numpy.random.get_state()
+    return random.getstate(), state[1].tobytes(), state[2], seed
 
 
 def entered() -> list[str]:

@@ -226,17 +226,13 @@ class KnownValues:
                 hops = hops_of(known.set_on)
                 yield CarriedValue(self._named(known), known.first_read, hops, where)
 
-    def set_between(self) -> Iterator[tuple[str, str]]:
-        """Yield the values that code between sealed calls sets, each with the line. Of a module's
+    def sets_by_call(self) -> Iterator[tuple[str, Call | None, str]]:
+        """Yield the values that are set, each with a call that sets it, and the line. Of a module's
         attribute a tensor in it is left out."""
         for known in self._values.values():
-            if id(known.owner) in self._ignored:
-                continue
-            if isinstance(known.owner, nn.Module) and not known.is_bare:
-                continue
-            lines = (line for call, line in known.set_in if not _is_in_sealed(call))
-            if (line := next(lines, None)) is not None:
-                yield self._named(known), line
+            is_kept = isinstance(known.owner, nn.Module) and not known.is_bare
+            if id(known.owner) not in self._ignored and not is_kept:
+                yield from ((self._named(known), call, line) for call, line in known.set_in)
 
     def _of_all(self, known: SharedValue) -> list[SharedValue]:
         """Return the values that overlap: a container's entries for its whole content, or the
@@ -248,11 +244,3 @@ class KnownValues:
 
     def _named(self, known: SharedValue) -> str:
         return named(known.owner, known.key, self._paths)
-
-
-def _is_in_sealed(call: Call | None) -> bool:
-    while call is not None:
-        if call.sealed and not call.is_function:
-            return True
-        call = call.parent
-    return False

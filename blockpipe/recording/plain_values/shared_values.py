@@ -22,8 +22,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from ..._torch.modules import slots_of
 from ...restoring.contents import is_generator
@@ -65,22 +64,16 @@ from .places import (
 )
 from .still_code import frames_of, read_of_unknown
 from .syntax.accesses import Access, Use, accesses_of, may_set, tests_of
-from .syntax.effects import changes_given
+from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE, changes_given
 from .syntax.protocols import is_read_by_syntax
 from .taken_in import TakenIn
 from .tensor_uses import TensorUses
-from .values import ApartRun, PendingWrite, SharedValue, back, frozen
+from .values import ApartRun, PendingWrite, back, frozen
 
 _OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
 _OF_ARRAY = "the tensor that is made of it shares its memory: make a copy (torch.tensor)"
 
 _STOPS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-# Functions whose answer is another one in each forward, and those that ask a tensor for no value.
-_ASKS_CHANCE = ("random", "randint", "uniform", "choice", "time", "perf_counter", "monotonic")
-_ASKS_SHAPE = (
-    *("size", "dim", "numel", "len", "isinstance", "hasattr", "getattr", "callable", "is_tensor"),
-    *("is_floating_point", "is_grad_enabled", "is_contiguous", "type", "get", "stride"),
-)
 
 
 class SharedValues:
@@ -254,7 +247,7 @@ class SharedValues:
         for node in ast.walk(test):
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                if name in _ASKS_CHANCE or not (self._fake or name in _ASKS_SHAPE):
+                if name in ASKS_CHANCE or not (self._fake or name in ASKS_SHAPE):
                     return True
             elif isinstance(node, ast.Name | ast.Attribute):
                 owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
@@ -298,7 +291,7 @@ class SharedValues:
                     self._reads(holder, key, frame, hop, counts=access.counts, loses=loses)
             if access.writes:
                 apart = self._apart(frame)
-                where = frame.line, apart, access.counts, self._call()
+                where = frame.line, apart, access.counts, self._calls()
                 pending = PendingWrite(owner, key, frozen(value), hop, *where)
                 self._pending[id(frame.frame)] = pending
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
@@ -349,8 +342,7 @@ class SharedValues:
                 known.remedy = _OF_ARRAY
         if access.use is not Use.READ or is_filled or advances(value):
             known = self.known.at(value, ALL)
-            known.is_set(hop, frame.line)
-            self._is_set_in(known, self._call(), frame.line)
+            known.is_set(hop, frame.line, self._calls())
             known.is_constant = False
             if self._checkpoints.of(frame.frame) is not None:
                 known.set_again_on.add(hop)
@@ -361,9 +353,8 @@ class SharedValues:
         """Note that code calls a random generator, or hands it to a function."""
         if id(generator) in self._generators or (self._all_lasts and is_generator(generator)):
             known = self.known.at(generator, ALL)
-            known.is_set(hop, frame.line)
-            if not isinstance(generator, torch.Generator):
-                self._is_set_in(known, self._call(), frame.line)
+            # An operation draws from one of torch's.
+            known.is_set(hop, frame.line, () if isinstance(generator, Generator) else self._calls())
             known.is_read(hop, frame.line)
             known.is_constant, known.remedy = False, _OF_GENERATOR
 
@@ -432,17 +423,15 @@ class SharedValues:
         # On fake tensors the same is the same for all data.
         settles = self._fake or (pending.adds and isinstance(value, Tensor))
         if not settles or now is UNKNOWN or pending.before != now:
-            known.is_set(pending.hop, pending.line)
-            self._is_set_in(known, pending.call, pending.line)
+            known.is_set(pending.hop, pending.line, pending.calls)
             known.made_on |= made_on or set()
             if isinstance(pending.owner, dict) and pending.before is not UNKNOWN:
                 self.known.at(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
             if pending.apart is not None and self._still is None:
                 known.set_again_on.add(pending.hop)
 
-    def _is_set_in(self, known: SharedValue, call: Call | None, line: str) -> None:
-        if self._still is None:
-            known.set_in.append((call, line))
+    def _calls(self) -> list[Call | None]:
+        return [] if self._still is not None else [self._call()]
 
     @property
     def sets(self) -> dict[int, str]:

@@ -40,8 +40,9 @@ class SharedValue:
     is_bare: bool = False  # whether it is set to a value without tensors
     set_in: list[tuple[Call | None, str]] = field(default_factory=list)  # calls, with the lines
 
-    def is_set(self, hop: int, line: str) -> None:
-        """Note that code on a hop sets it."""
+    def is_set(self, hop: int, line: str, calls: Iterable[Call | None] = ()) -> None:
+        """Note that code on a hop sets it, in one of the forward's calls."""
+        self.set_in += [(call, line) for call in calls]
         self.first_write = self.first_write or line
         self.set_on.add(hop)
 
@@ -92,7 +93,7 @@ class PendingWrite:
     line: str
     apart: ApartRun | None  # the run apart from the forward that it is in
     adds: bool  # as ``self.n += 1`` does, which writes to a tensor in place
-    call: Call | None
+    calls: list[Call | None]
 
 
 @dataclass

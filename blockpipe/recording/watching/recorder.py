@@ -87,6 +87,7 @@ class Recorder:
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
         self.checkpointed_in: list[Call | None] = []
         self.keepers: list[str] = []
+        self.sets: list[tuple[str, Call | None, str]] = []
         self.backward_code = BackwardCode()
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.outside_tensors = OutsideTensors()

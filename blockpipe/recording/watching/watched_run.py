@@ -97,10 +97,8 @@ def run_watched(
     recorder = _watching(request, result, holders)
     beside = [*(hook.function for hook in request.hooks), *filter(None, [request.loss_fn])]
     modules, traces = dict(model.named_modules()), is_second or may_set_by(beside)
-    around, calls = [*holders, *request.modes], lambda: recorder.calls.innermost
-    values = SharedValues(
-        around, holders, modules, recorder.hop_here, calls, fake=fake, traces=traces
-    )
+    around, here = [*holders, *request.modes], (recorder.hop_here, lambda: recorder.calls.innermost)
+    values = SharedValues(around, holders, modules, *here, fake=fake, traces=traces)
     values.known.ignore(h.owner for h in request.modes if container_of(h.owner) is not None)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)
@@ -133,7 +131,6 @@ def run_watched(
         result.hops.append(Hop(0, 0, None, "the start"))
     try:
         conclude(model, recorder, versions)
-        result.set_between = list(values.known.set_between())
     finally:
         recorder.activations.forget()
     if planned is None:
@@ -287,6 +284,7 @@ def _note_state(
         *recorder.outside_tensors.shared(),
         *values.known.found(reads, result),
     ]
+    recorder.sets = list(values.known.sets_by_call())
     result.carried = list(values.known.carried(reads))
     result.outside = recorder.outside_tensors.found()
     result.sets = {**recorder.outside.sets, **values.sets}

@@ -14,7 +14,7 @@ from ..._common.callsite import users_line
 from ..._common.nested import map_tensors, tensors
 from ..._common.threads.thread_state import intra_operation_threads
 from ..._torch.modules import is_compiled
-from ...batches.batch_dims import BatchDims, dims_of_call
+from ...batches.batch_dims import BatchDims, Role, dims_of_call, output_of
 from ...batches.class_weights import reduction_for
 from ...batches.losses import own_or_mean_square
 from ...batches.microbatch import split
@@ -286,7 +286,7 @@ class Verifier:
         args, kwargs, target, inputs = self._given(self.device)
         loss_fn: Callable[..., Any] = losses[0] if losses else self.loss_fn
         options = self.options
-        dims = dims_of_call(self.preparer.model, options.batch_dims, args, kwargs)
+        dims = dims_of_call(self.preparer.model, options.batch_dims, args, kwargs, target)
         sources = [*dict.fromkeys(s for hop in self.prepared.sources for s in hop)]
         loop = ReferenceLoop(
             split(args, kwargs, target, chunks or options.chunks, dims, cut=False),
@@ -335,6 +335,6 @@ class Verifier:
 
 def joining(dims: BatchDims) -> BatchDims:
     """Return the same ``batch_dims``, by which outputs are joined."""
-    if not isinstance(dims, Mapping) or dims.get("output", 0) is not None:
+    if not isinstance(dims, Mapping) or output_of(dims) is not None:
         return dims
-    return {name: dim for name, dim in dims.items() if name != "output"}
+    return {name: dim for name, dim in dims.items() if name not in ("output", Role.OUTPUT)}

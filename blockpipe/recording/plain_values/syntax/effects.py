@@ -41,6 +41,15 @@ DOES_BOTH = frozenset(
 )
 CHANGES_GIVEN = _CHANGES_FIRST | _CHANGES_ANY
 
+ASKS_CHANCE = ("random", "randint", "uniform", "choice", "time", "perf_counter", "monotonic")
+"""Functions whose answer is another one in each forward."""
+
+ASKS_SHAPE = (
+    *("size", "dim", "numel", "len", "isinstance", "hasattr", "getattr", "callable", "is_tensor"),
+    *("is_floating_point", "is_grad_enabled", "is_contiguous", "type", "get", "stride"),
+)
+"""Functions that ask a tensor for no value."""
+
 
 def changes_given(given_to: ast.expr, function: Any, *, is_first: bool) -> bool:
     """Return whether a function changes a container that it is given.

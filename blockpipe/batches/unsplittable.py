@@ -1,0 +1,143 @@
+"""Arguments that are refused before a batch is split: what has no dim of samples, and what may be
+samples or not.
+
+To split what looks like a tuple of tensors, or to hand all of it to every micro-batch, would be a
+guess, and a wrong one computes something else without a word.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from .._common.callsite import users_line
+from .._common.checks import expected
+from .._common.nested import containers, leaves, tensors
+from ..errors import MicrobatchError
+from .batch_dims import Name, Role, has_batch, has_dim
+
+
+def check_kind(name: Name, value: Any) -> None:
+    """Refuse an argument that holds samples, but has no dim on which torch can split them."""
+    if type(value) is Tensor and not value.is_nested:  # the common case, in every step
+        return
+    nested = itertools.chain((inner for _, inner in containers(value)), tensors(value))
+    found = next(filter(None, map(_kind_and_remedy, nested)), None)
+    if found is not None:
+        kind, remedy = found
+        where = f"argument {name!r}" if name is not Role.TARGET else "the target"
+        raise MicrobatchError(
+            f"expected tensors with a dim of samples to split into micro-batches for {where}, got "
+            f"{kind} ({users_line()}); {remedy}, or pass batch_dims={{{name!r}: None}} to give "
+            "every micro-batch the whole"
+        )
+
+
+def _kind_and_remedy(value: Any) -> tuple[str, str] | None:
+    if isinstance(value, PackedSequence):
+        remedy = (
+            "pass the padded tensor and the lengths, and pack them in the forward (lengths.cpu())"
+        )
+        return "a PackedSequence, whose rows are time steps", remedy
+    if isinstance(value, torch.masked.MaskedTensor):
+        remedy = "pass its data and its mask, and put them together in the forward"
+        return "a MaskedTensor", remedy
+    if isinstance(value, Tensor) and value.is_nested:
+        remedy = "pass the padded tensor and the lengths, and make it nested in the forward"
+        return "a nested tensor", remedy
+    return None
+
+
+def check_for_samples(name: Name, value: Any, size: int | None, dim: Any) -> None:
+    """Refuse a list that may hold samples and that the user has not named as one: each sample would
+    be split, or every micro-batch would get all of them.
+
+    Args:
+        name: the argument's position or name.
+        value: the argument.
+        size: the batch's number of samples; ``None``: this argument would decide it.
+        dim: the dim on which the argument is split.
+    """
+    if isinstance(value, Tensor):
+        return
+    first = next((tensor for tensor in tensors(value) if has_dim(tensor.shape, dim)), None)
+    for found in _sequences(value):
+        if size is None:  # it is that of the first tensor
+            is_doubtful = _alike(found) and any(tensor is first for tensor in tensors(found))
+        elif len(found) != size or size == 1:
+            is_doubtful = False
+        else:
+            fit = all(has_batch(tensor.shape, size, dim) for tensor in tensors(found))
+            is_doubtful = _of_plain_values(found) or (_alike(found) and not fit)
+        if is_doubtful:
+            raise MicrobatchError(_doubt(name, found, is_inside=found is not value))
+    for leaf in leaves(value):
+        shape = getattr(leaf, "shape", None)
+        is_array = hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)
+        if size is not None and is_array and isinstance(shape, tuple) and shape[:1] == (size,):
+            fix = (
+                "pass torch.as_tensor(…) of it, or "
+                f"batch_dims={{{name!r}: None}} to give every micro-batch the whole"
+            )
+            contract, argument = f"a tensor with the batch's {size} rows", f"argument {name!r}"
+            raise MicrobatchError(expected(contract, leaf, for_=argument, fix=fix))
+
+
+def _doubt(name: Name, found: Sequence[Any], *, is_inside: bool) -> str:
+    """Return the text of the error about an argument that is or has a list of samples or not."""
+    where = f"argument {name!r}" if name is not Role.TARGET else "the target"
+    of_values = _of_plain_values(found)
+    by_element = f"batch_dims={{{name!r}: 'list'}} (one element a sample)"
+    by_tensor = f"{{{name!r}: 0}} (each tensor is split on dim 0)"
+    if is_inside:
+        where += f" has a {type(found).__name__} inside that"
+        ways = (
+            "one tensor with a row for each sample, the list as an argument of its own with "
+            f"batch_dims={{its name: 'list'}}, batch_dims={by_tensor}"
+        )
+    else:
+        ways = by_element if of_values else f"{by_element}, {by_tensor}"
+    either = "" if of_values else ", or hold tensors that have all samples each"
+    return (
+        f"{where} may be a list of {len(found)} samples{either} ({users_line()}); pass {ways} or "
+        f"{{{name!r}: None}} (every micro-batch gets the whole)"
+    )
+
+
+def _sequences(value: Any) -> Iterator[list[Any] | tuple[Any, ...]]:
+    """Yield the lists and plain tuples in a nested value, the outer ones first; a named tuple is a
+    record."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _sequences(item)
+    elif type(value) in (list, tuple):
+        yield value
+        for item in () if _of_plain_values(value) else value:
+            yield from _sequences(item)
+
+
+def _alike(sequence: Sequence[Any]) -> bool:
+    """Return whether the items look like one sample each, and not like the parts of one record."""
+    if len(sequence) < 2 or len({type(item) for item in sequence}) > 1:
+        return False
+    if isinstance(sequence[0], Tensor):
+        kinds = {(item.dtype, item.dim()) for item in sequence}
+        return len(kinds) == 1
+    return all(any(True for _ in tensors(item)) for item in sequence)
+
+
+def _of_plain_values(sequence: Sequence[Any]) -> bool:
+    """Return whether a list has texts, numbers, or tuples of them (lengths, sizes), or a tuple has
+    texts: a tuple of numbers is one size."""
+    if all(isinstance(item, str | bytes) for item in sequence):
+        return True
+    each = [list(leaves(item)) for item in sequence] if type(sequence) is list else []
+    found = list(itertools.chain.from_iterable(each))
+    is_plain = all(isinstance(leaf, _PLAIN) for leaf in found)
+    return is_plain and all(each) and any(leaf is not None for leaf in found)
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None))

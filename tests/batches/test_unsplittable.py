@@ -1,0 +1,77 @@
+"""Arguments that have no dim of samples, or may have none."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+
+import blockpipe as bp
+from blockpipe.errors import MicrobatchError
+
+from ..stage_devices import assert_close, stages
+
+
+class Takes(nn.Module):
+    """Adds what the other argument says to the output."""
+
+    def __init__(self, reads=lambda other: 0.0) -> None:
+        super().__init__()
+        self.a, self.b, self.reads = nn.Linear(4, 4), nn.Linear(4, 4), reads
+        bp.BeginBlock(self.b, stage=1)
+
+    def forward(self, x, other=None):
+        return self.b(self.a(x)) + self.reads(other)
+
+
+def _rows() -> list[Tensor]:
+    return [torch.randn(n, 4) for n in (3, 2, 2, 1)]
+
+
+def _masked() -> Tensor:
+    return torch.masked.masked_tensor(torch.ones(4, 4), torch.ones(4, 4) > 0)
+
+
+KINDS = {
+    "packed": (lambda: pack_sequence(_rows()), "a PackedSequence, .*padded tensor"),
+    "nested": (lambda: torch.nested.nested_tensor(_rows()), "a nested tensor .*padded tensor"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor(_rows(), layout=torch.jagged),
+        "a nested tensor .*padded tensor",
+    ),
+    "masked": (_masked, "a MaskedTensor .*its mask"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype")
+@pytest.mark.parametrize(("make", "match"), KINDS.values(), ids=KINDS)
+def test_an_argument_without_a_dim_of_samples_when_it_is_to_be_split_is_refused(make, match):
+    """The time steps of a PackedSequence were split as samples; the others were torch's errors."""
+    pipe = bp.Pipeline(Takes(), devices=stages(2), chunks=2)
+    x, other = torch.randn(4, 4), make()
+    for args, where in (
+        ((other,), "argument 0"),
+        ((x, other), "argument 1"),
+        ((x, {"rows": [other]}), "argument 1"),
+    ):
+        with pytest.raises(MicrobatchError, match=rf"for {where}, got {match}.*: None\}}"):
+            pipe(*args)
+    with pytest.raises(MicrobatchError, match=f"for the target, got {match}"):
+        pipe.forward_backward(x, target=other, loss_fn=lambda out, _: out.sum())
+
+
+@pytest.mark.cpu("torch copies these to few kinds of devices")
+@pytest.mark.filterwarnings("ignore:.*prototype")
+@pytest.mark.parametrize("make", [make for make, _ in KINDS.values()], ids=KINDS)
+def test_an_argument_without_a_dim_of_samples_when_named_none_goes_whole(make):
+    pipe = bp.Pipeline(Takes(), devices=stages(2), chunks=2, batch_dims={"other": None})
+    assert pipe(torch.randn(4, 4), make()).shape == (4, 4)
+
+
+@pytest.mark.cpu("the lengths in a PackedSequence have to stay on the host")
+def test_a_packed_sequence_when_named_none_is_the_plain_models():
+    """Its value, and not a part of it."""
+    x, packed = torch.randn(4, 4), pack_sequence(_rows())
+    model = Takes(lambda other: pad_packed_sequence(other)[0].mean())
+    wanted = model(x, packed)
+    pipe = bp.Pipeline(model, devices=stages(2), chunks=2, batch_dims={1: None})
+    assert_close(pipe(x, packed), wanted)

@@ -1,0 +1,176 @@
+"""What a tape holds of the code between modules, and what is refused."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import blockpipe as bp
+from blockpipe.distributed import build_stage
+
+from ..chains import assert_like_plain
+from ..models import Glue
+
+
+def _random(_: Any, h: Tensor) -> Tensor:
+    import random
+
+    return h * random.random()
+
+
+def _counts(net: Any, h: Tensor) -> Tensor:
+    net.calls = getattr(net, "calls", 0) + 1
+    return h
+
+
+def _keeps(net: Any, h: Tensor) -> Tensor:
+    net.kept = h * 2
+    return h
+
+
+def _reads_what_it_kept(net: Any, h: Tensor) -> Tensor:
+    net.sum = getattr(net, "sum", None)
+    net.sum = h.detach() if net.sum is None else net.sum + h.detach()
+    return h + net.sum
+
+
+_LOG: list[Tensor] = []
+_MEANS = {"mean": torch.zeros(4)}
+_FACTORS = itertools.cycle([1.0, 2.0])
+
+
+class Square(torch.autograd.Function):
+    """A user's function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradients[0]
+
+
+_square = Square.apply
+
+
+def _squares(_: Any, h: Tensor) -> Tensor:
+    return _square(h)
+
+
+class Doubles(TorchDispatchMode):
+    """Doubles each hyperbolic tangent."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.tanh.default else result
+
+
+def _doubles(_: Any, h: Tensor) -> Tensor:
+    with Doubles():
+        return h.tanh()
+
+
+def _rounds(_: Any, h: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.round(), lambda t: t):
+        return h.tanh() * h
+
+
+def _seeds(_: Any, h: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return h + torch.rand(4)
+
+
+def _forks(_: Any, h: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return h + torch.rand(4)
+
+
+def _asks_microbatch(_: Any, h: Tensor) -> Tensor:
+    return h * (1 + (bp.current_microbatch() or 0))
+
+
+def _collects(_: Any, h: Tensor) -> Tensor:
+    _LOG.append(h.detach())
+    return h
+
+
+def _averages(_: Any, h: Tensor) -> Tensor:
+    _MEANS["mean"] = _MEANS["mean"] * 0.5 + h.detach().mean(0)
+    return h + _MEANS["mean"]
+
+
+def _advances(_: Any, h: Tensor) -> Tensor:
+    return h * next(_FACTORS)
+
+
+def _switches(net: Any, h: Tensor) -> Tensor:
+    net.second.is_on = True
+    h = net.second(h)
+    net.second.is_on = False
+    return h
+
+
+def test_a_tensor_that_the_glue_keeps_is_kept_by_each_run():
+    """In the place of an earlier one: whether there was one must not make a difference."""
+    net, x = Glue(_keeps), torch.randn(3, 4)
+    with torch.no_grad():
+        net(torch.randn(1, 4))
+    first, _ = assert_like_plain(net, x)
+    for given in (x, 2 * x):
+        assert torch.equal(first(given)[0] * 2, net.kept)
+
+
+def _asks_what_it_kept(net: Any, h: Tensor) -> Tensor:
+    net.sum = h * getattr(net, "sum", h).shape[0]
+    return h + net.sum
+
+
+@pytest.mark.parametrize("between", [_reads_what_it_kept, _asks_what_it_kept])
+def test_a_tensor_that_the_glue_keeps_and_reads_again_is_refused(between: Any):
+    """It would go from one micro-batch to the next."""
+    net, x = Glue(between), torch.randn(3, 4)
+    net(x)  # the tensor is there
+    with pytest.raises(bp.BlockpipeError, match="leaves nothing behind .* sets 'sum'"):
+        build_stage(net, 0, x)
+
+
+@pytest.mark.parametrize(
+    ("between", "what"),
+    [
+        (lambda _, h: h * 2 if h.sum() > 0 else h, "a tensor's value"),
+        (lambda _, h: h * h.max().item(), "a tensor's value"),
+        (lambda _, h: h + torch.as_tensor(h.detach().numpy() * 2), "a tensor's value"),
+        (lambda _, h: h + h[h > 0].shape[0], "a size that depends on data"),
+        (
+            lambda net, h: h + net.second(h[h > 0].view(-1, 1) + h[0]).shape[0],
+            "a size that depends",
+        ),
+        (lambda _, h: h * torch.rand(()).item(), "a tensor's value"),
+        (_random, "a random number of Python's"),
+        (lambda _, h: nn.Linear(4, 4)(h), "a new parameter"),
+        (_seeds, "a seed, or a state of torch's generator"),
+        (_forks, "a seed, or a state of torch's generator"),
+        (_squares, r"by Square.apply\(…\), got one whose apply was kept under another name"),
+        (_asks_microbatch, r"a call of current_microbatch\(\)"),
+        (_doubles, "got the mode Doubles around it"),
+        (_rounds, "got saved-tensor hooks _rounds.* around it"),
+        (_collects, "sets nothing but its own variables, .* got one that sets a list"),
+        (_averages, "got one that sets entry 'mean' of a dict"),
+        (_advances, "got one that sets"),
+        (_switches, r"got one that sets second\.is_on"),
+        (_counts, "leaves nothing behind between modules, got one that sets 'calls'"),
+        (_keeps, "sets 'kept' of 'the model'.*call the model once before"),
+        (lambda _, h: h + torch.autograd.grad(h.sum(), h)[0], "a backward inside of the forward"),
+    ],
+)
+def test_glue_that_cannot_be_replayed_is_refused(between: Any, what: str) -> None:
+    """With the line, where there is one."""
+    with pytest.raises(bp.BlockpipeError, match=what) as caught:
+        build_stage(Glue(between), 0, torch.randn(3, 4))
+    assert "test_mode.py:" in str(caught.value)
