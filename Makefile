@@ -33,23 +33,24 @@ demo: $(VENV)/.demo
 SEED ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --hypothesis-seed=$(SEED)
 
-# All that is not slow, and a sample of it on the simulated accelerator.
+# Of what is run: one test in so many; as many turns in a row run all.
+ONE_IN ?= 1
+TURN ?= 0
+
+# All that is not slow; test-devices has the simulated accelerator.
 test: $(VENV)/.test
 	$(PYTEST) -m 'not slow'
-	$(PYTEST) -m 'not slow' --simulated --parameters 1 --one-in 24
 
 # More examples of each property.
 test-properties: $(VENV)/.test
 	$(PYTEST) -m 'hypothesis and not slow' --hypothesis-profile full
 
-# On the simulated accelerator: make test runs one test in twenty-four there.
+# On the simulated accelerator; ONE_IN=24 takes a minute.
 test-devices: $(VENV)/.test
-	$(PYTEST) -m 'not slow' --simulated --parameters 1
+	$(PYTEST) -m 'not slow' --simulated --parameters 1 --one-in $(ONE_IN)
 	$(BIN)/python -m pytest -m 'timed and not slow' --simulated
 
-# What takes long, or one test in so many of it: as many turns in a row run all.
-ONE_IN ?= 1
-TURN ?= 0
+# What takes long.
 test-slow: $(VENV)/.test
 	$(PYTEST) -m slow --one-in $(ONE_IN) --turn $(TURN)
 
