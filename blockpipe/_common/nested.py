@@ -7,7 +7,7 @@ is handed a list may append to it. Here a container comes back *itself* if nothi
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -65,6 +65,18 @@ def containers(value: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
         yield name, value
         for at, item in members:
             yield from containers(item, name + at)
+
+
+def are_of_one_kind(values: Iterable[Any]) -> bool:
+    """Return whether values are of one class, tensors of one dtype with as many dims, too.
+
+    Example:
+        >>> import torch
+        >>> are_of_one_kind([torch.zeros(2, 3), torch.zeros(4, 3)])
+        True
+    """
+    kinds = {(type(v), v.dtype, v.dim()) if isinstance(v, Tensor) else type(v) for v in values}
+    return len(kinds) == 1
 
 
 def _members(value: Any) -> list[tuple[str, Any]] | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.nested import containers, leaf_names, leaves, map_leaves, tensors
+from .._common.nested import are_of_one_kind, containers, leaf_names, leaves, map_leaves, tensors
 from ..devices.copies import carry
 from ..devices.devices import is_asynchronous
 from ..errors import MicrobatchError
@@ -221,10 +221,7 @@ def _lists_of_samples(results: Sequence[Any], sizes: Sequence[int]) -> list[str]
 def _may_be_samples(result: Any, size: int) -> bool:
     """Return whether a result is a sequence with as many elements as there are samples, all of one
     kind: a loss beside outputs is none."""
-    if type(result) not in (list, tuple) or len(result) != size:
-        return False
-    kinds = {(type(i), i.dtype, i.dim()) if isinstance(i, Tensor) else type(i) for i in result}
-    return len(kinds) == 1
+    return type(result) in (list, tuple) and len(result) == size and are_of_one_kind(result)
 
 
 def _has_all_samples(result: Sequence[Any], size: int) -> bool:

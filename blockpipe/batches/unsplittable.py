@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.nested import containers, leaves, tensors
+from .._common.nested import are_of_one_kind, containers, leaves, tensors
 from ..errors import MicrobatchError
 from .batch_dims import Name, Role, has_batch, has_dim
 
@@ -121,11 +121,8 @@ def _sequences(value: Any) -> Iterator[list[Any] | tuple[Any, ...]]:
 
 def _alike(sequence: Sequence[Any]) -> bool:
     """Return whether the items look like one sample each, and not like the parts of one record."""
-    if len(sequence) < 2 or len({type(item) for item in sequence}) > 1:
+    if len(sequence) < 2 or not are_of_one_kind(sequence):
         return False
-    if isinstance(sequence[0], Tensor):
-        kinds = {(item.dtype, item.dim()) for item in sequence}
-        return len(kinds) == 1
     return all(any(True for _ in tensors(item)) for item in sequence)
 
 

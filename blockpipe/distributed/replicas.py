@@ -75,8 +75,8 @@ class StageReplicas:
 
     def check_hooks(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Raise :class:`UsageError` for a parameter that a hook of its own may step."""
-        for name, parameter in parameters:
-            if self.count > 1 and stepping_hooks(parameter):
+        for name, parameter in parameters if self.count > 1 else ():
+            if stepping_hooks(parameter):
                 what = "no hook of register_post_accumulate_grad_hook, which would be given the"
                 what += " gradient of this process's share,"
                 fix = "step after forward_backward"

@@ -168,7 +168,7 @@ def loss_weights(
     is_known = is_home or not callable(reduction)
     weights = weights_of(microbatches, reduction) if is_known else [1.0] * len(microbatches)
     own = float(sum(m.size for m in microbatches))
-    if is_home and callable(reduction):
+    if replicas is not None and is_home and callable(reduction):
         own = float(sum(reduction(m.args, m.kwargs, m.target) for m in microbatches))
     if callable(reduction) and home != -1:  # the losses are computed in the last stage's process
         shared = torch.tensor([own, *weights], dtype=torch.float64, device=device)

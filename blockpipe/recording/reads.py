@@ -45,7 +45,7 @@ class NamesRead:
             for function in found.values()
             if is_users(function.__module__) and function.__name__ not in _SAYS
         ]
-        self._names = [frozenset(mentioned(f.__code__)) for f in self._functions]
+        self._names = [mentioned(f.__code__) for f in self._functions]
 
     def is_unread(self, name: str, kind: type | None = None) -> bool:
         """Return whether no code reads an attribute or a variable of this name.
@@ -111,7 +111,7 @@ class NamesRead:
 @functools.lru_cache(10_000)
 def reads_by_computed_names(code: types.CodeType) -> bool:
     """Return whether a function reads attributes without naming them."""
-    names = frozenset(mentioned(code))
+    names = mentioned(code)
     if names & _READERS:
         return True
     tree = _tree_of(code) if "getattr" in names else None
@@ -143,8 +143,13 @@ def _only_fills(function: types.FunctionType, name: str) -> bool:
     return True
 
 
-def mentioned(code: types.CodeType) -> Iterator[str]:
-    """Yield the names and strings in a function and in the functions inside of it."""
+@functools.lru_cache(10_000)
+def mentioned(code: types.CodeType) -> frozenset[str]:
+    """Return the names and strings in a function and in the functions inside of it."""
+    return frozenset(_mentions(code))
+
+
+def _mentions(code: types.CodeType) -> Iterator[str]:
     yield from names_in(code)
     for inner in (code, *_inner(code)):
         yield from inner.co_freevars

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import types
@@ -56,7 +55,7 @@ class CodeSeen:
         users = [code for code in self._codes if not code.co_filename.startswith(_TORCHS)]
         if self._is_blind or any(map(reads_by_computed_names, users)):
             return None
-        return frozenset[str]().union(*map(_names_in, self._codes))
+        return frozenset[str]().union(*map(mentioned, self._codes))
 
 
 def _is_standard(path: str) -> bool:
@@ -66,8 +65,3 @@ def _is_standard(path: str) -> bool:
 
 def _counts(path: str) -> bool:
     return not path.startswith((_OURS, _TORCHS)) or path.startswith(_LAYERS)
-
-
-@functools.lru_cache(10_000)
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    return frozenset(mentioned(code))

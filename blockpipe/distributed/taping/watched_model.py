@@ -21,7 +21,6 @@ from ...weights.placement import Fingerprint
 from .tape import REMEDY, Held, Tape, references
 
 _MOST = 8  # recordings for values that change before it is told what they cost; a guess
-_UNSET = object()
 
 
 class WatchedModel:
@@ -44,7 +43,7 @@ class WatchedModel:
         self._tensors: list[tuple[Holder, Any, Tensor]] = []  # that no module registered
         self._replaced = 0  # how often one of them was replaced
         self._buffers: dict[str, tuple[Any, str, Tensor | None]] = {}  # that it reads, by name
-        self._states = set[Hashable]()
+        self._states = set[Hashable]()  # the first ones
 
     def look_around(self) -> None:
         """Find what a forward may read; called before a recording."""
@@ -103,9 +102,9 @@ class WatchedModel:
         self._values.has_turned()
         state = self._state(self._fingerprint)
         self.state = () if state == self._first else state
-        if self.state not in self._states:
+        if len(self._states) <= _MOST and self.state not in self._states:
             self._states.add(self.state)
-            if len(self._states) == _MOST + 1:
+            if len(self._states) > _MOST:
                 self._caution()
 
     def step_is_over(self) -> None:
