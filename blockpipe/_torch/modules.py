@@ -117,6 +117,10 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module.__dict__.get(COMPILED_CALL) is not None
 
 
+CALL = "_call_impl"
+"""The name of the method behind a call of a module that was not compiled in place, hooks included.
+``__call__`` is slow to replace: Python sets it anew in every subclass."""
+
 CALLS = frozenset([nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__])
 """The code that is under way in a thread while it is in a call of a module, hooks included."""
 

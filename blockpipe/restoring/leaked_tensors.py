@@ -8,7 +8,6 @@ fills again.
 
 import functools
 import gc
-import time
 import types
 import weakref
 from collections.abc import Iterable
@@ -16,12 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._common.garbage import collect_until
 from .._common.nested import tensors
 from .._torch.tensors import FakeTensor, FakeTensorMode
 from ..errors import RecordingError
 
 _DEPTH = 4
-_ATTEMPTS = 500  # to collect, in 5 seconds
 _OURS = __name__.partition(".")[0] + "."
 # These values of a function lead on to all other objects.
 _NO_VALUES = (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)
@@ -41,10 +40,7 @@ class TrackedFakes(FakeTensorMode):
 
     def check_nothing_is_left(self) -> None:
         """Raise :class:`RecordingError` for a tensor that an object still holds."""
-        if not self._is_any_left():
-            return
-        _collect()
-        if not self._is_any_left():
+        if not self._is_any_left() or collect_until(lambda: not self._is_any_left()):
             return
         self.empty_caches(gc.get_objects())
         for made in self._made:
@@ -79,17 +75,6 @@ class TrackedFakes(FakeTensorMode):
                 return True
             level = gc.get_referents(*(held for held in level if not isinstance(held, _NO_VALUES)))
         return False
-
-
-def _collect() -> None:
-    """Collect garbage; ``gc.collect()`` returns at once while another thread does it."""
-    for _ in range(_ATTEMPTS):
-        garbage: list[Any] = []
-        garbage.append(garbage)
-        del garbage
-        if gc.collect():
-            return
-        time.sleep(0.01)
 
 
 def _holder(value: object) -> str:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,16 @@ def test_compiled_in_place():
     model(torch.ones(2, 2))
     assert ran, (
         "torch's modules no longer run their compiled call, for which a stand-in is put there"
+    )
+
+
+def test_the_method_behind_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(nn.Module, modules.CALL, lambda *args: ran.append(args))
+    model = net()
+    model(1)
+    assert ran == [(model, 1)], (
+        "torch's modules no longer call this method, which waits while another thread records"
     )
 
 

@@ -112,7 +112,8 @@ def test_docstring_examples_run(name: str) -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
     report: list[str] = []
     for test in finder.find(module, name):
-        runner.run(test, out=report.append)
+        if test.examples:  # to run none looks at every source file
+            runner.run(test, out=report.append)
     assert not runner.failures, "".join(report)
 
 

@@ -193,6 +193,33 @@ def test_hooks_of_a_plain_call_wait_for_a_recording(pool: ThreadPoolExecutor) ->
 
 
 @pytest.mark.cpu("the plain model has to be in one place")
+def test_a_plain_call_of_a_module_compiled_in_place_waits_for_a_recording(
+    pool: ThreadPoolExecutor,
+) -> None:
+    """It runs what was compiled, which is off while the forward is recorded."""
+    net, x, ran = Net(), torch.ones(4, 4), list[int]()
+    compiled = nn.Module._call_impl
+
+    def call(x: Tensor) -> Any:
+        ran.append(threading.get_ident())
+        return compiled(net.b, x)
+
+    net.b._compiled_call_impl = call
+    with closed_modules.closed_to_others(net):
+        plain = pool.submit(lambda: (net.b(x), threading.get_ident()))
+        with pytest.raises(TimeoutError):
+            plain.result(0.3)
+    found, by = plain.result(20)
+    assert_close(found, F.linear(x, *net.b.parameters()))
+    assert ran == [by]
+    ran.clear()
+    _, (found, by) = in_recording(pool, net, lambda: (net.b(x), threading.get_ident()))
+    assert_close(found, F.linear(x, *net.b.parameters()))
+    assert by in ran
+    assert vars(net.b)["_compiled_call_impl"] is call
+
+
+@pytest.mark.cpu("the plain model has to be in one place")
 def test_a_call_of_a_forward_itself_that_waits_for_a_recording(pool: ThreadPoolExecutor) -> None:
     """What Blockpipe holds for a thread that waits is not taken for what the forward has left."""
     net, x = Net(), torch.ones(4, 4)

@@ -14,7 +14,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -24,7 +24,7 @@ from torch import nn
 
 from ..._common.nested import tensors
 from ..._common.threads.model_turns import alone_recording, alone_with, is_recorded_elsewhere
-from ..._torch.modules import CALLS
+from ..._torch.modules import CALL, CALLS, COMPILED_CALL
 from ..._torch.tensors import FakeTensor
 from ...crossing.tags import TAG
 from ...crossing.torch_patches import Replacement
@@ -45,30 +45,59 @@ def closed_to_others(model: nn.Module) -> Iterator[None]:
     Args:
         model: the model with these modules.
     """
-    with alone_recording(model), _GatedCalls():
+    with alone_recording(model), _GatedCalls(), _gated_compiled_calls(model):
         _wait_for_calls(model)
         yield
 
 
 class _GatedCalls(Replacement):
-    """A replacement by which a call of a module waits while another thread records the module."""
+    """A replacement by which a call of a module waits while another thread records the module.
 
-    owner, name = nn.Module, "__call__"
+    To replace ``Module.__call__`` takes milliseconds where a library has thousands of subclasses,
+    for Python sets that one in each.
+    """
+
+    owner, name = nn.Module, CALL
 
     def replacement(self) -> Any:
         original = self._original
 
         @functools.wraps(original)
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            # In another thread, the compiler may trace this.
-            if torch.compiler.is_compiling() or not is_recorded_elsewhere(module):
-                return original(module, *args, **kwargs)
-            if any(map(_is_of_recording, tensors((args, kwargs)))):
-                return original(module, *args, **kwargs)  # a thread of the recorded forward
-            with alone_with(module):
-                return original(module, *args, **kwargs)
+            return _in_turn(module, functools.partial(original, module), args, kwargs)
 
         return call
+
+
+@contextmanager
+def _gated_compiled_calls(model: nn.Module) -> Iterator[None]:
+    """Let calls of modules that were compiled in place wait too: these run something else."""
+    compiled = {m: call for m in model.modules() if (call := vars(m).get(COMPILED_CALL))}
+    try:
+        for module, call in compiled.items():
+            vars(module)[COMPILED_CALL] = functools.partial(_compiled_in_turn, module, call)
+        yield
+    finally:
+        for module, call in compiled.items():
+            vars(module)[COMPILED_CALL] = call
+
+
+def _compiled_in_turn(
+    module: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    return _in_turn(module, call, args, kwargs)
+
+
+def _in_turn(
+    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    # In another thread, the compiler may trace this.
+    if torch.compiler.is_compiling() or not is_recorded_elsewhere(module):
+        return call(*args, **kwargs)
+    if any(map(_is_of_recording, tensors((args, kwargs)))):
+        return call(*args, **kwargs)  # a thread of the recorded forward
+    with alone_with(module):
+        return nn.Module.__call__(module, *args, **kwargs)  # what it runs is as before now
 
 
 def _is_of_recording(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ because the last stage of 1F1B has the plain loop's order.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ..._common.callsite import users_line
+from ..._common.garbage import collect_until
 from ..._common.nested import tensors
 from ..._torch.modes import without_torch_functions
 from ..._torch.tensors import extent_of, version_of
@@ -170,9 +170,8 @@ class LateBackwards:
     def found(self) -> Iterator[LateBackward]:
         """Yield what was noted, at the end of the forward, while its graph is there."""
         self.operated()
-        self._saved = [saved for saved in self._saved if saved.packed() is not None]
-        if any(write.changes(saved) for write in self._writes for saved in self._saved):
-            gc.collect()  # a graph that nothing but a cycle holds has no backward
+        if self._is_any_changed():
+            collect_until(lambda: not self._is_any_changed())  # a graph that a cycle alone holds
         yield from self._unnoticed_writes()
         for held, hop, where in self._gradients.values():
             yield LateBackward(
@@ -182,6 +181,11 @@ class LateBackwards:
                 [*held.hops] or [hop],
                 _READ,
             )
+
+    def _is_any_changed(self) -> bool:
+        """Whether a tensor that a graph has saved was written to."""
+        self._saved = [saved for saved in self._saved if saved.packed() is not None]
+        return any(write.changes(saved) for write in self._writes for saved in self._saved)
 
     def _unnoticed_writes(self) -> Iterator[LateBackward]:
         known: dict[str, LateBackward] = {}

@@ -325,6 +325,7 @@ class Recorder:
         """Release everything, and end the cycle of the recorder, its run and its cursor."""
         self.run.abandon()
         self.backward_code.forget()
+        self.outside.forget()
         self.run.place.listener = None
         self.cursor.on_mark = self.cursor.on_leave = self.cursor.on_tell_apart = None
         self.cursor.on_call = None

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 def collected() -> Iterator[None]:
     """That generator goes with the test that made it."""
     yield
-    gc.collect()
+    gc.collect(1)  # it is young
 
 
 Inner = Callable[["Net", Tensor], Tensor]
