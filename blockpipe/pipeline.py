@@ -24,6 +24,7 @@ from .batches.microbatch import LossReduction
 from .devices.devices import Devices
 from .errors import UsageError
 from .execution.lanes.thread_pool import close_idle_threads
+from .execution.microbatch.container_entries import PassedContainers
 from .execution.scaled_gradients import current_scale
 from .execution.step_result import StepResult
 from .execution.step_runner import runs_model
@@ -191,6 +192,7 @@ class Pipeline(ReportMethods, ModuleInterface):
         self._values = PendingValues(model, weights, init)
         self.module = model
         self._preparer = Preparer(model, devices=devices, plan=plan, values=self._values)
+        self._passed = PassedContainers()
         self._warn_of_idle_options()
         if sample is not None:
             args, kwargs = as_sample(sample)
@@ -345,7 +347,7 @@ class Pipeline(ReportMethods, ModuleInterface):
         self._check_forward(is_scaled=current_scale() is not None)
         kwargs = joined_kwargs(kwargs, model_kwargs)
         check_reduction(loss_fn, kwargs, self.loss_reduction, self.chunks)
-        return self._runner.forward_backward(
+        return replace(self._runner, passed=self._passed).forward_backward(
             args, kwargs, target, loss_fn, return_outputs=return_outputs
         )
 
@@ -361,7 +363,7 @@ class Pipeline(ReportMethods, ModuleInterface):
         through the stages.
         """
         check_reduction(None, kwargs, self.loss_reduction, self.chunks)
-        return self._runner.forward(args, kwargs)
+        return replace(self._runner, passed=self._passed).forward(args, kwargs)
 
     @untraced
     @remembers_caller

@@ -7,7 +7,7 @@ is handed a list may append to it. Here a container comes back *itself* if nothi
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -33,9 +33,11 @@ def leaves(value: Any) -> Iterator[Any]:
     elif type(value) is dict or isinstance(value, Mapping):
         for item in value.values():
             yield from leaves(item)
+        for _, item in _beside(value, value):
+            yield from leaves(item)
     elif _is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from leaves(getattr(value, field.name, None))
+        for _, item in _fields_and_beside(value):
+            yield from leaves(item)
     else:
         yield value
 
@@ -47,10 +49,10 @@ def leaf_names(value: Any, name: str = "output") -> list[str]:
         >>> leaf_names({"logits": 1, "states": (2, 3)})
         ["output['logits']", "output['states'][0]", "output['states'][1]"]
     """
-    members = _members(value)
-    if members is None:
+    found = members(value)
+    if found is None:
         return [name]
-    return [found for at, item in members for found in leaf_names(item, name + at)]
+    return [leaf for at, item in found for leaf in leaf_names(item, name + at)]
 
 
 def containers(value: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
@@ -60,10 +62,10 @@ def containers(value: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
         >>> list(containers({"states": (2, 3)}))
         [('output', {'states': (2, 3)}), ("output['states']", (2, 3))]
     """
-    members = _members(value)
-    if members is not None:
+    found = members(value)
+    if found is not None:
         yield name, value
-        for at, item in members:
+        for at, item in found:
             yield from containers(item, name + at)
 
 
@@ -79,16 +81,37 @@ def are_of_one_kind(values: Iterable[Any]) -> bool:
     return len(kinds) == 1
 
 
-def _members(value: Any) -> list[tuple[str, Any]] | None:
+def members(value: Any) -> list[tuple[str, Any]] | None:
     """Return what a container has, with how it is asked for; ``None``: the value is a leaf."""
     if isinstance(value, tuple | list):
         return [(f"[{at}]", item) for at, item in enumerate(value)]
     if isinstance(value, Mapping):
-        return [(f"[{key!r}]", item) for key, item in value.items()]
+        beside = [(f".{name}", item) for name, item in _beside(value, value)]
+        return [(f"[{key!r}]", item) for key, item in value.items()] + beside
     if _is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        return [(f".{field}", getattr(value, field, None)) for field in names]
+        return [(f".{name}", item) for name, item in _fields_and_beside(value)]
     return None
+
+
+def _fields_and_beside(value: Any) -> list[tuple[str, Any]]:
+    """Return the fields of a dataclass, and what has tensors beside them."""
+    fields = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    return [*fields, *_beside(value, [name for name, _ in fields])]
+
+
+def _beside(value: Any, known: Container[Any]) -> list[tuple[str, Any]]:
+    """Return the attributes with tensors that are no fields or keys: of a ``cached_property``, or
+    set in ``__post_init__``. They are of the same samples."""
+    own = getattr(value, "__dict__", None)
+    if not own or own is value:
+        return []
+    return [(name, item) for name, item in own.items() if name not in known and _has_tensors(item)]
+
+
+def _has_tensors(item: Any) -> bool:
+    if type(item) in (tuple, list):
+        return bool(item) and all(isinstance(member, Tensor) for member in item)
+    return isinstance(item, Tensor)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -113,15 +136,12 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
             new = map_leaves(function, item)
             if new is not item:
                 changed[key] = new
-        return _changed_mapping(value, changed) if changed else value
+        beside = _changed(function, _beside(value, value))
+        mapping = _changed_mapping(value, changed) if changed or beside else value
+        return _with_attributes(mapping, beside)
     if _is_dataclass(value):
-        changed = {}
-        for field in dataclasses.fields(value):
-            item = getattr(value, field.name, None)
-            new = map_leaves(function, item)
-            if new is not item:
-                changed[field.name] = new
-        return _changed_object(value, changed) if changed else value
+        changed = _changed(function, _fields_and_beside(value))
+        return _with_attributes(copy.copy(value), changed) if changed else value
     return function(value)
 
 
@@ -147,19 +167,28 @@ def _rebuilt_sequence(value: Any, items: list[Any]) -> Any:
     return kind(items)
 
 
+def _changed(
+    function: Callable[[Any], Any], attributes: Iterable[tuple[str, Any]]
+) -> dict[str, Any]:
+    """Return the attributes for which the function returns something else."""
+    mapped = [(name, item, map_leaves(function, item)) for name, item in attributes]
+    return {name: new for name, item, new in mapped if new is not item}
+
+
 def _changed_mapping(value: Any, changed: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return {**value, **changed}
     if not isinstance(value, MutableMapping):
         return type(value)({**value, **changed})
     new = copy.copy(value)
+    if getattr(value, "__dict__", None) is value:  # its keys are its attributes
+        new.__dict__ = new  # type: ignore[assignment]
     for key, item in changed.items():
         new[key] = item
     return new
 
 
-def _changed_object(value: Any, changed: dict[str, Any]) -> Any:
-    new = copy.copy(value)
+def _with_attributes(new: Any, changed: dict[str, Any]) -> Any:
     for name, item in changed.items():
-        object.__setattr__(new, name, item)  # frozen ones too
+        object.__setattr__(new, name, item)  # of frozen ones too
     return new

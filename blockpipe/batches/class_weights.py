@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line, warn
-from .._torch.modules import forward_pre_hooks_of
+from .._torch.modules import forward_hooks_of, forward_pre_hooks_of
 from .losses import WeightedLoss
 from .microbatch import LossReduction
 
@@ -36,18 +36,20 @@ def reduction_for(loss_fn: Callable[..., Any] | None, given: LossReduction) -> L
         return given
     if isinstance(loss_fn, WeightedLoss):
         loss_fn = loss_fn.loss_fn
-    # A subclass may average otherwise.
-    if type(loss_fn) not in (nn.CrossEntropyLoss, nn.NLLLoss):
+    if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
         return given
-    assert isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
+    torchs = nn.CrossEntropyLoss if isinstance(loss_fn, nn.CrossEntropyLoss) else nn.NLLLoss
+    # A forward of its own may average otherwise.
+    if getattr(loss_fn.forward, "__func__", None) is not torchs.forward:
+        return given
     if loss_fn.weight is None or loss_fn.reduction != "mean":
         return given
-    if forward_pre_hooks_of(loss_fn):
+    if forward_pre_hooks_of(loss_fn) or forward_hooks_of(loss_fn):
         warn(
-            f"loss_fn, a {type(loss_fn).__name__} with class weights, has a forward pre-hook: "
-            "micro-batches count by the weights of their targets as they are before it "
-            f"({users_line()}); if the hook changes targets, pass loss_reduction= a function "
-            "(args, kwargs, target) -> the sum of the weights of the changed ones"
+            f"loss_fn, a {type(loss_fn).__name__} with class weights, has a forward hook: "
+            "micro-batches count by the weights of their targets as they are given "
+            f"({users_line()}); if the hook changes targets or the loss, pass loss_reduction= a "
+            "function (args, kwargs, target) -> what the loss is a mean over"
         )
     return _SumOfWeights(loss_fn.weight, loss_fn.ignore_index)
 

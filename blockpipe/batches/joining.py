@@ -1,12 +1,13 @@
 """The micro-batches' results, joined into one: values forward, gradients back."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MappingView, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from .._common.callsite import users_line
 from .._common.checks import expected
@@ -57,6 +58,8 @@ def join(
     hosts = on_host or [[False] * len(column) for column in columns]
     if dim is None:
         return _listed(list(results), sizes, columns, device, hosts)
+    if len(results) > 1:
+        _check_can_be_joined(results[0])
     if dim == "list":
         return _joined_lists(results, sizes, columns, device, hosts)
     if len({len(column) for column in columns}) > 1:
@@ -70,6 +73,23 @@ def join(
     devices = [None if stays else device for stays in hosts[0]]
     values = iter([_joined(results[0], at, joint, devices[at]) for at, joint in enumerate(joints)])
     return map_leaves(lambda _: next(values), results[0]), joints
+
+
+def _check_can_be_joined(result: Any) -> None:
+    """Refuse what would be joined to something that is no such value, or not at all."""
+    packed = (name for name, inner in containers(result) if isinstance(inner, PackedSequence))
+    names = zip(leaf_names(result), leaves(result), strict=True)
+    used_up = (name for name, leaf in names if isinstance(leaf, Iterator | MappingView))
+    for kind, fix, found in (
+        ("a PackedSequence", "return pad_packed_sequence(…) of it", packed),
+        ("an iterator or a view of a mapping", "return list(…) of it", used_up),
+    ):
+        for name in found:
+            raise MicrobatchError(
+                f"expected tensors, or containers of them, to join, got {kind} for {name} of a "
+                f"micro-batch ({users_line()}); {fix}, or pass batch_dims={{'output': None}} to "
+                "get each micro-batch's outputs"
+            )
 
 
 def _way_to_join(results: Sequence[Any], sizes: Sequence[int]) -> str:

@@ -6,16 +6,16 @@ guess, and a wrong one computes something else without a word.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.nested import are_of_one_kind, containers, leaves, tensors
+from .._common.nested import are_of_one_kind, containers, leaves, members, tensors
 from ..errors import MicrobatchError
 from .batch_dims import Name, Role, has_batch, has_dim
 
@@ -67,23 +67,35 @@ def check_for_samples(name: Name, value: Any, size: int | None, dim: Any) -> Non
     for found in _sequences(value):
         if size is None:  # it is that of the first tensor
             is_doubtful = _alike(found) and any(tensor is first for tensor in tensors(found))
-        elif len(found) != size or size == 1:
-            is_doubtful = False
         else:
-            fit = all(has_batch(tensor.shape, size, dim) for tensor in tensors(found))
-            is_doubtful = _of_plain_values(found) or (_alike(found) and not fit)
+            is_doubtful = len(found) == size > 1 and _may_be_samples(found)
         if is_doubtful:
             raise MicrobatchError(_doubt(name, found, is_inside=found is not value))
-    for leaf in leaves(value):
-        shape = getattr(leaf, "shape", None)
-        is_array = hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)
-        if size is not None and is_array and isinstance(shape, tuple) and shape[:1] == (size,):
-            fix = (
-                "pass torch.as_tensor(…) of it, or "
-                f"batch_dims={{{name!r}: None}} to give every micro-batch the whole"
-            )
-            contract, argument = f"a tensor with the batch's {size} rows", f"argument {name!r}"
-            raise MicrobatchError(expected(contract, leaf, for_=argument, fix=fix))
+    if size is not None:
+        for leaf in leaves(value):
+            _check_rows(name, leaf, size, dim)
+
+
+def _check_rows(name: Name, leaf: Any, size: int, dim: Any) -> None:
+    """Refuse what has a row for each sample and is no tensor: every micro-batch would get all."""
+    if isinstance(leaf, Tensor | nn.Module | type):
+        return
+    shape = getattr(leaf, "shape", None) if hasattr(leaf, "__array__") else None
+    inside = vars(leaf) if hasattr(leaf, "__dict__") else {}
+    rows = [n for n, t in inside.items() if isinstance(t, Tensor) and has_batch(t.shape, size, dim)]
+    if isinstance(shape, tuple) and shape[:1] == (size,):
+        contract, remedy = f"a tensor with the batch's {size} rows", "pass torch.as_tensor(…) of it"
+    elif rows and size > 1:
+        contract = f"tensors with the batch's {size} samples"
+        remedy = (
+            f"its {rows[0]!r} has that many and would not be split: pass the tensors themselves "
+            "or in a dict or dataclass, and make the object of them where it is used"
+        )
+    else:
+        return
+    where = f"argument {name!r}" if name is not Role.TARGET else "the target"
+    fix = f"{remedy}, or batch_dims={{{name!r}: None}} to give every micro-batch the whole"
+    raise MicrobatchError(expected(contract, leaf, for_=where, fix=fix))
 
 
 def _doubt(name: Name, found: Sequence[Any], *, is_inside: bool) -> str:
@@ -107,16 +119,20 @@ def _doubt(name: Name, found: Sequence[Any], *, is_inside: bool) -> str:
     )
 
 
-def _sequences(value: Any) -> Iterator[list[Any] | tuple[Any, ...]]:
-    """Yield the lists and plain tuples in a nested value, the outer ones first; a named tuple is a
-    record."""
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _sequences(item)
-    elif type(value) in (list, tuple):
+def _sequences(value: Any) -> Iterator[Sequence[Any]]:
+    """Yield the sequences in a nested value, the outer ones first; a named tuple is a record, and a
+    ``torch.Size`` a shape."""
+    if type(value) is tuple or (isinstance(value, Sequence) and not isinstance(value, _NO_LISTS)):
         yield value
-        for item in () if _of_plain_values(value) else value:
-            yield from _sequences(item)
+        if _of_plain_values(value):
+            return
+    for _, item in members(value) or ():
+        yield from _sequences(item)
+
+
+def _may_be_samples(sequence: Sequence[Any]) -> bool:
+    """Return whether the items of a sequence with as many as the batch has samples may be these."""
+    return _of_plain_values(sequence) or _alike(sequence) or _of_objects(sequence)
 
 
 def _alike(sequence: Sequence[Any]) -> bool:
@@ -126,15 +142,26 @@ def _alike(sequence: Sequence[Any]) -> bool:
     return all(any(True for _ in tensors(item)) for item in sequence)
 
 
+def _of_objects(sequence: Sequence[Any]) -> bool:
+    """Return whether the items are of one class, and neither tensors nor single values."""
+    return are_of_one_kind(sequence) and not isinstance(sequence[0], (Tensor, *_PLAIN))
+
+
 def _of_plain_values(sequence: Sequence[Any]) -> bool:
-    """Return whether a list has texts, numbers, or tuples of them (lengths, sizes), or a tuple has
-    texts: a tuple of numbers is one size."""
+    """Return whether a sequence has texts, numbers, or tuples of them (lengths, sizes), or a tuple
+    has texts: a tuple of numbers is one size."""
     if all(isinstance(item, str | bytes) for item in sequence):
         return True
-    each = [list(leaves(item)) for item in sequence] if type(sequence) is list else []
+    each = [list(leaves(item)) for item in sequence] if not isinstance(sequence, tuple) else []
     found = list(itertools.chain.from_iterable(each))
-    is_plain = all(isinstance(leaf, _PLAIN) for leaf in found)
-    return is_plain and all(each) and any(leaf is not None for leaf in found)
+    is_plain = all(isinstance(leaf, _PLAIN) or _is_number(leaf) for leaf in found)
+    is_of_values = any(leaf is not None and not isinstance(leaf, Tensor) for leaf in found)
+    return is_plain and is_of_values and all(each)
 
 
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() == 0
+
+
+_NO_LISTS = (str, bytes, bytearray, memoryview, tuple)
 _PLAIN = (str, bytes, int, float, complex, type(None))

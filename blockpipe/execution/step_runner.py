@@ -33,6 +33,7 @@ from ..preparation.preparer import Preparer
 from ..restoring.restored_thread import leaves_intact
 from ..stages.cursor import Cursor, current_cursor, set_cursor
 from .autograd_bridge import attach, input_gradients
+from .microbatch.container_entries import PassedContainers
 from .scaled_gradients import current_scale
 from .step import Step
 from .step_request import StepRequest
@@ -67,11 +68,13 @@ class StepRunner:
         options: how steps are run.
         observe: returns the observer of a step, given what is prepared and the number of
             micro-batches; ``None``: nobody observes.
+        passed: what the user's calls have passed; ``None``: these are no calls of the user's.
     """
 
     preparer: Preparer
     options: PipelineOptions
     observe: Callable[[Prepared, int], Observer | None] | None = None
+    passed: PassedContainers | None = None
 
     def forward_backward(
         self,
@@ -84,6 +87,7 @@ class StepRunner:
     ) -> StepResult:
         """Run a step as :meth:`blockpipe.Pipeline.forward_backward` says."""
         caller = CallerState()
+        given = self._passed(args, kwargs)
         cut_off: list[tuple[Tensor, Tensor]] = []  # inputs, and what stands for them
         if not self.options.cuts:
             (args, kwargs, target), cut_off = _cut_off((args, kwargs, target))
@@ -98,6 +102,7 @@ class StepRunner:
         want = {"loss", "outputs"} if return_outputs else {"loss"}
         step = self._step(prepared, microbatches, weights, caller, want, loss_fn)
         step.run()
+        self._note_passed(step, given)
         self.preparer.look_again(
             prepared, microbatches[0], self.options, step.state.written, loss_fn
         )
@@ -123,12 +128,14 @@ class StepRunner:
                 f"backward of each ({users_line()}); leave it out, and pass checkpoint='always' to "
                 "Pipeline, so that each stage runs its own part again"
             )
+        given = self._passed(args, kwargs)
         microbatches = self.split(args, kwargs)
         with theirs():
             weights, problem = weights_without_target(microbatches, self.options.loss_reduction)
         prepared = self.preparer.prepare(microbatches[0], self.options)
         step = self._step(prepared, microbatches, weights, caller, {"outputs"})
         step.run_forward()
+        self._note_passed(step, given)
         self.preparer.look_again(prepared, microbatches[0], self.options, step.state.written)
         output, joints = self._joined(step)
         if problem is not None and any(joint.how == "sum" for joint in joints):
@@ -210,6 +217,17 @@ class StepRunner:
                 observer=self.observe(prepared, len(microbatches)) if self.observe else None,
             )
         )
+
+    def _passed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return all arguments of a call, which are checked if the user has passed them."""
+        given = *args, *kwargs.values()
+        if self.passed is not None:
+            self.passed.check(given)
+        return given
+
+    def _note_passed(self, step: Step, given: tuple[Any, ...]) -> None:
+        if self.passed is not None:
+            self.passed.note(given, step.state.whole_arguments.entries_set)
 
     def _joined(self, step: Step) -> tuple[Any, list[JoinedLeaf]]:
         """The outputs of the micro-batches as the whole batch's, and how each leaf was joined."""

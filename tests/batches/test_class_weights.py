@@ -1,5 +1,6 @@
 """Losses that are means by class weights: the step's numbers are those of the whole batch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,17 +128,44 @@ def test_a_hook_when_it_changes_the_targets_has_a_warning_with_the_remedy() -> N
     model, (x, y) = net(), rows()
     wanted = loss_fn(model(x), y).detach()
     pipe = bp.Pipeline(model, devices=stages(2), chunks=3)
-    with pytest.warns(
-        UserWarning, match=r"forward pre-hook.*test_class_weights\.py:\d+.*reduction="
-    ):
+    with pytest.warns(UserWarning, match=r"forward hook.*test_class_weights\.py:\d+.*reduction="):
         pipe.forward_backward(x, target=y, loss_fn=loss_fn)
     pipe.loss_reduction = lambda args, kwargs, target: WEIGHT[(target.cpu() + 1) % 4].sum()
     assert_close(pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss, wanted)
 
 
-def test_subclasses_are_averaged_over_samples() -> None:
+class WithDefaults(nn.CrossEntropyLoss):
+    """A subclass that averages as torch does."""
+
+    def __init__(self) -> None:
+        super().__init__(WEIGHT.double())
+
+
+def test_a_subclass_with_torchs_forward_is_averaged_by_class_weights() -> None:
+    (x, y), loss_fn = rows(), WithDefaults()
+    pipe = bp.Pipeline(net(), devices=stages(2), chunks=4)
+    found = pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss
+    assert_close(host(found), loss_fn(net()(x), y).detach(), rtol=1e-12, atol=0)
+
+
+def test_a_hook_when_it_changes_the_loss_has_a_warning() -> None:
+    (x, y), loss_fn = rows(), nn.CrossEntropyLoss(WEIGHT.double())
+    loss_fn.register_forward_hook(lambda _, args, loss: args[0].square().mean())
+    pipe = bp.Pipeline(net(), devices=stages(2), chunks=3)
+    with pytest.warns(UserWarning, match=r"has a forward hook.*loss_reduction="):
+        pipe.forward_backward(x, target=y, loss_fn=loss_fn)
+
+
+def _with_forward_of_its_own() -> nn.Module:
+    loss_fn = nn.CrossEntropyLoss(WEIGHT.double())
+    loss_fn.forward = Halved().forward
+    return loss_fn
+
+
+@pytest.mark.parametrize("make", [lambda: Halved(WEIGHT.double()), _with_forward_of_its_own])
+def test_other_forwards_are_averaged_over_samples(make: Callable[[], nn.Module]) -> None:
     x, y = rows()
-    loss_fn = Halved(WEIGHT.double())
+    loss_fn = make()
     pipe = bp.Pipeline(net(), devices=["cpu"] * 2, chunks=4)
     found = pipe.forward_backward(x, target=y, loss_fn=loss_fn).loss
     assert_close(found, loss_fn(net()(x), y).detach(), rtol=1e-12, atol=0)

@@ -1,8 +1,15 @@
 """Arguments that have no dim of samples, or may have none."""
 
+from collections import deque, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 import blockpipe as bp
@@ -75,3 +82,57 @@ def test_a_packed_sequence_when_named_none_is_the_plain_models():
     wanted = model(x, packed)
     pipe = bp.Pipeline(model, devices=stages(2), chunks=2, batch_dims={1: None})
     assert_close(pipe(x, packed), wanted)
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    samples: Any
+
+
+Record = namedtuple("Record", "x samples")
+
+SAMPLES = {
+    "arrays": [np.ones(1 + n % 3) for n in range(4)],
+    "objects": [SimpleNamespace(n=n) for n in range(4)],
+    "tuple of lists": ([1.0], [1.0, 2.0], [3.0], [4.0]),
+    "lists, one empty": [[1.0], [1.0, 2.0], [3.0], []],
+    "numbers and tensors": [1.0, torch.tensor(2.0), 3.0, torch.tensor(4.0)],
+    "deque": deque([1.0, 2.0, 3.0, 4.0]),
+    "tensors of as many rows": [torch.full((4, 4), 1.0) for _ in range(4)],
+    "ragged": _rows(),
+}
+
+
+@pytest.mark.parametrize("samples", SAMPLES.values(), ids=SAMPLES)
+def test_a_sequence_with_an_item_for_each_sample_when_not_named_is_refused(samples: Any) -> None:
+    """Each micro-batch got all of it, and paired its samples with the first items."""
+    pipe = bp.Pipeline(Takes(), devices=stages(2), chunks=2)
+    x = torch.randn(4, 4)
+    for other in (samples, {"n": samples}, Batch(x, samples), Record(x, samples)):
+        with pytest.raises(MicrobatchError, match=r"argument 1 (may be|has a \w+ inside that may)"):
+            pipe(x, other)
+    with pytest.raises(MicrobatchError, match="the target may be a list of 4 samples"):
+        pipe.forward_backward(x, target=samples, loss_fn=lambda out, _: out.sum())
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [(2, 2, 1, 1), ("mean", None, 3, True), [torch.ones(4, 4), 0.5, None, 1], SimpleNamespace(n=4)],
+    ids=str,
+)
+def test_what_is_no_list_of_samples_goes_on_as_before(whole: Any) -> None:
+    pipe = bp.Pipeline(Takes(), devices=stages(2), chunks=2)
+    assert pipe(torch.randn(4, 4), whole).shape == (4, 4)
+
+
+@pytest.mark.parametrize("of_rows", [lambda y: Normal(y, 1.0), lambda y: SimpleNamespace(loc=y)])
+def test_an_object_with_rows_of_the_batch_is_refused(of_rows: Any) -> None:
+    """Each sample was compared with all rows, where a micro-batch of one broadcasts."""
+    pipe = bp.Pipeline(Takes(), devices=stages(2), chunks=4)
+    x, other = torch.randn(4, 4), of_rows(torch.randn(4, 4))
+    match = r"4 samples for the target.*test_unsplittable.py:\d+.*'loc' has that many.*: None\}"
+    with pytest.raises(MicrobatchError, match=match):
+        pipe.forward_backward(x, target=other, loss_fn=lambda out, _: out.sum())
+    named = bp.Pipeline(Takes(), devices=stages(2), chunks=4, batch_dims={"other": None})
+    assert named(x, other).shape == (4, 4)

@@ -4,6 +4,7 @@ import copy
 import random
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,3 +150,69 @@ def test_a_report_leaves_an_argument_as_it_was(report: str) -> None:
         torch.randn(8, 4), given, **({"loss_fn": torch.mean} if report == "verify" else {})
     )
     assert not given
+
+
+@dataclass
+class Memory:
+    state: Tensor
+
+
+HELD: dict[
+    str, tuple[Callable[[], Any], Callable[[Any], Tensor], Callable[[Any, Tensor], None]]
+] = {
+    "list": (
+        lambda: [torch.zeros(8, 4)],
+        lambda given: given[0],
+        lambda given, h: given.__setitem__(0, h),
+    ),
+    "dict": (
+        lambda: {"state": torch.zeros(8, 4), "n": 0},
+        lambda given: given["state"],
+        lambda given, h: given.update(state=h, n=given["n"] + 1),
+    ),
+    "dataclass": (
+        lambda: Memory(torch.zeros(8, 4)),
+        lambda given: given.state,
+        lambda given, h: setattr(given, "state", h),
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "sequential", "uncut"])
+@pytest.mark.parametrize(("make", "get", "put"), HELD.values(), ids=HELD)
+def test_a_state_in_a_container_when_it_is_passed_again_is_refused(
+    make: Callable[[], Any], get: Any, put: Any, schedule: str
+) -> None:
+    """Each call began with the first call's state."""
+
+    def steps(given: Any, h: Tensor) -> Tensor:
+        h = h + get(given)
+        put(given, h.detach())
+        return h
+
+    net, x = Uses(steps), torch.randn(8, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    given = make()
+    for _ in range(2):
+        pipe.forward_backward(x, make(), loss_fn=torch.sum)  # another one each time
+    pipe.forward_backward(x, given, loss_fn=torch.sum)
+    with pytest.raises(
+        StateError, match=r"has set .* of an argument of type (list|dict|Memory).*:\d+"
+    ):
+        pipe.forward_backward(x, given, loss_fn=torch.sum)
+    pipe.forward_backward(x, given, loss_fn=torch.sum)
+    put(given, torch.ones(8, 4))  # as the caller does
+    pipe.forward_backward(x, given, loss_fn=torch.sum)
+    assert copy.deepcopy(pipe)(x, given).shape == (8, 4)
+
+
+def test_a_container_whose_entries_the_forward_only_adds_to_may_be_passed_again() -> None:
+    def adds(given: Any, h: Tensor) -> Tensor:
+        given["doubled"] = given["x"] * 2
+        return h + given["doubled"]
+
+    pipe, x = bp.Pipeline(Uses(adds), devices=stages(2), chunks=4), torch.randn(8, 4)
+    given = {"x": x}
+    for _ in range(2):
+        pipe.forward_backward(x, given, loss_fn=torch.sum)
+    assert [*given] == ["x"]

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ..._common.callsite import users_line
-from ..._common.nested import tensors
+from ..._common.nested import containers, tensors
 from ..._torch.tensors import version_of
 from ...batches.microbatch import Microbatch
 from ...crossing.tags import TAG, Tag
 from ...errors import StateError
+from .container_entries import Entries, EntriesSet, Path
 
 
 class Taken(NamedTuple):
@@ -25,10 +26,12 @@ class Taken(NamedTuple):
     Attributes:
         tensors: each as it was given, as the forward has it, and the version of that.
         containers: the copies of containers, each with what it holds.
+        entries: those of all containers.
     """
 
     tensors: list[tuple[Tensor, Tensor, int]]
     containers: list[tuple[Any, list[int]]]
+    entries: list[tuple[Path, Any, Entries]]
 
 
 class WholeArguments:
@@ -46,6 +49,10 @@ class WholeArguments:
         held = [{id(c) for c in _containers(_arguments(m))} for m in microbatches[:2]]
         self._containers = held[0] & held[1] if len(held) > 1 else set()
         self._one_by_one = one_by_one
+        self.entries_set = EntriesSet()
+        self._has_containers = any(
+            True for given in _arguments(microbatches[0]) for _ in containers(given)
+        )
 
     def is_given(self, batch: Microbatch, tensor: Tensor) -> bool:
         """Return whether a tensor was among a micro-batch's arguments when the step began. Another
@@ -54,14 +61,17 @@ class WholeArguments:
 
     def taken(self, batch: Microbatch, args: Any, kwargs: Any) -> Taken:
         """Note a micro-batch's whole arguments, for :meth:`check` when its forward is over."""
+        given = *args, *kwargs.values()
+        entries = self.entries_set.before(given) if self._has_containers else []
         copies = list[tuple[Any, list[int]]]()
         if self._containers:
-            found = _copied(_arguments(batch), (*args, *kwargs.values()), self._containers)
+            found = _copied(_arguments(batch), given, self._containers)
             copies = [(held, _held_by(held)) for held in found]
         if not self._ids:
-            return Taken([], copies)
+            return Taken([], copies, entries)
         pairs = zip(tensors((batch.args, batch.kwargs)), tensors((args, kwargs)), strict=True)
-        return Taken([(g, t, version_of(t)) for g, t in pairs if id(g) in self._ids], copies)
+        of_whole = [(g, t, version_of(t)) for g, t in pairs if id(g) in self._ids]
+        return Taken(of_whole, copies, entries)
 
     def check(self, taken: Taken) -> None:
         """Check what a micro-batch's forward, which is over, has written to.
@@ -70,6 +80,7 @@ class WholeArguments:
             StateError: it wrote to an argument in a way that other micro-batches, or the caller,
                 do not see.
         """
+        self.entries_set.after(taken.entries)
         for copied, held in taken.containers:
             if _held_by(copied) != held:
                 raise StateError(
