@@ -137,12 +137,6 @@ class OutsideState:
                 self._compare(holder, key, before.get(key, _UNSET), now.get(key, _UNSET), hop)
             self._members[index] = now
 
-    def forget(self) -> None:
-        """Release what was compared: modules hold stand-ins, and these the recording."""
-        for kept in (self._glances, self._members, self._holders):
-            kept.clear()
-        self._changes.clear()
-
     def _compare(self, holder: Holder, key: Any, then: Any, now: Any, hop: int) -> None:
         owner = holder.owner
         if _is_same(then, now) or (isinstance(owner, dict) and is_of_microbatch(key)):

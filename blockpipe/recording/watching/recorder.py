@@ -79,8 +79,7 @@ class Recorder:
         self.draws = RandomDraws(self.run, result, self.calls)
         cursor.on_mark, cursor.on_leave, cursor.on_move = self.met, self.moved, None
         cursor.on_tell_apart = self.told_apart
-        self.cursor = cursor
-        self.result = result
+        self.cursor, self.result = cursor, result
         self.begun_by: str | None = None  # the call with which a plan moved the cursor last
         self.held: dict[int, TensorInfo] = {}
         self.stand_ins: Mapping[int, Tensor] = {}  # see RecordRequest
@@ -325,7 +324,7 @@ class Recorder:
         """Release everything, and end the cycle of the recorder, its run and its cursor."""
         self.run.abandon()
         self.backward_code.forget()
-        self.outside.forget()
+        del self.outside  # it has met the stand-ins, which hold this
         self.run.place.listener = None
         self.cursor.on_mark = self.cursor.on_leave = self.cursor.on_tell_apart = None
         self.cursor.on_call = None
