@@ -61,23 +61,6 @@ def every_pair(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     return _parametrized(axes, [tuple(values[a][i] for a, i in enumerate(row)) for row in rows])
 
 
-def every_pair_in_turns(**axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """As :func:`every_pair`, for tests that take long: the sets that no value of an axis needs to
-    be in one are slow.
-
-    Args:
-        axes: the values of each of the test's parameters.
-    """
-    kept = {name: [*axis] for name, axis in axes.items()}
-    missing = {(name, index) for name, axis in kept.items() for index in range(len(axis))}
-    rows = []
-    for row in every_pair(**kept).args[1]:
-        shows = {(name, kept[name].index(value)) for name, value in zip(kept, row, strict=True)}
-        rows.append(row if shows & missing else pytest.param(*row, marks=pytest.mark.slow))
-        missing -= shows
-    return _parametrized(kept, rows)
-
-
 def in_turn(names: Iterable[str], one_in: int, turn: int) -> set[str]:
     """Return the tests that run in a turn, where one in so many does: those that are neighbours,
     and often take equally long, have different turns.

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ..parameter_sets import every_pair_in_turns
+from ..parameter_sets import every_pair
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, stages
 
@@ -90,9 +90,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Use]] = {
 }
 
 
-@every_pair_in_turns(
-    kind=KINDS, schedule=["1f1b", "gpipe", "sequential", "uncut"], by_name=[False, True]
-)
+@every_pair(kind=KINDS, schedule=["1f1b", "gpipe", "sequential", "uncut"], by_name=[False, True])
 def test_what_a_stage_counts_in_an_argument_is_the_plain_loops(kind, schedule, by_name) -> None:
     """The recording's counts, and a fake tensor, stayed in it."""
     make, use = KINDS[kind]

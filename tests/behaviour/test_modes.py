@@ -195,19 +195,13 @@ def cases():
                 yield name, way
 
 
-def every_other(which):
-    """All cases, of which two tests take turns: for each, the other one's are slow."""
-    for number, case in enumerate(cases()):
-        yield pytest.param(*case, marks=[] if number % 2 == which else [pytest.mark.slow])
-
-
 @pytest.fixture(autouse=True)
 def _offload_everything(monkeypatch):
     monkeypatch.setattr(offload, "SMALLEST", 0)
     monkeypatch.setattr(offload, "on_cpu_too", True)
 
 
-@pytest.mark.parametrize(("name", "way"), list(every_other(0)))
+@pytest.mark.parametrize(("name", "way"), list(cases()))
 def test_our_own_reading_does_not_go_through_the_glue(name, way, monkeypatch):
     """Nor through a mode that the forward itself has entered."""
     seen = []
@@ -226,7 +220,7 @@ def test_our_own_reading_does_not_go_through_the_glue(name, way, monkeypatch):
     assert Spy.inner.ours == []
 
 
-@pytest.mark.parametrize(("name", "way"), list(every_other(1)))
+@pytest.mark.parametrize(("name", "way"), list(cases()))
 def test_the_users_modes_see_the_users_code_alone(name, way):
     """A mode that is entered around the step."""
     Spy.inner = nullcontext() if "inner" not in name else Spy()

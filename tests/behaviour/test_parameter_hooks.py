@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.batches.microbatch import split
 
-from ..parameter_sets import every_pair_in_turns
+from ..parameter_sets import every_pair
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, stages
 
@@ -104,7 +104,7 @@ def _pair(hooks: Callable[[Returns, str, Tensor], None], **options: object) -> t
     return pipe, net, plain
 
 
-@every_pair_in_turns(hooks=KINDS, options=ENGINES)
+@every_pair(hooks=KINDS, options=ENGINES)
 def test_hooks_of_parameters_of_several_hops_run_once_for_each_micro_batch(hooks, options) -> None:
     """They ran in the backward of each hop, with ``None`` where its graph ended before them."""
     pipe, net, plain = _pair(hooks, **options)
@@ -144,7 +144,7 @@ class Given(nn.Module):
             return self.b(h) * prompt[1]
 
 
-@every_pair_in_turns(hooks=KINDS, options=ENGINES)
+@every_pair(hooks=KINDS, options=ENGINES)
 def test_hooks_of_a_whole_argument_run_once_for_each_micro_batch(hooks, options) -> None:
     """They ran once, with the sum of the micro-batches' gradients."""
     net = Given()

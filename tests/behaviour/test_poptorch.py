@@ -31,7 +31,6 @@ def test_the_handwritten_network_is_on_four_stages() -> None:
     assert len({str(device) for device in model.pipeline.devices}) == (4 if is_simulated() else 1)
 
 
-@pytest.mark.slow
 def test_an_imported_model_trains_with_two_more_lines() -> None:
     """resnet50 on two IPUs, gradient accumulation 3, two copies."""
     torchvision = pytest.importorskip("torchvision")

@@ -97,7 +97,6 @@ def test_the_guides_training_loop() -> None:
         assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.slow
 @pytest.mark.cpu("balanced for the CPU, to be fast")
 def test_the_guides_automatic_balancing() -> None:
     """``torchgpipe_balancing`` takes the model first."""

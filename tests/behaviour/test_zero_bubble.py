@@ -345,7 +345,6 @@ def test_the_weight_part_comes_when_the_schedule_says(parts):
     assert parts["split"] == 2 * 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_real_models_in_every_schedule(schedule):
     """A ResNet in four stages, sanitizer on: to the bit."""

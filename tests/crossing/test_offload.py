@@ -15,7 +15,7 @@ from blockpipe.crossing import offload as offloading
 from blockpipe.preparation.memory.measured import LiveBytes
 
 from ..models import SCHEDULES, square
-from ..parameter_sets import every_pair_in_turns
+from ..parameter_sets import every_pair
 from ..parity import difference, plain_step
 from ..stage_devices import is_simulated, stages
 
@@ -52,7 +52,7 @@ def stores(monkeypatch):
     return made
 
 
-@every_pair_in_turns(
+@every_pair(
     schedule=SCHEDULES,
     checkpoint=["never", "except_last", "always"],
     isolate=[False, True],

@@ -13,7 +13,7 @@ from blockpipe._common.threads.thread_state import waiting_for_device
 
 from ..behaviour.recomputed_models import MODES, Layer, again, layers, step
 from ..models import SCHEDULES, square
-from ..parameter_sets import every_pair_in_turns
+from ..parameter_sets import every_pair
 from ..parity import difference, plain_step
 from ..stage_devices import equal, stages
 
@@ -22,7 +22,7 @@ def cubed(output):
     return output.pow(3).mean()
 
 
-@every_pair_in_turns(
+@every_pair(
     mode=MODES,
     schedule=SCHEDULES,
     p=[0.0, 0.4],

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import blockpipe as bp
 from blockpipe.errors import CrossingError, StateError
 
-from ...parameter_sets import every_pair_in_turns
+from ...parameter_sets import every_pair
 from ...parity import assert_same_gradients, plain_step
 from ...stage_devices import assert_close, stages
 
@@ -97,7 +97,7 @@ def _compare(
     return pipe
 
 
-@every_pair_in_turns(
+@every_pair(
     how=[{}, {"isolate": True}, {"schedule": "uncut"}],
     alias=ALIASES,
     kind=[_WritesFirst, _WritesInAModule],
@@ -118,7 +118,7 @@ def test_an_argument_shares_a_write_to_another_one_on_the_first_stage(
     _compare(kind, by_name, **how)
 
 
-@every_pair_in_turns(
+@every_pair(
     how=[{}, {"isolate": True}, {"schedule": "uncut"}],
     alias=ALIASES,
     kind=[_WritesFirst, _WritesInAModule],

@@ -82,7 +82,6 @@ def test_the_parts_of_a_report():
     assert net[0].a.weight.device.type == "cpu"
 
 
-@pytest.mark.slow
 @every_pair(
     schedule=["1f1b", "gpipe", "zb-h1"],
     mode=["never", "except_last", "always"],

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...parameter_sets import every_pair_in_turns
+from ...parameter_sets import every_pair
 from ...parity import assert_same_gradients, plain_step
 from ...stage_devices import stages
 
@@ -45,7 +45,7 @@ class Scales(nn.Module):
             return h * self.state[self.key]
 
 
-@every_pair_in_turns(kind=KINDS, key=KEYS, is_late=[False, True])
+@every_pair(kind=KINDS, key=KEYS, is_late=[False, True])
 def test_an_entry_of_a_methods_name_when_stages_share_it_is_refused(kind, key, is_late) -> None:
     """The method was taken for the entry, which never changed: other numbers, silently."""
     pipe = bp.Pipeline(Scales(kind(), key, is_late=is_late), devices=stages(2), chunks=4)

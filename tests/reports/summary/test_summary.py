@@ -127,7 +127,6 @@ def test_every_number_is_the_models_own(name: str) -> None:
         assert crossing["bytes"] == element * torch.Size(crossing["shape"]).numel()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in MARKS if MARKS[n][0] == "torchvision"])
 def test_the_usual_table_fits_100_characters(name: str) -> None:
     model, args, kwargs = make(name)
