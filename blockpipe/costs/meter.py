@@ -58,6 +58,7 @@ class Meter(DispatchMode):
             running statistics, whose versions do not count.
         given: called for each operation with the tensors that it is given.
         writing: called before each operation with the tensors that it says it writes to.
+        fills: called before each operation that writes to a tensor after autograd has saved it.
     """
 
     supports_higher_order_operators = True
@@ -70,6 +71,7 @@ class Meter(DispatchMode):
         wrote: Callable[[Tensor], None] | None = None,
         given: Callable[[Iterable[Tensor]], None] | None = None,
         writing: Callable[[Iterable[Tensor]], None] | None = None,
+        fills: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.spent = spent
@@ -78,6 +80,7 @@ class Meter(DispatchMode):
         self.wrote = wrote
         self.given = given
         self.writing = writing
+        self.fills = fills
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -92,6 +95,8 @@ class Meter(DispatchMode):
                 self.waited(HostSync(what, users_line()))
         if self.drew is not None and _draws(func, args, kwargs):
             self.drew(kwargs.get("generator"))
+        if self.fills is not None and func in _FILL_WHAT_THEY_SAVED:
+            self.fills()
         if "batch_norm" in getattr(func, "__name__", ""):
             if self.wrote is not None:
                 for tensor in _running_statistics(func, args, kwargs):
@@ -130,6 +135,9 @@ def _with_workspace(result: tuple[Any, ...], x: Tensor, *given: Any) -> tuple[An
     in_float32 = (4 * wide + 2 * hidden) * (steps + 1) * batch
     return *outputs, workspace.new_empty(kept * x.element_size() + in_float32 * 4)
 
+
+# Autograd saves the noise, and then they fill it: run again, a call may stop in between.
+_FILL_WHAT_THEY_SAVED = (_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default)
 
 # Arguments that are zero, or off, where an operation that can draw does not.
 _DRAWS_UNLESS_ZERO = ("dropout_p", "dropout", "train", "training")

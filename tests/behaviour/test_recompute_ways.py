@@ -14,7 +14,7 @@ import blockpipe as bp
 from ..models import SCHEDULES, square
 from ..parameter_sets import every_pair
 from ..parity import difference, plain_step
-from ..stage_devices import stages
+from ..stage_devices import assert_close, stages
 from .recomputed_models import MODES, Layer, again, layers, step
 
 
@@ -141,6 +141,22 @@ def test_a_generator_of_ones_own_is_not_run_again():
     pipe.forward_backward(torch.randn(4, 8), loss_fn=square)
     assert again(net) == [0, 2]
     assert "0 is not recomputed: it draws from a generator of its own" in str(pipe.summary())
+
+
+def test_noise_that_is_drawn_after_it_was_saved_is_not_run_again():
+    """A call stops at the last tensor that it saves: the noise was what lay in memory."""
+    net = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.RReLU(), nn.Tanh()), nn.Linear(8, 8))
+    net[1] = bp.BeginBlock(net[1], stage=1)
+    found, x = [], torch.randn(4, 8)
+    for when in ("never", "always"):
+        net.zero_grad()
+        torch.manual_seed(0)
+        pipe = bp.Pipeline(net, devices=stages(2), chunks=2, checkpoint=when)
+        for _ in range(2):
+            pipe.forward_backward(x, loss_fn=square)
+        found.append([p.grad.clone() for p in net.parameters()])
+    assert_close(found[0], found[1], rtol=0, atol=0)
+    assert "saves its noise before" in pipe.recording.recomputable["0"].refuses
 
 
 def test_torch_func_inside_is_not_run_again():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,7 +179,8 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
     """Call the model while all watchers run, and return its output."""
     args, kwargs = inputs
     spent, waited = recorder.costs.spent, recorder.costs.waited
-    told = recorder.draws.drew, recorder.wrote, recorder.given, recorder.late.writing
+    fills = partial(recorder.calls.refuse, "autograd saves its noise before it is drawn (RReLU)")
+    told = recorder.draws.drew, recorder.wrote, recorder.given, recorder.late.writing, fills
     meter = Meter(spent, waited, *told)
     about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
     with Progress(about, modules, "module calls") as recorder.calls.progress:
