@@ -134,7 +134,7 @@ class Recorder:
                 mark.name if mark else None,
                 mark.where if mark else users_line() if hop else "the start",
                 self.begun_by,
-                self.cursor.moves,
+                self.cursor.take_marks(),
             )
         )
 
