@@ -1,8 +1,8 @@
 """The crossing table: each row is handled, found at recording, or found at replay; never silent."""
 
 import copy
-import threading
 import functools
+import threading
 import warnings
 
 import pytest
