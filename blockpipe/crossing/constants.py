@@ -5,13 +5,16 @@ micro-batch that makes one is not the only one that reads it. It is computed fro
 any micro-batch may read it on any hop, provided that it is made once. One that every micro-batch
 makes anew and leaves on ``self`` may differ with a number of Python's that it is made of, and then
 it matters whose is read. Both are made by the same operation at the same place in the code, so what
-is made there meanwhile tells them apart.
+is made there meanwhile tells them apart: in the plain loop a micro-batch reads what was made last,
+unless tables for several sizes are kept. So nothing else may be made between the one that is read
+and its reader, in the order of micro-batches.
 """
 
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +57,28 @@ def is_written(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and hasattr(tensor.untyped_storage(), _WRITTEN)
 
 
+class Maker(Protocol):
+    """A micro-batch of a step."""
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+
+    @property
+    def microbatch(self) -> int:
+        """Its index."""
+
+
+@dataclass
+class _Shared:
+    """A constant that others than its maker have read."""
+
+    tensor: Tensor
+    maker: Maker
+    version: int
+    reader: Maker  # the last one
+
+
 class Constants:
     """The constants that one step makes, and those that several micro-batches of it read.
 
@@ -62,10 +87,10 @@ class Constants:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: dict[Hashable, list[tuple[weakref.ref[Tensor], object]]] = {}
-        self._shared: dict[Hashable, list[tuple[Tensor, object, int]]] = {}
+        self._made: dict[Hashable, list[tuple[weakref.ref[Tensor], Maker]]] = {}
+        self._shared: dict[Hashable, list[_Shared]] = {}
 
-    def made(self, tensor: Tensor, site: Hashable, maker: object) -> None:
+    def made(self, tensor: Tensor, site: Hashable, maker: Maker) -> None:
         """Note that a micro-batch has made a constant.
 
         Raises:
@@ -74,30 +99,32 @@ class Constants:
         with self._lock:
             self._made.setdefault(site, []).append((weakref.ref(tensor), maker))
             shared = list(self._shared.get(site, ()))
-        for other, its_maker, _ in shared:
-            if its_maker is not maker and not _is_same(other, tensor):
+        for other in shared:
+            comes_between = _is_between(other.maker, maker, other.reader)
+            if comes_between and not _is_same(other.tensor, tensor):
                 raise _error(tensor)
 
-    def read(self, tensor: Tensor, site: Hashable, maker: object) -> bool:
-        """Return whether a micro-batch that did not make a constant may read it, because nobody
-        else has made another one at the same place."""
+    def read(self, tensor: Tensor, site: Hashable, maker: Maker, reader: Maker) -> bool:
+        """Return whether a micro-batch that did not make a constant may read it, because nothing
+        else has been made at the same place since."""
         with self._lock:
             made = list(self._made.get(site, ()))
             shared = self._shared.setdefault(site, [])
-            if all(other is not tensor for other, _, _ in shared):
-                shared.append((tensor, maker, version_of(tensor)))
-        for made_one, its_maker in made:
-            other = made_one()
-            if its_maker is not maker and (other is None or not _is_same(other, tensor)):
-                return False
-        return True
+            known = next((other for other in shared if other.tensor is tensor), None)
+            if known is None:
+                shared.append(_Shared(tensor, maker, version_of(tensor), reader))
+            else:
+                known.reader = max(known.reader, reader, key=_order)
+        if _order(maker) > _order(reader) and not any(_order(m) <= _order(reader) for _, m in made):
+            return False  # one from before the step should be there
+        return all(_is_one(ref, tensor) for ref, other in made if _is_between(maker, other, reader))
 
     def check(self) -> None:
         """Raise :class:`StateError` if a constant was written in place after others had read it."""
         for shared in self._shared.values():
-            for tensor, _, writes in shared:
-                if version_of(tensor) != writes:
-                    raise _error(tensor)
+            for other in shared:
+                if version_of(other.tensor) != other.version:
+                    raise _error(other.tensor)
 
 
 def _error(tensor: Tensor) -> StateError:
@@ -107,6 +134,23 @@ def _error(tensor: Tensor) -> StateError:
         f"others read it ({users_line()}): which values they read would depend on timing; pass "
         "it along, or keep it in a local variable"
     )
+
+
+def _order(maker: Maker) -> tuple[int, int]:
+    return maker.step, maker.microbatch
+
+
+def _is_between(maker: Maker, other: Maker, reader: Maker) -> bool:
+    """Whether another micro-batch comes after a maker, and not after the reader. If the reader is
+    before the maker, all others do."""
+    if _order(maker) > _order(reader):
+        return other is not maker
+    return _order(maker) < _order(other) <= _order(reader)
+
+
+def _is_one(ref: weakref.ref[Tensor], tensor: Tensor) -> bool:
+    other = ref()
+    return other is not None and _is_same(other, tensor)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

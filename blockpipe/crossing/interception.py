@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 
 from .._common.callsite import users_line
@@ -100,6 +101,9 @@ _WHERE: dict[Any, Callable[[torch.device], Any]] = {
         for kind in ("cpu", "cuda", "xpu", "mps")
     },
 }
+# Writes that autograd does not count. What others have saved of the tensor, and copies on other
+# stages, are of the values before.
+_UNCOUNTED = frozenset([Tensor.apply_, Tensor.map_, Tensor.map2_])
 _QUESTIONS = _METADATA.union(_WHERE)
 _ANSWERED = _QUESTIONS | _READS_GRADIENT
 _LOOKS_AT_GRAPH = _HOOKS | {getattr(Tensor, name).__get__ for name in ("grad_fn",)}
@@ -223,6 +227,8 @@ class CrossingMode(ForwardMode):
         waiting = run.step.known.waiting
         with waiting_for_device() if waiting and func.__name__ in waiting else _NOTHING:
             result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
+        if func in _UNCOUNTED and not args[0].is_inference():
+            increment_version(args[0])
         if reads:
             run.check_written(reads)
         if self._is_mixed and self._asks_for_host(func, args, kwargs):

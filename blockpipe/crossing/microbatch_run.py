@@ -7,6 +7,7 @@ hop's backward, which is an action of the schedule like any other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -100,7 +101,7 @@ class MicrobatchRun:
         self._imports = self.importing(
             step, self.place, self._copies, self.gradients, self.writes, self.claims
         )
-        self._marks = 0
+        self._marks = Counter[int]()  # by stage, since the run came to the hop
         cursor.on_move = self._marked
 
     # --- where the run is
@@ -164,18 +165,24 @@ class MicrobatchRun:
         """Follow a mark that asks for a stage. Where the recording had a hop begin with this very
         mark, wait for the turn at once: the user's code may read its own state before its first
         operation."""
-        self._marks += 1
+        self._marks[stage] += 1
         if stage != self.stage and (self.sealed or self._next_begins_here(stage)):
             with ours():
                 self.arrive()
 
     def _next_begins_here(self, stage: int) -> bool:
-        """Return whether the recording had the next hop begin on this stage, with the mark just
-        met."""
-        following, begins = self.hop + 1, self.step.known.begins
-        if following >= len(begins):
-            return False
-        return begins[following] == self._marks and self.step.route[following] == stage
+        """Return whether the recording had the stage's next hop begin with the mark just met.
+
+        The hops before that one are skipped if nothing ran in their blocks. Other marks of the
+        stage began no hop, so the run must not go there with them. The number of a mark among all
+        of the forward's would not do: a forward that skips a block skips its marks.
+        """
+        passed = 0
+        for hop in range(self.hop + 1, len(self.step.known.marks)):
+            passed += self.step.known.marks[hop].get(stage, 0)
+            if self.step.route[hop] == stage:
+                return passed == self._marks[stage]
+        return False
 
     def _cross(self, hop: int) -> None:
         place = self.place
@@ -184,6 +191,7 @@ class MicrobatchRun:
         if before >= 0:
             self._copies.leave(before, place.stage)
         place.hop, place.stage = hop, self.cursor.stage
+        self._marks.clear()
         if self.on_border is not None:
             self.on_border(before, hop)
         for arrived in self.on_arrival:

@@ -63,7 +63,8 @@ class KnownForward:
     """The recording's knowledge of a forward, by which a step runs it.
 
     Attributes:
-        begins: for each hop, which of the forward's marks it began with.
+        marks: for each hop, how often marks moved the forward to each stage, from the hop before up
+            to the one that began it.
         tracks_writes: whether the recording saw a write to a tensor of another hop.
         sealed_functions: by name.
         sealed_forwards: is entered again where a part of a forward is run again.
@@ -72,7 +73,7 @@ class KnownForward:
         custom_functions: names of the custom functions that the recording met.
     """
 
-    begins: Sequence[int] = ()
+    marks: Sequence[Mapping[int, int]] = ()
     tracks_writes: bool = True
     sealed_functions: Mapping[str, Seal] = field(default_factory=dict)
     sealed_forwards: AbstractContextManager[None] = field(default_factory=nullcontext)

@@ -5,6 +5,7 @@ taken off when the last of them leaves.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from .._common.threads.process_changes import ProcessChange
 from .._torch.modes import how_many_function_modes
+from .._torch.tensors import FakeTensor
 from .interception import active_mode, watched_register_hook
 from .tags import GraphEntry
 
@@ -104,6 +106,20 @@ class UnseenOperations(Replacement):
                 setattr(Tensor, name, self._before[name])
             else:
                 delattr(Tensor, name)
+
+
+class NoElements(Replacement):
+    """A replacement of ``apply_`` on fake tensors, which raises: torch's own passes elements to a
+    function of Python's, and reads them at an address that is none."""
+
+    owner, name = FakeTensor, "apply_"
+
+    def replacement(self) -> Any:
+        return _apply_to_nothing
+
+
+def _apply_to_nothing(tensor: Tensor, function: Callable[[Any], Any]) -> Tensor:
+    raise NotImplementedError(f"a fake tensor has no elements for {function!r}")
 
 
 def _part(original: Any) -> property:

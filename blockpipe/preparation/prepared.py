@@ -157,7 +157,7 @@ class Prepared:
         """The recording's knowledge of the forward, by which steps run it."""
         hops = self.recording.hops
         return KnownForward(
-            begins=[hop.mark for hop in hops],
+            marks=[hop.marks for hop in hops],
             tracks_writes=self.recording.writes_across,
             sealed_functions=self.sealed_forwards.functions,
             sealed_forwards=self.sealed_forwards,

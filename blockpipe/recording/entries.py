@@ -47,7 +47,8 @@ class Hop:
         name: the name of the block that begins it, if it has one.
         where: the line of the mark that begins it.
         begun_by: the call with which a plan begins it; ``None`` if a mark does.
-        mark: the number of the mark that begins it, from 1; 0 if none does.
+        marks: how often marks, from the hop before up to the one that begins it, moved the forward
+            to each stage; blocks in which nothing runs have marks, and no hop.
         operations: the number of torch functions that its forward calls.
         kernels: the number of operations below autograd, except views.
         flops: the floating-point operations of its forward.
@@ -76,7 +77,7 @@ class Hop:
     name: str | None
     where: str
     begun_by: str | None = None
-    mark: int = 0
+    marks: dict[int, int] = field(default_factory=dict)
     operations: int = 0
     kernels: int = 0
     flops: float = 0.0

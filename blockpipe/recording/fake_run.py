@@ -25,6 +25,7 @@ from .._common.threads.thread_state import CallerState, as_ours
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FAKE_TENSOR_LOG, FakeTensor
 from ..batches.shared_memory import map_sharing
+from ..crossing.torch_patches import NoElements
 from ..devices.devices import is_on_meta
 from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, IsolationError, RecordingError
@@ -303,7 +304,7 @@ def _with_fakes(
         faked = replace(request, args=given, kwargs=named)
 
         def run() -> R:
-            with mode, _quiet(), RealWritesUndone(), FailedThreads():
+            with mode, _quiet(), RealWritesUndone(), FailedThreads(), NoElements():
                 return watch(faked, state.holders)
 
         return call_with_tensors(model, swapped, run)

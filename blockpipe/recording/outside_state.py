@@ -10,7 +10,7 @@ import logging
 import os
 import types
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -40,6 +40,7 @@ from ..stages.cursor import is_of_microbatch
 from .calls import hops_by_path
 from .entries import SharedChange
 from .plain_values.expressions import BY_ARGUMENT
+from .plain_values.places import in_words
 from .reads import NamesRead
 from .recording import Recording
 
@@ -250,25 +251,6 @@ class OutsideState:
         return bool(names) and all(
             _is_plain_name(n) and reads.is_only_filled(str(n)) for n in names
         )
-
-
-def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attribute") -> str:
-    """Return a name for a member of an object.
-
-    Args:
-        owner: the object.
-        key: the name or key of the member; ``None`` for the object as a whole.
-        paths: the path of each module, by its id.
-        what: the kind of member.
-    """
-    if id(owner) in paths:
-        path = paths[id(owner)]
-        return f"{path}.{key}" if path else f"attribute {key!r} of the model"
-    if isinstance(owner, type):
-        return f"{owner.__qualname__}.{key}"
-    kind = type(owner).__name__
-    whole = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
-    return whole if key is None else f"{what} {key_text(key)} of {whole}"
 
 
 def _has_places(change: _Change) -> bool:

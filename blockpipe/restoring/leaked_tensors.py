@@ -46,7 +46,9 @@ class TrackedFakes(FakeTensorMode):
         for made in self._made:
             tensor = made()
             # A tensor that no object holds is torch's own (autocast's cache of casts).
-            if tensor is not None and (holder := _holder(tensor)):
+            if tensor is None or _is_in_graphs_alone(tensor):
+                continue
+            if holder := _holder(tensor):
                 raise RecordingError(
                     f"the forward left a tensor of shape {tuple(tensor.shape)} of the recording in "
                     f"{holder}, where Blockpipe cannot restore the value of before, and a later "
@@ -75,6 +77,31 @@ class TrackedFakes(FakeTensorMode):
                 return True
             level = gc.get_referents(*(held for held in level if not isinstance(held, _NO_VALUES)))
         return False
+
+
+def _is_in_graphs_alone(
+    value: object, depth: int = _DEPTH, ours: frozenset[int] = frozenset()
+) -> bool:
+    """Return whether nothing leads to an object but functions that no object of Python's holds.
+
+    They are what packs saved tensors. A graph keeps it, and keeps itself if it is given back the
+    result of an operation as it is, until a backward: a recording runs none.
+
+    Args:
+        value: the object.
+        depth: how many objects may be on the way.
+        ours: ids of the lists of objects that hold it here.
+    """
+    holders = gc.get_referrers(value)
+    ours |= {id(holders)}
+    is_held = False
+    for holder in holders:
+        if isinstance(holder, types.FrameType) or id(holder) in ours:
+            continue
+        is_held = True
+        if not depth or not _is_in_graphs_alone(holder, depth - 1, ours):
+            return False
+    return is_held or isinstance(value, types.FunctionType | types.MethodType)
 
 
 def _holder(value: object) -> str:

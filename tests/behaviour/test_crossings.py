@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 import warnings
 
 import pytest
@@ -389,6 +390,34 @@ def test_running_state_on_one_stage_is_ordinary():
     loss = pipe.forward_backward(x, loss_fn=square).loss
     assert difference(net, plain, loss, expected).same
     assert net.count == plain.count == 3
+
+
+def test_state_behind_the_first_mark_with_operations_waits_for_its_turn():
+    """Also if nothing runs in the blocks before: the second micro-batch read it before the first
+    had set it."""
+    came = threading.Event()
+
+    def forward(s, x):
+        with B(0), B(0):
+            rows = len(x)
+        with B(1):
+            count = s.count
+            came.wait(0.05) if bp.current_microbatch() == 0 else came.set()
+            s.count = count + rows
+            h = s.a(x) * s.count
+        with B(0):
+            return s.b(h)
+
+    net = Scripted(forward)
+    net.count = 0
+    plain = copy.deepcopy(net)
+    x = torch.randn(4, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    for _ in range(2):  # in the first step, each hop waits for its turn anyway
+        expected = plain_step(plain, (x,), {}, None, square, 2)
+        came.clear()
+        loss = pipe.forward_backward(x, loss_fn=square).loss
+        assert difference(net, plain, loss, expected).same
 
 
 def test_uncut_is_the_remedy_for_autograd_grad():

@@ -263,6 +263,29 @@ def test_buffer_written_on_one_stage_and_read_on_another():
         pipe.forward_backward(torch.randn(6, 4), loss_fn=torch.sum)
 
 
+@pytest.mark.cpu("apply_ is for tensors on the CPU")
+def test_a_buffer_written_by_a_function_of_pythons_and_read_on_another_stage():
+    """``apply_`` writes, and torch counts no write."""
+
+    class Counting(Scripted):
+        def __init__(self, forward):
+            super().__init__(forward)
+            self.register_buffer("scale", torch.ones(4))
+
+    def forward(s, x):
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            s.scale.apply_(lambda value: value * 1.5)
+            h = s.b(h)
+        with B(0):
+            return h * s.scale
+
+    pipe = bp.Pipeline(Counting(forward), devices=stages(2), chunks=3)
+    with pytest.raises(StateError, match=r"buffer 'scale' is written .* on hops \[1, 2\]"):
+        pipe.forward_backward(torch.randn(6, 4), loss_fn=torch.sum)
+
+
 def test_an_input_that_each_micro_batch_writes_in_place():
     """A write to one slice of the batch is none to the others, which graphs have saved."""
 

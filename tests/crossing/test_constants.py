@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.errors import StateError
 
+from ..models import square
 from ..parameter_sets import each_value, every_pair
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, stages
@@ -214,6 +216,70 @@ def test_a_table_of_another_length_is_made_anew():
         x = torch.randn(8, length, 4)
         found = pipe.forward_backward(x, loss_fn=torch.sum)
         assert_close(found.loss, plain_step(plain, (x,), {}, None, torch.sum, 4))
+
+
+class _BySize(Two):
+    """A table for each size of micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = len(x)
+        with bp.Block(stage=0):
+            if size not in self.tables:
+                self.tables[size] = torch.arange(1.0, 1 + size, device=x.device)[:, None]
+            h = self.a(x) * self.tables[size]
+        with bp.Block(stage=1):
+            return self.b(h) * self.tables[size]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("sizes", [(4, 4), (6, 4, 5)])
+def test_a_table_for_each_size_may_be_made_within_one_step(schedule, sizes):
+    """The third of the micro-batches, of 2, 1 and 1 rows, was refused the second one's table."""
+    net = _BySize()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3, schedule=schedule)
+    for size in sizes:
+        x = torch.randn(size, 4)
+        expected = plain_step(plain, (x,), {}, None, square, 3)
+        assert_close(pipe.forward_backward(x, loss_fn=square).loss, expected)
+    assert_same_gradients(net, plain)
+
+
+class _OfTheLastSize(Two):
+    """It keeps one table. The second stage reads what is there, late."""
+
+    made = threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            if self.mask is None or len(self.mask) != len(x):
+                self.mask = torch.arange(1.0, 1 + len(x), device=x.device)[:, None]
+                self.made.set()
+            h = self.a(x) * self.mask
+        with bp.Block(stage=1):
+            self.made.wait(0.05)
+            return self.b(h) * self.mask
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_table_from_an_earlier_step_is_not_that_of_a_later_micro_batch(schedule):
+    """The first micro-batch, of 2 rows, made none, and its second stage read one for 1 row."""
+    net = _OfTheLastSize()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=3, schedule=schedule)
+    for size in (6, 4):
+        x = torch.randn(size, 4)
+        expected = plain_step(plain, (x,), {}, None, square, 3)
+        net.made.clear()
+        try:
+            loss = pipe.forward_backward(x, loss_fn=square).loss
+        except StateError:
+            return
+        assert_close(loss, expected)
 
 
 class _Anew(Two):

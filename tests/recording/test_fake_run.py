@@ -79,6 +79,27 @@ class Stubborn(nn.Module):
         return x + torch.ones(4, device="cpu")
 
 
+def test_a_function_of_pythons_for_each_element_runs_for_real():
+    """On a fake tensor torch calls it with what is at address 0, and the process was gone."""
+
+    class Applies(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with bp.Block(0):
+                h = self.a(x * x.detach().cpu().clone().apply_(abs).to(x.device))
+            with bp.Block(1):
+                return self.b(h)
+
+    net = Applies()
+    recording = bp.record(net, torch.randn(2, 4))
+    assert not recording.fake
+    assert recording.route == [0, 1]
+    assert torch.equal(torch.tensor([-2.0, 3.0]).apply_(abs), torch.tensor([2.0, 3.0]))
+
+
 def test_what_cannot_run_there_runs_where_it_is_and_the_summary_says_so():
     recording = bp.record(Stubborn(), torch.ones(2, 4), intended=[FAR])
     assert recording.fake

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from blockpipe.errors import RecordingError
 from blockpipe.restoring.leaked_tensors import TrackedFakes
@@ -15,6 +16,27 @@ class OfBlockpipe(Held):
     """One of Blockpipe's own."""
 
     __module__ = "blockpipe.recording"
+
+
+def test_what_only_a_graph_that_keeps_itself_holds_is_no_leak():
+    """A hook that gives a result back as it is makes a cycle that no collector sees, until a
+    backward; here the hook reads a tensor."""
+    mode = TrackedFakes()
+
+    def computed(kept: list[object]) -> None:
+        h = torch.empty(4, requires_grad=True) * 2
+        pack = lambda tensor: tensor if tensor.shape == h.shape else tensor.clone()  # noqa: E731
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            h.tanh()
+        kept.append(pack)
+
+    with mode:
+        computed([])
+        mode.check_nothing_is_left()
+        computed(elsewhere := [])
+        with pytest.raises(RecordingError, match="in a cell, in a tuple, in a function"):
+            mode.check_nothing_is_left()
+    del elsewhere
 
 
 @pytest.mark.parametrize("kind", [Held, OfBlockpipe])

@@ -226,7 +226,7 @@ class TensorImport:
         if tag.key.step == RECORDING and tensor.device != self._step.device_of(tag.stage):
             return False  # a recording for real, before the model was placed
         constants = self._step.constants
-        return constants is None or constants.read(tensor, tag.site, tag.key)
+        return constants is None or constants.read(tensor, tag.site, tag.key, self._place.key)
 
     def _shared(self, tensor: Tensor, tag: Tag, reads: Reads) -> Tensor:
         """Return such a constant where this hop reads it; no gradient flows to it."""

@@ -137,7 +137,7 @@ class MicrobatchForward:
     def _draws_at_once(self) -> bool:
         """Whether the first hop draws, and begins with the forward itself and not at a mark."""
         context = self._state.context
-        return bool(context.sources and context.sources[0]) and context.known.begins[:1] == [0]
+        return bool(context.sources and context.sources[0]) and context.known.marks[:1] == [{}]
 
     def _offloading(self, run: MicrobatchRun) -> AbstractContextManager[None]:
         """What the forward saves on offloaded stages goes to the host."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._common.threads.thread_state import ours
 from ..._torch.modules import SLOTS, children_of
 from ...restoring.holders import CacheHolder
 from ...restoring.model_state import slot_members
@@ -31,7 +32,8 @@ WHOLE = ("__class__", "__dict__")  # who sets them sets all attributes
 BY_ARGUMENT: Any = object()  # the key of a dictionary's entry that only a call tells
 
 _PLAIN = (bool, int, float, str, bytes, type(None), tuple)
-_TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
+NEEDS_GRADIENT = "requires_grad"  # the only attribute of tensors that is looked at
+_TORCHS = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module
 _WALKS = frozenset(
     [
         *("parameters", "named_parameters", "buffers", "named_buffers"),
@@ -204,7 +206,8 @@ class Frame:
         value = attribute_in(owner, key)
         if isinstance(value, property):
             return None, None, self._given(value.fget)
-        if owner is UNKNOWN or key is UNKNOWN or isinstance(owner, Tensor):
+        is_tensors = isinstance(owner, Tensor) and key != NEEDS_GRADIENT
+        if owner is UNKNOWN or key is UNKNOWN or is_tensors:
             return None, None, value
         if isinstance(owner, types.ModuleType):
             owner = Names(vars(owner))
@@ -268,6 +271,7 @@ def _may_change(value: Any) -> bool:
 
 def _unless_code(owner: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     is_set = not isinstance(owner, Names) and key in _attributes_of(owner)
+    is_set = is_set or (isinstance(owner, nn.Module) and key in children_of(owner))
     is_code = isinstance(value, _NO_STATE) and not isinstance(value, Tensor) and not is_set
     return (None, None, value) if is_code else (owner, key, value)
 
@@ -318,8 +322,11 @@ def attribute_in(owner: Any, name: Any) -> Any:
 def member_of(owner: Any, key: Any) -> Any:
     """Return an entry, a variable, or an attribute. A method of a mapping is none: its entries may
     have such names."""
-    if owner is UNKNOWN or key is UNKNOWN or isinstance(owner, Tensor):
+    if owner is UNKNOWN or key is UNKNOWN:
         return UNKNOWN
+    if isinstance(owner, Tensor):
+        with ours():  # no mode is asked
+            return owner.requires_grad if key == NEEDS_GRADIENT else UNKNOWN
     if key is ALL:
         return _content(owner)
     if isinstance(owner, types.CellType):

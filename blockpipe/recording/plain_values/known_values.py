@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -12,8 +13,10 @@ from ..calls import Call
 from ..entries import CarriedValue, SharedChange
 from ..reads import NamesRead, libraries_code_reads
 from ..recording import Recording
-from .expressions import ALL, BY_ARGUMENT, Names, member_of
+from .expressions import ALL, BY_ARGUMENT, Frame, Names, member_of
 from .places import attribute_of, has_tensors, named, space_of
+from .syntax.accesses import Access
+from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE
 from .values import SharedValue, back, frozen, hops_of, shared_change
 
 _REMEDY = "pass it along as an argument"
@@ -76,6 +79,29 @@ class KnownValues:
         if name is None:
             return []
         return [v for v in self._values.values() if v.set_on and v.key == name]
+
+    def may_answer_otherwise(self, question: ast.expr, frame: Frame, *, fake: bool) -> bool:
+        """Return whether an expression may have another value in a forward of another micro-batch.
+
+        Args:
+            question: the expression.
+            frame: the frame that it is in.
+            fake: whether the forward runs on fake tensors; then nothing depends on the data.
+        """
+        for node in ast.walk(question):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if name in ASKS_CHANCE or not (fake or name in ASKS_SHAPE):
+                    return True
+            elif isinstance(node, ast.Name | ast.Attribute):
+                owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
+                known = self.found_at(owner, key)
+                if known is not None and (known.set_on or known.counted_on):
+                    return True
+                is_local = owner is None and isinstance(node, ast.Name)
+                if is_local and not fake and isinstance(value, bool | int | float):
+                    return True
+        return False
 
     def changed(self, owner: Any, key: Any, hops: set[int], where: str) -> None:
         """Something has changed, whoever did it: also code that is not traced.
@@ -161,6 +187,7 @@ class KnownValues:
         remedy = _OF_BACKWARDS if max(seen) < 0 else remedy
         remedy = known.remedy or (OF_CHECKPOINT if again else remedy)
         change = shared_change(known, self._named(known), read_on, where, remedy)
+        change.is_traced = known.is_traced and known.is_fixed
         is_table = isinstance(known.owner, dict) and has_tensors(known.owner)
         if min(seen) >= 0 and (is_table or self._holds_tensors(known)):
             change.is_traced = known.is_traced

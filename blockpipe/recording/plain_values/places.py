@@ -20,15 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from ..._common.nested import tensors
+from ..._common.text import key_text
+from ..._torch.modules import children_of, parameters_of, slots_of
 from ...crossing.tags import TAG, latest
 from ...restoring.contents import is_of_c
+from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import BOUND, advances
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
-from ..outside_state import in_words
-from .expressions import ALL, BY_ARGUMENT, UNKNOWN, Frame, Names
+from .expressions import ALL, BY_ARGUMENT, NEEDS_GRADIENT, UNKNOWN, Frame, Names
 from .syntax.accesses import Access, Use
-from .syntax.effects import DOES_BOTH, WRITES
+from .syntax.effects import DOES_BOTH, SETS_TORCHS, WRITES
 
 CONTENTS = (
     *(list, dict, set, deque, bytearray, array, io.StringIO, ContextVar),
@@ -65,6 +67,53 @@ def entry_of(access: Access, frame: Frame, owner: Any, key: Any) -> tuple[Any, A
     return owner, BY_ARGUMENT if key is UNKNOWN and access.reads else key, access
 
 
+def owners_by_space(holders: Iterable[Holder], modules: Iterable[nn.Module]) -> dict[int, Any]:
+    """Return objects and modules by the ids of the dictionaries that their attributes are in."""
+    found = {
+        id(space): holder.owner
+        for holder in holders
+        if isinstance(holder, DictHolder) and (space := holder.namespace()) is not holder.owner
+    }
+    return found | {id(space): module for module in modules for space in slots_of(module)}
+
+
+def names_of(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Return the names of modules and their parameters by their ids, given the modules by path."""
+    own = [(path, m) for path, m in modules.items() if not isinstance(m, torch.jit.ScriptModule)]
+    names = {
+        id(parameter): f"{path}.{name}" if path else name
+        for path, module in own
+        for name, parameter in parameters_of(module).items()
+        if parameter is not None
+    }
+    return names | {id(module): path for path, module in modules.items()}
+
+
+def set_by_method(node: ast.expr, frame: Frame) -> list[tuple[Any, str]] | None:
+    """Return the objects that a method of torch's sets an attribute of, and its name: the modes of
+    modules (``train``, ``eval``), or whether parameters need a gradient; ``None``: it is no such
+    call."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return None
+    name = node.func.attr
+    if name not in SETS_TORCHS:
+        return None
+    if frame.code.co_name in SETS_TORCHS:
+        return []  # the user's own method: its call sets the same
+    owner = frame.evaluated(node.func.value)
+    sets_mode = name != "requires_grad_"
+    if isinstance(owner, Tensor):
+        return [] if sets_mode else [(owner, NEEDS_GRADIENT)]
+    modules = [owner] if isinstance(owner, nn.Module) else []
+    for module in modules:
+        inner = (child for child in children_of(module).values() if child is not None)
+        modules += [child for child in inner if not any(child is known for known in modules)]
+    if sets_mode:
+        return [(module, "training") for module in modules]
+    held = (p for module in modules for p in parameters_of(module).values())
+    return [(parameter, NEEDS_GRADIENT) for parameter in held if parameter is not None]
+
+
 def entry_asked(access: Access, frame: Frame) -> Any:
     """Return the key of the one entry that code asks a container for (``table.get(key)``, ``key in
     table``); ``ALL`` if it may read any of them."""
@@ -74,6 +123,27 @@ def entry_asked(access: Access, frame: Frame) -> Any:
         return ALL
     key = frame.key(access.key)
     return ALL if key is UNKNOWN else key
+
+
+def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attribute") -> str:
+    """Return a name for a member of an object.
+
+    Args:
+        owner: the object.
+        key: the name or key of the member; ``None`` for the object as a whole.
+        paths: the path of each module, by its id.
+        what: the kind of member.
+    """
+    if id(owner) in paths:
+        path = paths[id(owner)]
+        if key is None:
+            return path or "the model"
+        return f"{path}.{key}" if path else f"attribute {key!r} of the model"
+    if isinstance(owner, type):
+        return f"{owner.__qualname__}.{key}"
+    kind = type(owner).__name__
+    whole = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+    return whole if key is None else f"{what} {key_text(key)} of {whole}"
 
 
 def named(owner: Any, key: Any, paths: Mapping[int, str]) -> str:

@@ -24,9 +24,8 @@ from typing import Any
 
 from torch import Generator, Tensor, nn
 
-from ..._torch.modules import slots_of
 from ...restoring.contents import is_generator
-from ...restoring.holders import DictHolder, Holder
+from ...restoring.holders import Holder
 from ...restoring.iterators import advances
 from ...restoring.model_state import is_users, names_in
 from ..calls import Call
@@ -58,13 +57,16 @@ from .places import (
     is_of_library,
     is_of_module,
     makers_of,
+    names_of,
+    owners_by_space,
+    set_by_method,
     shares_memory,
     space_of,
     use_by,
 )
-from .still_code import frames_of, read_of_unknown
+from .still_code import frames_of, functions_by_code, read_of_unknown
 from .syntax.accesses import Access, Use, accesses_of, may_set, tests_of
-from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE, changes_given
+from .syntax.effects import arguments_of, changes_given
 from .syntax.protocols import is_read_by_syntax
 from .taken_in import TakenIn
 from .tensor_uses import TensorUses
@@ -103,20 +105,11 @@ class SharedValues:
         self._hop, self._call, self._fake = hop, call, fake
         self._lasting = {id(holder.owner) for holder in holders} | {*map(id, modules.values())}
         self._first = frozenset(self._lasting)
-        self._objects = {  # by the id of the dictionary that an object's attributes are in
-            id(space): holder.owner
-            for holder in holders
-            if isinstance(holder, DictHolder) and (space := holder.namespace()) is not holder.owner
-        }
-        slots = ((space, module) for module in modules.values() for space in slots_of(module))
-        self._objects.update((id(space), module) for space, module in slots)
+        self._objects = owners_by_space(holders, modules.values())
+        self._lasting.update(names := names_of(modules))
         self._objects[id(os.environ)] = variables = os.environ._data  # type: ignore[attr-defined]
         self._lasting.add(id(variables))
-        self._functions: dict[int, list[types.FunctionType]] = {}  # by the id of their code
-        for holder in holders:
-            if isinstance(function := holder.owner, types.FunctionType):
-                same = self._functions.setdefault(id(function.__code__), [])
-                same += [] if function in same else [function]
+        self._functions = functions_by_code(holder.owner for holder in holders)
         self._generators = {
             id(value) for holder in holders for _, value in holder.before if is_generator(value)
         }
@@ -124,7 +117,7 @@ class SharedValues:
         # To trace takes about as long as the recording of a small model.
         self.traces = traces or bool(self._generators) or any(may_set(f.__code__) for f in users)
         self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
-        self.known = KnownValues({id(module): path for path, module in modules.items()})
+        self.known = KnownValues(names)
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
@@ -133,7 +126,7 @@ class SharedValues:
         self._used_up = found_among(holders)  # refused if the forward uses them, by id
         self._stays: Effect | None = None  # the first that cannot be put back
         self._kinds = [(path, module, type(module)) for path, module in modules.items()]
-        self._pending: dict[int, PendingWrite] = {}  # by the id of a frame
+        self._pending: dict[int, list[PendingWrite]] = {}  # by the id of a frame
         self._checkpoints = CheckpointedFrames()
         self.tensors, self.draws = TensorUses(), DrawnNumbers()
         self._collecting = CollectingGarbage()
@@ -156,9 +149,8 @@ class SharedValues:
         finally:
             if sys.gettrace() == ours:
                 sys.settrace(before)
-            for pending in [*self._pending.values()]:
-                self._is_set(pending)
-            self._pending.clear()
+            for frame in [*self._pending]:
+                self._are_set(frame)
             self._returned.clear()  # it holds tensors, and the graph behind them
             self._checkpoints.forget()
             self._taken_in.forget()
@@ -179,9 +171,7 @@ class SharedValues:
         return self._ran
 
     def _ran(self, frame: types.FrameType, event: str, argument: object) -> Any:
-        pending = self._pending.pop(id(frame), None)
-        if pending is not None:
-            self._is_set(pending)
+        self._are_set(id(frame))
         if event == "opcode":
             accesses = self._codes[id(frame.f_code)][1].get(frame.f_lasti)
             if accesses:
@@ -227,9 +217,8 @@ class SharedValues:
                 self._note(access, frame, hop, runs=not over)
             except Exception:  # of an object that cannot be looked at
                 continue
-            if over and (pending := self._pending.pop(id(running), None)):
-                pending.before = UNKNOWN  # it may be set to anything
-                self._is_set(pending)
+            if over:
+                self._are_set(id(running), to_anything=True)
 
     def _note_missed(self, running: types.FrameType, hops: dict[int, int]) -> None:
         """Note the accesses in branches that a function did not take. If its condition depends on
@@ -237,31 +226,23 @@ class SharedValues:
         accesses = self._codes[id(running.f_code)][1]
         missed = accesses.keys() - hops.keys()
         frame = Frame(running, self._functions, None)
-        if missed and any(self._is_open(test, frame) for test in tests_of(running.f_code)):
+        if missed and self._is_any_open(tests_of(running.f_code), frame):
             for offset in missed:
                 hop = hops[max(known for known in hops if known < offset)]
                 self._note_all(accesses[offset], running, hop, over=True)
 
-    def _is_open(self, test: ast.expr, frame: Frame) -> bool:
-        """Whether a forward of another micro-batch may answer otherwise."""
-        for node in ast.walk(test):
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                if name in ASKS_CHANCE or not (self._fake or name in ASKS_SHAPE):
-                    return True
-            elif isinstance(node, ast.Name | ast.Attribute):
-                owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
-                known = self.known.found_at(owner, key)
-                if known is not None and (known.set_on or known.counted_on):
-                    return True
-                is_local = owner is None and isinstance(node, ast.Name)
-                if is_local and not self._fake and isinstance(value, bool | int | float):
-                    return True
-        return False
+    def _is_any_open(self, questions: Iterable[ast.expr], frame: Frame) -> bool:
+        is_open = self.known.may_answer_otherwise
+        return any(is_open(question, frame, fake=self._fake) for question in questions)
 
     def _note(self, access: Access, frame: Frame, hop: int, *, runs: bool) -> None:
         if (self._generators or self._all_lasts) and access.use is not Use.NONE:
             self._draws(frame.evaluated(access.node), frame, hop)
+        if (places := set_by_method(access.node, frame)) is not None:
+            lasting = [(o, name, member_of(o, name)) for o, name in places if self._is_lasting(o)]
+            is_fixed = not self._is_any_open(arguments_of(access.node), frame)
+            self._will_set(lasting, access, frame, hop, is_fixed=is_fixed)
+            return
         owner, key, value = frame.owner_of(access)
         self._stays = self._stays or asks_cache(access, frame)
         if runs:
@@ -290,10 +271,7 @@ class SharedValues:
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, counts=access.counts, loses=loses)
             if access.writes:
-                apart = self._apart(frame)
-                where = frame.line, apart, access.counts, self._calls()
-                pending = PendingWrite(owner, key, frozen(value), hop, *where)
-                self._pending[id(frame.frame)] = pending
+                self._will_set([(owner, key, value)], access, frame, hop)
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
             self._uses(access, self._objects.get(id(value), value), frame, hop)
             if advances(value):  # in a recording it is a copy of the user's
@@ -410,6 +388,27 @@ class SharedValues:
         """Return the run apart from the forward that a frame is in."""
         return self._still or self._checkpoints.of(frame.frame)
 
+    def _will_set(
+        self,
+        places: Iterable[tuple[Any, Any, Any]],
+        access: Access,
+        frame: Frame,
+        hop: int,
+        *,
+        is_fixed: bool = False,
+    ) -> None:
+        """Note that an instruction sets the values at some places, before it has done so."""
+        where = hop, frame.line, self._apart(frame), access.counts, self._calls(), is_fixed
+        self._pending[id(frame.frame)] = [
+            PendingWrite(owner, key, frozen(value), *where) for owner, key, value in places
+        ]
+
+    def _are_set(self, frame: int, *, to_anything: bool = False) -> None:
+        for pending in self._pending.pop(frame, ()):
+            if to_anything:
+                pending.before, pending.is_fixed = UNKNOWN, False
+            self._is_set(pending)
+
     def _is_set(self, pending: PendingWrite) -> None:
         if is_by_microbatch(pending.owner):
             return
@@ -421,7 +420,8 @@ class SharedValues:
         known.is_traced = True
         known.is_bare = known.is_bare or made_on is None
         # On fake tensors the same is the same for all data.
-        settles = self._fake or (pending.adds and isinstance(value, Tensor))
+        known.is_fixed = known.is_fixed and pending.is_fixed
+        settles = self._fake or pending.is_fixed or (pending.adds and isinstance(value, Tensor))
         if not settles or now is UNKNOWN or pending.before != now:
             known.is_set(pending.hop, pending.line, pending.calls)
             known.made_on |= made_on or set()

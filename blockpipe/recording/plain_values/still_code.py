@@ -154,6 +154,16 @@ def read_of_unknown(access: Access, frame: Frame) -> str | None:
     return name if origins.may_last(node.value) else None
 
 
+def functions_by_code(objects: Iterable[Any]) -> dict[int, list[types.FunctionType]]:
+    """Return the functions among some objects, by the ids of their code."""
+    found: dict[int, list[types.FunctionType]] = {}
+    for function in objects:
+        if isinstance(function, types.FunctionType):
+            same = found.setdefault(id(function.__code__), [])
+            same += [] if function in same else [function]
+    return found
+
+
 def may_set_by(functions: Iterable[Callable[..., Any]]) -> bool:
     """Return whether any function, or what it calls, may set what outlives it."""
     return any(may_set(still.f_code) for function in functions for still in frames_of(function))

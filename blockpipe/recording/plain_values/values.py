@@ -38,6 +38,7 @@ class SharedValue:
     came_on: set[int] = field(default_factory=set)  # hops that read what a forward before has left
     made_on: set[int] = field(default_factory=set)  # the stages that make the tensors in it
     is_bare: bool = False  # whether it is set to a value without tensors
+    is_fixed: bool = True  # whether its setters say what they set it to: ``module.eval()``
     set_in: list[tuple[Call | None, str]] = field(default_factory=list)  # calls, with the lines
 
     def is_set(self, hop: int, line: str, calls: Iterable[Call | None] = ()) -> None:
@@ -94,6 +95,7 @@ class PendingWrite:
     apart: ApartRun | None  # the run apart from the forward that it is in
     adds: bool  # as ``self.n += 1`` does, which writes to a tensor in place
     calls: list[Call | None]
+    is_fixed: bool  # whether it sets the same, whatever the data
 
 
 @dataclass

@@ -126,16 +126,10 @@ class Recorder:
         hop = self.hop + 1
         self.step.route.append(stage)
         mark = self.cursor.mark
-        self.result.hops.append(
-            Hop(
-                hop,
-                stage,
-                mark.name if mark else None,
-                mark.where if mark else users_line() if hop else "the start",
-                self.begun_by,
-                self.cursor.moves,
-            )
-        )
+        name = mark.name if mark else None
+        where = mark.where if mark else users_line() if hop else "the start"
+        marks = self.cursor.take_marks()
+        self.result.hops.append(Hop(hop, stage, name, where, self.begun_by, marks))
 
     def arrived(self) -> None:
         """Look at the generators: the run is on the new hop."""
@@ -440,7 +434,7 @@ class Recorder:
             self.backward_code.calls(hook, None, hop)
 
     def note_checkpoint(self, recompute: Callable[..., Any]) -> None:
-        """Note a ``torch.utils.checkpoint``, and what it calls to run its function again."""
+        """Note a ``torch.utils.checkpoint``, and the code that runs its function again."""
         self.checkpointed_in.append(self.calls.innermost)
         self.backward_code.runs_again(recompute, max(self.hop, 0))
 

@@ -1,5 +1,6 @@
 """The cursor of a recorded forward, which reports marks and moves."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..._common.threads.thread_state import ours
@@ -13,15 +14,18 @@ class WatchedCursor(Cursor):
         on_mark: called with each mark that begins.
         on_tell_apart: called when the forward keeps separate state for each micro-batch.
         on_leave: called with the stage that the cursor is about to move to.
-        moves: the number of moves so far.
+        marks: how often each stage was moved to since the last hop began.
         is_marked: whether a mark, and not a plan, has placed the forward.
     """
 
     on_mark: Callable[[Mark], None] | None = None
     on_tell_apart: Callable[[], None] | None = None
     on_leave: Callable[[int], None] | None = None
-    moves = 0
     is_marked = False
+
+    def __init__(self, *, follow_marks: bool = True) -> None:
+        super().__init__(follow_marks=follow_marks)
+        self.marks = Counter[int]()
 
     def begin(self, mark: Mark) -> None:
         assert self.on_mark is not None
@@ -38,9 +42,14 @@ class WatchedCursor(Cursor):
         if stage != self.stage:
             with ours():
                 self.on_leave(stage)
-            self.moves += 1
+            self.marks[stage] += 1
         super().move(stage, mark)
         self.is_marked = self.is_marked or mark is not None
+
+    def take_marks(self) -> dict[int, int]:
+        """Return those counts, and begin anew: a hop begins."""
+        marks, self.marks = self.marks, Counter()
+        return dict(marks)
 
     def passes_over(self, following: int, route: Sequence[int]) -> bool:
         """Return whether a mark has named the next stage, and the forward goes on to a higher one

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from .bindings import assigned, bound, captured
 from .contents import alternatives
-from .effects import CHANGES_GIVEN, DOES_BOTH, FILLS, WRITES
+from .effects import CHANGES_GIVEN, DOES_BOTH, FILLS, SETS_TORCHS, WRITES
 
 _READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
 _OF_ENVIRONMENT = ("getenv", "getenvb")
@@ -47,7 +47,7 @@ _STORES = frozenset(
 )
 _SETTERS = (
     *("setattr", "delattr", "__setattr__", "__delattr__"),
-    *("register_buffer", "register_parameter"),
+    *("register_buffer", "register_parameter", "register_module", "add_module"),
 )
 
 
@@ -221,7 +221,7 @@ def calls_of(code: types.CodeType) -> Sequence[ast.Call]:
 
 
 _CHANGES = (
-    WRITES | DOES_BOTH | CHANGES_GIVEN | {*_SETTERS, "next", "cache_info"}
+    WRITES | DOES_BOTH | CHANGES_GIVEN | SETS_TORCHS | {*_SETTERS, "next", "cache_info"}
 )  # each call changes the latter
 _Node = ast.Attribute | ast.Subscript | ast.Name | ast.Call
 _LOADS_TWO = re.compile("_FAST(_BORROW)?_LOAD_FAST")
@@ -356,6 +356,8 @@ def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Acces
     if name in ("getattr", "hasattr") and len(node.args) > 1:
         return Access(node, True, False, is_said=is_said)
     if name in _SETTERS and len(node.args) > 1:
+        return Access(node, False, True)
+    if isinstance(node.func, ast.Attribute) and node.func.attr in SETS_TORCHS:
         return Access(node, False, True)
     if name == "next" and node.args:
         return Access(node.args[0], True, False, use=Use.BOTH)

@@ -32,6 +32,8 @@ _CHANGES_FIRST = frozenset(
 _CHANGES_ANY = frozenset(["pack_into", "dump"])  # a buffer or a file, in another position
 _OF_UFUNCS = "at"  # ``numpy.add.at(array, …)``
 _UNBOUND = (types.MethodDescriptorType, types.WrapperDescriptorType)
+SETS_TORCHS = frozenset(["train", "eval", "requires_grad_"])
+"""Methods that set the mode of modules, or whether parameters need a gradient."""
 FILLS = frozenset(["copy_", "zero_", "fill_"])  # of tensors; others that end so read as well
 DOES_BOTH = frozenset(
     [
@@ -49,6 +51,11 @@ ASKS_SHAPE = (
     *("is_floating_point", "is_grad_enabled", "is_contiguous", "type", "get", "stride"),
 )
 """Functions that ask a tensor for no value."""
+
+
+def arguments_of(call: ast.expr) -> list[ast.expr]:
+    """Return the arguments of a call as expressions."""
+    return [*call.args, *(one.value for one in call.keywords)] if isinstance(call, ast.Call) else []
 
 
 def changes_given(given_to: ast.expr, function: Any, *, is_first: bool) -> bool:
