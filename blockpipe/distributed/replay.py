@@ -67,6 +67,7 @@ class StageModule(nn.Module):
         hands_on: whether the state of generators is the last tensor of each boundary.
         recomputable: the modules that can be recomputed, by path.
         recomputes: whether those are recomputed for which no mark says otherwise.
+        makers: what makes each tensor that it returns, in words.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class StageModule(nn.Module):
         self.stage = stage.stage
         self.input_metas = stage.input_metas
         self.output_metas = stage.output_metas
+        self.makers = _makers(stage)
         self._taken = tape.inputs
         self._stage = stage
         self._device = device
@@ -204,6 +206,7 @@ class StageModule(nn.Module):
             self.input_metas = [*self.input_metas, state]
         if not self.is_last:
             self.output_metas = [*self.output_metas, state]
+            self.makers = [*self.makers, "the random generators"]
 
     def run(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the tape, given the tensors of the boundary before."""
@@ -382,6 +385,20 @@ def _drops(stage: StageTape) -> list[list[int]]:
                 kept.add(value)
                 found[at].append(value)
     return found
+
+
+def _makers(stage: StageTape) -> list[str]:
+    """What makes each tensor that a stage returns, in words."""
+    found = {
+        value: f"{entry.name} ({entry.where}) on stage {stage.stage}"
+        for entry in stage.entries
+        for value in entry.results
+        if value is not None
+    }
+    before = f"what stage {stage.stage} was given"
+    results = _tensor_references(stage.result) if stage.result is not None else ()
+    returned = [r.index if isinstance(r, Value) else -1 for r in results]
+    return [found.get(value, before) for value in stage.outputs or returned]
 
 
 def _tensor_references(value: Any) -> Iterator[Reference]:
