@@ -20,8 +20,8 @@ from .build import CutForward
 from .engine import FOR_ANY_NUMBER, Engine, places, takes
 from .kinds import arguments_in_words, modes_in_words
 from .rank_failures.progress import ProcessProgress
-from .shared_memory import check_memory
 from .stage_places import StagePlaces
+from .state.shared_memory import check_memory
 from .taping.watched_model import WatchedModel
 
 _KEPT = 8  # kinds of micro-batches

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.distributed.shared_memory import check_memory
+from blockpipe.distributed.state.shared_memory import check_memory
 from blockpipe.errors import StateError
 
 

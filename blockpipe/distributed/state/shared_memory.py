@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..errors import StateError
-from ..preparation.shared_state import Info, named, of_one_memory
-from ..recording.entries import TensorInfo
-from ..recording.recording import Recording
+from ...errors import StateError
+from ...preparation.shared_state import Info, named, of_one_memory
+from ...recording.entries import TensorInfo
+from ...recording.recording import Recording
 
 
 def check_memory(model: nn.Module, recording: Recording, ranks: Sequence[int]) -> None:
