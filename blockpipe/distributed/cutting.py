@@ -15,7 +15,9 @@ import torch
 
 from ..errors import CrossingError, PlanError
 from .taping.origins import origins
-from .taping.tape import Entry, Held, Meta, Tape, Value, references, size_question
+from .taping.tape import Entry, Held, Meta, Tape, Value, View, references, size_question
+
+Order = tuple[int, ...] | None
 
 
 @dataclass
@@ -29,8 +31,10 @@ class StageTape:
         inputs: the values that it takes, in order.
         origins: what made each of them.
         outputs: the values that it returns, in order; empty for the last stage.
-        input_metas: the shapes and dtypes of ``inputs``.
-        output_metas: the shapes and dtypes of its results.
+        input_metas: the shapes and dtypes of ``inputs``, as they are sent.
+        output_metas: the shapes and dtypes of its results, as they are sent.
+        input_orders: the order in memory of the dims of each input, if that is not its shape's.
+        output_orders: the same of each output.
         result: for the last stage, the forward's result with references.
         held: first names of the parameters and buffers that its glue reads.
         modules: paths of the modules that it calls.
@@ -46,6 +50,8 @@ class StageTape:
     origins: list[str] = field(default_factory=list)
     input_metas: list[Meta] = field(default_factory=list)
     output_metas: list[Meta] = field(default_factory=list)
+    input_orders: list[Order] = field(default_factory=list)
+    output_orders: list[Order] = field(default_factory=list)
     result: Any = None
     held: list[str] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
@@ -82,8 +88,12 @@ def cut(tape: Tape) -> list[StageTape]:
         ]
         now = StageTape(hop, stage, entries, inputs, outputs)
         now.origins = [made_by[v] for v in inputs]
-        now.input_metas = [tape.metas[hop][v] for v in inputs]
-        now.output_metas = [tape.metas[hop + 1][v] for v in outputs]
+        given = [tape.metas[hop][v] for v in inputs]
+        now.input_metas = [meta.sent() for meta in given] if hop else given
+        now.input_orders = [meta.order if hop else None for meta in given]
+        made = [tape.metas[hop + 1][v] for v in outputs]
+        now.output_metas = [meta.sent() for meta in made]
+        now.output_orders = [meta.order for meta in made]
         if is_last:
             now.result = tape.output
         read = [r for entry in entries for r in references((entry.args, entry.kwargs))]
@@ -94,6 +104,7 @@ def cut(tape: Tape) -> list[StageTape]:
         now.written = {v for v in inputs if tape.storages[v] in written}
         now.shared = _sharing(tape, inputs, outputs)
         _check_crossing(tape, now)
+        _check_writes(tape, now)
         stages.append(now)
         inputs = outputs
     return stages
@@ -122,6 +133,7 @@ def questions(tape: Tape) -> StageTape | None:
     written = {tape.storages[v] for entry in entries for v in entry.writes}
     metas = [tape.metas[0][v] for v in inputs]
     asked = StageTape(0, tape.route[0], entries, inputs, [], input_metas=metas)
+    asked.input_orders = [None for _ in inputs]
     asked.written = {v for v in inputs if tape.storages[v] in written}
     return asked
 
@@ -158,3 +170,60 @@ def _check_crossing(tape: Tape, stage: StageTape) -> None:
                 f"expected tensors of fixed sizes between stages, got one at {where} whose size "
                 f"depends on data, made before stage {stage.stage + 1}; keep it on one stage"
             )
+
+
+def _check_writes(tape: Tape, stage: StageTape) -> None:
+    """Refuse a write to one of two inputs of a stage that had the same memory where they were made,
+    if the other one is read afterwards: here each is a tensor of its own."""
+    if not stage.index or not any(entry.writes for entry in stage.entries):
+        return
+    sources = _sources(tape, stage)
+    for at, entry in enumerate(stage.entries):
+        reading = stage.entries[at + (entry.module is None) :]  # a module may read after it writes
+        read = _values([(e.args, e.kwargs) for e in reading]) | _values(stage.result)
+        read.update(stage.outputs)
+        later = set[int]().union(*(sources.get(value, ()) for value in read))
+        for written in entry.writes:
+            others = later.difference(sources.get(written, ()))
+            if any(_overlap(tape, written, other) for other in others):
+                raise CrossingError(
+                    f"expected no write to memory that two tensors from an earlier stage have, for "
+                    f"each is a copy of its own here, got one at {entry.where} ({entry.name}) on "
+                    f"stage {stage.stage}, which reads the other one too; clone() before the write"
+                )
+
+
+def _sources(tape: Tape, stage: StageTape) -> dict[int, set[int]]:
+    """Return for each value of a stage the inputs whose memory it has."""
+    found = {value: {value} for value in stage.inputs}
+    for entry in stage.entries:
+        given = _values((entry.args, entry.kwargs)) & found.keys()
+        for made in entry.results:
+            if made is not None:
+                same = (v for v in given if tape.storages[v] == tape.storages[made])
+                found[made] = set[int]().union(*(found[v] for v in same))
+    return found
+
+
+def _values(nested: Any) -> set[int]:
+    return {r.index for r in references(nested) if isinstance(r, Value)}
+
+
+def _overlap(tape: Tape, one: int, other: int) -> bool:
+    """Whether two values have an element of memory in common."""
+    first, second = tape.views[one], tape.views[other]
+    if tape.storages[one] != tape.storages[other] or first is None or second is None:
+        return False
+    ends = [
+        o + sum((n - 1) * s for n, s in zip(*rest, strict=True)) for o, *rest in (first, second)
+    ]
+    if 0 in (*first[1], *second[1]) or ends[0] < second[0] or ends[1] < first[0]:
+        return False
+    marks = torch.zeros(1 + max(ends), dtype=torch.bool)
+    marks.as_strided(first[1], first[2], first[0]).fill_(True)
+    return bool(marks.as_strided(second[1], second[2], second[0]).any())
+
+
+def _end(view: View) -> int:
+    offset, shape, strides = view
+    return offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))

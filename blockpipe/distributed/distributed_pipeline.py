@@ -210,9 +210,6 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
         Raises:
             RankError: another process failed before the step, or passed other shapes.
         """
-        check_loss(loss_fn, target)
-        if self._replicas is not None:
-            self._replicas.check_loss(loss_fn)
         with self._failures.told(), self._gradients.summing():
             return self._run(args, kwargs, target, loss_fn, return_outputs, backward=True)
 
@@ -224,12 +221,6 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
         Raises:
             UsageError: gradients are on.
         """
-        if torch.is_grad_enabled():
-            raise UsageError(
-                "expected a call without gradients, for a graph does not span processes, got one "
-                f"with them ({users_line()}); call it under torch.no_grad(), or "
-                "forward_backward(…)"
-            )
         with self._failures.told():
             return self._run(args, kwargs, None, None, True, backward=False).outputs
 
@@ -245,15 +236,11 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
     ) -> StepResult:
         asks = _OUTPUTS * return_outputs
         with self._agreement.at_end(lambda: self._kind(args, kwargs, loss_fn), asks) as asked:
-            if any(t.requires_grad for t in tensors((args, kwargs))):
-                raise UsageError(
-                    "expected inputs that need no gradient, for it would not reach them, got one "
-                    f"that does ({users_line()}); pass it detached"
-                )
-            if backward:
-                self._gradients.check_hooks()
+            self._check_call(args, kwargs, target, loss_fn, backward=backward)
             microbatches = self._split(args, kwargs, target)
             runs = self._runs(microbatches, loss_fn)
+            for engine, _ in runs if backward else ():
+                engine.check_hooks()
             places, outputs = self._engines.places, None
             home = 0 if loss_fn is None else -1  # only the last stage's process has the target
             reduction = reduction_for(loss_fn, self.loss_reduction)
@@ -282,6 +269,27 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             dims = self.batch_dims
             outputs = step.shared_outputs(runs, self.loss_reduction, dims, places, home)
         return StepResult(loss, outputs if return_outputs else None)
+
+    def _check_call(
+        self, args: Any, kwargs: Any, target: Any, loss_fn: Any, *, backward: bool
+    ) -> None:
+        """Refuse what this process was asked for, where the others hear of it."""
+        if not backward and torch.is_grad_enabled():
+            raise UsageError(
+                "expected a call without gradients, for a graph does not span processes, got one "
+                f"with them ({users_line()}); call it under torch.no_grad(), or "
+                "forward_backward(…)"
+            )
+        if any(t.requires_grad for t in tensors((args, kwargs))):
+            raise UsageError(
+                "expected inputs that need no gradient, for it would not reach them, got one "
+                f"that does ({users_line()}); pass it detached"
+            )
+        if backward:
+            check_loss(loss_fn, target)
+            if self._replicas is not None:
+                self._replicas.check_loss(loss_fn)
+            self._gradients.check_hooks()
 
     def _run_engines(
         self,

@@ -20,6 +20,7 @@ from .build import CutForward
 from .microbatches.calls import StageCalls
 from .microbatches.engine_stage import StageObserver
 from .microbatches.generator_states import size_of_states
+from .microbatches.hooked_steps import hooked_steps
 from .microbatches.streams import handed_on
 from .rank_failures.progress import ProcessProgress
 from .rank_failures.watched_stage import WatchedStage
@@ -45,6 +46,7 @@ _TORCHS_NAMES = {
 }
 _SINGLE = {"gpipe", "1f1b"}
 _V = {"zb-v", "dualpipe-v"}
+_REVERSED = {"looped-bfs"}  # backwards of later micro-batches come first
 _SPLITS = {"zb-h1", "zb-v", "dualpipe-v"}  # the backward, in that of inputs and that of weights
 
 FOR_ANY_NUMBER = {
@@ -275,9 +277,11 @@ class Engine:
         self.last = self.modules.get(count - 1) or cut.module(count - 1)
         self.first = self.modules.get(0)
         self.has_last = count - 1 in self.modules
+        self.is_alone = ranks == 1
         self.answers, self.digest = cut.answers(), cut.digest
         self._questions = None if self.first is None else cut.questions()
         splits = splits_backward(name)
+        self._in_order = not splits and (name not in _REVERSED or microbatches == 1)
         self._stages = [
             make_stage(m, count, device, group, splits=splits, progress=progress)
             for m in self.modules.values()
@@ -305,6 +309,15 @@ class Engine:
             except RouteError as error:
                 error.add_note(f"blockpipe: in micro-batch {number} of {len(part)} of one size")
                 raise
+
+    def check_hooks(self) -> None:
+        """Look for hooks on parameters, before a step with backwards.
+
+        Raises:
+            UsageError: they would not be called as in a plain loop.
+        """
+        for stage in self._stages:
+            stage.steps = hooked_steps(stage.submod, in_order=self._in_order)
 
     def run(
         self,

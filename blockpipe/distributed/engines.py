@@ -21,6 +21,7 @@ from .engine import FOR_ANY_NUMBER, Engine, places, takes
 from .kinds import arguments_in_words, modes_in_words
 from .rank_failures.progress import ProcessProgress
 from .stage_places import StagePlaces
+from .state.shared_memory import check_memory
 from .taping.watched_model import WatchedModel
 
 _KEPT = 8  # kinds of micro-batches
@@ -79,6 +80,7 @@ class Engines:
         self.first = self._cut(sample)
         ranks = places(schedule, self.first.tape.route, dist.get_world_size(self._group))
         self.places = StagePlaces(ranks, self._group)
+        check_memory(self._model, self.first.recording, ranks)
 
     def begin_step(self) -> None:
         """Look at the model once for all micro-batches of a step."""
@@ -119,6 +121,7 @@ class Engines:
                     f"expected the route of the sample, {self.first.tape.route}, got "
                     f"{cut.tape.route} ({users_line()}); make a pipeline for each"
                 )
+            check_memory(self._model, cut.recording, ranks)
             self._engines[key] = Engine(
                 cut, name, len(part), self._group, self._loss_fn, self._progress
             )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._common.callsite import users_line
 from .._torch.graph import gradient_hooks, stepping_hooks
 from ..errors import UsageError
+from .data_parallel.sparse_gradients import added
 from .data_parallel.step_sums import StepSums
 from .replicas import StageReplicas
 from .stage_values import StageValues
@@ -93,7 +94,7 @@ class StageGradients:
             for parameter, earlier in zip(shared, before, strict=True):
                 if earlier is not None:
                     now = parameter.grad
-                    parameter.grad = earlier if now is None else earlier + now
+                    parameter.grad = earlier if now is None else added(earlier, now)
 
     @torch.no_grad()
     def clip_norm(self, max_norm: float, norm_type: float) -> Tensor:

@@ -22,7 +22,7 @@ from ..crossing.recompute import RecomputedCall, RecomputeSpec, SealedCall
 from ..devices.rng_streams import Source, torchs_of
 from ..errors import RouteError
 from ..stages.cursor import current_microbatch
-from .cutting import StageTape
+from .cutting import Order, StageTape
 from .microbatches.calls import StageCalls
 from .taping.tape import (
     REMEDY,
@@ -67,6 +67,7 @@ class StageModule(nn.Module):
         hands_on: whether the state of generators is the last tensor of each boundary.
         recomputable: the modules that can be recomputed, by path.
         recomputes: whether those are recomputed for which no mark says otherwise.
+        makers: what makes each tensor that it returns, in words.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class StageModule(nn.Module):
         self.stage = stage.stage
         self.input_metas = stage.input_metas
         self.output_metas = stage.output_metas
+        self.makers = _makers(stage)
         self._taken = tape.inputs
         self._stage = stage
         self._device = device
@@ -204,11 +206,13 @@ class StageModule(nn.Module):
             self.input_metas = [*self.input_metas, state]
         if not self.is_last:
             self.output_metas = [*self.output_metas, state]
+            self.makers = [*self.makers, "the random generators"]
 
     def run(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the tape, given the tensors of the boundary before."""
         environment: Environment = [None] * self._size
-        for value, tensor in zip(self._stage.inputs, given, strict=True):
+        taken = map(_received, given, self._stage.input_orders)
+        for value, tensor in zip(self._stage.inputs, taken, strict=True):
             # A leaf that needs a gradient must not be written to, nor what its sender may keep.
             environment[value] = tensor.clone() if value in self._stage.written else tensor
         for step, dropped in zip(self._steps, self._drops, strict=True):
@@ -221,7 +225,8 @@ class StageModule(nn.Module):
             found = [_own(t, id(t) in seen or _adds(seen, t, given)) for t in results]
         else:
             shared = self._stage.shared
-            found = [_own(environment[v], v in shared) for v in self._stage.outputs]
+            orders = zip(self._stage.outputs, self._stage.output_orders, strict=True)
+            found = [_own(_sent(environment[v], order), v in shared) for v, order in orders]
         lead = next((t for t in given if t.requires_grad), None) if self.leads_to_inputs else None
         if lead is not None:
             found = [_Led.apply(t, lead) if t.requires_grad else t for t in found]
@@ -384,6 +389,20 @@ def _drops(stage: StageTape) -> list[list[int]]:
     return found
 
 
+def _makers(stage: StageTape) -> list[str]:
+    """What makes each tensor that a stage returns, in words."""
+    found = {
+        value: f"{entry.name} ({entry.where}) on stage {stage.stage}"
+        for entry in stage.entries
+        for value in entry.results
+        if value is not None
+    }
+    before = f"what stage {stage.stage} was given"
+    results = _tensor_references(stage.result) if stage.result is not None else ()
+    returned = [r.index if isinstance(r, Value) else -1 for r in results]
+    return [found.get(value, before) for value in stage.outputs or returned]
+
+
 def _tensor_references(value: Any) -> Iterator[Reference]:
     return (r for r in references(value) if isinstance(r, Value | Held | Outside))
 
@@ -392,6 +411,15 @@ def _adds(seen: set[int], tensor: Tensor, given: tuple[Tensor, ...]) -> bool:
     """Note a result; returns whether it is an input, or a parameter."""
     seen.add(id(tensor))
     return tensor.is_leaf and (tensor.requires_grad or any(tensor is one for one in given))
+
+
+def _received(tensor: Tensor, order: Order) -> Tensor:
+    """A tensor with its dims as the forward has them, from one as it is sent."""
+    return tensor if order is None else tensor.permute([order.index(d) for d in range(len(order))])
+
+
+def _sent(tensor: Tensor, order: Order) -> Tensor:
+    return tensor if order is None else tensor.permute(order)
 
 
 def _own(tensor: Tensor, is_shared: bool) -> Tensor:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._common.checks import expected
 from .._torch.graph import stepping_hooks
 from ..errors import UsageError
+from .data_parallel.sparse_gradients import NONE, SPARSE, dense, kind_of_gradient, of_kind
 
 _BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel has it
 
@@ -102,8 +103,8 @@ class StageReplicas:
             parameters: whose; a parameter without a gradient counts as zero.
             device: where they are.
         """
-        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-        pending = PendingSum([*parameters], has.to(device))
+        kinds = torch.tensor([kind_of_gradient(p) for p in parameters], dtype=torch.int32)
+        pending = PendingSum([*parameters], kinds.to(device))
         pending.begin(self._group)
         return pending
 
@@ -113,11 +114,11 @@ class PendingSum:
 
     Args:
         parameters: whose gradients are summed.
-        has: for each, whether there is a gradient.
+        kinds: for each, the kind of its gradient.
     """
 
-    def __init__(self, parameters: list[Tensor], has: Tensor) -> None:
-        self._has = has
+    def __init__(self, parameters: list[Tensor], kinds: Tensor) -> None:
+        self._kinds = kinds
         self._parameters = parameters
         self._buckets: list[tuple[list[Tensor], Tensor]] = []
         self._works: list[Any] = []
@@ -125,7 +126,7 @@ class PendingSum:
     def begin(self, group: dist.ProcessGroup) -> None:
         """Send what is there; nothing is waited for."""
         maximum = dist.ReduceOp.MAX
-        self._works.append(dist.all_reduce(self._has, maximum, group=group, async_op=True))
+        self._works.append(dist.all_reduce(self._kinds, maximum, group=group, async_op=True))
         for bucket in _buckets(self._parameters):
             flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket])
             self._works.append(dist.all_reduce(flat, group=group, async_op=True))
@@ -136,20 +137,25 @@ class PendingSum:
         """Wait for the sums, and put them into ``.grad``; what has one nowhere stays without."""
         for work in self._works:
             work.wait()
-        pairs = zip(self._parameters, self._has.tolist(), strict=True)
-        has = {id(parameter) for parameter, any_has in pairs if any_has}
+        pairs = zip(self._parameters, self._kinds.tolist(), strict=True)
+        kinds = {id(parameter): kind for parameter, kind in pairs}
         for bucket, flat in self._buckets:
             sizes = [parameter.numel() for parameter in bucket]
             for parameter, summed in zip(bucket, flat.split(sizes), strict=True):
-                if id(parameter) not in has:
+                kind = kinds[id(parameter)]
+                if kind == NONE:
                     continue
-                if parameter.grad is None:
+                found = summed.view_as(parameter)
+                if kind == SPARSE:
+                    parameter.grad = of_kind(found, kind)
+                    continue
+                if parameter.grad is None or parameter.grad.is_sparse:
                     parameter.grad = torch.zeros_like(parameter)
-                parameter.grad.copy_(summed.view_as(parameter))
+                parameter.grad.copy_(found)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return torch.zeros_like(parameter) if parameter.grad is None else dense(parameter.grad)
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .._common.checks import expected
+from .._common.nested import map_tensors
 from ..errors import UsageError
+from ..weights.sources import is_extra
 from ..weights.validation import load_checked
 from .build import CutForward
 from .microbatches.loss_watch import LossWatch
@@ -111,15 +113,30 @@ class StageValues:
     def load_own(self, state: Mapping[str, Any]) -> None:
         """Load the state dict of this process's stages."""
         for name, value in self.own().items():
-            if isinstance(value, Tensor) and value is not state[name]:
+            if is_extra(name):
+                path = name.rpartition(".")[0]
+                self._model.get_submodule(path).set_extra_state(state[name])
+            elif isinstance(value, Tensor) and value is not state[name]:
                 value.copy_(state[name])
 
     def gathered(self) -> dict[str, Any]:
         """Return the whole model's state dict, on the CPU, in every process."""
         return {
-            name: self.gathered_one(name, value) if isinstance(value, Tensor) else value
+            name: self._gathered_extra(name, value)
+            if is_extra(name) or not isinstance(value, Tensor)
+            else self.gathered_one(name, value)
             for name, value in self._model.state_dict(keep_vars=True).items()
         }
+
+    def _gathered_extra(self, name: str, value: Any) -> Any:
+        """Return what a module's ``get_extra_state`` gives where its stage is."""
+        home = self._home(name)
+        own = map_tensors(lambda tensor: tensor.detach().cpu(), value)
+        return own if home is None else self._places.shared(own, home)
+
+    def _home(self, name: str) -> int | None:
+        """The first stage that has a value, by its name; ``None``: no stage does."""
+        return next((stage for stage, names in enumerate(self._names) if name in names), None)
 
     @torch.no_grad()
     def gathered_one(self, name: str, tensor: Tensor) -> Tensor:
@@ -129,7 +146,7 @@ class StageValues:
             name: in the state dict.
             tensor: the model's, which has its shape.
         """
-        home = next((stage for stage, names in enumerate(self._names) if name in names), None)
+        home = self._home(name)
         if home is None:
             return tensor.detach().cpu()
         if self._places.is_own(home):
@@ -148,7 +165,7 @@ class StageValues:
             name: of the parameter.
             parameter: the model's.
         """
-        home = next((stage for stage, names in enumerate(self._names) if name in names), None)
+        home = self._home(name)
         if home is None:
             return None
         is_own = self._places.is_own(home)

@@ -16,6 +16,7 @@ from ..batches.microbatch import LossReduction, Microbatch, weights_of, weights_
 from ..execution.step_result import StepLoss
 from .engine import Engine
 from .microbatches.calls import StageCalls
+from .microbatches.engine_stage import check_results
 from .microbatches.loss_watch import LossWatch
 from .replicas import StageReplicas
 from .stage_places import StagePlaces
@@ -63,7 +64,10 @@ class StepResults:
         assert self.engine is not None
         assert self.calls is not None
         if self.asks_outputs:
-            self._outputs.append(tuple(result.detach() for result in results))
+            outputs, last = tuple(result.detach() for result in results), self.engine.last
+            if not self.engine.is_alone:
+                check_results(outputs, last.output_metas, last.makers)
+            self._outputs.append(outputs)
         if self._loss_fn is no_loss:
             return torch.zeros((), device=self._device)
         output = self.engine.last.output(results)

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .data_parallel.sparse_gradients import NONE, dense, kind_of_gradient, of_kind
+
 
 @dataclass(frozen=True)
 class _Entry:
@@ -92,15 +94,16 @@ class TiedParameters:
             return
         has = torch.zeros(self._count, dtype=torch.int32, device=self._device)
         for entry in self._entries:
-            has[entry.at] = entry.parameter.grad is not None
+            has[entry.at] = kind_of_gradient(entry.parameter)
         dist.all_reduce(has, dist.ReduceOp.MAX, group=self._group)
-        any_has = has.tolist()
+        kinds = has.tolist()
         for entry in self._entries:
-            if not any_has[entry.at]:
+            parameter, kind = entry.parameter, kinds[entry.at]
+            if kind == NONE:
                 continue
-            if entry.parameter.grad is None:
-                entry.parameter.grad = torch.zeros_like(entry.parameter)
-            self._sum(entry, entry.parameter.grad)
+            own = torch.zeros_like(parameter) if parameter.grad is None else dense(parameter.grad)
+            self._sum(entry, own)
+            parameter.grad = of_kind(own, kind)
 
     def _sum(self, entry: _Entry, gradient: Tensor) -> None:
         given = gradient.contiguous()

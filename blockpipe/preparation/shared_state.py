@@ -53,28 +53,34 @@ def check_shared_memory(model: nn.Module, recording: Recording, schedule: Schedu
     forward writes to one and they are read on several hops."""
     if schedule in ("uncut", "sequential"):
         return
-    by_device = defaultdict[str, list[_Place]](list)
-    for device, place in _places_of(model, recording):
-        by_device[device].append(place)
-    for together in itertools.chain.from_iterable(map(overlapping, by_device.values())):
+    for together in of_one_memory(model, recording):
         hops = sorted({hop for info in together for hop in info.hops})
         written = next((info for info in together if info.written), None)
         if written is None or len(hops) < 2:
             continue
         other = next(info for info in together if info is not written)
         raise StateError(
-            f"{_named(written)} and {_named(other)} have the same memory, which the forward writes "
+            f"{named(written)} and {named(other)} have the same memory, which the forward writes "
             f"to, and which hops {hops} use ({written.where}): micro-batches 0 and 1, under way at "
             "once, would change it for each other; give one of them a memory of its own "
             "(tensor.clone()), or use schedule='sequential'"
         )
 
 
-_Info = TensorInfo | OutsideTensor
-_Place = tuple[int, int, _Info]  # its first address, the one after its last, and what is there
+Info = TensorInfo | OutsideTensor
+_Place = tuple[int, int, Info]  # its first address, the one after its last, and what is there
 
 
-def _named(info: _Info) -> str:
+def of_one_memory(model: nn.Module, recording: Recording) -> Iterator[list[Info]]:
+    """Yield the groups of tensors that hops use and that lie in each other's memory."""
+    by_device = defaultdict[str, list[_Place]](list)
+    for device, place in _places_of(model, recording):
+        by_device[device].append(place)
+    return itertools.chain.from_iterable(map(overlapping, by_device.values()))
+
+
+def named(info: Info) -> str:
+    """Return a tensor's name, or a description of it."""
     return info.name if isinstance(info, OutsideTensor) else repr(info.name)
 
 
@@ -90,7 +96,7 @@ def _places_of(model: nn.Module, recording: Recording) -> Iterator[tuple[str, _P
             yield from _place_of(tensor, outside)
 
 
-def _place_of(tensor: Tensor, info: _Info) -> list[tuple[str, _Place]]:
+def _place_of(tensor: Tensor, info: Info) -> list[tuple[str, _Place]]:
     is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
     if not is_plain or isinstance(tensor, FakeTensor) or tensor.numel() == 0:
         return []

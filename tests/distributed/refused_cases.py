@@ -47,6 +47,20 @@ def a_process_that_fails_before_a_step_ends_it_for_all(rank: int, ranks: int) ->
     pipe.forward_backward(*args, target=target, loss_fn=mean_square)
 
 
+def a_call_that_is_refused_in_one_process_is_heard_of(rank: int, ranks: int) -> None:
+    """In all: otherwise the others would take its next call for this one."""
+    args, target = batch_of(8)
+    pipe = DistributedPipeline(deep(ranks), sample=args, chunks=4)
+    what = "expected a target" if rank == 0 else "rank 0 failed before the step began"
+    for run in (pipe.forward_backward, pipe.verify):
+        given = None if rank == 0 else target
+        _raises(what, partial(run, *args, target=given, loss_fn=mean_square))
+    with torch.set_grad_enabled(rank == 0):
+        what = "expected a call without gradients" if rank == 0 else "rank 0 failed before"
+        _raises(what, lambda: pipe(*args))
+    pipe.forward_backward(*args, target=target, loss_fn=mean_square)
+
+
 def what_differs_is_named_at_the_start(rank: int, ranks: int) -> None:
     """With its values and their ranks, before any parameter is sent."""
     args, _ = batch_of(8)

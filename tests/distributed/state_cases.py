@@ -209,3 +209,44 @@ def a_tied_tensor_is_loaded_by_one_of_its_names(rank: int, ranks: int) -> None:
         assert "'transformer.h.3.ln_1.bias' (stage 2): [16] in the model" in str(error)
     else:
         raise AssertionError("not refused")
+
+
+class Counts(nn.Linear):
+    """Has the number of its calls in its state."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def extra_state_is_that_of_its_stage(rank: int, ranks: int) -> None:
+    """In the whole state dict, and from a sharded checkpoint."""
+    x, y = batch()
+    expected = {f"{at}._extra_state": {"calls": 8 + at} for at in range(ranks)}
+
+    def pipe_of() -> DistributedPipeline:
+        model = nn.Sequential(*[Counts(6, 6) for _ in range(ranks)])
+        bp.begin_blocks(model, {str(at): at for at in range(1, ranks)})
+        return DistributedPipeline(model, sample=x, chunks=4)
+
+    def extra(pipe: DistributedPipeline) -> dict[str, Any]:
+        return {name: value for name, value in pipe.state_dict().items() if name in expected}
+
+    pipe = pipe_of()
+    for _ in range(2):
+        pipe.forward_backward(x, target=y, loss_fn=mean_square)
+    pipe.module[rank].calls += rank
+    assert extra(pipe) == expected
+    with shared_folder() as folder:
+        dcp.save({"train": pipe.sharded_state()}, checkpoint_id=folder)
+        again = pipe_of()
+        dcp.load({"train": again.sharded_state()}, checkpoint_id=folder)
+        assert extra(again) == expected

@@ -1,12 +1,12 @@
-"""Pipelines over processes, against the plain model; cases.py and refused_cases.py have what each
-process runs."""
+"""Pipelines over processes, against the plain model; cases.py, handed_cases.py and
+refused_cases.py have what each process runs."""
 
 import inspect
 from types import ModuleType
 
 import pytest
 
-from . import cases, ranks, refused_cases
+from . import cases, handed_cases, ranks, refused_cases
 
 pytestmark = [
     pytest.mark.cpu("the processes have no simulated accelerator"),
@@ -24,6 +24,7 @@ def cases_of(module: ModuleType) -> list[str]:
 
 
 NAMES, REFUSED = cases_of(cases), cases_of(refused_cases)
+HANDED = cases_of(handed_cases)
 
 # What depends on how many processes there are, and not on what else is asked of them.
 WITH_FOUR = [name for name in NAMES if name.endswith("frozen_1")]
@@ -45,6 +46,7 @@ REFUSED_WITH_FOUR = [
     [
         pytest.param(2, cases, NAMES, id="2"),
         pytest.param(4, cases, WITH_FOUR, id="4"),
+        pytest.param(2, handed_cases, HANDED, id="2, handed"),
         pytest.param(2, refused_cases, REFUSED, id="2, refused"),
         pytest.param(4, refused_cases, REFUSED_WITH_FOUR, id="4, refused"),
     ],

@@ -29,6 +29,7 @@ from ..agreement import Agreement, Kind
 from ..kinds import kind_of_step, kind_of_values
 from ..rank_failures.failures import Failures
 from ..replicas import StageReplicas
+from .sparse_gradients import added
 from .stage_sums import StageSums
 
 _TIMEOUT = 600.0  # seconds, as DistributedPipeline has it
@@ -232,7 +233,7 @@ class ReplicatedPipeline:
             for parameter, earlier in zip(parameters, before, strict=True):
                 if earlier is not None:
                     now = parameter.grad
-                    parameter.grad = earlier if now is None else earlier + now
+                    parameter.grad = earlier if now is None else added(earlier, now)
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:

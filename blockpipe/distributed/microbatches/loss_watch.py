@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..._common.callsite import users_line
 from ..._common.nested import tensors
+from ..._torch.tensors import extent_of, memory_of, overlapping
 from ...batches.losses import kind_of
 from ...crossing.torch_patches import Replacement
 from ...errors import StateError, UsageError
@@ -61,12 +62,20 @@ class LossWatch:
         if loss_fn is None or self._is_alone or kind in self._seen:
             yield
             return
-        with _Scalers(), _ForeignReads({**self._left_there(), **self._named_weights()}):
+        foreign = {**self._left_there(), **self._named_weights()}
+        with _Scalers(), _ForeignReads(foreign, self._memory()):
             yield
         self._seen.add(kind)
 
     def _named_weights(self) -> dict[int, str]:
         return {key: repr(name) for key, (name, _) in self._weights.items()}
+
+    def _memory(self) -> dict[int, list[tuple[str, Tensor]]]:
+        """Those weights, by their storage: the loss may have a view of one, or its state dict."""
+        found: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, tensor in self._weights.values():
+            found.setdefault(memory_of(tensor), []).append((repr(name), tensor))
+        return found
 
     def _left_there(self) -> dict[int, str]:
         """The tensors in attributes of modules that other processes call, by their ids."""
@@ -98,11 +107,15 @@ class _ForeignReads(TorchFunctionMode):
 
     Args:
         foreign: their names by their ids.
+        memory: more of them by their storage, where their views count as well.
     """
 
-    def __init__(self, foreign: Mapping[int, str]) -> None:
+    def __init__(
+        self, foreign: Mapping[int, str], memory: Mapping[int, list[tuple[str, Tensor]]]
+    ) -> None:
         super().__init__()
         self._foreign = foreign
+        self._memory = memory
 
     def __torch_function__(
         self,
@@ -114,6 +127,9 @@ class _ForeignReads(TorchFunctionMode):
         for tensor in tensors((args, kwargs)):
             if id(tensor) in self._foreign:
                 _refuse(self._foreign[id(tensor)])
+            for name, weight in self._memory.get(memory_of(tensor), ()):
+                if overlapping([(*extent_of(tensor), ""), (*extent_of(weight), "")]):
+                    _refuse(f"the memory of {name}")
         return func(*args, **(kwargs or {}))
 
 

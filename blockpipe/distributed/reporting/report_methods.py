@@ -169,8 +169,9 @@ class StageReportMethods:
             UsageError: stages on accelerators draw random numbers, or an argument of replicas
                 cannot be pickled.
         """
-        check_loss(loss_fn, target)
-        check_tolerances(rtol, atol)
+        with self._agreement.at_end(lambda: Kind({"call": "verify"})):
+            check_loss(loss_fn, target)
+            check_tolerances(rtol, atol)
 
         def run(call: Call) -> StepResult:
             args, kwargs, target = call

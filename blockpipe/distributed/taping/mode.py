@@ -48,6 +48,7 @@ from .tape import (
     references,
     size_question,
     tensors_in,
+    view_of,
 )
 
 _SIZES = frozenset(
@@ -342,6 +343,7 @@ class TapingMode(ForwardMode):
             self._tensors.append(tensor)
             self.tape.made.append(hop)
             self.tape.storages.append(memory_of(tensor))
+            self.tape.views.append(view_of(tensor))
         return number
 
     def _reference(self, leaf: Any) -> Any:

@@ -136,22 +136,55 @@ def size_question(value: int, answer: int | torch.Size, hop: int, where: str, *d
 
 @dataclass(frozen=True)
 class Meta:
-    """The shape, dtype and gradient flag of a tensor, for its receiver."""
+    """The shape, dtype and gradient flag of a tensor, for its receiver.
+
+    Attributes:
+        order: its dims as they are in memory, if they are in another order there, as with
+            ``channels_last``; ``None``: as in its shape, or with gaps.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    order: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> Meta:
         """Return a tensor's present metadata."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, _order_of(tensor))
+
+    def sent(self) -> Meta:
+        """Return the metadata of the tensor as it is sent, whose dims are in memory's order."""
+        order = self.order or range(len(self.shape))
+        return Meta(tuple(self.shape[dim] for dim in order), self.dtype, self.requires_grad)
 
     def example(self, device: Any = "meta") -> Tensor:
         """Return a tensor like it, without values."""
         return torch.empty(
             self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad
         )
+
+
+def _order_of(tensor: Tensor) -> tuple[int, ...] | None:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous():
+        return None
+    strides, size = tensor.stride(), 1
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    for dim in reversed(order):
+        if tensor.shape[dim] != 1 and strides[dim] != size:
+            return None
+        size *= tensor.shape[dim]
+    return tuple(order)
+
+
+View = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def view_of(tensor: Tensor) -> View | None:
+    """Return where in its storage a tensor is."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
 
 @dataclass
@@ -168,6 +201,7 @@ class Tape:
         metas: for each hop, the metadata of all values at its beginning; the entry after the last
             hop has them at the end of the forward.
         storages: the storage of each value.
+        views: where in it each one is: its offset, shape and strides; ``None``: unknown.
         unsized: values whose sizes depend on data, with the line that made each.
         sized: values whose sizes depend on the data of the forward's arguments alone, likewise.
         grad: whether gradients were on around the forward.
@@ -181,6 +215,7 @@ class Tape:
     made: list[int] = field(default_factory=list)
     metas: list[dict[int, Meta]] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)
+    views: list[View | None] = field(default_factory=list)
     unsized: dict[int, str] = field(default_factory=dict)
     sized: dict[int, str] = field(default_factory=dict)
     grad: bool = True

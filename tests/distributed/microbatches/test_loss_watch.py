@@ -57,6 +57,15 @@ def test_a_loss_that_reads_what_another_process_has_is_refused(
         watched(lambda output: output.sum() + penalty(model), model)
 
 
+def test_a_loss_that_reads_a_view_of_what_another_process_has_is_refused():
+    """Such as the tensors of a state dict, made before; the memory of its own weights is free."""
+    model = Model()
+    kept = model.state_dict()
+    with pytest.raises(StateError, match=r"reads the memory of 'first.weight'"):
+        watched(lambda output: output.sum() + kept["first.weight"][0].sum(), model)
+    watched(lambda output: output.sum() + kept["second.weight"][0].sum(), model)
+
+
 def test_a_weight_of_another_process_when_a_later_loss_reads_it_is_refused():
     """Then nothing watches what it reads; but its gradient is found."""
     model, reads = Model(), False
