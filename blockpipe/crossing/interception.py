@@ -109,6 +109,11 @@ _ANSWERED = _QUESTIONS | _READS_GRADIENT
 _LOOKS_AT_GRAPH = _HOOKS | {getattr(Tensor, name).__get__ for name in ("grad_fn",)}
 
 
+def _count_write(tensor: Tensor) -> None:
+    if not tensor.is_inference():
+        increment_version(tensor)
+
+
 def is_question(function: Callable[..., Any]) -> bool:
     """Return whether a torch function asks about a tensor, and computes nothing."""
     return function in _QUESTIONS
@@ -167,6 +172,7 @@ class CrossingMode(ForwardMode):
         self._local = run.reader()
         self._claims = run.claims
         self._is_mixed = run.step.is_mixed
+        self._waiting = run.step.known.waiting
 
     def __enter__(self) -> "CrossingMode":
         self._hooks = saved_tensor_hooks()
@@ -196,8 +202,7 @@ class CrossingMode(ForwardMode):
     ) -> Any:
         if how_many_function_modes():
             return self.apart(func, types, args, kwargs)
-        kwargs = kwargs or {}
-        run, claims = self.run, self._claims
+        run, claims, kwargs = self.run, self._claims, kwargs or {}
         if func in _ANSWERED:
             return self._answered(func, args, kwargs, modes)
         run.arrive()
@@ -224,11 +229,10 @@ class CrossingMode(ForwardMode):
                 for k, v in kwargs.items()
             }
         constants = claims.constants_read(func, args, kwargs)
-        waiting = run.step.known.waiting
-        with waiting_for_device() if waiting and func.__name__ in waiting else _NOTHING:
+        with waiting_for_device() if self._waiting and func.__name__ in self._waiting else _NOTHING:
             result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
-        if func in _UNCOUNTED and not args[0].is_inference():
-            increment_version(args[0])
+        if func in _UNCOUNTED:
+            _count_write(args[0])
         if reads:
             run.check_written(reads)
         if self._is_mixed and self._asks_for_host(func, args, kwargs):
