@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch.distributed.pipelining import PipelineStage
 
+from ...errors import BlockpipeError
 from ...schedules.schedule import Kind
 
 
@@ -41,7 +42,12 @@ class EngineStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a forward."""
-        return self._observed("F", fwd_chunk_id, super().forward_one_chunk, args, kwargs)
+        try:
+            return self._observed("F", fwd_chunk_id, super().forward_one_chunk, args, kwargs)
+        except RuntimeError as error:  # torch's, around the stage's own
+            if isinstance(error.__cause__, BlockpipeError):
+                raise error.__cause__ from None
+            raise
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a backward, or its first part."""
