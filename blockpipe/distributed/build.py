@@ -14,6 +14,7 @@ from .._common.modules import named_slots
 from .._common.threads.thread_state import as_ours
 from .._torch.modules import buffers_of, parameters_of
 from ..batches.microbatch import Microbatch
+from ..devices.devices import is_on_meta
 from ..errors import BlockpipeError, PlanError, RecordingError, StateError
 from ..preparation.sealed_forwards import recompute_spec
 from ..recording.fake_run import run_on_fakes
@@ -141,6 +142,21 @@ class CutForward:
                 found.add(first[id(tensor)])
         return found
 
+    def homes(self) -> dict[str, set[int]]:
+        """Return the stages that have each parameter and buffer, also those that no call reads."""
+        numbers = [stage.stage for stage in self.stages]
+        held = (*self.recording.parameters, *self.recording.buffers)
+        return {
+            h.name: {numbers.index(h.stage)} if h.hop is None else set(h.hops)
+            for h in held
+            if h.hop is not None or h.stage in numbers
+        }
+
+    def changing(self) -> list[str]:
+        """Return what is read and that training changes: parameters, and buffers with writes."""
+        held = (*self.recording.parameters, *self.recording.buffers)
+        return [h.name for h in held if h.hop is not None and (h.trainable or h.written)]
+
     def tied(self) -> dict[str, list[int]]:
         """Return the stages of each parameter that several stages have, by its first name."""
         found: dict[str, list[int]] = {}
@@ -251,22 +267,35 @@ def _taped(request: RecordRequest, recording: Recording) -> Tape:
     def watch(given: RecordRequest, holders: list[Holder], *, fake: bool) -> Tape:
         return taped(given, recording, place, fake=fake)
 
+    def on_fakes() -> Tape:
+        slots = (parameters_of, buffers_of)
+        homes = {name: place for each in slots for name, _ in named_slots(model, each)}
+        return run_on_fakes(request, partial(watch, fake=True), homes)
+
     with closed_to_others(model):
+        if recording.fake:
+            try:
+                return on_fakes()
+            except BlockpipeError:
+                raise
+            except Exception as error:  # it asks a buffer for a number, which a fake one has not
+                if is_on_meta(model):
+                    raise _no_tape(error) from error
+        own = {t.device for t in (*model.parameters(), *model.buffers())}
+        place = own.pop() if len(own) == 1 else place
         try:
-            if recording.fake:
-                slots = (parameters_of, buffers_of)
-                homes = {name: place for each in slots for name, _ in named_slots(model, each)}
-                return run_on_fakes(request, partial(watch, fake=True), homes)
-            own = {t.device for t in (*model.parameters(), *model.buffers())}
-            place = own.pop() if len(own) == 1 else place
             return run_for_real(request, partial(watch, fake=False))
         except BlockpipeError:
             raise
         except Exception as error:  # it has just been recorded, so this is of the tape
-            raise RecordingError(
-                "expected code between modules that a tape can hold, got "
-                f"{type(error).__name__}: {error} ({users_line()}); {REMEDY}"
-            ) from error
+            raise _no_tape(error) from error
+
+
+def _no_tape(error: Exception) -> RecordingError:
+    return RecordingError(
+        f"expected code between modules that a tape can hold, got {type(error).__name__}: {error} "
+        f"({users_line()}); {REMEDY}"
+    )
 
 
 def _check(recording: Recording) -> None:
@@ -284,6 +313,11 @@ def _check(recording: Recording) -> None:
         f"{change.what} is changed by the forward, and {change.seen} on hops {change.hops} "
         f"({change.where})"
         for change in recording.shared_changes
+    ]
+    problems += [
+        f"{left.what} keeps a tensor, and the loss {left.seen} on the last one ({left.where}); "
+        f"{left.remedy}"
+        for left in recording.left_for_loss
     ]
     problems += [
         f"a torch.Generator is drawn from on hops {drawn.hops} ({drawn.where})"
@@ -309,4 +343,11 @@ def _check_glue(recording: Recording) -> None:
         raise RecordingError(
             "expected code between modules that sets nothing but its own variables, for a stage "
             f"replays it without Python, got one that sets {sets}; {REMEDY}"
+        )
+    if recording.read_between:
+        reads = "; ".join(f"{what} ({where})" for what, where in recording.read_between)
+        raise RecordingError(
+            "expected code between modules that reads the same values in each forward, for a stage "
+            f"has them as constants, got one that reads what a module changes: {reads}; return it "
+            f"in a tensor, or {REMEDY}"
         )

@@ -9,6 +9,7 @@ Parameters do not cross: each stage that reads one has it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def cut(tape: Tape) -> list[StageTape]:
         PlanError: a stage reads nothing that an earlier one made.
         CrossingError: a tensor crosses whose size depends on data.
     """
-    last_use, made_by = _last_uses(tape), origins(tape)
+    last_use, made_by, crossing = _last_uses(tape), origins(tape), _crossing_sizes(tape)
     stages = []
     inputs = [v for v, made in enumerate(tape.made) if made < 0 and v in last_use]
     for hop, stage in enumerate(tape.route):
@@ -81,11 +82,7 @@ def cut(tape: Tape) -> list[StageTape]:
                 f"expected stages that are a chain, got stage {tape.route[hop + 1]}, which reads "
                 f"nothing that stage {stage} or an earlier one made; put the two on one stage"
             )
-        entries += [
-            size_question(v, torch.Size(tape.metas[hop + 1][v].shape), hop, tape.sized[v])
-            for v in outputs
-            if v in tape.sized and tape.made[v] == hop
-        ]
+        entries += [question for question in crossing if question.hop == hop]
         now = StageTape(hop, stage, entries, inputs, outputs)
         now.origins = [made_by[v] for v in inputs]
         given = [tape.metas[hop][v] for v in inputs]
@@ -111,18 +108,23 @@ def cut(tape: Tape) -> list[StageTape]:
 
 
 def questions(tape: Tape) -> StageTape | None:
-    """Return the calls that answer what the forward asks about its arguments, on any stage.
+    """Return the calls that answer what the forward asks about its arguments, on any stage, and
+    whether what crosses has the sizes that it had.
 
-    They depend on the arguments alone, so that one process can ask before a step.
+    They depend on the arguments alone, so that one process can ask before a step. Of what modules
+    return they take the shape, and the modules are not called.
 
     Returns:
         A stage without results; ``None`` if the forward asks nothing.
     """
     needed: set[int] = set()
     entries: list[Entry] = []
-    for entry in reversed(tape.entries):
+    for entry in reversed([*tape.entries, *_crossing_sizes(tape)]):
         made = {value for value in (*entry.results, *entry.writes) if value is not None}
         if entry.answer is None and not made & needed:
+            continue
+        if entry.module is not None:
+            entries = [*_blanks(entry, tape, needed), *entries]
             continue
         entries.insert(0, entry)
         given = references((entry.args, entry.kwargs))
@@ -136,6 +138,26 @@ def questions(tape: Tape) -> StageTape | None:
     asked.input_orders = [None for _ in inputs]
     asked.written = {v for v in inputs if tape.storages[v] in written}
     return asked
+
+
+def _blanks(entry: Entry, tape: Tape, needed: set[int]) -> list[Entry]:
+    """Return calls that make tensors of the shapes of what a module returns."""
+    metas = tape.metas[entry.hop + 1]
+    found = []
+    for value in entry.results:
+        if value is not None and value in needed:
+            make = partial(torch.empty, metas[value].shape, dtype=metas[value].dtype)
+            found.append(Entry(make, None, (), {}, [value], entry.hop, entry.where))
+    return found
+
+
+def _crossing_sizes(tape: Tape) -> list[Entry]:
+    """Return questions for the sizes of what crosses, where they depend on the arguments' data."""
+    return [
+        size_question(v, torch.Size(tape.metas[made + 1][v].shape), made, tape.sized[v])
+        for v, end in sorted(_last_uses(tape).items())
+        if v in tape.sized and (made := tape.made[v]) < end
+    ]
 
 
 def _last_uses(tape: Tape) -> dict[int, int]:

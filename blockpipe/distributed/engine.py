@@ -15,6 +15,7 @@ from torch.distributed.pipelining import schedules as torchs
 from .._common.callsite import users_line
 from .._common.checks import did_you_mean
 from ..batches.microbatch import Microbatch
+from ..devices.rng_streams import preserve_rng, torchs_of
 from ..errors import PlanError, RouteError, ScheduleError, UsageError
 from .build import CutForward
 from .microbatches.calls import StageCalls
@@ -305,7 +306,8 @@ class Engine:
         for number, microbatch in enumerate(part):
             given = self._questions.arguments(*microbatch.args, **microbatch.kwargs)
             try:
-                self._questions.run(tuple(tensor.to(self._device) for tensor in given))
+                with preserve_rng(torchs_of(self._device)):  # it is no part of the step
+                    self._questions.run(tuple(tensor.to(self._device) for tensor in given))
             except RouteError as error:
                 error.add_note(f"blockpipe: in micro-batch {number} of {len(part)} of one size")
                 raise

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._common.callsite import users_line
 from .._common.threads.thread_state import autocast_states
 from ..batches.microbatch import Microbatch
-from ..errors import RankError
+from ..errors import RankError, UsageError
 from ..preparation.shared_state import CodeKinds
 from ..stages.plan import StagePlan
 from .build import CutForward
@@ -122,6 +122,7 @@ class Engines:
                     f"{cut.tape.route} ({users_line()}); make a pipeline for each"
                 )
             check_memory(self._model, cut.recording, ranks)
+            self._check_homes(cut)
             self._engines[key] = Engine(
                 cut, name, len(part), self._group, self._loss_fn, self._progress
             )
@@ -136,17 +137,29 @@ class Engines:
         self.digests.append(engine.digest)
         return engine
 
+    def _check_homes(self, cut: CutForward) -> None:
+        """Refuse that a process reads what another one trains: it has the values of the start."""
+        ranks, before, now = self.places.ranks, self.first.homes(), cut.homes()
+        for name in cut.changing():
+            homes = {ranks[stage] for stage in before.get(name, now[name])}
+            others = sorted({ranks[stage] for stage in now[name]} - homes)
+            if others:
+                raise UsageError(
+                    f"expected {name!r} to be read where it is trained, by the sample of the "
+                    f"pipeline on rank {min(homes)}, got a forward that reads it on rank "
+                    f"{others[0]} ({users_line()}); make a new pipeline for this forward"
+                )
+
     def _cut(self, microbatch: Microbatch) -> CutForward:
         """The cut forward of a micro-batch's kind; recorded once."""
         key = self._key(microbatch)
         if key not in self._cuts:
             for old in [*self._cuts][: max(0, len(self._cuts) - _KEPT + 1)]:
                 del self._cuts[old]
-            self.watched.look_around()
             self._cuts[key] = cut = CutForward(
                 self._model, microbatch.args, microbatch.kwargs, self._plan, self._device
             )
-            self.watched.recorded(cut.tape)
+            self.watched.recorded(cut.tape, cut.recording)
         return self._cuts[key]
 
     def _key(self, microbatch: Microbatch) -> Any:

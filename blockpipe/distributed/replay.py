@@ -35,6 +35,7 @@ from .taping.tape import (
     StageDevice,
     Tape,
     Value,
+    plain_values,
     references,
 )
 
@@ -250,7 +251,7 @@ class StageModule(nn.Module):
                 function = partial(_call_forward, module)
         assert function is not None
         results, name, where, shapes = entry.results, entry.name, entry.where, entry.shapes
-        answer = entry.answer
+        answer, plain = entry.answer, entry.plain
 
         def step(environment: Environment) -> None:
             result = self._call(
@@ -272,6 +273,8 @@ class StageModule(nn.Module):
                     f"recorded, got {len(found)}; what a module returns may depend on data only "
                     "inside of tensors"
                 )
+            if plain and (got := plain_values(result)) != plain:
+                _check_plain(plain, got, f"{name} ({where})")
             if shapes is not None:
                 _check_shapes(shapes, found, f"{name} ({where})")
             for value, tensor in zip(results, found, strict=True):
@@ -333,6 +336,15 @@ def _check_shapes(expected: list[tuple[int, ...]], found: list[Tensor], whose: s
         raise RouteError(
             f"expected results of shapes {expected} from {whose}, as when it was recorded, got "
             f"{got}; sizes that depend on data must not leave the module"
+        )
+
+
+def _check_plain(expected: list[Any], got: list[Any], whose: str) -> None:
+    if repr(got) != repr(expected):  # a nan is the same one
+        raise RouteError(
+            f"expected {expected} beside the tensors from {whose}, as when it was recorded, got "
+            f"{got}: code between modules has them as constants; return what changes in a tensor, "
+            f"or, with what reads it, {REMEDY}"
         )
 
 

@@ -3,6 +3,7 @@ computes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,14 @@ from .replicas import StageReplicas
 from .stage_places import StagePlaces
 
 Run = tuple[Engine, list[Microbatch]]
+
+_DTYPES = (
+    None,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)  # of losses; None: the default
 
 
 class StepResults:
@@ -94,14 +103,18 @@ class StepResults:
 
     def shared_loss(self, places: StagePlaces, replicas: StageReplicas | None) -> Tensor:
         """Return the batch's loss, from the last stage's process to all."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        kinds = [part.dtype for part in self._losses]
+        kind = functools.reduce(torch.promote_types, kinds) if kinds else None
+        known = _DTYPES.index(kind) if kind in _DTYPES else 0
+        shared = torch.tensor([0.0, known], dtype=torch.float64, device=self._device)
+        total, known_by_last = shared
         for part in self._losses:
             total += part.reshape(())
-        places.broadcast(total, -1)
+        places.broadcast(shared, -1)
         if replicas is not None and self._loss_fn is not no_loss:
             total.fill_(replicas.total(total.item(), self._device))
-        loss: Tensor = total.to(torch.get_default_dtype()).as_subclass(StepLoss)
-        return loss
+        loss: Tensor = total.to(_DTYPES[int(known_by_last)] or torch.get_default_dtype())
+        return loss.as_subclass(StepLoss)
 
     def shared_outputs(
         self,

@@ -310,7 +310,7 @@ def _plain_members(holder: Holder) -> dict[Hashable, Any]:
     if isinstance(holder, FunctionHolder):
         names -= {"__defaults__", "__kwdefaults__"}
     if isinstance(holder, NamesHolder) and holder.namespace() is holder.owner.__globals__:
-        names &= _globals_in(holder.owner.__code__)
+        names &= globals_in(holder.owner.__code__)
     seen = ((key, _seen(value)) for key, value in members.items() if key in names)
     return {key: value for key, value in seen if value is not _UNSET}
 
@@ -372,14 +372,14 @@ def _is_numpys(value: Any) -> bool:
 
 
 @functools.lru_cache(1_000)
-def _globals_in(code: types.CodeType) -> frozenset[str]:
+def globals_in(code: types.CodeType) -> frozenset[str]:
     """Return the globals that a function reads; its other names are attributes."""
     found: set[str] = set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             found.add(instruction.argval)
         elif isinstance(instruction.argval, types.CodeType):
-            found |= _globals_in(instruction.argval)
+            found |= globals_in(instruction.argval)
     return frozenset(found)
 
 

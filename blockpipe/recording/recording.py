@@ -69,9 +69,11 @@ class Recording:
     recomputes: bool = False
     shared_generators: list[GeneratorUse] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)
+    left_for_loss: list[SharedChange] = field(default_factory=list)  # tensors, by several hops
     late_backwards: list[LateBackward] = field(default_factory=list)
     carried: list[CarriedValue] = field(default_factory=list)
     set_between: list[tuple[str, str]] = field(default_factory=list)  # sealed calls; with lines
+    read_between: list[tuple[str, str]] = field(default_factory=list)  # carried ones
     changes_unseen: bool = False  # the forward changes something, and nobody saw who reads it
     outside: list[OutsideTensor] = field(default_factory=list, repr=False)
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name

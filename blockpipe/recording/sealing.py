@@ -6,12 +6,12 @@ then a step runs it untouched.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from .._common.modules import is_within, paths_around
-from .._torch.modules import is_compiled
+from .._torch.modules import children_of, is_compiled
 from .._torch.tensors import version_of
 from ..errors import CrossingError
 from .calls import Call
@@ -49,6 +49,8 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     result.shared_generators = [d for d in recorder.draws.generators.values() if len(d.hops) > 1]
     sets = {what: line for what, call, line in reversed(recorder.sets) if not _in_sealed(call)}
     result.set_between = [*sets.items()]
+    reads = {what: line for what, call, line in reversed(recorder.carries) if not _in_sealed(call)}
+    result.read_between = [*reads.items()]
     _place_unread(model, recorder)
     result.recomputes = not all(map(_in_sealed, recorder.checkpointed_in))
     result.custom_functions = sorted(
@@ -156,11 +158,31 @@ def _sealed_forwards(result: Recording) -> dict[int, Call]:
 
 
 def _place_unread(model: nn.Module, recorder: Recorder) -> None:
-    """Place a parameter that no call reads where its module runs, or the nearest one around it."""
+    """Place a parameter that no call reads where its module runs, or the nearest one around it. Of
+    a container that is not called itself, where the one before it runs (``layers[:n]``)."""
     calls = [call for call in recorder.result.calls if not call.is_function]
     stage_of = {call.path: call.stage for call in reversed(calls)}
     for held in recorder.held.values():
         if held.hop is not None:
             continue
-        found = (stage_of[path] for path in paths_around(held.name) if path in stage_of)
-        held.stage = next(found, 0)
+        held.stage, inner = 0, ""
+        for path in paths_around(held.name):
+            found = stage_of.get(path)
+            found = (
+                _beside(inner, model.get_submodule(path), path, stage_of)
+                if found is None
+                else found
+            )
+            if found is not None:
+                held.stage = found
+                break
+            inner = path
+
+
+def _beside(inner: str, container: nn.Module, path: str, stage_of: Mapping[str, int]) -> int | None:
+    """Return the stage of the last child before one of them, or else of the first that runs."""
+    children = [f"{path}.{name}" for name in children_of(container)]
+    at = children.index(inner) if inner in children else 0
+    before = [stage_of[child] for child in children[:at] if child in stage_of]
+    after = [stage_of[child] for child in children[at:] if child in stage_of]
+    return next(iter((*reversed(before), *after)), None)

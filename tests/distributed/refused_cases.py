@@ -272,6 +272,34 @@ def a_hook_that_would_see_a_part_of_a_gradient_is_refused(rank: int, ranks: int)
     pipe.forward_backward(x, loss_fn=torch.sum)
 
 
+class Joins(nn.Module):
+    """Calls a module of its own first stage on the second one, later on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.spare, self.second = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.joins = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        with bp.Block(1):
+            return self.second(self.spare(h) if self.joins else h)
+
+
+def a_module_that_joins_in_another_process_than_its_own_is_refused(rank: int, ranks: int) -> None:
+    """There no optimizer has its parameters; the step without it works."""
+    if ranks != 2:
+        return
+    net, x = Joins(), torch.randn(8, 6)
+    pipe = DistributedPipeline(net, sample=x, chunks=4)
+    run = partial(pipe.forward_backward, x, loss_fn=torch.sum)
+    run()
+    net.joins = True
+    _raises("expected 'spare.weight' to be read where it is trained", run)
+    net.joins = False
+    run()
+
+
 def code_that_read_another_value_in_one_process_is_found(rank: int, ranks: int) -> None:
     """Before anything is sent, also if it is set after the start."""
     net = deep(ranks)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from ..._common.text import dtype_text
-from ...errors import RouteError
+from ...errors import BlockpipeError, RouteError
 from ...schedules.schedule import Kind
 from ..taping.tape import REMEDY, Meta
 from .hooked_steps import HookedSteps
@@ -114,7 +114,12 @@ class EngineStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a forward."""
-        result = self._observed("F", fwd_chunk_id, super().forward_one_chunk, args, kwargs)
+        try:
+            result = self._observed("F", fwd_chunk_id, super().forward_one_chunk, args, kwargs)
+        except RuntimeError as error:  # torch's, around the stage's own
+            if isinstance(error.__cause__, BlockpipeError):
+                raise error.__cause__ from None
+            raise
         if self.steps is not None:
             self.steps.waiting += 1
         if not self.is_last:

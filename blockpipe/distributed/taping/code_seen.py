@@ -29,6 +29,7 @@ class CodeSeen:
     def __init__(self, is_apart: Callable[[], bool]) -> None:
         self._is_apart = is_apart
         self._codes: set[types.CodeType] = set()
+        self._apart: set[types.CodeType] = set()  # of the sealed call that began last
         self._is_blind = False  # somebody else profiles: there is one profiler at a time
 
     def __enter__(self) -> Self:
@@ -41,14 +42,23 @@ class CodeSeen:
         if not self._is_blind:
             sys.setprofile(None)
 
+    def sealed_begins(self) -> None:
+        """Note that a sealed call begins."""
+        self._apart = set()
+
+    def count_sealed(self) -> None:
+        """Count the code inside of the last sealed call: what it returned is a constant."""
+        self._codes |= self._apart
+
     def _called(self, frame: types.FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event != "call" or self._is_apart() or not _counts(code.co_filename):
+        if event != "call" or not _counts(code.co_filename):
             return
+        codes = self._apart if self._is_apart() else self._codes
         # The standard library's is called by torch and by us, too.
         before = frame.f_back
-        if not _is_standard(code.co_filename) or (before and before.f_code in self._codes):
-            self._codes.add(code)
+        if not _is_standard(code.co_filename) or (before and before.f_code in codes):
+            codes.add(code)
 
     def names(self) -> frozenset[str] | None:
         """Return the names; ``None``: it may read any, for it computes names, or was not seen."""

@@ -45,6 +45,7 @@ from .tape import (
     StageDevice,
     Tape,
     Value,
+    plain_values,
     references,
     size_question,
     tensors_in,
@@ -64,8 +65,9 @@ _HOOKS = frozenset(
 )
 _GRAPH_NODE: Any = getattr(Tensor, "grad_fn").__get__  # noqa: B009 - for mypy it is a node
 _BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+_NUMBERS = (bool, int, float, complex)
 _PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.layout),
+    *(*_NUMBERS, type(None), str, bytes, torch.dtype, torch.layout),
     *(torch.memory_format, torch.Generator, type, type(Ellipsis), slice, range, Enum),
 )
 
@@ -268,6 +270,7 @@ class TapingMode(ForwardMode):
     ) -> None:
         """Note what a call has made, and whether that follows from constants or arguments alone."""
         is_glue = entry.module is None
+        entry.plain = [] if is_glue else plain_values(result)
         is_fixed = is_glue and not self.watch.drew
         is_constant = is_fixed and all(map(self._is_constant, given))
         is_given = is_fixed and all(map(self._is_given, given))
@@ -404,7 +407,8 @@ class TapingMode(ForwardMode):
         if entry.module is not None and not self.watch.read_value:
             return  # sizes: a module without a look at values returns them anew each time
         for leaf in leaves(result):
-            if isinstance(leaf, bool | int | float | complex) or type(leaf).__name__ == "ndarray":
+            is_text = isinstance(leaf, str) and self.watch.read_value  # f"{x[0]:.3f}"
+            if is_text or isinstance(leaf, _NUMBERS) or type(leaf).__name__ == "ndarray":
                 self._refuse(f"a tensor's value ({entry.name})")
 
     def _check_written(self, written: Iterable[Tensor]) -> None:

@@ -20,6 +20,8 @@ from ..._common.nested import leaves
 REMEDY = "move it into a module that stays on one stage, whose inside is Python as ever"
 """The remedy in errors about code that a tape cannot hold."""
 
+_PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
+
 
 class Reference:
     """A placeholder in an argument for a value that each run makes anew. It is no dataclass,
@@ -104,6 +106,8 @@ class Entry:
         answer: the answer that the forward got when it asked for a bool of its arguments, or for a
             size that follows from them.
         checkpoint: whether a mark asks for recomputation; ``None``: it says nothing.
+        plain: the plain values that a module has returned beside tensors. Code between modules has
+            them as constants.
     """
 
     function: Callable[..., Any] | None
@@ -120,6 +124,7 @@ class Entry:
     shapes: list[tuple[int, ...]] | None = None
     answer: bool | int | torch.Size | None = None
     checkpoint: bool | None = None
+    plain: list[Any] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -185,6 +190,13 @@ def view_of(tensor: Tensor) -> View | None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+
+
+def plain_values(result: Any) -> list[Any]:
+    """Return the numbers and texts that a module returns beside tensors, and where it has none."""
+    if isinstance(result, Tensor):
+        return []
+    return [leaf for leaf in leaves(result) if type(leaf) in _PLAIN]
 
 
 @dataclass

@@ -36,7 +36,7 @@ from ...stages.marks import mark_of
 from .code_seen import CodeSeen
 from .left_behind import StatesBefore
 from .mode import TapingMode
-from .tape import Tape
+from .tape import Tape, plain_values
 
 
 def taped(
@@ -62,7 +62,7 @@ def taped(
     places = []
     try:
         for path, module in model.named_modules():
-            forward = _TapedForward(module.forward, path, module, mode, stages.get(path))
+            forward = _TapedForward(module.forward, path, module, mode, seen, stages.get(path))
             places.append((module.__dict__, module.__dict__.get("forward")))
             module.__dict__["forward"] = forward
         args, kwargs = map_leaves(mode.take_input, (request.args, request.kwargs))
@@ -150,12 +150,14 @@ class _TapedForward(StandIn):
         path: str,
         module: nn.Module,
         mode: TapingMode,
+        seen: CodeSeen,
         stages: Mapping[int | None, int] | None,
     ) -> None:
         self.forward = forward
         self.path = path
         self.module = module
         self.mode = mode
+        self.seen = seen
         self.stages = stages
         self._calls = 0
 
@@ -168,7 +170,11 @@ class _TapedForward(StandIn):
             mode.cursor.move(planned_stage(self.stages, call, mode.cursor.stage), None)
         if mode.next_hop() in mode.sealed.get(self.path, ()):
             hooked = has_users_hooks(self.module)
-            return mode.apart(None, self.path, args, kwargs, self.forward, has_hooks=hooked)
+            self.seen.sealed_begins()
+            result = mode.apart(None, self.path, args, kwargs, self.forward, has_hooks=hooked)
+            if any(value is not None for value in plain_values(result)):
+                self.seen.count_sealed()
+            return result
         return self.forward(*args, **kwargs)
 
 

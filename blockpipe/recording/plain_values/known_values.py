@@ -20,6 +20,7 @@ from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE
 from .values import SharedValue, back, frozen, hops_of, shared_change
 
 _REMEDY = "pass it along as an argument"
+_OF_LOSS = "return it with the output"
 _OF_TENSOR = (
     "the next micro-batch begins before it is set: set it inside the block of the stage that reads "
     "it, in an attribute, or an entry of a dictionary, for each stage"
@@ -178,6 +179,10 @@ class KnownValues:
                 return shared_change(known, "a ContextVar", read_on, where, _OF_VARIABLE)
             return None
         if min(seen) >= 0 and self._tells_itself(known, read_on, result):
+            if known.is_read_outside:
+                where, what = known.first_read or others[0].first_read, self._named(known)
+                left = shared_change(known, what, read_on, where, _OF_LOSS)
+                result.left_for_loss.append(left)
             return None
         name = attribute_of(known.owner, known.key)
         if name is not None and not known.is_read_outside and reads.is_unread(*name):
@@ -260,6 +265,13 @@ class KnownValues:
             is_kept = isinstance(known.owner, nn.Module) and not known.is_bare
             if id(known.owner) not in self._ignored and not is_kept:
                 yield from ((self._named(known), call, line) for call, line in known.set_in)
+
+    def reads_by_call(self) -> Iterator[tuple[str, Call | None, str]]:
+        """Yield the values that one forward leaves for the next one, each with a call that reads
+        it, and the line."""
+        for known in self._values.values():
+            if known.is_carried and known.set_in and id(known.owner) not in self._ignored:
+                yield from ((self._named(known), *read) for read in known.read_in.values())
 
     def _of_all(self, known: SharedValue) -> list[SharedValue]:
         """Return the values that overlap: a container's entries for its whole content, or the

@@ -379,7 +379,7 @@ class SharedValues:
         if counts:
             known.is_counted(hop, frame.line, loses=loses)
             return
-        known.is_read(hop, frame.line)
+        known.is_read(hop, frame.line, self._calls())
         if not is_its_own and self._checkpoints.of(frame.frame) is not None:
             known.is_read(back(hop), frame.line)
             known.remedy = OF_CHECKPOINT

@@ -40,6 +40,7 @@ class SharedValue:
     is_bare: bool = False  # whether it is set to a value without tensors
     is_fixed: bool = True  # whether its setters say what they set it to: ``module.eval()``
     set_in: list[tuple[Call | None, str]] = field(default_factory=list)  # calls, with the lines
+    read_in: dict[int, tuple[Call | None, str]] = field(default_factory=dict)  # by the call's id
 
     def is_set(self, hop: int, line: str, calls: Iterable[Call | None] = ()) -> None:
         """Note that code on a hop sets it, in one of the forward's calls."""
@@ -47,8 +48,10 @@ class SharedValue:
         self.first_write = self.first_write or line
         self.set_on.add(hop)
 
-    def is_read(self, hop: int, line: str) -> None:
-        """Note that code on a hop reads it."""
+    def is_read(self, hop: int, line: str, calls: Iterable[Call | None] = ()) -> None:
+        """Note that code on a hop reads it, in one of the forward's calls."""
+        for call in calls:
+            self.read_in.setdefault(id(call), (call, line))
         self.first_read = self.first_read or line
         self.read_on.add(hop)
 

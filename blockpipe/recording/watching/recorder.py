@@ -84,9 +84,9 @@ class Recorder:
         self.held: dict[int, TensorInfo] = {}
         self.stand_ins: Mapping[int, Tensor] = {}  # see RecordRequest
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
-        self.checkpointed_in: list[Call | None] = []
-        self.keepers: list[str] = []
+        self.checkpointed_in, self.keepers = list[Call | None](), list[str]()
         self.sets: list[tuple[str, Call | None, str]] = []
+        self.carries: list[tuple[str, Call | None, str]] = []  # reads of what the last one has set
         self.backward_code = BackwardCode()
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.outside_tensors = OutsideTensors()

@@ -73,6 +73,9 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
     before = [c for c in first.shared_changes if c not in made_once]
     again = {value.name for value in second.carried}
     first.carried = [value for value in first.carried if value.name in again]
+    first.read_between = [read for read in first.read_between if read[0] in again]
+    left = {change.what for change in first.left_for_loss}
+    first.left_for_loss += [c for c in second.left_for_loss if c.what not in left]
     known = {change.what for change in first.shared_changes}
     first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
     return first
@@ -287,6 +290,7 @@ def _note_state(
         *values.known.found(reads, result),
     ]
     recorder.sets = list(values.known.sets_by_call())
+    recorder.carries = list(values.known.reads_by_call())
     result.carried = list(values.known.carried(reads))
     result.outside = recorder.outside_tensors.found()
     result.sets = {**recorder.outside.sets, **values.sets}

@@ -152,6 +152,7 @@ def test_a_tensor_that_the_glue_keeps_and_reads_again_is_refused(between: Any):
             "a size that depends",
         ),
         (lambda _, h: h * torch.rand(()).item(), "a tensor's value"),
+        (lambda _, h: h * float(f"{h[0, 0]:.3f}"), "a tensor's value"),
         (_random, "a random number of Python's"),
         (lambda _, h: nn.Linear(4, 4)(h), "a new parameter"),
         (_seeds, "a seed, or a state of torch's generator"),
@@ -174,3 +175,40 @@ def test_glue_that_cannot_be_replayed_is_refused(between: Any, what: str) -> Non
     with pytest.raises(bp.BlockpipeError, match=what) as caught:
         build_stage(Glue(between), 0, torch.randn(3, 4))
     assert "test_mode.py:" in str(caught.value)
+
+
+class Keeps(nn.Linear):
+    """Sets plain values: one in each call, and one that all calls agree about."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls, self.rows = 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.rows is None:
+            self.rows = x.shape[0]
+        return super().forward(x)
+
+
+class Reads(nn.Module):
+    """Multiplies by what a module has set."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.first, self.second, self.name = nn.Linear(4, 4), Keeps(), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(0):
+            h = self.first(x)
+        with bp.Block(1):
+            h = self.second(h)
+            return h * (self.second.calls if self.name == "calls" else self.second.rows)
+
+
+def test_a_value_that_a_module_sets_and_code_between_modules_reads_is_refused_when_it_changes():
+    """Each forward has another one there, and the tape one of them."""
+    x = torch.randn(3, 4)
+    with pytest.raises(bp.BlockpipeError, match=r"reads what a module changes: second\.calls"):
+        build_stage(Reads("calls"), 0, x)
+    assert_like_plain(Reads("rows"), x)

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import blockpipe as bp
 from blockpipe.distributed import DistributedPipeline, engines
-from blockpipe.errors import UsageError
+from blockpipe.errors import RouteError, UsageError
 
 from ..ranks import NEEDS_SCHEDULES
 
@@ -28,8 +28,8 @@ FACTOR = 1.0
 class Settings:
     """An object of the user's."""
 
-    def __init__(self) -> None:
-        self.scale = 1.0
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
 
 
 class Inner(nn.Module):
@@ -95,6 +95,10 @@ def assert_like_plain(pipe: DistributedPipeline, plain: nn.Module) -> None:
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-6)
 
 
+def _times(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda h: h * factor
+
+
 def _doubles(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * 2
 
@@ -114,6 +118,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "entry": lambda m: m.table.update(scale=2.0),
     "element": lambda m: m.order.__setitem__(0, 2.0),
     "object": lambda m: setattr(m.settings, "scale", 2.0),
+    "another dictionary": lambda m: setattr(m, "table", {"scale": 2.0}),
+    "another list": lambda m: setattr(m, "order", [2.0]),
+    "a member more": lambda m: m.order.insert(0, 2.0),
+    "another object": lambda m: setattr(m, "settings", Settings(2.0)),
+    "closure": lambda m: setattr(m, "act", _times(2.0)),
     "class": lambda m: setattr(Model, "bias", 1.0),
     "global": _sets_global,
     "hook": lambda m: m.register_forward_hook(_doubles),
@@ -155,6 +164,87 @@ def test_a_forward_is_recorded_once_for_each_state_of_what_its_code_reads() -> N
             model.scale = plain.scale = scale
             assert_like_plain(pipe, plain)
         assert cut.call_count <= 3
+
+
+def test_a_container_that_is_made_anew_with_the_same_content_makes_no_other_recording() -> None:
+    """Only the content is on the tape."""
+    model = Model()
+    plain = copy.deepcopy(model)
+    with mock.patch.object(engines, "CutForward", wraps=engines.CutForward) as cut:
+        pipe = pipe_of(model)
+        for _ in range(3):
+            for net in (model, plain):
+                net.table, net.order, net.settings = {"scale": 1.0}, [1.0], Settings()
+            assert_like_plain(pipe, plain)
+        assert cut.call_count == 1
+
+
+@pytest.mark.parametrize("has_changed", [False, True])
+def test_the_closure_of_a_hook_when_it_is_registered_anew_counts(has_changed: bool) -> None:
+    """Its code is the same."""
+    model = Model()
+    plain = copy.deepcopy(model)
+    with mock.patch.object(engines, "CutForward", wraps=engines.CutForward) as cut:
+        pipe = pipe_of(model)
+        handles: list[Any] = []
+        for step in range(3):
+            scale = _times(1.0 + step * has_changed)
+            for handle in handles:
+                handle.remove()
+            handles = [
+                net.second.register_forward_hook(lambda m, args, output, scale=scale: scale(output))
+                for net in (model, plain)
+            ]
+            assert_like_plain(pipe, plain)
+        assert cut.call_count == (4 if has_changed else 2)
+
+
+class Returns(nn.Module):
+    """A module of one stage returns a number beside its tensor, which the other one's multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Scaled(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h, scale = self.first(x)
+        with bp.Block(stage=1):
+            return self.second(h) * scale
+
+
+class Scaled(nn.Linear):
+    """Returns a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.temperature, self.step = 1.0, 0.0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        self.temperature += self.step
+        return super().forward(x), self.temperature
+
+
+def test_a_number_that_a_module_returns_when_it_is_set_between_steps_counts() -> None:
+    """Code between modules has it as a constant, so that it is recorded anew."""
+    model = Returns()
+    plain = copy.deepcopy(model)
+    pipe = pipe_of(model)
+    for step in range(3):
+        model.first.temperature = plain.first.temperature = 1.0 + step
+        assert_like_plain(pipe, plain)
+
+
+def test_a_number_that_a_module_returns_when_each_call_has_another_is_refused() -> None:
+    """It would be the recorded one in all of them."""
+    model = Returns()
+    pipe = pipe_of(model)
+    model.first.step = 1.0
+    x = torch.ones(4, 4)
+    with pytest.raises(
+        RouteError, match=r"expected \[2.0\] beside the tensors from module 'first'"
+    ):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
 
 
 def test_a_value_that_is_another_one_in_each_step_is_told_to_be_slow() -> None:

@@ -1,0 +1,236 @@
+"""The values that code between modules may read, compared from step to step.
+
+A tape has them as constants, whatever they are: numbers, containers, settings in an object, what a
+hook's closure holds. So they are compared by their contents, as far as that code mentions their
+names. ``preparation/watched_values.py`` was no alternative: it watches what a forward branches on,
+which are the plain values that were there when it was recorded.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import types
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from ..._common.modules import STATE, OwnHook
+from ..._torch.modules import COMPILED_CALL, forward_hooks_of, forward_pre_hooks_of
+from ...preparation.watched_values import globals_in
+from ...restoring.holders import (
+    AttributesHolder,
+    ClassHolder,
+    DictHolder,
+    Holder,
+    NamesHolder,
+)
+from ...restoring.model_state import ModelState, is_users
+from .contents import Contents, is_fixed
+
+_TORCHS = frozenset([*vars(nn.Module()), "forward", STATE, COMPILED_CALL])
+_DEFAULTS = frozenset(["__defaults__", "__kwdefaults__"])
+_SWITCHES = {bool, type(None)}
+
+Where = tuple[int, Hashable]
+
+
+@dataclass
+class _Source:
+    """Some names of one namespace."""
+
+    holder: Holder  # keeps its object alive, so that no other one gets its id
+    keys: tuple[Any, ...]
+    size: int
+
+    def read(self) -> tuple[Any, ...]:
+        """Return the values.
+
+        Raises:
+            LookupError: there are more names, or fewer, than there were.
+        """
+        space = self.holder.namespace()
+        found = dict(self.holder.now()) if space is None else space
+        if len(found) != self.size:
+            raise LookupError
+        return tuple(map(found.__getitem__, self.keys))
+
+
+class ReadValues:
+    """What the code between a model's modules may read, beside modules, parameters and buffers.
+
+    Args:
+        model: the user's model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names: frozenset[str] | None = frozenset()
+        self._sources: list[_Source] = []
+        self._hooks: list[tuple[nn.Module, dict[int, Any]]] = []
+        self._contents = Contents(self._names)
+        self._values: list[Any] = []
+        self._mutable: list[Any] = []  # those of the values whose content may change, each once
+        self._content: list[Hashable] = []  # theirs, and that of the hooks
+        self._noted: dict[Where, Any] = {}
+        self._own: set[Where] = set()  # what the forward itself sets
+        self._own_changed = 0  # how often it was changed between steps
+        self._turned: dict[Where, str] = {}  # what was changed between steps, with its name
+
+    def look_around(self, names: frozenset[str] | None, around: Iterable[nn.Module]) -> None:
+        """Find what may be read; called after a recording.
+
+        Args:
+            names: that code between modules mentions; ``None``: it may read any.
+            around: the modules whose hooks are code between modules.
+        """
+        self._names, self._own = names, set()
+        self._contents = Contents(names)
+        slots = forward_pre_hooks_of, forward_hooks_of
+        self._hooks = [(module, hooks_of(module)) for module in around for hooks_of in slots]
+        environment = DictHolder(os.environ._data, os.environ)  # type: ignore[attr-defined]
+        holders = ModelState(self._model, values=False, contents=False).holders
+        by_space: dict[int, _Source] = {}
+        for holder in (environment, *holders):
+            holder.forget()  # the saved members may be as large as the model
+            if not _has_names(holder):
+                continue
+            source = self._source(holder)
+            known = by_space.setdefault(_id_of(holder), source)
+            if known is not source:  # globals that several functions read
+                known.keys = tuple(dict.fromkeys((*known.keys, *source.keys)))
+        self._sources = [s for s in by_space.values() if s.keys or _may_get_names(s.holder)]
+        self._note()
+
+    def _source(self, holder: Holder) -> _Source:
+        members = [key for key, _ in holder.now()]
+        space = holder.namespace()
+        keys = tuple(key for key in members if self._is_read(holder, key))
+        return _Source(holder, keys, len(members) if space is None else len(space))
+
+    def _is_read(self, holder: Holder, key: Any) -> bool:
+        owner, names = holder.owner, self._names
+        if owner is os.environ:
+            asks = names is None or not names.isdisjoint(["environ", "getenv"])
+            return asks and not key.startswith((b"TORCH", b"PYTORCH"))  # torch sets these itself
+        if isinstance(owner, nn.Module) and (key in _TORCHS or key.startswith("_blockpipe_")):
+            return False
+        if isinstance(holder, NamesHolder) and holder.namespace() is owner.__globals__:
+            # Its other names are attributes, and may be some global's by chance.
+            return key in globals_in(owner.__code__) and (names is None or key in names)
+        return names is None or (owner.__name__ if key in _DEFAULTS else key) in names
+
+    # --- steps
+
+    def step_begins(self) -> None:
+        """Note what has been changed since the last step, or since the recording."""
+        self._compare(by_forward=False)
+
+    def step_is_over(self) -> None:
+        """Note what the forward itself has set: a counter, or the last of something. It does not
+        count. A boolean does: it leads the next forward another way."""
+        self._compare(by_forward=True)
+
+    def state(self) -> tuple[Hashable, ...]:
+        """Return what recordings depend on: the contents that have ever been changed."""
+        return self._own_changed, *[self._noted.get(where) for where in self._turned]
+
+    def turned(self) -> list[str]:
+        """Return the places of these contents, in words."""
+        return [*self._turned.values()]
+
+    def _compare(self, *, by_forward: bool) -> None:
+        if self._is_as_noted():
+            return
+        before, places = self._noted, self._places()
+        for source in self._sources:
+            keys = self._source(source.holder).keys
+            source.keys = tuple(dict.fromkeys((*source.keys, *keys)))
+        self._note()
+        places.update(self._places())
+        for where in [where for where in places if before.get(where) != self._noted.get(where)]:
+            kinds = {_kind(before.get(where)), _kind(self._noted.get(where))}
+            if by_forward and not kinds <= _SWITCHES:
+                self._own.add(where)
+            elif where in self._own:  # its value is another one in each step
+                self._own_changed += not by_forward
+            else:
+                self._turned.setdefault(where, places[where])
+
+    def _is_as_noted(self) -> bool:
+        # Most steps do no more than this: a loop over the names, and the contents of a few objects.
+        try:
+            values = self._read()
+        except LookupError:
+            return False
+        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+            return False
+        return self._content_now() == self._content
+
+    def _read(self) -> list[Any]:
+        return [*chain.from_iterable([source.read() for source in self._sources])]
+
+    def _content_now(self) -> list[Hashable]:
+        self._contents.forget()
+        of = self._contents.of
+        users = [
+            tuple([of(hook) for hook in hooks.values() if not isinstance(hook, OwnHook)])
+            if hooks
+            else ()
+            for _, hooks in self._hooks
+        ]
+        return [*map(of, self._mutable), *users]
+
+    def _places(self) -> dict[Where, str]:
+        """Return all places, with their names."""
+        found = {
+            (_id_of(source.holder), key): f"{key!r} of {_name(source.holder.owner)}"
+            for source in self._sources
+            for key in source.keys
+        }
+        hooks = {(id(hooks), None): f"hooks of {_name(m)}" for m, hooks in self._hooks}
+        return {**found, **hooks}
+
+    def _note(self) -> None:
+        for source in self._sources:
+            now = self._source(source.holder)
+            there = {key for key, _ in source.holder.now()}
+            source.keys = tuple(key for key in source.keys if key in there)
+            source.size = now.size
+        self._values = self._read()
+        different = {id(value): value for value in self._values if not is_fixed(value)}
+        self._mutable = [*different.values()]
+        self._content = self._content_now()
+        users = self._content[len(self._mutable) :]
+        contents = [*map(self._contents.of, self._values), *users]
+        self._noted = dict(zip(self._places(), contents, strict=True))
+
+
+def _has_names(holder: Holder) -> bool:
+    """Whether code reads what is there by its name, and not out of an object that it has by one."""
+    owner = holder.owner
+    if isinstance(owner, types.FunctionType):
+        return is_users(owner.__module__)
+    is_modules = isinstance(holder, AttributesHolder) and isinstance(owner, nn.Module)
+    return is_modules or isinstance(holder, ClassHolder) or owner is os.environ
+
+
+def _may_get_names(holder: Holder) -> bool:
+    return not isinstance(holder.owner, types.FunctionType)
+
+
+def _id_of(holder: Holder) -> int:
+    """Return an id that is the same for a global whichever function reads it."""
+    space = None if isinstance(holder, ClassHolder) else holder.namespace()
+    return id(holder.owner if space is None else space)
+
+
+def _kind(content: Any) -> Any:
+    return content[0] if isinstance(content, tuple) and content else content
+
+
+def _name(owner: Any) -> str:
+    return str(getattr(owner, "__qualname__", type(owner).__name__))
