@@ -55,8 +55,7 @@ from .tape import (
 _SIZES = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in ("shape", "nbytes")),
-        *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__),
-        torch.numel,
+        *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__, torch.numel),
     ]
 )
 _BY_INDEX = frozenset([Tensor.__getitem__, Tensor.masked_select, torch.masked_select])
