@@ -181,7 +181,7 @@ def _place_unread(model: nn.Module, recorder: Recorder) -> None:
 
 def _beside(inner: str, container: nn.Module, path: str, stage_of: Mapping[str, int]) -> int | None:
     """Return the stage of the last child before one of them, or else of the first that runs."""
-    children = [f"{path}.{name}" for name in children_of(container)]
+    children = [f"{path}.{name}" for name in children_of(container).keys()]  # noqa: SIM118 - torch's
     at = children.index(inner) if inner in children else 0
     before = [stage_of[child] for child in children[:at] if child in stage_of]
     after = [stage_of[child] for child in children[at:] if child in stage_of]
