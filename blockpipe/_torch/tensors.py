@@ -45,6 +45,16 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return [given[name] for name in written if name in given]
 
 
+def reads_memory(func: Any) -> bool:
+    """Return whether an operation below autograd reads what it is given: it is no view, by its
+    schema, and no question, such as a fake tensor asks for its device."""
+    if not isinstance(func, OpOverload):
+        return True
+    returned = [one.alias_info for one in schema_of(func).returns]
+    is_view = any(alias is not None and not alias.is_write for alias in returned)
+    return not is_view and func.namespace != "prim"
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor's memory was written to in place; always -1 for one of inference mode,
     which does not count. Autograd compares these numbers, and shows them nowhere in public."""

@@ -16,7 +16,7 @@ from .._common.callsite import users_line
 from .._common.nested import tensors
 from .._common.threads.thread_state import ours
 from .._torch.modes import DispatchMode
-from .._torch.tensors import OpOverload, schema_of, written_by
+from .._torch.tensors import OpOverload, reads_memory, schema_of, written_by
 from .work import Work, seen, size_of
 
 _aten = torch.ops.aten
@@ -59,6 +59,7 @@ class Meter(DispatchMode):
         given: called for each operation with the tensors that it is given.
         writing: called before each operation with the tensors that it says it writes to.
         fills: called before each operation that writes to a tensor after autograd has saved it.
+        reading: called with the tensors that an operation is given, unless it only looks at them.
     """
 
     supports_higher_order_operators = True
@@ -72,6 +73,7 @@ class Meter(DispatchMode):
         given: Callable[[Iterable[Tensor]], None] | None = None,
         writing: Callable[[Iterable[Tensor]], None] | None = None,
         fills: Callable[[], None] | None = None,
+        reading: Callable[[Iterable[Tensor]], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.spent = spent
@@ -81,6 +83,7 @@ class Meter(DispatchMode):
         self.given = given
         self.writing = writing
         self.fills = fills
+        self.reading = reading
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -105,6 +108,8 @@ class Meter(DispatchMode):
             self.writing(tensors(written_by(func, args, kwargs)))
         if self.given is not None:
             self.given(tensors((args, kwargs)))
+        if self.reading is not None and reads_memory(func):
+            self.reading(tensors((args, kwargs)))
         result = func(*args, **kwargs)
         if func is _aten.mkldnn_rnn_layer.default:
             result = _with_workspace(result, *args)

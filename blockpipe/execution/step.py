@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
-from ..preparation.late_backwards import check_backwards
+from .._torch.graph import saved_tensor_hooks
+from ..preparation.late_backwards import check_backwards, hidden_by
 from ..schedules.builders import ScheduleOption
 from .inline_step import InlineStep
 from .laned_step import LanedStep
@@ -105,10 +106,16 @@ class Step:
     def _check_backwards(self, option: ScheduleOption) -> None:
         """Check that the forwards bear the order of the backwards, or have the first step look."""
         prepared, context = self.request.prepared, self.state.context
-        if not prepared.recording.late_backwards or not context.graphs.differentiable:
+        recording = prepared.recording
+        is_any = recording.late_backwards or recording.late_if_packed
+        if not is_any or not context.graphs.differentiable:
             return
+        entries, around = [*recording.late_backwards], saved_tensor_hooks()
+        if around is not None:
+            devices = [prepared.devices[stage] for stage in prepared.route]
+            entries += hidden_by(around[0], recording.late_if_packed, devices)
         schedule = prepared.schedule(option, len(self.request.microbatches))
-        late = check_backwards(prepared.recording, schedule)
+        late = check_backwards(entries, schedule)
         if late and context.comparisons is not None:
             self.state.kept = KeptValues(prepared, late, context.comparisons)
 

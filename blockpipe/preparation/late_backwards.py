@@ -4,27 +4,32 @@ A recording cannot refuse such a forward: the plain loop's order is that of micr
 one, and also that of the last stage of 1F1B.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from .._common.nested import tensors
+from .._torch.tensors import memory_of
 from ..errors import StateError
 from ..recording.entries import LateBackward
-from ..recording.recording import Recording
 from ..schedules.schedule import Schedule
 
 
-def check_backwards(recording: Recording, schedule: Schedule) -> list[LateBackward]:
-    """Check that no backward comes too late, and return those entries of the recording for which
-    one does, and only values tell whether that matters.
+def check_backwards(entries: Iterable[LateBackward], schedule: Schedule) -> list[LateBackward]:
+    """Check that no backward comes too late, and return those entries of a recording for which one
+    does, and only values tell whether that matters.
 
     Args:
-        recording: says what its forward does.
+        entries: say what its forward does.
         schedule: of the step, whose lanes run at once.
 
     Raises:
         StateError: the forward of a later micro-batch would come before such a backward.
     """
     compared = []
-    for late in recording.late_backwards:
+    for late in entries:
         for earlier, later in _late(schedule, late):
             if late.compared is not None:
                 compared.append(late)
@@ -37,6 +42,26 @@ def check_backwards(recording: Recording, schedule: Schedule) -> list[LateBackwa
                 )
             break
     return compared
+
+
+def hidden_by(
+    pack: Callable[[Tensor], Any], entries: Iterable[LateBackward], devices: Sequence[torch.device]
+) -> Iterator[LateBackward]:
+    """Yield what autograd does not notice where hooks are around a step: they keep the memory that
+    autograd would have saved, and it compares no versions.
+
+    Args:
+        pack: the hook that is given what autograd saves.
+        entries: of a recording, what it notices without hooks.
+        devices: of each hop.
+    """
+    for late in entries:
+        shape, dtype = late.sample or ((), None)
+        with torch.no_grad():
+            probe = torch.zeros(shape, dtype=dtype, device=devices[late.hop])
+            kept = [*tensors(pack(probe))]
+        if memory_of(probe) in map(memory_of, kept):
+            yield late
 
 
 def _late(schedule: Schedule, late: LateBackward) -> Iterator[tuple[int, int]]:

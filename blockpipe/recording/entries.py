@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..costs.work import Work
@@ -323,6 +324,9 @@ class LateBackward:
         remedy: the remedy for an error.
         compared: the name of the parameter or buffer whose values say in the first step whether it
             matters; ``None``: it matters whenever such a backward is late.
+        written: the name of the parameter or buffer that it is about.
+        settles: whether it is harmless if the next forward does not do it again.
+        sample: the shape and the dtype of what autograd saves.
     """
 
     what: str
@@ -331,6 +335,9 @@ class LateBackward:
     backwards: list[int]
     remedy: str
     compared: str | None = None
+    written: str | None = None
+    settles: bool = False
+    sample: tuple[torch.Size, torch.dtype] | None = None
 
 
 @dataclass

@@ -71,6 +71,7 @@ class Recording:
     shared_changes: list[SharedChange] = field(default_factory=list)
     left_for_loss: list[SharedChange] = field(default_factory=list)  # tensors, by several hops
     late_backwards: list[LateBackward] = field(default_factory=list)
+    late_if_packed: list[LateBackward] = field(default_factory=list)  # by hooks around a step
     carried: list[CarriedValue] = field(default_factory=list)
     set_between: list[tuple[str, str]] = field(default_factory=list)  # sealed calls; with lines
     read_between: list[tuple[str, str]] = field(default_factory=list)  # carried ones

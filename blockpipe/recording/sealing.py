@@ -6,12 +6,12 @@ then a step runs it untouched.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 
 from torch import Tensor, nn
 
 from .._common.modules import is_within, paths_around
-from .._torch.modules import children_of, is_compiled
+from .._torch.modules import is_compiled
 from .._torch.tensors import version_of
 from ..errors import CrossingError
 from .calls import Call
@@ -158,31 +158,11 @@ def _sealed_forwards(result: Recording) -> dict[int, Call]:
 
 
 def _place_unread(model: nn.Module, recorder: Recorder) -> None:
-    """Place a parameter that no call reads where its module runs, or the nearest one around it. Of
-    a container that is not called itself, where the one before it runs (``layers[:n]``)."""
+    """Place a parameter that no call reads where its module runs, or the nearest one around it."""
     calls = [call for call in recorder.result.calls if not call.is_function]
     stage_of = {call.path: call.stage for call in reversed(calls)}
     for held in recorder.held.values():
         if held.hop is not None:
             continue
-        held.stage, inner = 0, ""
-        for path in paths_around(held.name):
-            found = stage_of.get(path)
-            found = (
-                _beside(inner, model.get_submodule(path), path, stage_of)
-                if found is None
-                else found
-            )
-            if found is not None:
-                held.stage = found
-                break
-            inner = path
-
-
-def _beside(inner: str, container: nn.Module, path: str, stage_of: Mapping[str, int]) -> int | None:
-    """Return the stage of the last child before one of them, or else of the first that runs."""
-    children = [f"{path}.{name}" for name in children_of(container).keys()]  # noqa: SIM118 - torch's
-    at = children.index(inner) if inner in children else 0
-    before = [stage_of[child] for child in children[:at] if child in stage_of]
-    after = [stage_of[child] for child in children[at:] if child in stage_of]
-    return next(iter((*reversed(before), *after)), None)
+        found = (stage_of[path] for path in paths_around(held.name) if path in stage_of)
+        held.stage = next(found, 0)

@@ -80,7 +80,7 @@ class TrackedFakes(FakeTensorMode):
 
 
 def _is_in_graphs_alone(
-    value: object, depth: int = _DEPTH, ours: frozenset[int] = frozenset()
+    value: object, depth: int = 2 * _DEPTH, ours: frozenset[int] = frozenset()
 ) -> bool:
     """Return whether nothing leads to an object but functions that no object of Python's holds.
 

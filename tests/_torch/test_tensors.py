@@ -115,6 +115,20 @@ def test_operators():
 
 
 @pytest.mark.parametrize(
+    ("operation", "reads"),
+    [
+        (torch.ops.aten.mul.Tensor, True),
+        (torch.ops.aten.add_.Tensor, True),
+        (torch.ops.aten.t.default, False),
+        (torch.ops.aten.detach.default, False),
+        (torch.ops.prim.device.default, False),
+    ],
+)
+def test_reads_memory(operation, reads):
+    assert tensors.reads_memory(operation) is reads, "torch's schemas no longer tell views apart"
+
+
+@pytest.mark.parametrize(
     ("args", "kwargs", "found"),
     [
         (("cpu",), {}, (torch.device("cpu"), None, None)),

@@ -205,6 +205,25 @@ def test_hooks_around_a_step_that_keep_nothing_need_no_other_recording(
     assert_same_gradients(net, plain)
 
 
+class ReadsItsOwn(Net):
+    """The graph keeps itself: the hooks give what they pack back as it is, and hold ``h``."""
+
+    def first(self, h: Tensor) -> Tensor:
+        pack = lambda t: t if t.shape == h.shape else t.clone()  # noqa: E731
+        with saved_tensors_hooks(pack, lambda t: t):
+            return h.sin().tanh()
+
+
+def test_a_hook_that_reads_a_tensor_of_its_micro_batch_is_no_leak() -> None:
+    net = ReadsItsOwn()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    pipe.forward_backward(x, target=y, loss_fn=mse_loss)
+    plain_step(plain, (x,), {}, y, mse_loss, 2)
+    assert_same_gradients(net, plain)
+
+
 def test_a_recording_when_it_is_over_is_in_no_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each such recording had to look at every object of the process: a third of a second."""
     collected: list[bool] = []

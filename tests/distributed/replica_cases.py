@@ -4,6 +4,7 @@ import copy
 import time
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import blockpipe as bp
 from blockpipe.distributed import ReplicatedPipeline
 from blockpipe.errors import UsageError
+from blockpipe.preparation import prepared
 
 from .cases import deep, mean_square
 from .models import gpt, ids
@@ -53,8 +55,6 @@ def the_last_stage_is_summed_while_the_first_runs(rank: int, ranks: int) -> None
     bp.begin_blocks(net, {"1": 1, "2": 2})
     x = torch.randn(64, 60)
     pipe = bp.Pipeline(net, devices=["cpu"] * 3, chunks=4, sample=((x,), {}))
-    for prepared in pipe._preparer.known.values():
-        prepared.__dict__["is_small"] = False  # a thread for each stage
     shared = ReplicatedPipeline(pipe)
     calls = 0
 
@@ -69,7 +69,11 @@ def the_last_stage_is_summed_while_the_first_runs(rank: int, ranks: int) -> None
     net[0].weight.register_hook(wait)
     for _ in range(2):
         calls = 0
-        with shared.pipe.profile() as timeline:
+        # A thread for each stage.
+        with (
+            mock.patch.multiple(prepared, SMALL_OPERATION=0.0, SMALL_HOP=0.0),
+            shared.pipe.profile() as timeline,
+        ):
             shared.forward_backward(x, loss_fn=lambda out: out.square().mean())
         assert shared.sums is not None
         assert [hops for hops, _ in shared.sums.order] == [(2,), (1,), (0,)]

@@ -1,10 +1,7 @@
 """On which hops a module runs sealed, from its calls alone."""
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-import blockpipe as bp
 from blockpipe.recording.calls import Call
 from blockpipe.recording.sealing import sealed_hops
 
@@ -70,27 +67,3 @@ def test_ancestors_are_from_the_inside_out():
     outer = made(0)
     middle = made(0, parent=outer)
     assert [*made(0, parent=middle).ancestors()] == [middle, outer]
-
-
-class Grows(nn.Module):
-    """Calls the first of its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        with bp.Block(stage=1):
-            for layer in self.layers[:1]:
-                h = layer(h)
-        return h
-
-
-def test_layers_that_a_forward_leaves_out_live_where_the_one_before_them_runs():
-    """They may join later."""
-    recording = bp.record(Grows(), torch.ones(2, 4))
-    stages = {held.name: held.stage for held in recording.parameters}
-    assert stages["first.weight"] == 0
-    assert {stages[f"layers.{at}.weight"] for at in range(3)} == {1}

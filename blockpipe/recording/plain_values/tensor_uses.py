@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from ..entries import OutsideTensor, SharedChange, TensorInfo
 from .expressions import Frame
+from .places import is_array
 from .syntax.accesses import Access, Use
 from .values import SharedValue, back, shared_change
 
@@ -22,9 +24,14 @@ _ENGINE = "by autograd"
 
 
 class TensorUses:
-    """The tensors that such code uses, with the hops and backwards that it runs in."""
+    """The tensors that such code uses, with the hops and backwards that it runs in.
+
+    Attributes:
+        read_late: those that backwards read, with the hop and the line; arrays as tensors.
+    """
 
     def __init__(self) -> None:
+        self.read_late: list[tuple[Tensor, int, str]] = []
         self._known: dict[tuple[int, str], SharedValue] = {}
 
     def note(self, accesses: Iterable[Access], frame: Frame, given: object, hop: int) -> None:
@@ -47,6 +54,8 @@ class TensorUses:
                 known.is_constant = False
             if access.counts or (access.use in (Use.READ, Use.BOTH) and access.reads):
                 known.is_read(hop, frame.line)
+                if hop < 0 and key == _CONTENT:
+                    self.read_late.append((tensor, back(hop), frame.line))
 
     def shared(
         self,
@@ -122,4 +131,6 @@ def _used(access: Access, frame: Frame) -> tuple[Tensor | None, str]:
         return (base, _CONTENT) if is_content else (None, "")
     found = frame.evaluated(node)
     is_assigned = access.writes and not access.counts  # the name gets another tensor
+    if is_array(found) and found.flags.writeable:
+        found = torch.from_numpy(found)
     return (found if isinstance(found, Tensor) and not is_assigned else None), _CONTENT

@@ -9,6 +9,7 @@ reads their source.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -246,6 +247,14 @@ def seeing_context() -> Iterator[list[Node]]:
     finally:
         if not profiles:
             sys.setprofile(None)
+
+
+def tensors_bound_to(function: Callable[..., Any]) -> Iterator[Tensor]:
+    """Yield the tensors that a hook without source reads: ``mask.mul``, ``partial(mul, mask)``."""
+    given = [getattr(function, "__self__", None)]
+    if isinstance(function, functools.partial):
+        given += [*function.args, *function.keywords.values()]
+    yield from (value for value in given if isinstance(value, Tensor))
 
 
 def check_several(hooks: Iterable[tuple[Callable[..., Any], int]]) -> None:

@@ -17,6 +17,8 @@ from ..calls import Call
 from ..entries import TensorInfo
 from .calls import CallsUnderWay
 
+_REENTRANT = "CheckpointFunction"
+
 
 class AppliedFunctions:
     """The custom functions that the forward has applied.
@@ -42,6 +44,10 @@ class AppliedFunctions:
         """The name of the function that was applied last."""
         return self.applied[-1][0] if self.applied else ""
 
+    def is_in_reentrant(self) -> bool:
+        """Return whether the function of a reentrant ``torch.utils.checkpoint`` is running."""
+        return self._run.sealed > 0 and self.last == _REENTRANT
+
     def apply(self, name: str) -> None:
         """Note that a function is applied."""
         self.applied.append((name, self._calls.innermost))
@@ -57,7 +63,7 @@ class AppliedFunctions:
         if held.stage == stage or not held.trainable:
             return
         what, remedy = f"autograd.Function {self.last!r}", f"pass it as an argument, or {UNCUT}"
-        if self.last == "CheckpointFunction":
+        if self.last == _REENTRANT:
             what, remedy = "torch.utils.checkpoint", "pass use_reentrant=False"
         elif not self._run.step.graphs.cut:
             return

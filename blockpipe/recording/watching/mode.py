@@ -9,16 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..._common.callsite import users_line
 from ..._common.modules import StandIn
 from ..._common.nested import tensors
 from ..._common.threads.model_turns import alone_with
+from ..._torch.graph import CheckpointHook, push_saved_tensor_hooks
 from ..._torch.modes import how_many_function_modes
 from ..._torch.modules import is_moving
-from ...crossing.interception import CrossingMode, is_question, looks_at_graph, reads_gradient
+from ...crossing.interception import (
+    CrossingMode,
+    active_mode,
+    is_question,
+    looks_at_graph,
+    reads_gradient,
+)
 from ...crossing.microbatch_run import Reader
+from ...crossing.torch_patches import Replacement
 from ..plan_resolution import planned_stage
 from .backward_code import seeing_context
 from .recorder import SCRIPTED, Recorder
@@ -113,6 +122,30 @@ class RecordingMode(CrossingMode):
         self, key: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         return self.recorder.watched(key, "function", function, function, args, kwargs)
+
+
+class PackingSeen(Replacement):
+    """A replacement by which a recording sees what hooks keep of the tensors that autograd saves.
+    The hooks that are on last hide those before, and so the recording's own."""
+
+    owner, name = saved_tensors_hooks, "__enter__"
+
+    def replacement(self) -> Any:
+        enter = self._original
+
+        def entered(hooks: Any) -> None:
+            mode = active_mode()
+            if not isinstance(mode, RecordingMode):
+                enter(hooks)
+                return
+            reads = mode.recorder.late.reads
+            if isinstance(hooks, CheckpointHook):
+                hooks.pack_hook = reads.rerun(hooks.pack_hook)
+                enter(hooks)
+            else:  # they may be entered again, in a step
+                push_saved_tensor_hooks(*reads.watched(hooks.pack_hook, hooks.unpack_hook))
+
+        return entered
 
 
 class RecordedForward(StandIn):

@@ -37,7 +37,7 @@ from .calls import CallsUnderWay, RecordedTag, is_made_by
 from .costs import RecordedWork
 from .custom_functions import AppliedFunctions
 from .draws import RandomDraws, line
-from .late_backwards import LateBackwards
+from .late.late_backwards import LateBackwards
 from .saved_tensors import Activations
 from .watched_cursor import WatchedCursor
 
@@ -155,12 +155,11 @@ class Recorder:
     def moved(self, stage: int) -> None:
         """Open the calls under way: a mark moves the cursor, so none of them stays on one stage."""
         if self.run.sealed:
-            name = self.custom.last
             checkpoint = "; torch.utils.checkpoint: pass use_reentrant=False"
             raise CrossingError(
-                f"a mark inside the forward of autograd.Function {name!r} asks for stage "
-                f"{stage} ({users_line()}), but its backward runs as one, on one stage; "
-                f"mark around it{checkpoint if name == 'CheckpointFunction' else ''}"
+                f"a mark inside the forward of autograd.Function {self.custom.last!r} asks for "
+                f"stage {stage} ({users_line()}), but its backward runs as one, on one stage; "
+                f"mark around it{checkpoint if self.custom.is_in_reentrant() else ''}"
             )
         if self.cursor.passes_over(stage, self.result.route):
             self.run.arrive()
@@ -211,7 +210,7 @@ class Recorder:
         self._note_origin(tensor)
         is_untagged = getattr(tensor, TAG, None) is None
         if not self.has_made(tensor):
-            self.late.lasts(tensor)
+            self.late.memory.add(tensor)
         if is_untagged and self.step.graphs.cut:
             if (held := self.held.get(id(tensor))) is None and not isinstance(tensor, FakeTensor):
                 self.outside_tensors.read(tensor, self.hop)

@@ -39,11 +39,13 @@ from ..recording import Recording
 from ..sample import RecordRequest
 from ..sealing import conclude
 from ..shared_changes import SharedChanges
-from .backward_code import CalledInBackward, NodeHooksSeen, check_several
+from .backward_code import CalledInBackward, NodeHooksSeen, check_several, tensors_bound_to
 from .costs import note_split_backwards, roots_of
 from .held import held_tensors
-from .late_backwards import LateBackwards
-from .mode import RecordedForward, RecordingMode
+from .late.lasting_memory import LastingMemory
+from .late.late_backwards import LateBackwards
+from .late.late_reads import LateReads
+from .mode import PackingSeen, RecordedForward, RecordingMode
 from .recorder import Recorder
 from .saved_tensors import Activations
 from .watched_cursor import WatchedCursor
@@ -59,11 +61,15 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
         run: records without restoring any state; its argument is true the second time.
     """
     first = run(False)
-    if not (first.shared_changes or first.collects or first.carried or first.changes_unseen):
+    late_ones = (*first.late_backwards, *first.late_if_packed)
+    is_unsure = first.changes_unseen or any(late.settles for late in late_ones)
+    if not (first.shared_changes or first.collects or first.carried or is_unsure):
         return first
     try:
         second = run(True)
     except Exception:  # the first run may have left a tensor with a gradient path
+        for late in first.late_backwards:
+            late.compared = late.compared or (late.written if late.settles else None)
         return first
     recompute = {change.what for change in second.shared_changes}
     # In a real run a number may depend on the data, and be equal only for the same sample.
@@ -76,6 +82,9 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
     first.read_between = [read for read in first.read_between if read[0] in again]
     left = {change.what for change in first.left_for_loss}
     first.left_for_loss += [c for c in second.left_for_loss if c.what not in left]
+    first.late_if_packed = second.late_if_packed
+    certain = (late for late in first.late_backwards if not late.settles)
+    first.late_backwards = [*certain, *(late for late in second.late_backwards if late.settles)]
     known = {change.what for change in first.shared_changes}
     first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
     return first
@@ -154,9 +163,12 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
     recorder.check_interrupts = request.interrupts.check
     recorder.held, recorder.stand_ins = held_tensors(model, result), request.stand_ins
-    lasting = [*model.parameters(), *model.buffers()]
-    recorder.late = LateBackwards(recorder.held, lasting, recorder.hop_here, recorder.wrote_unseen)
-    activations.on_saved = recorder.late.saved if graphs.differentiable else None
+    memory = LastingMemory(recorder.held, [*model.parameters(), *model.buffers()])
+    around = recorder.hop_here, lambda: recorder.costs.function, recorder.custom.is_in_reentrant
+    reads = LateReads(memory, *around)
+    told = recorder.hop_here, recorder.wrote_unseen
+    recorder.late = LateBackwards(recorder.held, memory, reads, *told)
+    activations.on_saved = reads.saved if graphs.differentiable else None
     recorder.changes = SharedChanges(model)
     recorder.outside = OutsideState(holders, modules)
     recorder.users = {p for p, module in modules.items() if is_users(type(module).__module__)}
@@ -182,15 +194,14 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
     """Call the model while all watchers run, and return its output."""
     args, kwargs = inputs
     spent, waited = recorder.costs.spent, recorder.costs.waited
-    fills = partial(recorder.calls.refuse, "autograd saves its noise before it is drawn (RReLU)")
-    told = recorder.draws.drew, recorder.wrote, recorder.given, recorder.late.writing, fills
-    meter = Meter(spent, waited, *told)
+    meter = Meter(spent, waited, *_told_below(recorder))
     about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
     with Progress(about, modules, "module calls") as recorder.calls.progress:
         with (
             intercepting(),
             GeneratorStates(),
             NodeHooksSeen(),
+            PackingSeen(),
             Eager(),
             _watched(recorder),
         ):
@@ -202,11 +213,22 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
     return output
 
 
+def _told_below(recorder: Recorder) -> tuple[Callable[..., None], ...]:
+    """Return what is told of draws, statistics, arguments, writes and reads below autograd."""
+    late = recorder.late
+
+    def wrote(tensor: Tensor) -> None:
+        recorder.wrote(tensor)
+        late.updates(tensor)
+
+    fills = partial(recorder.calls.refuse, "autograd saves its noise before it is drawn (RReLU)")
+    return recorder.draws.drew, wrote, recorder.given, late.writing, fills, late.reading
+
+
 def _note_backwards(request: RecordRequest, recorder: Recorder, output: Any) -> None:
     """Write down what the graphs of the hops tell of their backwards."""
     if not recorder.step.graphs.differentiable:
         return  # under no_grad, where an alias of a leaf needs grad and has no place in a graph
-    recorder.result.late_backwards = list(recorder.late.found())
     roots = roots_of(recorder.run, output)
     note_split_backwards(recorder.run, recorder.result, roots)
     for hop, begins in roots.items() if request.cut else ():
@@ -227,6 +249,8 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
         lasting = {id(one.function) for one in request.hooks}
         for function, given, hop in called:
             values.runs_beside(function, given, back(hop), lasts=id(function) in lasting)
+            for tensor in tensors_bound_to(function):
+                recorder.late.reads.in_code(tensor, hop, recorder.result.hops[hop].where)
         if recorder.backward_code.around is not None:
             pack, unpack = recorder.backward_code.around
             for hop in range(len(recorder.result.hops)):
@@ -234,8 +258,19 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
                 values.runs_beside(unpack, None, back(hop), lasts=True)
         if not values.traces:  # the second run traces the reads of what these set
             recorder.result.changes_unseen = may_set_by(one.function for one in called)
+        _note_late(recorder, values)
     if request.loss_fn is not None:
         values.runs_beside(request.loss_fn, None, max(recorder.hop, 0))
+
+
+def _note_late(recorder: Recorder, values: SharedValues) -> None:
+    """Write down what backwards must not come after, of which the next forward is one."""
+    late = recorder.late
+    for tensor, hop, where in values.tensors.read_late:
+        if not late.memory.knows(recorder.stand_in(tensor)):  # else it is no alias
+            late.reads.in_code(tensor, hop, where)
+    recorder.result.late_backwards = list(late.found())
+    recorder.result.late_if_packed = list(late.found_if_packed())
 
 
 def _called_on(hooks: Iterable[Hook], recorder: Recorder) -> Iterator[CalledInBackward]:

@@ -1,0 +1,7 @@
+"""Find what the backwards of earlier micro-batches read of memory that later forwards write to.
+
+In: the tensors that autograd and its hooks save, those that checkpoints will read again, and the
+forward's writes. Out: entries of a :class:`Recording`. Read first: ``late_backwards``, which
+compares the writes with the reads. ``late_reads`` collects the reads, and ``lasting_memory`` knows
+the memory that outlives a forward.
+"""
