@@ -44,7 +44,7 @@ from ..restoring.holders import (
     SlotsHolder,
     content_of_cell,
 )
-from ..restoring.model_state import ModelState, is_users
+from ..restoring.model_state import holders_read, is_users
 from .watched_numbers import Asked, Questions, Where, answer, watched
 
 MOST_VALUES = 2_000  # the nearest ones; they are compared before and after each step
@@ -107,22 +107,19 @@ class WatchedValues:
         modules = list(self._model.modules())
         self._modules = {id(module) for module in modules}
         torchs = {id(v) for module in modules for k, v in vars(module).items() if k in _TORCHS}
-        environment = DictHolder(os.environ._data, os.environ)  # type: ignore[attr-defined]
-        state = ModelState(self._model, values=False, contents=False)
         self._holders, self._members, count, seen = [], [], 0, set[Any]()
         self._own, self._steps = set(), 0
-        for holder in (environment, *state.holders):
-            holder.forget()  # the saved members may be as large as the model
+        for holder in holders_read(self._model):
             if id(holder.owner) in torchs or not _is_read(holder):
                 continue
             members = {
                 key: value
                 for key, value in self._members_of(holder).items()
-                if (_id_of(holder), key) not in seen
+                if (holder.space_id(), key) not in seen
             }
             if not members and not _may_fill(holder):
                 continue
-            seen.update((_id_of(holder), key) for key in members)
+            seen.update((holder.space_id(), key) for key in members)
             count += sum(type(value) is not _Code for value in members.values())
             if count > MOST_VALUES:
                 break
@@ -139,7 +136,7 @@ class WatchedValues:
     def _members_of(self, holder: Holder) -> dict[Hashable, Any]:
         found, owner = _plain_members(holder), holder.owner
         if owner is os.environ:
-            return {key: value for key, value in found.items() if not _is_torchs(key)}
+            return {key: value for key, value in found.items() if not is_torchs_variable(key)}
         if id(owner) not in self._modules:
             return found
         return {k: value for k, value in found.items() if not _is_known(owner, k, value)}
@@ -190,7 +187,7 @@ class WatchedValues:
             if _is_same(then, value):
                 continue
             if by_forward and not {type(then), type(value)} <= _SWITCHES:
-                self._own.add((_id_of(holder), key))
+                self._own.add((holder.space_id(), key))
             else:
                 self._turn(holder, key, is_new=then is _UNSET or value is _UNSET)
         members = {key: members[key] for key in members if key in names}
@@ -199,7 +196,7 @@ class WatchedValues:
         self._members[index] = members
 
     def _turn(self, holder: Holder, key: Hashable, *, is_new: bool) -> None:
-        where = _id_of(holder), key
+        where = holder.space_id(), key
         if where in self._places or where in self._own:
             return
         if is_new:  # or removed; an object with many such names is a history
@@ -383,12 +380,6 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
-def _id_of(holder: Holder) -> int:
-    """Return an id that is the same for a global whichever function reads it."""
-    space = None if isinstance(holder, ClassHolder) else holder.namespace()
-    return id(holder.owner if space is None else space)
-
-
 def _reader(holder: Holder, members: dict[Hashable, Any]) -> Callable[[Any], tuple[Any, ...]]:
     """Return a function that reads the values of these names from the holder's namespace."""
     keys = tuple(members)
@@ -404,8 +395,8 @@ def _reader(holder: Holder, members: dict[Hashable, Any]) -> Callable[[Any], tup
     return (lambda space: (*map(_seen, read(space)),)) if _has_code(members) else read
 
 
-def _is_torchs(variable: Hashable) -> bool:
-    """Whether torch itself sets an environment variable when a part of it is first used."""
+def is_torchs_variable(variable: Hashable) -> bool:
+    """Return whether torch itself sets an environment variable, when a part of it is first used."""
     return isinstance(variable, bytes) and variable.startswith((b"TORCH", b"PYTORCH"))
 
 

@@ -34,6 +34,7 @@ from ..restoring.holders import (
     SetHolder,
     SlotsHolder,
     container_of,
+    environment,
 )
 from ..restoring.model_state import is_users, names_in
 from ..stages.cursor import is_of_microbatch
@@ -104,7 +105,7 @@ class OutsideState:
         }
         self._all = holders
         self._holders: list[Holder] = [
-            DictHolder(os.environ._data, os.environ),  # type: ignore[attr-defined]
+            environment(),
             *map(_ModuleHolder, near.values()),
             *(DictHolder(vars(tensor), tensor) for _, tensor in self._tensors.values()),
         ]

@@ -5,6 +5,7 @@ because a subclass may refuse its own (a frozen dictionary) or do more in them.
 """
 
 import gc
+import os
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
@@ -35,6 +36,11 @@ class Holder:
         """Return the object in which a key can be looked up directly, or ``None`` if there is
         none."""
         return None
+
+    def space_id(self) -> int:
+        """Return an id that a variable's holders have in common, whichever function reads it."""
+        space = self.namespace()
+        return id(self.owner if space is None else space)
 
     def put(self, key: Any, value: Any) -> None:
         """Store a value under a key, or remove the key (``_UNSET``)."""
@@ -254,6 +260,9 @@ class ClassHolder(Holder):
     def namespace(self) -> Mapping[str, Any]:
         return vars(self._kind)
 
+    def space_id(self) -> int:
+        return id(self._kind)  # each namespace() is another object
+
     def now(self) -> list[tuple[Any, Any]]:
         return [(n, value) for n, value in vars(self._kind).items() if not n.startswith("__")]
 
@@ -394,3 +403,8 @@ def container_of(value: Any) -> Holder | None:
     if isinstance(value, list | deque):
         return SequenceHolder(value)
     return SetHolder(value) if isinstance(value, set) else None
+
+
+def environment() -> DictHolder:
+    """Return the holder of the environment variables."""
+    return DictHolder(os.environ._data, os.environ)  # type: ignore[attr-defined]

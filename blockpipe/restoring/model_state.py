@@ -35,6 +35,7 @@ from .holders import (
     NamesHolder,
     SlotsHolder,
     container_of,
+    environment,
 )
 from .imports import imported_in
 from .interpreter_state import kept_interpreter
@@ -251,6 +252,13 @@ def names_in(code: types.CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from names_in(inner)
+
+
+def holders_read(model: nn.Module) -> Iterator[Holder]:
+    """Yield holders of what a model's code may read, the nearest first: they restore nothing."""
+    for holder in (environment(), *ModelState(model, values=False, contents=False).holders):
+        holder.forget()  # the saved members may be as large as the model
+        yield holder
 
 
 @functools.cache

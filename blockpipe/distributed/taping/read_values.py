@@ -20,15 +20,14 @@ from torch import nn
 
 from ..._common.modules import STATE, OwnHook
 from ..._torch.modules import COMPILED_CALL, forward_hooks_of, forward_pre_hooks_of
-from ...preparation.watched_values import globals_in
+from ...preparation.watched_values import globals_in, is_torchs_variable
 from ...restoring.holders import (
     AttributesHolder,
     ClassHolder,
-    DictHolder,
     Holder,
     NamesHolder,
 )
-from ...restoring.model_state import ModelState, is_users
+from ...restoring.model_state import holders_read, is_users
 from .contents import Contents, is_fixed
 
 _TORCHS = frozenset([*vars(nn.Module()), "forward", STATE, COMPILED_CALL])
@@ -91,15 +90,10 @@ class ReadValues:
         self._contents = Contents(names)
         slots = forward_pre_hooks_of, forward_hooks_of
         self._hooks = [(module, hooks_of(module)) for module in around for hooks_of in slots]
-        environment = DictHolder(os.environ._data, os.environ)  # type: ignore[attr-defined]
-        holders = ModelState(self._model, values=False, contents=False).holders
         by_space: dict[int, _Source] = {}
-        for holder in (environment, *holders):
-            holder.forget()  # the saved members may be as large as the model
-            if not _has_names(holder):
-                continue
+        for holder in filter(_has_names, holders_read(self._model)):
             source = self._source(holder)
-            known = by_space.setdefault(_id_of(holder), source)
+            known = by_space.setdefault(holder.space_id(), source)
             if known is not source:  # globals that several functions read
                 known.keys = tuple(dict.fromkeys((*known.keys, *source.keys)))
         self._sources = [s for s in by_space.values() if s.keys or _may_get_names(s.holder)]
@@ -115,7 +109,7 @@ class ReadValues:
         owner, names = holder.owner, self._names
         if owner is os.environ:
             asks = names is None or not names.isdisjoint(["environ", "getenv"])
-            return asks and not key.startswith((b"TORCH", b"PYTORCH"))  # torch sets these itself
+            return asks and not is_torchs_variable(key)
         if isinstance(owner, nn.Module) and (key in _TORCHS or key.startswith("_blockpipe_")):
             return False
         if isinstance(holder, NamesHolder) and holder.namespace() is owner.__globals__:
@@ -187,7 +181,7 @@ class ReadValues:
     def _places(self) -> dict[Where, str]:
         """Return all places, with their names."""
         found = {
-            (_id_of(source.holder), key): f"{key!r} of {_name(source.holder.owner)}"
+            (source.holder.space_id(), key): f"{key!r} of {_name(source.holder.owner)}"
             for source in self._sources
             for key in source.keys
         }
@@ -220,12 +214,6 @@ def _has_names(holder: Holder) -> bool:
 
 def _may_get_names(holder: Holder) -> bool:
     return not isinstance(holder.owner, types.FunctionType)
-
-
-def _id_of(holder: Holder) -> int:
-    """Return an id that is the same for a global whichever function reads it."""
-    space = None if isinstance(holder, ClassHolder) else holder.namespace()
-    return id(holder.owner if space is None else space)
 
 
 def _kind(content: Any) -> Any:

@@ -5,18 +5,16 @@ not in the caller's. That is an error as soon as it matters: when the next call 
 container, which a plain run would have changed.
 """
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from ..._common.callsite import users_line
-from ..._common.nested import members
+from ..._common.nested import containers, members
 from ..._torch.tensors import version_of
 from ...errors import StateError
 
-Path = tuple[str, ...]
 Entries = dict[str, Any]
 
 
@@ -24,16 +22,16 @@ class EntriesSet:
     """What the forwards of one step set in containers among their arguments."""
 
     def __init__(self) -> None:
-        self._found: set[tuple[Path, str]] = set()
+        self._found: set[tuple[str, str]] = set()
         self._given: set[int] = set()  # the containers that micro-batches had, by id
 
-    def before(self, given: Any) -> list[tuple[Path, Any, Entries]]:
+    def before(self, given: Any) -> list[tuple[str, Any, Entries]]:
         """Return what the containers among a micro-batch's arguments hold."""
         before = [(path, held, _entries(held)) for path, held in _containers(given)]
         self._given.update(id(held) for _, held, _ in before)
         return before
 
-    def after(self, before: list[tuple[Path, Any, Entries]]) -> None:
+    def after(self, before: list[tuple[str, Any, Entries]]) -> None:
         """Note what its forward, which is over, has set to something else."""
         for path, held, then in before:
             now = _entries(held)
@@ -92,14 +90,9 @@ class PassedContainers:
         self._latest = entries.of_the_callers(given)
 
 
-def _containers(given: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the containers in nested arguments that a forward can change, and their paths."""
-    if isinstance(given, Tensor):
-        return
-    if isinstance(given, list | Mapping) or dataclasses.is_dataclass(given):
-        yield path, given
-    for at, member in members(given) or ():
-        yield from _containers(member, (*path, at))
+def _containers(given: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the containers in nested arguments that a forward can change, and their places."""
+    return ((at, held) for at, held in containers(given, "") if not isinstance(held, tuple))
 
 
 def _entries(held: Any) -> Entries:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..._common.callsite import users_line
-from ..._common.nested import containers, tensors
+from ..._common.nested import members, tensors
 from ..._torch.tensors import version_of
 from ...batches.microbatch import Microbatch
 from ...crossing.tags import TAG, Tag
 from ...errors import StateError
-from .container_entries import Entries, EntriesSet, Path
+from .container_entries import Entries, EntriesSet
 
 
 class Taken(NamedTuple):
@@ -31,7 +31,7 @@ class Taken(NamedTuple):
 
     tensors: list[tuple[Tensor, Tensor, int]]
     containers: list[tuple[Any, list[int]]]
-    entries: list[tuple[Path, Any, Entries]]
+    entries: list[tuple[str, Any, Entries]]
 
 
 class WholeArguments:
@@ -50,9 +50,8 @@ class WholeArguments:
         self._containers = held[0] & held[1] if len(held) > 1 else set()
         self._one_by_one = one_by_one
         self.entries_set = EntriesSet()
-        self._has_containers = any(
-            True for given in _arguments(microbatches[0]) for _ in containers(given)
-        )
+        first = _arguments(microbatches[0])
+        self._has_containers = any(members(given) is not None for given in first)
 
     def is_given(self, batch: Microbatch, tensor: Tensor) -> bool:
         """Return whether a tensor was among a micro-batch's arguments when the step began. Another
