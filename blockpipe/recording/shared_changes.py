@@ -32,11 +32,12 @@ _INTERCEPTED = ("forward", STATE, COMPILED_CALL)  # Blockpipe's, during a record
 _SETS_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 _CACHED = "torch.nn.utils.parametrize.cached()"  # one cache for all micro-batches
-# One level for all threads. Its tangents stay behind where a tensor crosses; on one hop they do no
-# harm to others.
+# One level for all threads. Its tangents stay behind where a tensor crosses.
 _FORWARD_MODE = "the level of forward-mode AD"
 # Where a text goes matters only to who reads it, so that two stages may keep a library quiet.
 _OUT, _ERR = "sys.stdout", "sys.stderr"
+# They choose among kernels of the same numbers, to rounding, and on the CPU they choose nothing.
+_CUDNN, _CUDNN_TRIES = "torch.backends.cudnn.enabled", "torch.backends.cudnn.benchmark"
 _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
     "torch.backends.cuda.mem_efficient_sdp_enabled()": (
@@ -52,8 +53,8 @@ _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
         lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     ),
     "torch.backends.cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
-    "torch.backends.cudnn.enabled": lambda: torch.backends.cudnn.enabled,
-    "torch.backends.cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
+    _CUDNN: lambda: torch.backends.cudnn.enabled,
+    _CUDNN_TRIES: lambda: torch.backends.cudnn.benchmark,
     "torch.backends.cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
     "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
     "torch.is_deterministic_algorithms_warn_only_enabled()": (
@@ -76,6 +77,7 @@ _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     _CACHED: caches_parametrizations,
     _FORWARD_MODE: is_in_forward_mode,
 }
+_HARMLESS_ON_ONE_HOP = (_OUT, _ERR, _CUDNN, _CUDNN_TRIES, _FORWARD_MODE)
 _OWN = "give each stage a module of its own (the parameters may be shared)"
 _LOCAL = f"keep it in a local variable, {_OWN}"
 _DETACH = "detach tensors that must get no gradient instead"
@@ -184,7 +186,7 @@ class SharedChanges:
             for name, (on, line) in self._switched.items():
                 if name in (_OUT, _ERR) and reads.is_unread("getvalue"):
                     continue
-                if name not in (_FORWARD_MODE, _OUT, _ERR) or len(on) > 1:
+                if name not in _HARMLESS_ON_ONE_HOP or len(on) > 1:
                     remedy = _REMEDIES.get(name, _AROUND)
                     yield SharedChange(name, "runs under it", sorted(on), line, remedy)
 

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import blockpipe as bp
 from blockpipe.errors import StateError
 
+from ..alike import check_alike
 from ..parameter_sets import each_value
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close
@@ -360,6 +361,17 @@ class _LeavesOneDNNForAWhile(_Changes):
             return self.b(x)
 
 
+class _LeavesCuDNNForAWhile(_Changes):
+    stages = 0, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage, layer in enumerate((self.a, self.b)):
+            on = torch.backends.cudnn.flags(enabled=False, benchmark=True)
+            with bp.Block(stage=stage), on if stage in self.stages else contextlib.nullcontext():
+                x = layer(x)
+        return x
+
+
 class _ChangesDirectoryForAWhile(_Changes):
     def forward(self, x: Tensor) -> Tensor:
         with bp.Block(stage=0), contextlib.chdir("/"):
@@ -386,6 +398,7 @@ CHANGES = [
     (_ChoosesKernels, r"changes torch\..*sdp_enabled\(\), and runs under it on hops \[1\]"),
     (_IsDeterministicForAWhile, r"changes torch\.are_deterministic.* under it on hops \[0\]"),
     (_LeavesOneDNNForAWhile, r"changes torch\.backends\.mkldnn\.enabled, .* on hops \[0\]"),
+    (_LeavesCuDNNForAWhile, r"changes torch\.backends\.cudnn\.enabled, .* on hops \[0, 1\]"),
     (_ChangesDirectoryForAWhile, r"changes os\.getcwd\(\), and runs under it on hops \[0\]"),
     (_ReadsWhatIsPrinted, r"changes sys\.stdout, and runs under it on hops \[0, 1\]"),
 ]
@@ -410,6 +423,15 @@ def test_what_is_changed_for_a_while_and_seen_by_several_stages_is_refused(
     assert_close(result.loss, loss)
     assert_same_gradients(net, plain)
     assert any(line.startswith("the forward changes") for line in _pipe(net).summary(x).notes)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_cudnn_may_be_off_on_one_stage_alone(stage: int):
+    """As a loss for CTC does: it chooses kernels of the same numbers."""
+    net = _LeavesCuDNNForAWhile()
+    net.stages = (stage,)
+    check_alike(net, torch.randn(8, 8), count=2)
+    assert torch.backends.cudnn.enabled
 
 
 def test_what_is_changed_on_one_stage_only_is_fine():
