@@ -218,7 +218,7 @@ class Verifier:
         args, kwargs, target = map_tensors(own, (self.args, self.kwargs, self.target))
         named = {
             f"{name}[{i}]" if i else str(name): tensor
-            for name, value in [*enumerate(args), *kwargs.items(), ("target", target)]
+            for name, value in [*enumerate(args), *kwargs.items(), ("the loss's target", target)]
             for i, tensor in enumerate(tensors(value))
             if tensor.requires_grad
         }

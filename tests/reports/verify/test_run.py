@@ -73,6 +73,20 @@ def test_input_gradients_are_compared():
     assert x.grad is None
 
 
+def test_an_argument_named_target_is_compared_beside_the_losss_target():
+    class Shifted(nn.Linear):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                return super().forward(x) - target
+
+    pipe = bp.Pipeline(Shifted(4, 4), devices=stages(1), chunks=2)
+    x, t, y = (torch.randn(4, 4, requires_grad=True) for _ in range(3))
+    given = {"target": y, "loss_fn": nn.functional.mse_loss, "model_kwargs": {"target": t}}
+    found = pipe.verify(x, **given)
+    names = {d.name for d in found.differences if d.kind == "input gradients"}
+    assert names == {"0", "target", "the loss's target"}
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", lambda args, kwargs, target: len(target)])
 def test_each_loss_reduction_is_weighed_as_the_pipeline_does(reduction: Any):
     """The plain loop weighs losses as the pipeline does."""
