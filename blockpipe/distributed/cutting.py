@@ -236,9 +236,7 @@ def _overlap(tape: Tape, one: int, other: int) -> bool:
     first, second = tape.views[one], tape.views[other]
     if tape.storages[one] != tape.storages[other] or first is None or second is None:
         return False
-    ends = [
-        o + sum((n - 1) * s for n, s in zip(*rest, strict=True)) for o, *rest in (first, second)
-    ]
+    ends = _end(first), _end(second)
     if 0 in (*first[1], *second[1]) or ends[0] < second[0] or ends[1] < first[0]:
         return False
     marks = torch.zeros(1 + max(ends), dtype=torch.bool)
