@@ -113,6 +113,12 @@ def _statistics(net: Net, h: Tensor) -> Tensor:
     return net.norm(h) * net.norm.running_mean
 
 
+def _statistics_in_evaluation(net: Net, h: Tensor) -> Tensor:
+    h = net.norm.eval()(h).tanh()
+    net.norm.train()(h.detach())
+    return h
+
+
 def _by_data(net: Net, h: Tensor) -> Tensor:
     net.update(h)
     return h * net.mean.data
@@ -157,6 +163,7 @@ REFUSED = [
     (_weight_in_checkpoint, "parameter 'norm.weight'", AGAIN),
     (_statistics_in_checkpoint, r"buffer 'norm\.running_mean'", AGAIN),
     (_statistics, r"buffer 'norm\.running_mean'", SAVED),
+    (_statistics_in_evaluation, r"buffer 'norm\.running_mean'", SAVED),
     (_by_data, "buffer 'mean'", SAVED),
     (_view_in_context, "buffer 'mean'", IN_CODE),
     (_view_in_hook, "buffer 'mean'", IN_CODE),
@@ -259,17 +266,28 @@ def _normalizes_packed(net: Net, h: Tensor) -> Tensor:
         return net.norm(h).tanh()
 
 
+def _normalizes_twice(net: Net, h: Tensor) -> Tensor:
+    return net.norm(net.norm(h).tanh())
+
+
+def _evaluates_for_no_backward(net: Net, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        mean = net.norm.eval()(h).mean()
+    return net.norm.train()(h) * mean
+
+
 def _copies_packed(net: Net, h: Tensor) -> Tensor:
     net.update(h)
     with saved_tensors_hooks(torch.clone, lambda t: t):
         return h * net.mean
 
 
+NORMS = [_normalizes_packed, _normalizes_twice, _evaluates_for_no_backward]
 FINE = [_clones, _only_adds, _drops_the_graph, _initializes, _leaves_the_same]
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("use", [*FINE, _normalizes_packed, _copies_packed])
+@pytest.mark.parametrize("use", [*FINE, *NORMS, _copies_packed])
 def test_what_a_forward_overwrites_when_no_backward_reads_it_is_fine(use: Any) -> None:
     _step(Net(use), _nothing)
 

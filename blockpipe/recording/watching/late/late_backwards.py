@@ -103,6 +103,7 @@ class LateBackwards:
         if write is not None:
             write.is_norms = write.depends = True
             self._writes.append(write)
+            self.reads.updates(write.place)
         self._statistics.add(id(tensor))
 
     def reading(self, operands: Iterable[Tensor]) -> None:

@@ -44,7 +44,8 @@ class LateRead:
         where: the line that leads to it.
         needs: the words for it.
         keepers: gone with the parts of the graph that read; ``None``: they are not known.
-        is_norms: whether a normalization has saved it, whose backward reads no running statistics.
+        is_norms: whether a normalization has saved it that updates it, whose backward does not read
+            it.
         is_again: whether it comes from a checkpoint's function.
     """
 
@@ -126,6 +127,7 @@ class LateReads:
         self._memory, self._hop, self._function = memory, hop, function
         self._is_in_reentrant = is_in_reentrant
         self._found: list[LateRead] = []
+        self._saving: list[LateRead] = []  # for the operation that comes next
         self._reruns: list[_Rerun] = []
         self._reentrant = _Rerun()  # those of reentrant checkpoints
 
@@ -171,6 +173,7 @@ class LateReads:
 
     def operands(self, operands: Iterable[Tensor]) -> None:
         """Note what an operation below autograd reads."""
+        self._saving.clear()
         hooks = saved_tensor_hooks()
         rerun: _Rerun | None = getattr(hooks[0], _RERUN, None) if hooks is not None else None
         if rerun is None and self._is_in_reentrant():
@@ -179,6 +182,11 @@ class LateReads:
             with without_torch_functions():
                 for tensor in operands:
                     self._reads_again(tensor, rerun)
+
+    def updates(self, place: MemoryPart) -> None:
+        """Note that the operation which begins is a normalization that updates its statistics."""
+        for read in self._saving:
+            read.is_norms = read.is_norms or read.place == place
 
     def in_code(self, tensor: Tensor, hop: int, where: str) -> None:
         """Note that code which autograd calls in the backward of a hop reads a tensor."""
@@ -211,8 +219,8 @@ class LateReads:
         if place is not None:
             leaf = id(tensor) if tensor.is_leaf else None
             read = LateRead(place, leaf, hop, users_line(), needs, [weakref.ref(keeper)])
-            read.is_norms = self._normalizes()
             self._found.append(read)
+            self._saving.append(read)
 
     def _reads_again(self, tensor: Tensor, rerun: _Rerun) -> None:
         place, hop = self._memory.place_of(tensor), max(self._hop(), 0)
