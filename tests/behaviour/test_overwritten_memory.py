@@ -136,6 +136,13 @@ def _view_in_hook(net: Net, h: Tensor) -> Tensor:
     return h
 
 
+def _view_of_before(net: Net, h: Tensor) -> Tensor:
+    net.update(h)
+    h = h.tanh()
+    h.register_hook(lambda gradient: gradient * net.kept)
+    return h
+
+
 def _method_as_hook(net: Net, h: Tensor) -> Tensor:
     net.update(h)
     h = h.tanh()
@@ -182,6 +189,14 @@ def test_what_a_later_forward_overwrites_when_an_earlier_backward_reads_it_is_re
     message = rf"writes to {what}.* {where}, .* {needs} \(.*memory\.py:\d+\): .*clone\(\) it"
     with pytest.raises(StateError, match=message):
         _step(Net(use), _nothing)
+
+
+@pytest.mark.skipif(is_simulated(), reason="a model that moves has other memory")
+def test_what_a_later_forward_overwrites_when_a_hook_reads_an_old_view_is_refused() -> None:
+    net = Net(_view_of_before)
+    net.kept = net.mean[:]
+    with pytest.raises(StateError, match=f"writes to buffer 'mean'.*{IN_CODE}"):
+        _step(net, _nothing)
 
 
 @pytest.mark.skipif(is_simulated(), reason="numpy and other libraries have arrays of the host")

@@ -61,8 +61,7 @@ class LastingMemory:
             insort(self._addresses, (address, address + storage.nbytes(), key))
         self._tensors.setdefault(key, {})[id(tensor)] = tensor
         self._versions[id(tensor)] = version_of(tensor)
-        with without_torch_functions():
-            seen = tensor.detach()  # as operations see it: a fake one, in a fake run
+        seen = _as_seen(tensor)
         if (other := key_of(seen)) is not None and other != key:
             self._seen[other] = key
             self._alive.append(seen)
@@ -70,6 +69,11 @@ class LastingMemory:
     def knows(self, tensor: Tensor) -> bool:
         """Return whether a tensor itself was noted, and not only its memory."""
         return id(tensor) in self._versions
+
+    def place_by_code(self, tensor: Tensor) -> MemoryPart | None:
+        """Return the same as :meth:`place_of`, also for a view that code has found outside of a
+        fake run, where the model's own tensors are fake ones."""
+        return self.place_of(tensor) or self.place_of(_as_seen(tensor))
 
     def place_of(self, tensor: Tensor) -> MemoryPart | None:
         """Return where a tensor is in such memory; ``None``: it is elsewhere."""
@@ -119,6 +123,12 @@ class LastingMemory:
         """Release all tensors."""
         self._alive.clear()
         self._tensors.clear()
+
+
+def _as_seen(tensor: Tensor) -> Tensor:
+    """Return a tensor as operations see it: a fake one, in a fake run."""
+    with without_torch_functions():
+        return tensor.detach()
 
 
 def _address_of(tensor: Tensor) -> int:

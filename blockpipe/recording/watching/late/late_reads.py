@@ -183,14 +183,14 @@ class LateReads:
                 for tensor in operands:
                     self._reads_again(tensor, rerun)
 
-    def updates(self, place: MemoryPart) -> None:
+    def updates(self, place: MemoryPart | None) -> None:
         """Note that the operation which begins is a normalization that updates its statistics."""
         for read in self._saving:
             read.is_norms = read.is_norms or read.place == place
 
     def in_code(self, tensor: Tensor, hop: int, where: str) -> None:
         """Note that code which autograd calls in the backward of a hop reads a tensor."""
-        place = self._memory.place_of(tensor)
+        place = self._memory.place_by_code(tensor)
         if place is not None:
             self._found.append(LateRead(place, None, hop, where, _IN_CODE))
 
