@@ -7,10 +7,18 @@ is handed a list may append to it. Here a container comes back *itself* if nothi
 
 import copy
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 
 # What is a leaf at first sight: checks against abstract classes are slow, and these are common.
 _PLAIN = frozenset([int, float, bool, str, type(None), complex, bytes])
@@ -67,6 +75,12 @@ def containers(value: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
         yield name, value
         for at, item in found:
             yield from containers(item, name + at)
+
+
+def present(sequence: Sequence[Any]) -> Sequence[Any]:
+    """Return what a list has beside ``None``, by which it says that a sample has nothing; all of
+    another sequence."""
+    return [item for item in sequence if item is not None] if type(sequence) is list else sequence
 
 
 def are_of_one_kind(values: Iterable[Any]) -> bool:
@@ -164,6 +178,8 @@ def _rebuilt_sequence(value: Any, items: list[Any]) -> Any:
         return kind(items)
     if hasattr(kind, "_make"):  # a named tuple
         return kind._make(items)
+    if kind is Size and not all(isinstance(item, int) for item in items):
+        return tuple(items)
     return kind(items)
 
 

@@ -11,7 +11,15 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.nested import are_of_one_kind, containers, leaf_names, leaves, map_leaves, tensors
+from .._common.nested import (
+    are_of_one_kind,
+    containers,
+    leaf_names,
+    leaves,
+    map_leaves,
+    present,
+    tensors,
+)
 from ..devices.copies import carry
 from ..devices.devices import is_asynchronous
 from ..errors import MicrobatchError
@@ -66,13 +74,36 @@ def join(
         counts = [len(column) for column in columns]
         contract = "as many members in the result of every micro-batch"
         raise MicrobatchError(expected(contract, counts, fix=_way_to_join(results, sizes)))
+    orders = _orders(results)
     joints = [
-        JoinedLeaf.of([column[i] for column in columns], sizes, weights, dim, i)
+        JoinedLeaf.of(
+            [column[order[i]] for column, order in zip(columns, orders, strict=True)],
+            sizes,
+            weights,
+            dim,
+            [order[i] for order in orders],
+        )
         for i in range(len(columns[0]))
     ]
     devices = [None if stays else device for stays in hosts[0]]
     values = iter([_joined(results[0], at, joint, devices[at]) for at, joint in enumerate(joints)])
     return map_leaves(lambda _: next(values), results[0]), joints
+
+
+def _orders(results: Sequence[Any]) -> list[Sequence[int]]:
+    """Return for each micro-batch the places of its leaves in the order of the first one's."""
+    first, *others = map(leaf_names, results)
+    orders: list[Sequence[int]] = [range(len(first))]
+    for m, names in enumerate(others, 1):
+        if names != first and set(names) != set(first):
+            raise MicrobatchError(
+                "expected the same members in the result of every micro-batch, got "
+                f"{', '.join(first)} in micro-batch 0 and {', '.join(names)} in micro-batch {m} "
+                f"({users_line()}); return the same members for every micro-batch, or pass "
+                "batch_dims={'output': None} to get each micro-batch's outputs"
+            )
+        orders.append(orders[0] if names == first else [names.index(name) for name in first])
+    return orders
 
 
 def _check_can_be_joined(result: Any) -> None:
@@ -241,7 +272,9 @@ def _lists_of_samples(results: Sequence[Any], sizes: Sequence[int]) -> list[str]
 def _may_be_samples(result: Any, size: int) -> bool:
     """Return whether a result is a sequence with as many elements as there are samples, all of one
     kind: a loss beside outputs is none."""
-    return type(result) in (list, tuple) and len(result) == size and are_of_one_kind(result)
+    if type(result) not in (list, tuple) or len(result) != size:
+        return False
+    return are_of_one_kind(present(result))
 
 
 def _has_all_samples(result: Sequence[Any], size: int) -> bool:
@@ -303,15 +336,23 @@ class JoinedLeaf:
         sizes: Sequence[int],
         weights: Sequence[float],
         dim: int,
-        leaf: int = 0,
+        places: Sequence[int],
     ) -> "JoinedLeaf":
-        """Choose the rule by which a leaf of all micro-batches is joined."""
+        """Choose the rule by which a leaf of all micro-batches is joined.
+
+        Args:
+            parts: the leaves.
+            sizes: the micro-batches' numbers of samples.
+            weights: the weights of their losses.
+            dim: the dim that has the samples.
+            places: the index of the leaf in each result.
+        """
         first = parts[0]
         how: Literal["cat", "sum", "same", "list"]
         if not all(isinstance(part, Tensor) for part in parts):
             how = "same" if all(_equal(part, first) for part in parts[1:]) else "list"
         elif all(has_batch(p.shape, n, dim) for p, n in zip(parts, sizes, strict=True)):
-            how = "cat"
+            how = "same" if len(parts) > 1 and _is_one_whole(parts) else "cat"
         elif is_weighed(first.shape, first.dtype):
             how = "sum"
         elif first.is_floating_point() or first.is_complex() or first.dim() == 0:
@@ -320,8 +361,7 @@ class JoinedLeaf:
             how = "same" if all(_is_same_memory(p, first) for p in parts[1:]) else "list"
         else:  # a mask, or positions
             how = "same" if all(_same(p, first) for p in parts[1:]) else "list"
-        places = [(m, leaf) for m in range(len(parts))]
-        return cls(how, parts, sizes, weights, dim, places)
+        return cls(how, parts, sizes, weights, dim, [*enumerate(places)])
 
     def value(self, device: torch.device | None) -> Any:
         """Return the joined leaf."""
@@ -360,6 +400,15 @@ def _is_same_memory(a: Tensor, b: Tensor) -> bool:
     return (a.data_ptr(), a.device, a.dtype, a.shape, a.stride()) == (
         *(b.data_ptr(), b.device, b.dtype, b.shape, b.stride()),
     ) and a.numel() > 0
+
+
+def _is_one_whole(parts: Sequence[Tensor]) -> bool:
+    """Return whether all are one tensor, and no view of a part of it: it has as many entries as a
+    micro-batch has samples by chance."""
+    first = parts[0]
+    if not all(_is_same_memory(part, first) for part in parts[1:]):
+        return False
+    return first.numel() * first.element_size() == first.untyped_storage().nbytes()
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -6,7 +6,8 @@ guess, and a wrong one computes something else without a word.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import UserList, deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.nested import are_of_one_kind, containers, leaves, members, tensors
+from .._common.nested import are_of_one_kind, containers, leaves, members, present, tensors
 from ..errors import MicrobatchError
 from .batch_dims import Name, Role, has_batch, has_dim
 
@@ -80,10 +81,9 @@ def _check_rows(name: Name, leaf: Any, size: int, dim: Any) -> None:
     """Refuse what has a row for each sample and is no tensor: every micro-batch would get all."""
     if isinstance(leaf, Tensor | nn.Module | type):
         return
-    shape = getattr(leaf, "shape", None) if hasattr(leaf, "__array__") else None
-    inside = vars(leaf) if hasattr(leaf, "__dict__") else {}
-    rows = [n for n, t in inside.items() if isinstance(t, Tensor) and has_batch(t.shape, size, dim)]
-    if isinstance(shape, tuple) and shape[:1] == (size,):
+    held = [(name, item) for name, inside in _held(leaf).items() for item in leaves(inside)]
+    rows = [name for name, item in held if has_batch(_shape_of(item), size, dim)]
+    if _shape_of(leaf)[:1] == (size,):
         contract, remedy = f"a tensor with the batch's {size} rows", "pass torch.as_tensor(…) of it"
     elif rows and size > 1:
         contract = f"tensors with the batch's {size} samples"
@@ -96,6 +96,24 @@ def _check_rows(name: Name, leaf: Any, size: int, dim: Any) -> None:
     where = f"argument {name!r}" if name is not Role.TARGET else "the target"
     fix = f"{remedy}, or batch_dims={{{name!r}: None}} to give every micro-batch the whole"
     raise MicrobatchError(expected(contract, leaf, for_=where, fix=fix))
+
+
+def _shape_of(leaf: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor or of an array; empty for anything else."""
+    shape = getattr(leaf, "shape", None) if hasattr(type(leaf), "__array__") else None
+    return shape if isinstance(shape, tuple) else ()
+
+
+def _held(leaf: Any) -> Mapping[Any, Any]:
+    """Return what an object holds: the items of a deque or a set, or attributes and slots."""
+    if isinstance(leaf, deque | UserList | Set):
+        return dict(enumerate(leaf))
+    try:
+        found = object.__getstate__(leaf)
+    except TypeError:  # an iterator, a lock
+        return {}
+    attributes, slots = found if isinstance(found, tuple) else (found, None)
+    return {**(attributes or {}), **(slots or {})}
 
 
 def _doubt(name: Name, found: Sequence[Any], *, is_inside: bool) -> str:
@@ -132,7 +150,8 @@ def _sequences(value: Any) -> Iterator[Sequence[Any]]:
 
 def _may_be_samples(sequence: Sequence[Any]) -> bool:
     """Return whether the items of a sequence with as many as the batch has samples may be these."""
-    return _of_plain_values(sequence) or _alike(sequence) or _of_objects(sequence)
+    there = present(sequence) or sequence
+    return _of_plain_values(sequence) or _alike(there) or _of_objects(there)
 
 
 def _alike(sequence: Sequence[Any]) -> bool:
@@ -143,8 +162,11 @@ def _alike(sequence: Sequence[Any]) -> bool:
 
 
 def _of_objects(sequence: Sequence[Any]) -> bool:
-    """Return whether the items are of one class, and neither tensors nor single values."""
-    return are_of_one_kind(sequence) and not isinstance(sequence[0], (Tensor, *_PLAIN))
+    """Return whether the items are neither tensors nor single values; those of a tuple, which may
+    be a record, of one class."""
+    if isinstance(sequence, tuple) and not are_of_one_kind(sequence):
+        return False
+    return not any(isinstance(item, (Tensor, *_PLAIN)) for item in sequence)
 
 
 def _of_plain_values(sequence: Sequence[Any]) -> bool:

@@ -105,7 +105,8 @@ def test_join_keeps_reduces_and_lists():
 
 def test_what_has_no_weight_counts_for_nothing():
     """Neither its value, which may be no number, nor its gradient."""
-    joint = JoinedLeaf.of([torch.tensor(2.0), torch.tensor(torch.nan)], [1, 1], [1.0, 0.0], 0)
+    parts = [torch.tensor(2.0), torch.tensor(torch.nan)]
+    joint = JoinedLeaf.of(parts, [1, 1], [1.0, 0.0], 0, [0, 0])
     assert joint.value(None) == 2
     assert joint.gradients(torch.tensor(3.0)) == [3, None]
 
@@ -114,6 +115,30 @@ def test_join_of_different_structures_is_an_error():
     """Members would be misaligned."""
     with pytest.raises(MicrobatchError, match=r"as many members .* got \[1, 2\]"):
         join([(1,), (1, 2)], [1, 1], [0.5, 0.5], None)
+
+
+def test_mappings_with_keys_in_another_order_are_joined_by_key():
+    """As of a model that returns the heads of those tasks that occur in the micro-batch."""
+    first = {"a": torch.zeros(2, 1), "b": torch.ones(2, 1)}
+    joined, joints = join([first, {"b": first["b"], "a": first["a"]}], [2, 2], [0.5, 0.5], None)
+    assert {name: value.unique().tolist() for name, value in joined.items()} == {"a": [0], "b": [1]}
+    assert [joint.places for joint in joints] == [[(0, 0), (1, 1)], [(0, 1), (1, 0)]]
+    with pytest.raises(MicrobatchError, match=r"output\['b'\] in .* 0 and output\['a'\] in .* 1"):
+        join([{"b": first["b"]}, {"a": first["a"]}], [2, 2], [0.5, 0.5], None)
+
+
+def test_a_tensor_of_all_micro_batches_when_it_has_as_many_rows_is_kept():
+    """A part of it is no such tensor: each micro-batch has one of its own."""
+    weight = nn.Parameter(torch.ones(2, 1))
+    assert join([weight, weight.detach()], [2, 2], [0.5, 0.5], None)[0] is weight
+    for part in (weight[:1], torch.ones(1).expand(2, 1)):
+        size = len(part)
+        assert len(join([part, part.view_as(part)], [size, size], [0.5, 0.5], None)[0]) == 2 * size
+
+
+def test_sizes_that_differ_are_listed_dim_by_dim():
+    joined, _ = join([torch.Size([3, 4]), torch.Size([2, 4])], [3, 2], [0.6, 0.4], None)
+    assert joined == ([3, 2], 4)
 
 
 def test_outputs_of_different_widths_are_named():

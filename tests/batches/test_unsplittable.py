@@ -95,9 +95,11 @@ Record = namedtuple("Record", "x samples")
 SAMPLES = {
     "arrays": [np.ones(1 + n % 3) for n in range(4)],
     "objects": [SimpleNamespace(n=n) for n in range(4)],
+    "objects of two classes": [SimpleNamespace(n=1), Record(1, 2), SimpleNamespace(n=2), None],
     "tuple of lists": ([1.0], [1.0, 2.0], [3.0], [4.0]),
     "lists, one empty": [[1.0], [1.0, 2.0], [3.0], []],
     "numbers and tensors": [1.0, torch.tensor(2.0), 3.0, torch.tensor(4.0)],
+    "mappings, some none": [{"n": torch.ones(1)}, None, {"n": torch.ones(2)}, None],
     "deque": deque([1.0, 2.0, 3.0, 4.0]),
     "tensors of as many rows": [torch.full((4, 4), 1.0) for _ in range(4)],
     "ragged": _rows(),
@@ -126,7 +128,40 @@ def test_what_is_no_list_of_samples_goes_on_as_before(whole: Any) -> None:
     assert pipe(torch.randn(4, 4), whole).shape == (4, 4)
 
 
-@pytest.mark.parametrize("of_rows", [lambda y: Normal(y, 1.0), lambda y: SimpleNamespace(loc=y)])
+class Slots:
+    __slots__ = ("loc",)
+
+    def __init__(self, loc: Tensor) -> None:
+        self.loc = loc
+
+
+class Stored:
+    """Keeps its tensors as torch_geometric's data does."""
+
+    def __init__(self, loc: Tensor) -> None:
+        self.__dict__["loc"] = {"inside": loc}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["loc"][name]
+
+
+ROWS = [
+    lambda y: Normal(y, 1.0),
+    lambda y: SimpleNamespace(loc=y),
+    lambda y: SimpleNamespace(loc=y.numpy()),
+    Slots,
+    Stored,
+]
+
+
+@pytest.mark.parametrize("kind", [deque, frozenset])
+def test_a_collection_of_tensors_that_is_not_split_is_refused(kind: Any) -> None:
+    pipe = bp.Pipeline(Takes(), devices=stages(2), chunks=2)
+    with pytest.raises(MicrobatchError, match=f"(?s)got {kind.__name__}.*'other': None"):
+        pipe(torch.randn(4, 4), other=kind([torch.randn(4, 4)]))
+
+
+@pytest.mark.parametrize("of_rows", ROWS)
 def test_an_object_with_rows_of_the_batch_is_refused(of_rows: Any) -> None:
     """Each sample was compared with all rows, where a micro-batch of one broadcasts."""
     pipe = bp.Pipeline(Takes(), devices=stages(2), chunks=4)
