@@ -61,7 +61,7 @@ class Joins(nn.Module):
 def gradients_that_are_parts_of_others_are_sent(rank: int, ranks: int) -> None:
     """Under every schedule: gloo sends contiguous tensors only."""
     torch.manual_seed(1)
-    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    x, y = torch.randn(16, 6), torch.randn(16, 6)
     for name, per_rank in SCHEDULES.items():
         model: Any = Joins(ranks * per_rank)
         compare(model, (x,), target=y, loss_fn=mean_square, chunks=8, schedule=name)
