@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +19,7 @@ from .._torch.modules import children_of, parameters_of
 from ..errors import UsageError
 from .agreement import Kind
 from .build import CutForward
+from .taping.tape import place_of
 
 _SHARDED = (FSDPModule, FullyShardedDataParallel)
 
@@ -107,10 +108,17 @@ def _modules(model: nn.Module) -> list[nn.Module]:
 
 
 def arguments_in_words(args: Any, kwargs: dict[str, Any]) -> str:
-    """Return arguments in words that are the same for two calls of one kind, and for no others."""
+    """Return arguments in words that are the same for two calls of one kind, and for no others.
+
+    A tensor that is passed for two arguments is one input of the tape, so that it is another kind.
+    """
     given = (args, dict(sorted(kwargs.items())))
     names = [*leaf_names(given[0], "args"), *leaf_names(given[1], "kwargs")]
-    return ", ".join(f"{n}: {_leaf(x)}" for n, x in zip(names, leaves(given), strict=True))
+    words, first = [], dict[Hashable, str]()
+    for name, leaf in zip(names, leaves(given), strict=True):
+        of = first.setdefault(place_of(leaf), name) if isinstance(leaf, Tensor) else name
+        words.append(f"{name}: {_leaf(leaf)}{f' (the same as {of})' * (of != name)}")
+    return ", ".join(words)
 
 
 def kind_of_forward(cut: CutForward) -> Kind:

@@ -35,6 +35,7 @@ from .taping.tape import (
     StageDevice,
     Tape,
     Value,
+    check_is_one,
     plain_values,
     references,
 )
@@ -175,13 +176,17 @@ class StageModule(nn.Module):
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """Return the tensors of the model's arguments that the stages use, in the first stage's
-        order."""
-        found = {}
+        order.
+
+        Raises:
+            RouteError: two arguments are different tensors, and were one when it was recorded.
+        """
+        found: dict[int, Tensor] = {}
         recorded = list(leaves(self._taken))
         given = leaves((args, dict(sorted(kwargs.items()))))
         for reference, leaf in zip(recorded, given, strict=True):
             if isinstance(reference, Value):
-                found[reference.index] = leaf
+                check_is_one(found.setdefault(reference.index, leaf), leaf)
         return tuple(found[value] for value in self._stage.inputs)
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:

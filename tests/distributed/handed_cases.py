@@ -41,6 +41,32 @@ def a_stage_without_a_gradient_has_none(rank: int, ranks: int) -> None:
         compare(model, (x,), target=y, loss_fn=mean_square, chunks=8, schedule=name)
 
 
+class Joins(nn.Module):
+    """Each stage joins what crosses, so that the gradients are parts of one tensor, or turned."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(12 if at else 6, 6) for at in range(stages))
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = x
+        for number, layer in enumerate(self.layers):
+            with bp.Block(number):
+                x = layer(torch.cat([x, k], 1) if number else x)
+                k = x.t().tanh().t()
+        return x
+
+
+def gradients_that_are_parts_of_others_are_sent(rank: int, ranks: int) -> None:
+    """Under every schedule: gloo sends contiguous tensors only."""
+    torch.manual_seed(1)
+    x, y = torch.randn(16, 6), torch.randn(16, 6)
+    for name, per_rank in SCHEDULES.items():
+        model: Any = Joins(ranks * per_rank)
+        compare(model, (x,), target=y, loss_fn=mean_square, chunks=8, schedule=name)
+
+
 class Embeds(nn.Module):
     """Embeds on two stages with one weight; the second one may read it as a matrix, too."""
 

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
 from blockpipe.distributed import build_stage
+from blockpipe.errors import RouteError
 
 from .chains import assert_like_plain
 from .models import Glue, Integers, UNet, gpt, ids, llama, resnet, t5
@@ -283,6 +284,23 @@ def test_an_outer_tensor_is_taken_along():
     """One that no module registered."""
     outside = torch.randn(4)
     assert_like_plain(Glue(lambda _, h: h + outside), torch.randn(3, 4))
+
+
+def test_two_tensors_when_the_sample_had_one_for_both_arguments_are_refused() -> None:
+    """The stage has one input for them. A view of the whole is the same tensor to it."""
+
+    class Adds(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                h = super().forward(x)
+            with bp.Block(stage=1):
+                return h + y
+
+    x = torch.ones(2, 4)
+    first = build_stage(Adds(4, 4), 0, (x, x))
+    assert len(first.arguments(x, x[:])) == 1
+    with pytest.raises(RouteError, match=r"expected one tensor for two arguments"):
+        first.arguments(x, x.clone())
 
 
 def test_a_parameter_that_only_a_function_reads_is_its_stages():

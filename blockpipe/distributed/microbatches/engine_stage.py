@@ -154,7 +154,11 @@ class EngineStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Get what sends the gradients of the inputs."""
         if self.has_backward and not self.is_first:
-            self.bwd_cache[bwd_chunk_id] = self._said(self.bwd_cache[bwd_chunk_id])
+            # The first part of a backward returns what autograd has: parts of other tensors, too.
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                None if gradient is None else gradient.contiguous()
+                for gradient in self._said(self.bwd_cache[bwd_chunk_id])
+            )
         return super().get_bwd_send_ops(bwd_chunk_id)
 
     def backward_maybe_with_nosync(

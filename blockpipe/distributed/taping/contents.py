@@ -157,6 +157,8 @@ def _is_a_value(value: Any) -> bool:
 def _has_attributes(kind: type) -> bool:
     """Whether code may set attributes of such an object, and read them again."""
     package = kind.__module__.partition(".")[0]
+    if issubclass(kind, torch.optim.Optimizer):  # it has the learning rates
+        return True
     if package in ("builtins", "torch", "numpy", __name__.partition(".")[0]):
         return False
     return package not in sys.stdlib_module_names or package == "__main__" or kind.__hash__ is None

@@ -39,11 +39,27 @@ Where = tuple[int, Hashable]
 
 @dataclass
 class _Source:
-    """Some names of one namespace."""
+    """Some names of one namespace.
 
-    holder: Holder  # keeps its object alive, so that no other one gets its id
+    Attributes:
+        holders: those of the objects that read it: of a file's globals, the functions. They keep
+            their objects alive, so that no other one gets its id.
+        keys: the names.
+        size: how many members it had, read or not.
+    """
+
+    holders: list[Holder]
     keys: tuple[Any, ...]
     size: int
+
+    @property
+    def holder(self) -> Holder:
+        """The first one."""
+        return self.holders[0]
+
+    def members(self) -> dict[Any, Any]:
+        """Return what any of the holders reads."""
+        return dict(chain.from_iterable([holder.now() for holder in self.holders]))
 
     def read(self) -> tuple[Any, ...]:
         """Return the values.
@@ -92,18 +108,21 @@ class ReadValues:
         self._hooks = [(module, hooks_of(module)) for module in around for hooks_of in slots]
         by_space: dict[int, _Source] = {}
         for holder in filter(_has_names, holders_read(self._model)):
-            source = self._source(holder)
-            known = by_space.setdefault(holder.space_id(), source)
-            if known is not source:  # globals that several functions read
-                known.keys = tuple(dict.fromkeys((*known.keys, *source.keys)))
+            by_space.setdefault(holder.space_id(), _Source([], (), 0)).holders.append(holder)
+        for source in by_space.values():
+            source.keys = self._keys(source)
         self._sources = [s for s in by_space.values() if s.keys or _may_get_names(s.holder)]
         self._note()
 
-    def _source(self, holder: Holder) -> _Source:
-        members = [key for key, _ in holder.now()]
-        space = holder.namespace()
-        keys = tuple(key for key in members if self._is_read(holder, key))
-        return _Source(holder, keys, len(members) if space is None else len(space))
+    def _keys(self, source: _Source) -> tuple[Any, ...]:
+        return tuple(
+            dict.fromkeys(
+                key
+                for holder in source.holders
+                for key, _ in holder.now()
+                if self._is_read(holder, key)
+            )
+        )
 
     def _is_read(self, holder: Holder, key: Any) -> bool:
         owner, names = holder.owner, self._names
@@ -141,8 +160,7 @@ class ReadValues:
             return
         before, places = self._noted, self._places()
         for source in self._sources:
-            keys = self._source(source.holder).keys
-            source.keys = tuple(dict.fromkeys((*source.keys, *keys)))
+            source.keys = tuple(dict.fromkeys((*source.keys, *self._keys(source))))
         self._note()
         places.update(self._places())
         for where in [where for where in places if before.get(where) != self._noted.get(where)]:
@@ -190,10 +208,9 @@ class ReadValues:
 
     def _note(self) -> None:
         for source in self._sources:
-            now = self._source(source.holder)
-            there = {key for key, _ in source.holder.now()}
+            there, space = source.members(), source.holder.namespace()
             source.keys = tuple(key for key in source.keys if key in there)
-            source.size = now.size
+            source.size = len(there if space is None else space)
         self._values = self._read()
         different = {id(value): value for value in self._values if not is_fixed(value)}
         self._mutable = [*different.values()]

@@ -8,14 +8,17 @@ model's parameters and buffers by name, or plain Python values. A list of such c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..._common.callsite import users_line
 from ..._common.nested import leaves
+from ..._torch.tensors import memory_of
+from ...errors import RouteError
 
 REMEDY = "move it into a module that stays on one stage, whose inside is Python as ever"
 """The remedy in errors about code that a tape cannot hold."""
@@ -190,6 +193,21 @@ def view_of(tensor: Tensor) -> View | None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+
+
+def place_of(tensor: Tensor) -> Hashable:
+    """Return what two tensors have in common that are the same elements of the same memory."""
+    view = view_of(tensor)
+    return id(tensor) if view is None else (memory_of(tensor), tensor.dtype, view)
+
+
+def check_is_one(first: Tensor, second: Tensor) -> None:
+    """Refuse two arguments that were one tensor when the tape was made, and are two now."""
+    if first is not second and place_of(first) != place_of(second):
+        raise RouteError(
+            "expected one tensor for two arguments, as when the stage was built, got two "
+            f"({users_line()}); build it from a sample whose arguments are different tensors"
+        )
 
 
 def plain_values(result: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from ..._torch.modules import buffers_of
 from ...errors import UsageError
 from ...recording.recording import Recording
 from ...weights.placement import Fingerprint
+from .asked_values import asked_outside, value_of
 from .read_values import ReadValues
 from .tape import REMEDY, Held, Tape, references
 
@@ -42,6 +43,7 @@ class WatchedModel:
         self._names: frozenset[str] | None = frozenset()  # that it mentions; None: any
         self._buffers: dict[str, tuple[Any, str, Tensor | None]] = {}  # that it reads, by name
         self._states = set[Hashable]()  # the first ones
+        self._asked: dict[int, tuple[Tensor, Hashable]] = {}  # whose values it has asked for
 
     def recorded(self, tape: Tape, recording: Recording) -> None:
         """Note what a forward's code between modules mentions and reads."""
@@ -61,6 +63,8 @@ class WatchedModel:
             buffers = buffers_of(self._model.get_submodule(path))
             if key in buffers:
                 self._buffers[name] = buffers, key, buffers[key]
+        for tensor in asked_outside(tape):
+            self._asked.setdefault(id(tensor), (tensor, value_of(tensor)))
 
     def placed(self) -> None:
         """Note how the model is, now that its tensors are where they stay."""
@@ -106,7 +110,9 @@ class WatchedModel:
             self._buffers[name] = buffers, key, buffers.get(key)
 
     def _state(self, fingerprint: Fingerprint) -> Hashable:
-        return self._values.state(), fingerprint.modes(), fingerprint.asked()
+        now = [(key, value_of(t), first) for key, (t, first) in self._asked.items()]
+        changed = tuple([(key, value) for key, value, first in now if value != first])
+        return self._values.state(), changed, fingerprint.modes(), fingerprint.asked()
 
     def _caution(self) -> None:
         what = ", ".join(self._values.turned())

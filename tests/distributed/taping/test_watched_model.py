@@ -23,6 +23,12 @@ pytestmark = [
 ]
 
 FACTOR = 1.0
+DIVISOR = 1.0
+
+
+def divisor() -> float:
+    """Reads another global of this file than the model does."""
+    return DIVISOR
 
 
 class Settings:
@@ -56,9 +62,12 @@ class Model(nn.Module):
         self.shift = torch.ones(4)
         self.table, self.order, self.settings = {"scale": 1.0}, [1.0], Settings()
         self.register_buffer("mask", torch.ones(4))
+        self.power = torch.tensor(1.0)
+        self.optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         with bp.Block(stage=0):
+            x = x * (self.power + 1).item() / divisor() * self.optimizer.param_groups[0]["lr"]
             h = self.act(self.first(x)) * self.scale * self.table["scale"] + self.shift
             if self.step >= 2:
                 h = h * 3
@@ -108,6 +117,11 @@ def _sets_global(_: nn.Module) -> None:
     FACTOR = 2.0
 
 
+def _sets_global_of_a_function(_: nn.Module) -> None:
+    global DIVISOR
+    DIVISOR = 2.0
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "attribute": lambda m: setattr(m, "scale", 2.0),
     "flag": lambda m: setattr(m, "skips", False),
@@ -125,6 +139,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "closure": lambda m: setattr(m, "act", _times(2.0)),
     "class": lambda m: setattr(Model, "bias", 1.0),
     "global": _sets_global,
+    "global of a function": _sets_global_of_a_function,
+    "number in a tensor": lambda m: m.power.fill_(2.0),
+    "number in a tensor, unseen": lambda m: m.power.data.fill_(2.0),
+    "learning rate": lambda m: m.optimizer.param_groups[0].update(lr=2.0),
     "hook": lambda m: m.register_forward_hook(_doubles),
     "hook of a layer": lambda m: m.first.register_forward_hook(_doubles),
     "inside of a module": lambda m: setattr(m.inner, "temperature", 2.0),
@@ -139,6 +157,7 @@ def test_a_value_when_it_is_changed_between_steps_counts_from_the_next_one_on(
     """Also back again: the tape has what the code between modules read as constants."""
     monkeypatch.setattr(Model, "bias", 0.0)
     monkeypatch.setitem(globals(), "FACTOR", 1.0)
+    monkeypatch.setitem(globals(), "DIVISOR", 1.0)
     model = Model()
     plain = copy.deepcopy(model)
     pipe = pipe_of(model)
@@ -197,6 +216,39 @@ def test_the_closure_of_a_hook_when_it_is_registered_anew_counts(has_changed: bo
             ]
             assert_like_plain(pipe, plain)
         assert cut.call_count == (4 if has_changed else 2)
+
+
+class Adds(nn.Module):
+    """Adds its second argument on the second stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.first(x)
+        with bp.Block(stage=1):
+            return self.second(h) + y
+
+
+@pytest.mark.parametrize("alias", [lambda x: x, lambda x: x[:]])
+def test_two_arguments_when_the_sample_had_one_tensor_for_both_are_apart(
+    alias: Callable[[Tensor], Tensor],
+) -> None:
+    """And the other way round, once each."""
+    model, x = Adds(), torch.ones(4, 4)
+    plain = copy.deepcopy(model)
+    with mock.patch.object(engines, "CutForward", wraps=engines.CutForward) as cut:
+        pipe = DistributedPipeline(
+            model, sample=((x, alias(x)), {}), device="cpu", chunks=2, schedule="looped-bfs"
+        )
+        for is_one in (False, True, False):
+            x = torch.randn(4, 4)
+            y = alias(x) if is_one else torch.randn(4, 4)
+            found = pipe.forward_backward(x, y, target=y, loss_fn=mse_loss).loss
+            torch.testing.assert_close(found.as_subclass(Tensor), mse_loss(plain(x, y), y).detach())
+        assert cut.call_count == 2
 
 
 class Returns(nn.Module):
