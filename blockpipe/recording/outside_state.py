@@ -36,12 +36,12 @@ from ..restoring.holders import (
     container_of,
     environment,
 )
+from ..restoring.hook_counts import REMEDY as REMEDY_OF_HOOKS
+from ..restoring.hook_counts import HookCounts, HooksOfAll, is_of_hooks
 from ..restoring.model_state import is_users, names_in
 from ..stages.cursor import is_of_microbatch
 from .calls import hops_by_path
 from .entries import SharedChange
-from .hook_counts import REMEDY as REMEDY_OF_HOOKS
-from .hook_counts import HookCounts, HooksOfAll, is_of_hooks
 from .plain_values.expressions import BY_ARGUMENT
 from .plain_values.places import in_words
 from .reads import NamesRead

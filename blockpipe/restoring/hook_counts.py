@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .._torch.modules import hooks_of_all_modules
-from ..restoring.holders import Holder
+from .holders import Holder
 
 REMEDY = (
     "register hooks around the whole step, or those of one module on the stage that calls it, and "
