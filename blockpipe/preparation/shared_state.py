@@ -23,7 +23,7 @@ def check_shared_state(recording: Recording, schedule: ScheduleOption) -> None:
     for drawn in recording.shared_generators:
         if schedule not in ("uncut", "sequential"):
             raise StateError(
-                f"a torch.Generator is drawn from on hops {drawn.hops} ({drawn.where}): which "
+                f"a torch.Generator is {drawn.how} on hops {drawn.hops} ({drawn.where}): which "
                 "micro-batch gets which numbers would depend on timing; give each stage a "
                 "generator of its own, draw from torch's global one, or use "
                 "schedule='sequential'"

@@ -278,12 +278,14 @@ class GeneratorUse:
     """A generator of the user that the forward draws from.
 
     Attributes:
-        hops: the hops that draw from it.
-        where: the line of the first draw.
+        hops: the hops that draw from it, seed it or ask for its state.
+        where: the line of the first draw, or of the first seed without one.
+        how: what they do with it, in words.
     """
 
     hops: list[int]
     where: str
+    how: str = "drawn from"
 
 
 @dataclass

@@ -36,6 +36,8 @@ from ..restoring.holders import (
     container_of,
     environment,
 )
+from ..restoring.hook_counts import REMEDY as REMEDY_OF_HOOKS
+from ..restoring.hook_counts import HookCounts, HooksOfAll, is_of_hooks
 from ..restoring.model_state import is_users, names_in
 from ..stages.cursor import is_of_microbatch
 from .calls import hops_by_path
@@ -60,7 +62,7 @@ _REMEDY = (
     "next micro-batch, in a dictionary with current_microbatch() as its key (each micro-batch then "
     "has an entry of its own)"
 )
-_NAMED = (ClassHolder, FunctionHolder, NamesHolder)  # any code may read what they hold
+_NAMED = (ClassHolder, FunctionHolder, NamesHolder, HooksOfAll)  # any code may read what they hold
 
 
 @dataclass
@@ -104,6 +106,7 @@ class OutsideState:
             for name, tensor in module.named_parameters(recurse=False)
         }
         self._all = holders
+        self._hooks = HookCounts([m for m in modules.values() if id(m) not in near])
         self._holders: list[Holder] = [
             environment(),
             *map(_ModuleHolder, near.values()),
@@ -138,6 +141,8 @@ class OutsideState:
             for key in now.keys() | before.keys():
                 self._compare(holder, key, before.get(key, _UNSET), now.get(key, _UNSET), hop)
             self._members[index] = now
+        for change in self._hooks.changes():
+            self._compare(*change, hop)
 
     def _compare(self, holder: Holder, key: Any, then: Any, now: Any, hop: int) -> None:
         owner = holder.owner
@@ -180,6 +185,8 @@ class OutsideState:
 
     def _named(self, holder: Holder, key: Any) -> str:
         owner = holder.owner
+        if isinstance(holder, HooksOfAll):
+            return str(owner)
         if id(owner) in self._tensors:
             return f"attribute {key!r} of {self._tensors[id(owner)][0]!r}"
         if isinstance(owner, types.FunctionType):
@@ -235,8 +242,7 @@ class OutsideState:
             if not (len(hops) > 1 or (is_put_back and may_be_read)):
                 continue
             if not self._is_unread(change, reads):
-                remedy = f"{_OF_EACH_LAYER if _has_places(change) else ''}{_REMEDY}"
-                yield SharedChange(change.name, "sets it", hops, change.where, remedy)
+                yield SharedChange(change.name, "sets it", hops, change.where, _remedy(change))
 
     def _is_unread(self, change: _Change, reads: NamesRead) -> bool:
         if change.attribute is not None:
@@ -252,6 +258,12 @@ class OutsideState:
         return bool(names) and all(
             _is_plain_name(n) and reads.is_only_filled(str(n)) for n in names
         )
+
+
+def _remedy(change: _Change) -> str:
+    if is_of_hooks(change.owner, change.key):
+        return REMEDY_OF_HOOKS
+    return f"{_OF_EACH_LAYER if _has_places(change) else ''}{_REMEDY}"
 
 
 def _has_places(change: _Change) -> bool:

@@ -28,6 +28,7 @@ class Net(nn.Module):
         self.first, self.second = first, second
         self.random, self.other = random.Random(0), random.Random(1)
         self.numpy, self.old = np.random.default_rng(0), np.random.RandomState(0)
+        self.torchs, self.state = torch.Generator(), torch.Generator().get_state()
         self.array = np.ones((2, 4), dtype=np.float32)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,9 +99,67 @@ def test_a_generator_that_several_stages_draw_from_is_refused(
         pipe.forward_backward(X, target=X, loss_fn=mse_loss)
 
 
+def _seeds(net: Net, h: Tensor) -> Tensor:
+    net.torchs.manual_seed(0)
+    return h
+
+
+def _sets_state(net: Net, h: Tensor) -> Tensor:
+    own = net.torchs
+    own.set_state(net.state)
+    return h
+
+
+def _asks_state(net: Net, h: Tensor) -> Tensor:
+    return h * net.torchs.get_state()[0].item()
+
+
+def _asks_seed(net: Net, h: Tensor) -> Tensor:
+    return h * float(net.torchs.initial_seed() % 7)
+
+
+def _of_torch(net: Net, h: Tensor) -> Tensor:
+    return h * torch.rand(4, generator=net.torchs).to(h.device)
+
+
+def _of_torch_from_a_seed(net: Net, h: Tensor) -> Tensor:
+    return _of_torch(net, _seeds(net, h))
+
+
+def _nothing(net: Net, h: Tensor) -> Tensor:
+    return h
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (_seeds, _of_torch),
+        (_sets_state, _of_torch),
+        (_asks_state, _of_torch),
+        (_seeds, _asks_seed),
+    ],
+)
+def test_a_generator_of_torchs_that_another_stage_seeds_or_asks_is_refused(
+    first: Callable[..., Tensor], second: Callable[..., Tensor]
+) -> None:
+    """A later micro-batch seeded it before the one ahead had drawn."""
+    pipe = bp.Pipeline(Net(first, second), devices=stages(2), chunks=4)
+    with pytest.raises(
+        StateError, match=r"seeded or asked for its state on hops \[0, 1\] \(.*tors\.py"
+    ):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
 @pytest.mark.every
 @pytest.mark.parametrize(
-    ("first", "second"), [(_of_python, _of_another), (_of_a_new_one, _of_a_new_one)]
+    ("first", "second"),
+    [
+        (_of_python, _of_another),
+        (_of_a_new_one, _of_a_new_one),
+        (_of_torch_from_a_seed, _nothing),
+        (_asks_seed, _of_torch),
+        (_asks_state, _asks_state),
+    ],
 )
 def test_a_generator_for_each_stage_gives_the_plain_loops_numbers(
     first: Callable[..., Tensor], second: Callable[..., Tensor]
@@ -122,10 +181,6 @@ def _shares(net: Net, h: Tensor) -> Tensor:
 def _copies(net: Net, h: Tensor) -> Tensor:
     net.array += 1.0
     return h * torch.tensor(net.array, device=h.device)
-
-
-def _nothing(net: Net, h: Tensor) -> Tensor:
-    return h
 
 
 def test_a_tensor_with_the_memory_of_an_array_that_the_forward_writes_is_refused() -> None:

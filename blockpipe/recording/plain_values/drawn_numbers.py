@@ -1,4 +1,5 @@
-"""Random numbers that the code autograd calls draws, by its source.
+"""Random numbers that the code autograd calls draws, and seeds of the user's own generators, by the
+source: no operation shows them.
 
 A micro-batch's forward draws from a stream of its own. A backward draws from the process's
 generators as they are, so that its numbers would depend on who else draws meanwhile.
@@ -9,17 +10,21 @@ from __future__ import annotations
 import ast
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import types
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ..._torch.tensors import generator_id
+from ...restoring.contents import is_generator
+from ...restoring.holders import Holder
+from ...restoring.model_state import names_in
 from ..entries import GeneratorUse, SharedChange
 from .expressions import UNKNOWN, Frame
 from .still_code import StillFrame
-from .syntax.accesses import calls_of
+from .syntax.accesses import Access, calls_of
 from .values import SharedValue, shared_change
 
 _NAMES = {
@@ -41,16 +46,47 @@ _METHODS = frozenset(
     ]
 )
 _SETTERS = frozenset(["set_rng_state", "set_rng_state_all", "fork_rng", "set_state"])
+_SEEDS = frozenset(["manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"])
+_ASKS_STATE = frozenset(["get_state", "get_offset", "graphsafe_get_state", "clone_state"])
+_TOLD = _SEEDS | _ASKS_STATE | {"initial_seed"}
 _OF_USER = "give each stage, and each backward, a generator of its own"
 _OF_PROCESS = f"{_OF_USER}, or draw in the forward, and keep the numbers for the backward"
 
 
 class DrawnNumbers:
-    """The random generators that code draws from in the backwards of hops."""
+    """The random generators that code draws from in the backwards of hops, and the user's own.
 
-    def __init__(self) -> None:
+    Args:
+        holders: the holders of all objects that were there before the forward.
+
+    Attributes:
+        lasting: the ids of Python's and numpy's generators of the user's own in them.
+    """
+
+    def __init__(self, holders: Iterable[Holder]) -> None:
+        values = [value for holder in holders for _, value in holder.before]
+        self.lasting = {id(value) for value in values if is_generator(value)}
+        self._torchs = {id(value) for value in values if isinstance(value, torch.Generator)}
+        self._told: list[tuple[int, str, int, str]] = []  # a generator, the method, hop and line
         self._known: dict[object, SharedValue] = {}  # by a kind, or a generator's number
         self._draws_freely = False  # whether any code does not set torch's generator itself
+
+    def has_own(self, functions: Iterable[types.FunctionType]) -> bool:
+        """Return whether any of Python's and numpy's is the user's own, or some functions may seed
+        one of torch's."""
+        names = (names_in(function.__code__) for function in functions if self._torchs)
+        seeds = any(not _TOLD.isdisjoint(found) for found in names)
+        return bool(self.lasting) or seeds
+
+    def told(self, access: Access, frame: Frame, hop: int) -> None:
+        """Note that code in a forward seeds a generator of torch's that outlives it, or asks for
+        its state, neither of which an operation does."""
+        node = access.node
+        if hop < 0 or not isinstance(node, ast.Attribute) or node.attr not in _TOLD:
+            return
+        generator = frame.evaluated(node.value)
+        if id(generator) in self._torchs:
+            self._told.append((generator_id(generator), node.attr, hop, frame.line))
 
     def note(self, frames: Iterable[StillFrame], hop: int) -> None:
         """Note what a function draws, if a backward calls it.
@@ -76,16 +112,18 @@ class DrawnNumbers:
                     self._draws_freely |= key == "torch" and not sets_state
 
     def shared(
-        self, generators: Mapping[int, GeneratorUse], *, one_each: bool
+        self, generators: dict[int, GeneratorUse], *, one_each: bool
     ) -> Iterator[SharedChange]:
         """Yield the generators that a backward shares with other code. The process's are shared
         with all that draw.
 
         Args:
-            generators: by its number, the uses of each generator of the user's in the forward.
+            generators: by its number, the uses of each generator of the user's in the forward. The
+                places that seed one are added.
             one_each: whether stages have a generator of torch's each, as accelerators do. Then a
                 backward may set its state, as functions do that run a forward again.
         """
+        self._add_told(generators)
         for key, known in self._known.items():
             drawn_on = set(known.set_on)
             use = generators.get(key) if isinstance(key, int) else None
@@ -99,6 +137,16 @@ class DrawnNumbers:
                 name = _NAMES.get(known.owner, "a torch.Generator")
                 remedy = _OF_USER if isinstance(key, int) else _OF_PROCESS
                 yield shared_change(known, name, drawn_on, known.first_read, remedy)
+
+    def _add_told(self, generators: dict[int, GeneratorUse]) -> None:
+        seeded = {key for key, method, _, _ in self._told if method in _SEEDS}
+        changes = seeded | generators.keys()
+        for key, method, hop, line in self._told:
+            # What nothing changes is the same in each forward: the seed, and the state if unused.
+            if key in (changes if method in _ASKS_STATE else seeded):
+                use = generators.setdefault(key, GeneratorUse([], line))
+                use.hops = sorted({*use.hops, hop})
+                use.how = "drawn from, seeded or asked for its state"
 
 
 def _source_of(call: ast.Call, frame: Frame) -> Any:

@@ -32,7 +32,7 @@ WHOLE = ("__class__", "__dict__")  # who sets them sets all attributes
 BY_ARGUMENT: Any = object()  # the key of a dictionary's entry that only a call tells
 
 _PLAIN = (bool, int, float, str, bytes, type(None), tuple)
-NEEDS_GRADIENT = "requires_grad"  # the only attribute of tensors that is looked at
+NEEDS_GRADIENT = "requires_grad"  # the only attribute of torch's that is looked at in tensors
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module
 _WALKS = frozenset(
     [
@@ -206,8 +206,7 @@ class Frame:
         value = attribute_in(owner, key)
         if isinstance(value, property):
             return None, None, self._given(value.fget)
-        is_tensors = isinstance(owner, Tensor) and key != NEEDS_GRADIENT
-        if owner is UNKNOWN or key is UNKNOWN or is_tensors:
+        if owner is UNKNOWN or key is UNKNOWN or _is_tensors(owner, key):
             return None, None, value
         if isinstance(owner, types.ModuleType):
             owner = Names(vars(owner))
@@ -269,6 +268,13 @@ def _may_change(value: Any) -> bool:
     return not isinstance(value, (*_PLAIN, *_NO_STATE)) and type(value) is not object
 
 
+def _is_tensors(owner: Any, key: Any) -> bool:
+    """Whether it is an attribute that torch, or a class, gives a tensor, but whether that needs a
+    gradient. User's code may set others."""
+    is_own = key == NEEDS_GRADIENT or not hasattr(type(owner), str(key))
+    return isinstance(owner, Tensor) and not is_own
+
+
 def _unless_code(owner: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     is_set = not isinstance(owner, Names) and key in _attributes_of(owner)
     is_set = is_set or (isinstance(owner, nn.Module) and key in children_of(owner))
@@ -326,7 +332,8 @@ def member_of(owner: Any, key: Any) -> Any:
         return UNKNOWN
     if isinstance(owner, Tensor):
         with ours():  # no mode is asked
-            return owner.requires_grad if key == NEEDS_GRADIENT else UNKNOWN
+            found = owner.requires_grad if key == NEEDS_GRADIENT else UNKNOWN
+        return _attributes_of(owner).get(key, found)
     if key is ALL:
         return _content(owner)
     if isinstance(owner, types.CellType):

@@ -110,12 +110,10 @@ class SharedValues:
         self._objects[id(os.environ)] = variables = os.environ._data  # type: ignore[attr-defined]
         self._lasting.add(id(variables))
         self._functions = functions_by_code(holder.owner for holder in holders)
-        self._generators = {
-            id(value) for holder in holders for _, value in holder.before if is_generator(value)
-        }
+        self.tensors, self.draws = TensorUses(), DrawnNumbers(holders)
         users = [f for same in self._functions.values() for f in same if is_users(f.__module__)]
         # To trace takes about as long as the recording of a small model.
-        self.traces = traces or bool(self._generators) or any(may_set(f.__code__) for f in users)
+        self.traces = traces or self.draws.has_own(users) or any(may_set(f.__code__) for f in users)
         self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
         self.known = KnownValues(names)
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
@@ -128,7 +126,6 @@ class SharedValues:
         self._kinds = [(path, module, type(module)) for path, module in modules.items()]
         self._pending: dict[int, list[PendingWrite]] = {}  # by the id of a frame
         self._checkpoints = CheckpointedFrames()
-        self.tensors, self.draws = TensorUses(), DrawnNumbers()
         self._collecting = CollectingGarbage()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
         self._all_lasts = False  # see runs_beside
@@ -236,7 +233,8 @@ class SharedValues:
         return any(is_open(question, frame, fake=self._fake) for question in questions)
 
     def _note(self, access: Access, frame: Frame, hop: int, *, runs: bool) -> None:
-        if (self._generators or self._all_lasts) and access.use is not Use.NONE:
+        self.draws.told(access, frame, hop)
+        if (self.draws.lasting or self._all_lasts) and access.use is not Use.NONE:
             self._draws(frame.evaluated(access.node), frame, hop)
         if (places := set_by_method(access.node, frame)) is not None:
             lasting = [(o, name, member_of(o, name)) for o, name in places if self._is_lasting(o)]
@@ -329,7 +327,7 @@ class SharedValues:
 
     def _draws(self, generator: Any, frame: Frame, hop: int) -> None:
         """Note that code calls a random generator, or hands it to a function."""
-        if id(generator) in self._generators or (self._all_lasts and is_generator(generator)):
+        if id(generator) in self.draws.lasting or (self._all_lasts and is_generator(generator)):
             known = self.known.at(generator, ALL)
             # An operation draws from one of torch's.
             known.is_set(hop, frame.line, () if isinstance(generator, Generator) else self._calls())

@@ -167,6 +167,6 @@ def test_a_backward_that_sets_the_generators_state_is_fine_where_stages_have_one
     one_each: bool,
 ) -> None:
     """So do functions that run a forward again. On the CPU other stages would draw meanwhile."""
-    draws = DrawnNumbers()
+    draws = DrawnNumbers([])
     draws.note(frames_of(_restores), back(0))
     assert len([*draws.shared({}, one_each=one_each)]) == (0 if one_each else 1)
