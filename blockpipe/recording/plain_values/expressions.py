@@ -20,6 +20,7 @@ from ..._torch.modules import SLOTS, children_of
 from ...restoring.holders import CacheHolder
 from ...restoring.model_state import slot_members
 from .syntax.accesses import Access
+from .syntax.computed import computed
 from .syntax.contents import NOT_MADE, made_of
 from .syntax.protocols import is_descriptor
 
@@ -32,7 +33,8 @@ WHOLE = ("__class__", "__dict__")  # who sets them sets all attributes
 BY_ARGUMENT: Any = object()  # the key of a dictionary's entry that only a call tells
 
 _PLAIN = (bool, int, float, str, bytes, type(None), tuple)
-NEEDS_GRADIENT = "requires_grad"  # the only attribute of torch's that is looked at in tensors
+NEEDS_GRADIENT = "requires_grad"
+_OF_TENSORS = (NEEDS_GRADIENT, "shape", "dtype", "device", "ndim")  # torch's that are known
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module
 _WALKS = frozenset(
     [
@@ -79,6 +81,7 @@ class Frame:
         self.code, self.line = frame.f_code, f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.frame, self._functions, self._returned = frame, functions, returned
         self.kept: list[Any] = []
+        self.is_running = isinstance(frame, types.FrameType)
 
     def evaluated(self, node: ast.expr) -> Any:
         """Return the value of an expression; ``UNKNOWN`` if code would have to run for it."""
@@ -106,11 +109,14 @@ class Frame:
                 found = member_of(self.evaluated(node.value), self.key(node.slice))
                 if found is not UNKNOWN:
                     return found
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as value)):
-                return -value
+            case ast.NamedExpr():
+                if (found := self.evaluated(node.target)) is not UNKNOWN:
+                    return found  # it is set already
             case ast.Call():
                 if (found := self._called(node)) is not UNKNOWN:
                     return found
+        if (found := computed(node, self.evaluated)) is not NOT_MADE:
+            return found
         found = made_of(node, self.evaluated)
         return UNKNOWN if found is NOT_MADE else found
 
@@ -166,6 +172,14 @@ class Frame:
             if function is type:
                 return type(args[0])
             return attribute_in(args[0], "__dict__" if function is vars else args[1])
+        if function is id and node.args:
+            found = self.evaluated(node.args[0])
+            return UNKNOWN if found is UNKNOWN else id(found)
+        if function is nn.Module.get_submodule and isinstance(node.func, ast.Attribute):
+            path, found = self.evaluated(node.args[0]), self.evaluated(node.func.value)
+            for name in path.split(".") if path else ():
+                found = children_of(found)[name]
+            return found
         return self._given(function)
 
     def _given(self, function: Any) -> Any:
@@ -191,6 +205,8 @@ class Frame:
             owner, key = self.evaluated(node.value), self.key(node.slice)
             is_entry = not isinstance(owner, type) and owner is not UNKNOWN
             key = key if isinstance(owner, Mapping) else ALL
+            if key is UNKNOWN and isinstance(owner, dict) and access.reads and self.is_running:
+                key = ALL  # it may be any
             owner = Names(owner) if owner is self.frame.f_globals else owner
             return (owner if is_entry else None), key, member_of(owner, key)
         elif isinstance(node, ast.Call):
@@ -332,7 +348,7 @@ def member_of(owner: Any, key: Any) -> Any:
         return UNKNOWN
     if isinstance(owner, Tensor):
         with ours():  # no mode is asked
-            found = owner.requires_grad if key == NEEDS_GRADIENT else UNKNOWN
+            found = getattr(owner, key) if key in _OF_TENSORS else UNKNOWN
         return _attributes_of(owner).get(key, found)
     if key is ALL:
         return _content(owner)

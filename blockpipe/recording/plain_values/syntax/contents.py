@@ -10,6 +10,10 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import nn
+
+from ...._torch.modules import children_of
+
 _PLAIN = (list, tuple, deque, set, frozenset, dict, OrderedDict, defaultdict)
 _DICTS = (dict, OrderedDict, defaultdict)
 _SAME = ("list", "tuple", "iter", "sorted", "reversed")  # the order is nobody's question here
@@ -42,6 +46,8 @@ def made_of(node: ast.expr, evaluate: Evaluate) -> Any:
             return [*found] if _is_looked_into(found) and type(found) in (list, tuple) else NOT_MADE
         case ast.Call(func=ast.Name(id=name), args=[first, *_]) if name in (*_SAME, *_PICKS):
             found = evaluate(first)
+            if isinstance(found, nn.ModuleList | nn.Sequential):
+                found = [*children_of(found).values()]
             if not _is_looked_into(found):
                 return NOT_MADE
             return [*found] if name in _SAME else next(iter(found), NOT_MADE)

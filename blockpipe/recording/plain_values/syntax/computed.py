@@ -1,0 +1,107 @@
+"""The values that expressions compute of plain values, such as ``i - 1`` and ``f"layer{i}"``.
+
+These have no effect, so that they may be computed once more.
+"""
+
+import ast
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...._torch.modules import children_of
+from .contents import NOT_MADE
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_MODULES = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+    ast.Not: operator.not_,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_FUNCTIONS = (abs, bool, float, format, hash, int, max, min, ord, repr, round, str, chr)
+_CONVERSIONS: dict[int, Callable[[Any], str]] = {ord("s"): str, ord("r"): repr, ord("a"): ascii}
+
+Evaluate = Callable[[ast.expr], Any]
+
+
+def computed(node: ast.expr, evaluate: Evaluate) -> Any:
+    """Return what an expression computes of plain values; ``NOT_MADE`` for others, and if it
+    raises.
+
+    Args:
+        node: the expression.
+        evaluate: evaluates the expressions in it.
+    """
+    try:
+        return _computed(node, evaluate)
+    except Exception:  # as the user's own will
+        return NOT_MADE
+
+
+def _computed(node: ast.expr, evaluate: Evaluate) -> Any:
+    match node:
+        case ast.BinOp(left=left, op=op, right=right):
+            return _applied(_OPERATORS.get(type(op)), left, right, evaluate=evaluate)
+        case ast.UnaryOp(op=op, operand=operand):
+            return _applied(_OPERATORS[type(op)], operand, evaluate=evaluate)
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            return _applied(_OPERATORS.get(type(op)), left, right, evaluate=evaluate)
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            asked = evaluate(test)
+            return evaluate(body if asked else orelse) if _is_plain(asked) else NOT_MADE
+        case ast.JoinedStr(values=parts):
+            texts = [*map(evaluate, parts)]
+            return "".join(texts) if all(type(text) is str for text in texts) else NOT_MADE
+        case ast.FormattedValue(value=value, conversion=conversion, format_spec=spec):
+            found, how = evaluate(value), "" if spec is None else evaluate(spec)
+            convert = _CONVERSIONS.get(conversion)
+            is_known = _is_plain(found) and type(how) is str
+            return format(convert(found) if convert else found, how) if is_known else NOT_MADE
+        case ast.Call(func=function, args=args, keywords=[]):
+            return _of_call(function, args, evaluate)
+    return NOT_MADE
+
+
+def _of_call(node: ast.expr, args: list[ast.expr], evaluate: Evaluate) -> Any:
+    if isinstance(node, ast.Attribute):
+        owner = evaluate(node.value)
+        method = getattr(str, node.attr, None) if type(owner) is str else None
+        return _applied(method, node.value, *args, evaluate=evaluate)
+    function = evaluate(node)
+    if function is len and args:
+        found = evaluate(args[0])
+        found = children_of(found) if isinstance(found, _MODULES) else found
+        return len(found) if type(found) in (str, torch.Size, *_CONTAINERS) else NOT_MADE
+    is_pure = any(function is one for one in _FUNCTIONS)
+    return _applied(function if is_pure else None, *args, evaluate=evaluate)
+
+
+def _applied(function: Callable[..., Any] | None, *nodes: ast.expr, evaluate: Evaluate) -> Any:
+    values = [] if function is None else [*map(evaluate, nodes)]
+    return function(*values) if function is not None and all(map(_is_plain, values)) else NOT_MADE
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple, torch.Size):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN
