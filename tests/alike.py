@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 import blockpipe as bp
 
 from .models import square
-from .parity import difference, plain_step
+from .parity import assert_same_gradients, difference, plain_step
 from .stage_devices import stages
 
 DEVICE = torch.device(stages(1)[0])  # of the plain loop
@@ -38,3 +39,14 @@ def check_alike(model: nn.Module, x: Tensor, *, count: int = 3, **options: Any) 
     expected = plain_step(plain, (batch,), {}, None, square, options.get("chunks", 3))
     piped, loss = ran(model, x, devices=stages(count), **options)
     same(piped, plain, (loss, expected))
+
+
+def check_trains_alike(net: nn.Module) -> None:
+    """Two steps of two stages with a target give the plain loop's gradients to rounding."""
+    plain = copy.deepcopy(net).to(DEVICE)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    for _ in range(2):
+        x, y = torch.randn(8, 4), torch.randn(8, 4)
+        pipe.forward_backward(x, target=y, loss_fn=mse_loss)
+        plain_step(plain, (x.to(DEVICE),), {}, y, mse_loss, 4)
+        assert_same_gradients(net, plain)

@@ -5,6 +5,7 @@ So no property, no ``__getattr__`` and no function is called.
 
 import ast
 import builtins
+import copy
 import functools
 import os
 import types
@@ -165,6 +166,8 @@ class Frame:
             return kept[0] if len(kept) == 1 else UNKNOWN
         if function is globals:
             return self.frame.f_globals
+        if function in (copy.copy, copy.deepcopy, dict) and len(node.args) == 1:
+            return self.evaluated(node.args[0])  # what is read of a copy, is read of the original
         if function in (type, vars, getattr) and node.args:
             args = [*map(self.evaluated, node.args)]
             if UNKNOWN in args[:2]:

@@ -1,6 +1,5 @@
 """Entries whose keys are the names of a mapping's methods, and the text of keys in errors."""
 
-import copy
 from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import blockpipe as bp
 from blockpipe.errors import StateError
 
+from ...alike import check_trains_alike
 from ...parameter_sets import every_pair
-from ...parity import assert_same_gradients, plain_step
 from ...stage_devices import stages
 
 KINDS: list[Callable[[], Any]] = [dict, OrderedDict, UserDict, Counter, lambda: defaultdict(int)]
@@ -74,14 +72,7 @@ class Caches(nn.Module):
 
 
 def test_a_cache_of_keys_and_values_when_each_stage_has_one_trains_as_plain() -> None:
-    net = Caches()
-    plain = copy.deepcopy(net).to(stages(1)[0])
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
-    for _ in range(2):
-        x, y = torch.randn(8, 4), torch.randn(8, 4)
-        pipe.forward_backward(x, target=y, loss_fn=mse_loss)
-        plain_step(plain, (x.to(stages(1)[0]),), {}, y, mse_loss, 4)
-        assert_same_gradients(net, plain)
+    check_trains_alike(Caches())
 
 
 def test_a_key_when_its_text_is_long_is_shortened_in_errors() -> None:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ...._common.threads.thread_state import ours
 from ...._torch.modules import children_of
-from .contents import NOT_MADE
+from .contents import NOT_MADE, Evaluate
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -37,11 +38,14 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda member, container: member in container,
+    ast.NotIn: lambda member, container: member not in container,
 }
 _FUNCTIONS = (abs, bool, float, format, hash, int, max, min, ord, repr, round, str, chr)
+_OF_SHAPES = {"size": Tensor.size, "dim": Tensor.dim, "numel": Tensor.numel}
 _CONVERSIONS: dict[int, Callable[[Any], str]] = {ord("s"): str, ord("r"): repr, ord("a"): ascii}
-
-Evaluate = Callable[[ast.expr], Any]
 
 
 def computed(node: ast.expr, evaluate: Evaluate) -> Any:
@@ -64,8 +68,10 @@ def _computed(node: ast.expr, evaluate: Evaluate) -> Any:
             return _applied(_OPERATORS.get(type(op)), left, right, evaluate=evaluate)
         case ast.UnaryOp(op=op, operand=operand):
             return _applied(_OPERATORS[type(op)], operand, evaluate=evaluate)
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
-            return _applied(_OPERATORS.get(type(op)), left, right, evaluate=evaluate)
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            return _compared([left, *others], ops, evaluate)
+        case ast.BoolOp(op=op, values=values):
+            return _decided(values, isinstance(op, ast.Or), evaluate)
         case ast.IfExp(test=test, body=body, orelse=orelse):
             asked = evaluate(test)
             return evaluate(body if asked else orelse) if _is_plain(asked) else NOT_MADE
@@ -82,9 +88,38 @@ def _computed(node: ast.expr, evaluate: Evaluate) -> Any:
     return NOT_MADE
 
 
+def _compared(nodes: list[ast.expr], ops: list[ast.cmpop], evaluate: Evaluate) -> Any:
+    for op, left, right in zip(ops, nodes, nodes[1:], strict=False):
+        function = _OPERATORS[type(op)]
+        if isinstance(op, ast.In | ast.NotIn):
+            member, container = evaluate(left), evaluate(right)
+            is_known = _is_plain(member) and type(container) in _CONTAINERS
+            is_known = is_known and all(map(_is_plain, container))  # of a dictionary, the keys
+            found = function(member, container) if is_known else NOT_MADE
+        else:
+            found = _applied(function, left, right, evaluate=evaluate)
+        if found is NOT_MADE or not found:
+            return found
+    return True
+
+
+def _decided(nodes: list[ast.expr], is_or: bool, evaluate: Evaluate) -> Any:
+    """Return what ``a or b`` or ``a and b`` gives."""
+    for node in nodes[:-1]:
+        found = evaluate(node)
+        if not _is_plain(found) and type(found) not in _CONTAINERS:
+            return NOT_MADE
+        if bool(found) is is_or:
+            return found
+    return evaluate(nodes[-1])
+
+
 def _of_call(node: ast.expr, args: list[ast.expr], evaluate: Evaluate) -> Any:
     if isinstance(node, ast.Attribute):
         owner = evaluate(node.value)
+        if isinstance(owner, Tensor) and node.attr in _OF_SHAPES:
+            with ours():  # no mode is asked
+                return _OF_SHAPES[node.attr](owner, *map(evaluate, args))
         method = getattr(str, node.attr, None) if type(owner) is str else None
         return _applied(method, node.value, *args, evaluate=evaluate)
     function = evaluate(node)

@@ -10,6 +10,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...._torch.modules import children_of
@@ -41,19 +42,26 @@ def made_of(node: ast.expr, evaluate: Evaluate) -> Any:
             return (*_displayed(node.elts, evaluate),)
         case ast.Dict():
             return _dict_of(node, evaluate)
-        case ast.Subscript(slice=ast.Slice()):
-            found = evaluate(node.value)
-            return [*found] if _is_looked_into(found) and type(found) in (list, tuple) else NOT_MADE
+        case ast.Subscript(value=value, slice=ast.Slice(lower=start, upper=stop, step=step)):
+            bounds = [None if one is None else evaluate(one) for one in (start, stop, step)]
+            return _sliced(evaluate(value), bounds)
         case ast.Call(func=ast.Name(id=name), args=[first, *_]) if name in (*_SAME, *_PICKS):
-            found = evaluate(first)
-            if isinstance(found, nn.ModuleList | nn.Sequential):
-                found = [*children_of(found).values()]
+            found = _listed(evaluate(first))
             if not _is_looked_into(found):
                 return NOT_MADE
             return [*found] if name in _SAME else next(iter(found), NOT_MADE)
         case ast.Call(func=ast.Attribute(value=value, attr=name), args=args):
             return _by_method(evaluate(value), name, [*map(evaluate, args)])
     return NOT_MADE
+
+
+def _sliced(owner: Any, bounds: list[Any]) -> Any:
+    """Return the members that a slice gives, or all, if its bounds are not known."""
+    owner = _listed(owner)
+    if type(owner) not in (list, tuple, torch.Size) or len(owner) > _MOST_MEMBERS:
+        return NOT_MADE
+    is_known = all(bound is None or type(bound) is int for bound in bounds) and bounds[2] != 0
+    return owner[slice(*bounds)] if is_known else [*owner]
 
 
 def _by_method(owner: Any, name: str, args: list[Any]) -> Any:
@@ -73,7 +81,7 @@ def _by_method(owner: Any, name: str, args: list[Any]) -> Any:
 def _displayed(nodes: list[ast.expr], evaluate: Evaluate) -> Iterator[Any]:
     for node in nodes:
         if isinstance(node, ast.Starred):
-            found = evaluate(node.value)
+            found = _listed(evaluate(node.value))
             yield from found if _is_looked_into(found) else ()
         else:
             yield evaluate(node)
@@ -88,6 +96,12 @@ def _dict_of(node: ast.Dict, evaluate: Evaluate) -> dict[Any, Any]:
         elif isinstance(key, ast.Constant):
             made[key.value] = found
     return made
+
+
+def _listed(value: Any) -> Any:
+    """Return a list of modules as a list of Python's, and all else as it is."""
+    is_list = isinstance(value, nn.ModuleList | nn.Sequential)
+    return [*children_of(value).values()] if is_list else value
 
 
 def _is_looked_into(value: Any) -> bool:

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ....parity import assert_same_gradients, plain_step
+from ....alike import check_trains_alike
 from ....stage_devices import stages
 
 
@@ -52,6 +52,15 @@ READS = {
     "f-string": lambda net, i, x: net.stats[f"layer{i - 1}"] if i else 1.0,
     "format": lambda net, i, x: net.stats["layer{}".format(i - 1)] if i else 1.0,  # noqa: UP032
     "percent": lambda net, i, x: net.stats["layer%d" % (i - 1)] if i else 1.0,  # noqa: UP031
+    "chain": lambda net, i, x: net.layers[0 < i - 1 < 2].last if i else 1.0,
+    "member": lambda net, i, x: net.layers[i not in (1, 2)].last if i else 1.0,
+    "or": lambda net, i, x: net.layers[(i - 1) or 0].last if i else 1.0,
+    "and": lambda net, i, x: net.layers[i and i - 1].last if i else 1.0,
+    "slice": lambda net, i, x: net.layers[: i + 1][i - 1].last if i else 1.0,
+    "list's slice": lambda net, i, x: [*net.layers][i - 1 :][0].last if i else 1.0,
+    "size": lambda net, i, x: net.layers[i - x.size(1) // 4].last if i else 1.0,
+    "copy": lambda net, i, x: copy.copy(net.layers[i - 1]).last if i else 1.0,
+    "dict": lambda net, i, x: dict(net.stats)[i - 1] if i else 1.0,
     "choice": lambda net, i, x: net.stats[0 if i > 0 else 1] if i else 1.0,
     "shape": lambda net, i, x: net.stats[x.shape, i - 1] if i else 1.0,
     "identity": lambda net, i, x: net.stats[id(net.layers[i - 1])] if i else 1.0,
@@ -87,11 +96,4 @@ class Keyed(Layers):
 
 
 def test_computed_keys_when_each_stage_has_its_own_train_as_plain() -> None:
-    net = Keyed()
-    plain = copy.deepcopy(net).to(stages(1)[0])
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
-    for _ in range(2):
-        x, y = torch.randn(8, 4), torch.randn(8, 4)
-        pipe.forward_backward(x, target=y, loss_fn=mse_loss)
-        plain_step(plain, (x.to(stages(1)[0]),), {}, y, mse_loss, 4)
-        assert_same_gradients(net, plain)
+    check_trains_alike(Keyed())
