@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from ..._common.text import dtype_text
-from ...errors import BlockpipeError, RouteError
+from ...errors import RouteError
 from ...schedules.schedule import Kind
 from ..taping.tape import REMEDY, Meta
 from .hooked_steps import HookedSteps
@@ -114,12 +114,7 @@ class EngineStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a forward."""
-        try:
-            result = self._observed("F", fwd_chunk_id, super().forward_one_chunk, args, kwargs)
-        except RuntimeError as error:  # torch's, around the stage's own
-            if isinstance(error.__cause__, BlockpipeError):
-                raise error.__cause__ from None
-            raise
+        result = self._observed("F", fwd_chunk_id, super().forward_one_chunk, args, kwargs)
         if self.steps is not None:
             self.steps.waiting += 1
         if not self.is_last:
@@ -196,8 +191,28 @@ class EngineStage(PipelineStage):
     def _observed(self, kind: Kind, chunk: int, run: Any, args: Any, kwargs: Any) -> Any:
         observer = self.observer
         if observer is None or not (kind == "F" or self.has_backward):
-            return run(chunk, *args, **kwargs)
+            return _with_own_errors(run, chunk, *args, **kwargs)
         observer.begins()
-        result = run(chunk, *args, **kwargs)
+        result = _with_own_errors(run, chunk, *args, **kwargs)
         observer.ends(kind, self.stage_index, self.first + chunk)
         return result
+
+
+def _with_own_errors(run: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of torch's stage. What fails in the user's code is raised as it is, and not
+    inside of the error that torch makes of it."""
+    try:
+        return run(*args, **kwargs)
+    except RuntimeError as error:
+        own = error.__cause__
+        if own is None or not _is_raised_by_torch(error):
+            raise
+    raise own
+
+
+def _is_raised_by_torch(error: Exception) -> bool:
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    name = "" if last is None else str(last.tb_frame.f_globals.get("__name__"))
+    return name.startswith(PipelineStage.__module__.rpartition(".")[0])
