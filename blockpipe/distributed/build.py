@@ -342,7 +342,8 @@ def _check_glue(recording: Recording) -> None:
         sets = "; ".join(f"{what} ({where})" for what, where in recording.set_between)
         raise RecordingError(
             "expected code between modules that sets nothing but its own variables, for a stage "
-            f"replays it without Python, got one that sets {sets}; {REMEDY}"
+            f"replays it without Python, got one that sets {sets}; if only the first forward does "
+            f"so, call the model once before, or {REMEDY}"
         )
     if recording.read_between:
         reads = "; ".join(f"{what} ({where})" for what, where in recording.read_between)

@@ -52,12 +52,15 @@ class StatesBefore:
                     self._refuse(path, name, new)
 
     def _refuse(self, path: str, name: str, new: object) -> None:
-        warm_up = "call the model once before if it only keeps it there, "
+        warm_up = (
+            "call the model once before if it only keeps it there"
+            if isinstance(new, Tensor)
+            else "call the model once before if only its first forward does so"
+        )
         raise RecordingError(
             "expected a forward that leaves nothing behind between modules, got one "
             f"that sets {name!r} of {path or 'the model'!r} ({users_line()}), which a "
-            f"replayed stage would not do; return it, {warm_up * isinstance(new, Tensor)}or "
-            f"{REMEDY}"
+            f"replayed stage would not do; return it, {warm_up}, or {REMEDY}"
         )
 
 
