@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Container, Iterable, Iterator, Mapping
+import types
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
 
+from ...restoring.model_state import is_users
 from ..calls import Call
-from ..entries import CarriedValue, SharedChange
+from ..entries import CarriedValue, SharedChange, TensorInfo
 from ..reads import NamesRead, libraries_code_reads
 from ..recording import Recording
-from .expressions import ALL, BY_ARGUMENT, Frame, Names, member_of
+from .expressions import ALL, BY_ARGUMENT, NEEDS_GRADIENT, Frame, Names, member_of
 from .places import attribute_of, has_tensors, named, space_of
 from .syntax.accesses import Access
 from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE
@@ -59,6 +61,7 @@ class KnownValues:
         self._paths = paths
         self._values: dict[_Where, SharedValue] = {}
         self._ignored: dict[int, Any] = {}  # by id
+        self._forwards: dict[int, SharedValue] = {}  # by the id of their code
 
     def ignore(self, owners: Iterable[Any]) -> None:
         """Tell nothing of some containers: the tables of modes, which collect what these see."""
@@ -146,16 +149,49 @@ class KnownValues:
                 known.read_on |= set() if call.hop is None else {call.hop}
                 known.first_read = known.first_read or call.where
 
-    def found(self, reads: NamesRead, result: Recording) -> Iterator[SharedChange]:
+    def note_forward(self, known: SharedValue, value: Any) -> None:
+        """Note that a value is a module's own ``forward``, which a call of the module runs."""
+        if known.key == "forward" and isinstance(known.owner, nn.Module):
+            function = getattr(value, "__func__", value)
+            code = getattr(function, "__code__", None)
+            is_seen = code is not None and is_users(function.__module__)
+            self._forwards[id(code) if is_seen else id(known)] = known
+
+    def runs(self, code: types.CodeType, hop: int) -> None:
+        """Note that a function of the user's begins to run on a hop."""
+        if (known := self._forwards.get(id(code))) is not None:
+            known.is_read(hop, f"{code.co_filename}:{code.co_firstlineno}")
+
+    def _run_on(self, hops: Sequence[object]) -> None:
+        """Nobody sees where a library's function runs that was made a module's forward."""
+        for key, known in self._forwards.items():
+            if key == id(known) and known.set_on:
+                known.read_on |= {*range(len(hops))}
+                known.first_read = known.first_read or known.first_write
+
+    def _needed_on(self, held: Mapping[int, TensorInfo]) -> None:
+        """An operation asks each parameter that it reads whether it needs a gradient."""
+        for known in self._values.values():
+            info = held.get(id(known.owner)) if known.key == NEEDS_GRADIENT else None
+            if known.set_on and info is not None and info.hops:
+                known.read_on |= set(info.hops)
+                known.first_read = known.first_read or info.where
+
+    def found(
+        self, reads: NamesRead, result: Recording, held: Mapping[int, TensorInfo]
+    ) -> Iterator[SharedChange]:
         """The values that one hop sets and another one reads, when the forward is over.
 
         Args:
             reads: what the user's code reads.
             result: with its hops and calls.
+            held: the parameters and buffers by id, with the hops that read them.
         """
         if len(result.hops) < 2:
             return
         self._called_on(result.calls)
+        self._needed_on(held)
+        self._run_on(result.hops)
         for known in self._values.values():
             if id(known.owner) in self._ignored:
                 continue

@@ -165,6 +165,7 @@ class SharedValues:
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         self._hops.setdefault(id(frame), {-1: self._hop()})
         self._checkpoints.begins(frame)
+        self.known.runs(code, self._hop())
         return self._ran
 
     def _ran(self, frame: types.FrameType, event: str, argument: object) -> Any:
@@ -423,6 +424,7 @@ class SharedValues:
         if not settles or now is UNKNOWN or pending.before != now:
             known.is_set(pending.hop, pending.line, pending.calls)
             known.made_on |= made_on or set()
+            self.known.note_forward(known, value)
             if isinstance(pending.owner, dict) and pending.before is not UNKNOWN:
                 self.known.at(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
             if pending.apart is not None and self._still is None:

@@ -322,7 +322,7 @@ def _note_state(
         *recorder.changes.found(result, recorder.held, reads),
         *recorder.outside.found(result, reads),
         *recorder.outside_tensors.shared(),
-        *values.known.found(reads, result),
+        *values.known.found(reads, result, recorder.held),
     ]
     recorder.sets = list(values.known.sets_by_call())
     recorder.carries = list(values.known.reads_by_call())

@@ -73,6 +73,10 @@ def _none(net: Net, is_large: bool) -> None:
     net.now = None if is_large else net.one
 
 
+def _forward(net: Net, is_large: bool) -> None:
+    net.c.forward = lambda x: x * (2 if is_large else 1)
+
+
 PAIRS: list[tuple[Sets, Reads, str]] = [
     (_eval_or_train, lambda net, h: net.norm(h), "norm.training"),
     (lambda net, is_large: net.own.train(mode=is_large), lambda net, h: net.own(h), "own.training"),
@@ -104,6 +108,12 @@ PAIRS: list[tuple[Sets, Reads, str]] = [
         "attribute 'now' of the model",
     ),
     (_none, lambda net, h: h if net.now is None else h * 2, "attribute 'now' of the model"),
+    (_forward, lambda net, h: net.c(h), "c.forward"),
+    (
+        lambda net, is_large: setattr(net.c, "forward", torch.tanh if is_large else torch.exp),
+        lambda net, h: net.c(h),
+        "c.forward",
+    ),
 ]
 
 
@@ -120,6 +130,19 @@ def test_what_torchs_methods_set_and_another_stage_reads_is_refused(sets, reads,
         pipe.forward_backward(torch.full((4, 4), first), loss_fn=square)
 
 
+@pytest.mark.parametrize(
+    "sets", [_needs_gradient, lambda net, is_large: net.c.requires_grad_(is_large)]
+)
+@pytest.mark.parametrize("first", [1.0, -1.0])
+def test_a_parameter_when_its_stage_is_another_may_not_be_told_whether_it_needs_a_gradient(
+    sets, first
+):
+    """It was found only if the sample's data changed it."""
+    pipe = bp.Pipeline(Net(sets, lambda net, h: net.c(h)), devices=stages(2), chunks=2)
+    with pytest.raises(StateError, match=r"changes c.(weight|bias).requires_grad"):
+        pipe.forward_backward(torch.full((4, 4), first), loss_fn=square)
+
+
 def _eval(net: Net, _: bool) -> None:
     net.norm.eval()
     net.own.train(False)
@@ -129,10 +152,14 @@ def _as_it_is(net: Net, _: bool) -> None:
     net.own.train(net.training)
 
 
-@pytest.mark.parametrize("sets", [_eval, _as_it_is])
+def _trains(net: Net, _: bool) -> None:
+    net.c.requires_grad_(True)
+
+
+@pytest.mark.parametrize("sets", [_eval, _as_it_is, _trains])
 def test_a_mode_that_follows_from_no_data_is_fine(sets):
     """A part that is frozen in each forward, on whatever stage it is called."""
-    net = Net(sets, lambda net, h: net.own(net.norm(h)))
+    net = Net(sets, lambda net, h: net.c(net.own(net.norm(h))))
     plain = copy.deepcopy(net)
     x = torch.randn(4, 4)
     plain_step(plain, (x,), {}, None, square, 2)

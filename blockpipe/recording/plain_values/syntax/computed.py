@@ -44,7 +44,11 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.NotIn: lambda member, container: member not in container,
 }
 _FUNCTIONS = (abs, bool, float, format, hash, int, max, min, ord, repr, round, str, chr)
-_OF_SHAPES = {"size": Tensor.size, "dim": Tensor.dim, "numel": Tensor.numel}
+_OF_SHAPES: dict[str, Callable[..., Any]] = {
+    "size": Tensor.size,
+    "dim": Tensor.dim,
+    "numel": Tensor.numel,
+}
 _CONVERSIONS: dict[int, Callable[[Any], str]] = {ord("s"): str, ord("r"): repr, ord("a"): ascii}
 
 
