@@ -10,7 +10,7 @@ import logging
 import os
 import types
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -196,6 +196,12 @@ class OutsideState:
         if isinstance(owner, dict):
             return f"entry {key_text(key)} of a dict"
         return in_words(owner, None if isinstance(holder, SetHolder) else key, self._paths)
+
+    def members(self) -> Iterator[Iterable[Any]]:
+        """Yield the members of each object, as they were when it was looked at last."""
+        for members in self._members:
+            for value in members.values():
+                yield value.members if isinstance(value, _Content) else (value,)
 
     @property
     def collects(self) -> bool:

@@ -6,16 +6,20 @@ then a step runs it untouched.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from .._common.modules import is_within, paths_around
+from .._common.nested import tensors
 from .._torch.modules import is_compiled
 from .._torch.tensors import version_of
+from ..crossing.tags import TAG
 from ..errors import CrossingError
 from .calls import Call
 from .recording import Recording
+from .watching.calls import RecordedTag
 from .watching.recorder import Recorder
 
 
@@ -36,7 +40,7 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
         held = recorder.held.get(key)
         if held is not None:
             held.written |= version_of(tensor) != version
-    _open_keepers(result, recorder.keepers)
+    _open_calls(recorder.leaving)
     calls_of = _calls_by_path(result)
     for path, calls in calls_of.items():
         hops = sealed_hops(calls, len(result.hops), recorder.reads)
@@ -105,13 +109,40 @@ def _calls_by_path(result: Recording) -> dict[str, list[Call]]:
     return found
 
 
-def _open_keepers(result: Recording, keepers: Sequence[str]) -> None:
-    """Open the calls in which a module leaves a tensor with a gradient path on itself."""
-    why = "it leaves a tensor with a gradient path on itself, which the next call may read"
-    for call in result.calls:
-        if any(is_within(path, call.path) for path in keepers) and not call.is_function:
-            for around in (call, *call.ancestors()):
-                around.open(why)
+def calls_that_leave_tensors(model: nn.Module, recorder: Recorder) -> Iterator[Call]:
+    """Yield the calls in which the forward left a tensor with a gradient path, on a module or in
+    another object, to be called before that is put back."""
+    on = [
+        path
+        for path, module in model.named_modules()
+        if any(_leaves(value, recorder) for value in module.__dict__.values())
+    ]
+    for call in recorder.result.calls:
+        if any(is_within(path, call.path) for path in on):
+            yield call
+    for members in recorder.outside.members():
+        for tensor in _left_in(members, recorder):
+            tag: RecordedTag = getattr(tensor, TAG)
+            yield from tag.calls - tag.returned_by
+
+
+def _leaves(value: Any, recorder: Recorder) -> bool:
+    is_looked_at = isinstance(value, Tensor | list | tuple)
+    return is_looked_at and any(True for _ in _left_in(tensors(value), recorder))
+
+
+def _left_in(values: Iterable[Any], recorder: Recorder) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad and recorder.has_made(value):
+            yield value
+
+
+def _open_calls(leaving: Iterable[Call]) -> None:
+    """Open the calls in which a forward leaves a tensor: a loss, or the next one, reads it."""
+    why = "it leaves a tensor with a gradient path, which the loss or the next call may read"
+    for call in leaving:
+        for around in () if call.is_function else (call, *call.ancestors()):
+            around.open(why)
 
 
 def _check_compiled(model: nn.Module, result: Recording, calls_of: dict[str, list[Call]]) -> None:

@@ -48,6 +48,8 @@ _FOREIGN = (
     *(f"{name}." for name in ("torch", "threading", "logging", "multiprocessing", "concurrent")),
     *(f"{name}." for name in ("asyncio", "_io", "numpy", __name__.partition(".")[0])),
 )
+# But of these, data sets and distributions, which may hold the user's own.
+_OPEN = ("torch.utils.data.dataset.", "torch.utils.data.sampler.", "torch.distributions.")
 # These have no attributes that user code sets; an object of a subclass may.
 _PLAIN = (
     *(dict, OrderedDict, list, deque, set, frozenset, tuple, bytearray, array),
@@ -140,7 +142,8 @@ class ModelState:
             self._keep(kept_hooks(value) if self._contents else None)
             return self._keep(self._kept_tensor(value))
         if (container := container_of(value)) is not None:
-            return self._hold(container)
+            keys = dict.keys(value) if isinstance(value, dict) else ()
+            return [*self._hold(container), *(k for k in keys if type(k) not in _NO_STATE)]
         if isinstance(value, tuple | frozenset):
             return value
         if isinstance(value, types.FunctionType):
@@ -219,8 +222,9 @@ class ModelState:
         return [*found, *self._hold(AttributesHolder(attributes, function))]
 
     def _look_at_attributes(self, value: Any) -> Iterable[Any]:
-        kind = type(value)
-        if f"{kind.__module__}.".startswith(_FOREIGN) and not isinstance(value, nn.Module | Tensor):
+        kind, package = type(value), f"{type(value).__module__}."
+        is_known = isinstance(value, nn.Module | Tensor) or package.startswith(_OPEN)
+        if package.startswith(_FOREIGN) and not is_known:
             return ()
         if kind not in self._slots:
             self._slots[kind] = slot_members(kind)
@@ -234,10 +238,11 @@ class ModelState:
             return held
         self._seen[id(attributes)] = attributes
         found = [*self._hold(AttributesHolder(attributes, value)), *held]
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) and not package.startswith(_OPEN):
             return found
-        # Tensors on a tensor may be as large as the model (main_grad, a subclass's inner ones).
-        return [member for member in found if not isinstance(member, Tensor)]
+        # Tensors on a tensor may be as large as the model (main_grad, a subclass's inner ones),
+        # and those of a data set larger.
+        return [m for m in found if not isinstance(m[0] if type(m) is tuple and m else m, Tensor)]
 
 
 def _spaces_of(values: Iterable[Any]) -> list[dict[str, Any]]:

@@ -16,12 +16,14 @@ import threading
 from abc import ABC
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.distributions import AffineTransform, Normal, TransformedDistribution
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import blockpipe as bp
 from blockpipe.errors import RecordingError, StateError
@@ -172,6 +174,37 @@ def _in_drawing(draw: Callable[[], float]) -> int:
     return [drawn.random() for _ in range(5)].index(draw()) + 1
 
 
+class _Data(Dataset[int]):
+    """It counts how often it was asked."""
+
+    count = 0
+
+    def __getitem__(self, index: int) -> int:
+        self.count += 1
+        return self.count
+
+    def __len__(self) -> int:
+        return 1
+
+
+class _Scales(AffineTransform):
+    count = 0
+
+    def _call(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+def _in_distribution(held: Any) -> int:
+    return int(held.transforms[0](torch.ones(())))
+
+
+def _in_key(held: Any) -> int:
+    key = next(iter(held))
+    key.number += 1
+    return int(key.number) - 1
+
+
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     limit, precision = sys.getrecursionlimit(), decimal.getcontext().prec
@@ -208,6 +241,18 @@ COUNTS = {
     "a method of a generator": (_in_drawing, lambda: random.Random(0).random),
     "shared memory": (_in_number, lambda: multiprocessing.Value("i", 0)),
     "a shared array": (_in_first, lambda: multiprocessing.Array("i", 1)),
+    "a part of a data set": (lambda held: held[0], lambda: Subset(_Data(), [0])),
+    "several data sets": (lambda held: held[0], lambda: ConcatDataset([_Data()])),
+    "a distribution's transform": (
+        _in_distribution,
+        lambda: TransformedDistribution(Normal(0.0, 1.0), [_Scales(0.0, 1.0)]),
+    ),
+    "a key of a dictionary": (_in_key, lambda: {_First(): 1}),
+    "a view of a mapping": (
+        lambda held: _in_first(held["n"]),
+        lambda: MappingProxyType({"n": [0]}),
+    ),
+    "the values of a dictionary": (lambda held: _in_first(*held), lambda: {"n": [0]}.values()),
 }
 
 

@@ -41,7 +41,7 @@ class Claims:
         """
         if isinstance(result, Tensor):
             self.tag(result, outside)
-        elif isinstance(result, tuple | list | dict) or hasattr(result, "__dict__"):
+        else:
             for tensor in tensors(result):
                 self.tag(tensor, outside)
 

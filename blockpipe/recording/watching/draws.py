@@ -29,6 +29,7 @@ class RandomDraws:
 
     def __init__(self, run: MicrobatchRun, result: Recording, calls: CallsUnderWay) -> None:
         self.generators: dict[int, GeneratorUse] = {}
+        self._kept: list[torch.Generator] = []  # alive, so that no other one gets its number
         self._run = run
         self._result = result
         self._calls = calls
@@ -54,6 +55,7 @@ class RandomDraws:
         """
         if generator is not None:
             self._calls.refuse(f"it draws from a generator of its own ({line()})")
+            self._kept.append(generator)
             key = generator_id(generator)
             drawn = self.generators.setdefault(key, GeneratorUse([], users_line()))
             hop = max(self._run.hop, 0)

@@ -37,7 +37,7 @@ from ..plan_resolution import Stages
 from ..reads import NamesRead
 from ..recording import Recording
 from ..sample import RecordRequest
-from ..sealing import conclude
+from ..sealing import calls_that_leave_tensors, conclude
 from ..shared_changes import SharedChanges
 from .backward_code import CalledInBackward, NodeHooksSeen, check_several, tensors_bound_to
 from .costs import note_split_backwards, roots_of
@@ -125,9 +125,9 @@ def run_watched(
         _note_backwards(request, recorder, output)
         kept = recorder.held.keys() | {id(tensor) for tensor, _ in given}
         result.outputs = list(_outputs(output, kept))
-        recorder.keepers = _keepers(model, recorder)
         _note_code_beside(request, recorder, values)
         _note_state(model, recorder, values, [*holders, *request.modes])
+        recorder.leaving = [*calls_that_leave_tensors(model, recorder)]
         result.shared_changes += values.tensors.shared(
             recorder.held,
             recorder.outside_tensors.found(),
@@ -420,18 +420,6 @@ def _watched(recorder: Recorder) -> Iterator[None]:
         raise
     finally:
         recorder.end()
-
-
-def _keepers(model: nn.Module, recorder: Recorder) -> list[str]:
-    """Return the modules on which the forward left a tensor with a gradient path. The next
-    micro-batch will read it there, so their calls are looked into."""
-    return [
-        path
-        for path, module in model.named_modules()
-        for value in module.__dict__.values()
-        if isinstance(value, Tensor | list | tuple)
-        and any(t.requires_grad and recorder.has_made(t) for t in tensors(value))
-    ]
 
 
 def _as_inputs(recorder: Recorder, value: Any) -> Any:
