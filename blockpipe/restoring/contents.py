@@ -7,13 +7,11 @@ Events and semaphores are left alone: another thread may have set one in the mea
 
 import abc
 import functools
-import gc
 import io
 import logging
 import mmap
 import random
 import sys
-import types
 from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,7 +23,6 @@ from .._torch.graph import gradient_hooks, stepping_hooks
 from .._torch.modes import without_torch_functions
 from .holders import ContentHolder
 
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _MOST_MAPPED = 1 << 20  # bytes of a mapped file that are kept; a larger one is probably data
 
 
@@ -248,14 +245,8 @@ def is_generator(value: Any) -> bool:
 
 
 def objects_in(value: Any) -> Iterable[Any]:
-    """Return the objects in a numpy array of objects, the dictionary behind a view of one, the
-    seeds behind a numpy generator, which it spawns from, or the memory in an object of
-    :mod:`multiprocessing`; nothing for other values."""
-    if isinstance(value, _VIEWS):
-        return [value.mapping]
-    if isinstance(value, types.MappingProxyType):
-        is_of_class = "__module__" in value and "__doc__" in value
-        return () if is_of_class else gc.get_referents(value)
+    """Return the objects in a numpy array of objects, the seeds behind a numpy generator, which it
+    spawns from, or the memory in an object of :mod:`multiprocessing`; nothing for other values."""
     shared = sys.modules.get("multiprocessing.sharedctypes")
     if shared is not None and isinstance(value, shared.SynchronizedBase):
         return [value.get_obj()]

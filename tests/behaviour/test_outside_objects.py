@@ -16,7 +16,6 @@ import threading
 from abc import ABC
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -248,11 +247,6 @@ COUNTS = {
         lambda: TransformedDistribution(Normal(0.0, 1.0), [_Scales(0.0, 1.0)]),
     ),
     "a key of a dictionary": (_in_key, lambda: {_First(): 1}),
-    "a view of a mapping": (
-        lambda held: _in_first(held["n"]),
-        lambda: MappingProxyType({"n": [0]}),
-    ),
-    "the values of a dictionary": (lambda held: _in_first(*held), lambda: {"n": [0]}.values()),
 }
 
 
