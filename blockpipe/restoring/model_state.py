@@ -49,7 +49,7 @@ _FOREIGN = (
     *(f"{name}." for name in ("asyncio", "_io", "numpy", __name__.partition(".")[0])),
 )
 # But of these, data sets and distributions, which may hold the user's own.
-_OPEN = ("torch.utils.data.dataset.", "torch.utils.data.sampler.", "torch.distributions.")
+_OPEN = ("torch.utils.data.", "torch.distributions.")
 # These have no attributes that user code sets; an object of a subclass may.
 _PLAIN = (
     *(dict, OrderedDict, list, deque, set, frozenset, tuple, bytearray, array),
@@ -224,7 +224,7 @@ class ModelState:
     def _look_at_attributes(self, value: Any) -> Iterable[Any]:
         kind, package = type(value), f"{type(value).__module__}."
         is_known = isinstance(value, nn.Module | Tensor) or package.startswith(_OPEN)
-        if package.startswith(_FOREIGN) and not is_known:
+        if package.startswith(_FOREIGN) and (not is_known or is_iterator(value)):
             return ()
         if kind not in self._slots:
             self._slots[kind] = slot_members(kind)

@@ -241,6 +241,7 @@ COUNTS = {
     "shared memory": (_in_number, lambda: multiprocessing.Value("i", 0)),
     "a shared array": (_in_first, lambda: multiprocessing.Array("i", 1)),
     "a part of a data set": (lambda held: held[0], lambda: Subset(_Data(), [0])),
+    "a loader's data set": (lambda held: held.dataset[0], lambda: DataLoader(_Data())),
     "several data sets": (lambda held: held[0], lambda: ConcatDataset([_Data()])),
     "a distribution's transform": (
         _in_distribution,
