@@ -19,7 +19,7 @@ from ...batches.joining import join, output_dim
 from ...batches.microbatch import LossReduction, Microbatch, weights_of
 from ...crossing.hop_backward import run_engine
 from ...devices.rng_streams import RngStreams, Source
-from ...preparation.batch_norm import DeferredBatchNorm
+from ...preparation.batch_norm.deferred import DeferredBatchNorm
 from ...stages.cursor import set_microbatch
 
 
