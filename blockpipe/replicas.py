@@ -25,7 +25,7 @@ from ._common.threads.thread_state import CallerState, intra_operation_threads
 from ._torch.modes import untraced
 from .batches.batch_dims import BatchDims, dims_of_call
 from .batches.class_weights import reduction_for
-from .batches.joining import join, output_dim
+from .batches.joining import join
 from .batches.losses import WeightedLoss, kind_of
 from .batches.microbatch import (
     LossReduction,
@@ -34,6 +34,7 @@ from .batches.microbatch import (
     weights_of,
     weights_without_target,
 )
+from .batches.output_dims import output_dim
 from .batches.shares import dims_of_shares
 from .devices.devices import is_asynchronous, is_on_meta
 from .devices.rng_streams import Source, current, diverted, host_sources, moved, torchs_of

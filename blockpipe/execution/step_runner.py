@@ -17,9 +17,10 @@ from .._torch.modes import how_many_dispatch_modes, is_in_forward_mode, is_in_tr
 from ..batches.batch_dims import CallDims, dims_of_call
 from ..batches.class_weights import reduction_for
 from ..batches.input_places import InputPlace, input_places
-from ..batches.joining import JoinedLeaf, join, output_dim, weighted_sum
+from ..batches.joining import JoinedLeaf, join, weighted_sum
 from ..batches.losses import warn_of_some_without_a_number
 from ..batches.microbatch import Microbatch, weights_of, weights_without_target
+from ..batches.output_dims import output_dim
 from ..crossing.interception import CrossingMode
 from ..crossing.step_context import Graphs, KnownForward, StepContext
 from ..crossing.uncut_run import UncutRun
