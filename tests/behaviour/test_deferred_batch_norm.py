@@ -364,6 +364,19 @@ class Biased(nn.BatchNorm1d):
         return x - x.mean(0)
 
 
+class Decaying(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        normalized = super().forward(x)
+        self.running_mean.mul_(0.9)
+        return normalized
+
+
+class OfHalf(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = (b.view(-1)[:1] for b in (self.running_mean, self.running_var))
+        return F.batch_norm(x[:, :1], mean, variance, training=True) + x
+
+
 class FromOutside(nn.BatchNorm1d):
     def __call__(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -371,7 +384,7 @@ class FromOutside(nn.BatchNorm1d):
         return x - x.mean(0)
 
 
-@pytest.mark.parametrize("kind", [Biased, FromOutside])
+@pytest.mark.parametrize("kind", [Biased, Decaying, OfHalf, FromOutside])
 def test_statistics_that_follow_something_else_are_refused(kind):
     """They would be lost, or be others than the forward's own."""
     model = nn.Sequential(kind(3), nn.Linear(3, 3))

@@ -74,8 +74,12 @@ class DeferredBatchNorm:
     def _call(self, module: BatchNorm, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Call a batch norm's forward, and gather its update if it makes that by itself."""
         step, microbatch = self.under_way, counted_microbatch()
-        if step is None or microbatch is None or not _updates_statistics(module):
+        if step is None or not _updates_statistics(module):
             return forward(*args, **kwargs)
+        if microbatch is None:
+            step.uncounted.add(module)
+            return forward(*args, **kwargs)
+        step.called.add(module)
         before, by_hand = step.count(module, microbatch), None
         if module not in self._of_torch:
             with ours(), torch.no_grad():
@@ -83,6 +87,8 @@ class DeferredBatchNorm:
         result = forward(*args, **kwargs)
         if step.count(module, microbatch) > before:
             self._of_torch.add(module)
+            if step.changed(module).intersection(RUNNING):  # once more, behind torch's function
+                raise not_gathered(module, self._paths[module])
         elif changed := step.changed(module):
             with ours(), torch.no_grad():
                 update = None if by_hand is None else by_hand.update(changed)

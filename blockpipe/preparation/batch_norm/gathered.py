@@ -58,9 +58,13 @@ class StepUpdates:
 
     Attributes:
         seen: by module, then by micro-batch: of each of its calls. One thread runs a micro-batch.
+        called: modules of which a call counts.
+        uncounted: modules of which a call does not count, such as a recomputation.
     """
 
     def __init__(self, modules: Iterable[BatchNorm]) -> None:
+        self.called: set[BatchNorm] = set()
+        self.uncounted: set[BatchNorm] = set()
         self.seen: dict[BatchNorm, dict[int, list[Update]]] = {}
         self._own = {module: dict(buffers_of(module)) for module in modules}
         self._of_memory: dict[int, tuple[BatchNorm, Tensor]] = {}
@@ -83,14 +87,23 @@ class StepUpdates:
     def put_back(self) -> list[BatchNorm]:
         """Give the modules their own buffers again; return those with changes that nothing has
         seen."""
-        unseen = [
-            module
-            for module in self._last
-            if module not in self.seen and self.changed(module).intersection(RUNNING)
-        ]
+        known = self.seen.keys() | (self.uncounted - self.called)
+        unseen = [m for m in self._last if m not in known and self._is_written(m)]
         for module, buffers in self._own.items():
             buffers_of(module).update(buffers)
         return unseen
+
+    def _is_written(self, module: BatchNorm) -> bool:
+        """Return whether a module that nothing has seen has other running statistics than before.
+        Torch's other functions and compiled ones count no write, so that values are compared; in
+        training mode few modules are left out by a forward."""
+        if self.changed(module).intersection(RUNNING):
+            return True
+        pairs = [(buffers_of(module).get(name), self._own[module].get(name)) for name in RUNNING]
+        return module.training and any(
+            now is not None and before is not None and not torch.equal(now, before)
+            for now, before in pairs
+        )
 
     def changed(self, module: BatchNorm) -> frozenset[str]:
         """Return which of a module's buffers have changed since its last update."""
@@ -219,14 +232,15 @@ _original: Any = torch.batch_norm
 @untraced
 def _batch_norm(*args: Any, **kwargs: Any) -> Tensor:
     given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-    microbatch = counted_microbatch() if given.get("training") else None
+    running = given.get("running_mean"), given.get("running_var")
+    owners = ((step, step.owner(*running)) for step in _steps if given.get("training"))
+    step, module = next((found for found in owners if found[1] is not None), (None, None))
+    if step is None or module is None:
+        return _called(*args, **kwargs)
+    microbatch, mode = counted_microbatch(), active_mode()
     if microbatch is None:
+        step.uncounted.add(module)
         return _called(*args, **kwargs)
-    running = given["running_mean"], given["running_var"]
-    found = [(step, m) for step in _steps if (m := step.owner(*running)) is not None]
-    if not found:
-        return _called(*args, **kwargs)
-    (step, module), mode = found[0], active_mode()
     x = given["input"]
     is_on = mode is not None and mode.is_on()
     with ours(), torch.no_grad():
