@@ -28,7 +28,7 @@ from .execution.microbatch.container_entries import PassedContainers
 from .execution.scaled_gradients import current_scale
 from .execution.step_result import StepResult
 from .execution.step_runner import runs_model
-from .preparation.batch_norm import synchronized
+from .preparation.batch_norm.deferred import synchronized
 from .preparation.options import (
     FIXED,
     OPTIONS,

@@ -25,7 +25,8 @@ from ._common.threads.thread_state import CallerState, intra_operation_threads
 from ._torch.modes import untraced
 from .batches.batch_dims import BatchDims, dims_of_call
 from .batches.class_weights import reduction_for
-from .batches.joining import join, output_dim
+from .batches.cut_off import cut_off, give
+from .batches.joining import join
 from .batches.losses import WeightedLoss, kind_of
 from .batches.microbatch import (
     LossReduction,
@@ -34,6 +35,7 @@ from .batches.microbatch import (
     weights_of,
     weights_without_target,
 )
+from .batches.output_dims import output_dim
 from .batches.shares import dims_of_shares
 from .devices.devices import is_asynchronous, is_on_meta
 from .devices.rng_streams import Source, current, diverted, host_sources, moved, torchs_of
@@ -156,7 +158,8 @@ class Replicas(CopiedInterface):
             loss_fn, nn.Module
         ):  # as Pipeline does; the other copies read its tensors there
             loss_fn.to(self.pipes[0].output_device)
-        kwargs = joined_kwargs(kwargs, model_kwargs)
+        given = args, joined_kwargs(kwargs, model_kwargs), target
+        (args, kwargs, target), pairs = cut_off(given, leaves=False)
         shares, dims = self._shares(args, kwargs, target)
         reduction = reduction_for(loss_fn, self.pipes[0].loss_reduction)
         weights = weights_of(shares, reduction)
@@ -178,6 +181,7 @@ class Replicas(CopiedInterface):
 
         results = self._run(step, shares, weights, dims, loss_fn)
         self._collect_gradients(len(shares))
+        give((tensor, leaf.grad) for tensor, leaf in pairs)
         first = results[0][0].loss
         loss = torch.stack([result.loss.to(first.device) for result, _ in results]).sum()
         outputs = None

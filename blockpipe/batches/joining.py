@@ -1,7 +1,7 @@
 """The micro-batches' results, joined into one: values forward, gradients back."""
 
 import itertools
-from collections.abc import Iterator, Mapping, MappingView, Sequence
+from collections.abc import Iterator, MappingView, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,18 +12,16 @@ from torch.nn.utils.rnn import PackedSequence
 from .._common.callsite import users_line
 from .._common.checks import expected
 from .._common.nested import (
-    are_of_one_kind,
     containers,
     leaf_names,
     leaves,
     map_leaves,
-    present,
-    tensors,
 )
 from ..devices.copies import carry
 from ..devices.devices import is_asynchronous
 from ..errors import MicrobatchError
-from .batch_dims import BatchDims, PartlyWhole, Role, has_batch, has_dim, output_of
+from .batch_dims import has_batch
+from .output_dims import is_weighed, lists_of_samples
 
 
 def join(
@@ -125,7 +123,7 @@ def _check_can_be_joined(result: Any) -> None:
 
 def _way_to_join(results: Sequence[Any], sizes: Sequence[int]) -> str:
     """Return what to do about results that have different numbers of members."""
-    names = _lists_of_samples(results, sizes)
+    names = lists_of_samples(results, sizes)
     if "output" in names:
         return (
             "if the output has one element a sample, as its length says, pass "
@@ -194,104 +192,6 @@ def _listed(
     stays = itertools.chain.from_iterable(on_host)
     values = iter([j.value(None if s else device) for j, s in zip(joints, stays, strict=True)])
     return map_leaves(lambda _: next(values), listed), joints
-
-
-def output_dim(
-    dims: BatchDims, results: Sequence[Any] = (), sizes: Sequence[int] = ()
-) -> int | Literal["list"] | None:
-    """Return the dim on which outputs are joined, ``"list"``, or ``None`` for not at all.
-
-    ``batch_dims`` decides it. If it does not name the output, lists with one element a sample are
-    joined as such where the arguments are such lists. Where the arguments are tensors, two tensors
-    of a micro-batch of two are far more often two outputs (of two heads, of two scales) than two
-    samples: there is no telling by their shapes, and such a list is joined tensor by tensor.
-
-    Raises:
-        MicrobatchError: the results may be lists of samples, or hold tensors that have all samples.
-    """
-    if not isinstance(dims, Mapping):
-        return dims or 0
-    if {"output", Role.OUTPUT} & dims.keys() or "list" not in dims.values():
-        how = output_of(dims)
-        if isinstance(how, int):
-            _check_for_dim(results, how)
-        assert not isinstance(how, PartlyWhole)
-        return how
-    each = list(zip(results, sizes, strict=True))
-    if not all(_may_be_samples(result, size) for result, size in each):
-        _check_for_lists_inside(results, sizes)
-        return 0
-    if each and all(_has_all_samples(result, size) for result, size in each):
-        result, size = each[0]
-        raise MicrobatchError(
-            f"the output of a micro-batch, a {type(result).__name__} of {size}, may have one "
-            f"element for each of its {size} samples, or hold tensors that have all of them "
-            f"({users_line()}); name it in batch_dims: 'output': 'list' (one element a sample) or "
-            "'output': 0 (tensors with all samples)"
-        )
-    return "list"
-
-
-def _check_for_dim(results: Sequence[Any], dim: int) -> None:
-    """Refuse a dim that no tensor of the results has: none would be joined."""
-    shapes = [tuple(t.shape) for result in results for t in tensors(result) if t.dim()]
-    if shapes and not any(has_dim(shape, dim) for shape in shapes):
-        contract = f"an output with the samples on dim {dim}, as batch_dims says,"
-        fix = "name the dim that has the samples, or None for each micro-batch's outputs"
-        raise MicrobatchError(expected(contract, shapes[0], fix=fix))
-
-
-def _check_for_lists_inside(results: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Refuse lists of samples inside of results: they would be joined as if each element had all
-    samples."""
-    names = _lists_of_samples(results, sizes)
-    if names:
-        raise MicrobatchError(
-            f"{names[0]} of a micro-batch may have one element for each of its {sizes[0]} samples, "
-            f"or hold tensors that have all of them ({users_line()}); name the output in "
-            "batch_dims: 'output': 0 (tensors with all samples) or 'output': None (each "
-            "micro-batch's outputs, not joined)"
-        )
-
-
-def _lists_of_samples(results: Sequence[Any], sizes: Sequence[int]) -> list[str]:
-    """Return the names of the lists in the results that have an element for each sample, by their
-    lengths in every micro-batch. A tuple without tensors is a size."""
-    found = [
-        [
-            name
-            for name, inner in containers(result)
-            if _may_be_samples(inner, size)
-            and (type(inner) is list or any(True for _ in tensors(inner)))
-        ]
-        for result, size in zip(results, sizes, strict=True)
-    ]
-    return [name for name in found[0] if all(name in names for names in found[1:])]
-
-
-def _may_be_samples(result: Any, size: int) -> bool:
-    """Return whether a result is a sequence with as many elements as there are samples, all of one
-    kind: a loss beside outputs is none."""
-    if type(result) not in (list, tuple) or len(result) != size:
-        return False
-    return are_of_one_kind(present(result))
-
-
-def _has_all_samples(result: Sequence[Any], size: int) -> bool:
-    """Return whether each element of a result may just as well hold all samples, or be a loss. A
-    mapping is a sample: a detection's number of boxes is the number of samples by chance."""
-    if isinstance(result[0], Mapping):
-        return False
-    found = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
-    return bool(found) and all(
-        has_batch(tensor.shape, size, 0) or is_weighed(tensor.shape, tensor.dtype)
-        for tensor in found
-    )
-
-
-def is_weighed(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Return whether a tensor that has no entry for each sample is summed by weight."""
-    return len(shape) == 0 and (dtype.is_floating_point or dtype.is_complex)
 
 
 def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -110,7 +110,7 @@ def split(
     for name, value in [*named, (Role.TARGET, target)]:
         if by.of(name) is not WHOLE and by.of(name) != "list":
             check_kind(name, value)
-    size = _batch_size(named, by)
+    size, of = _batch_size(named, by)
     if size is None:
         return [Microbatch(args, kwargs, target, 1)]
     if size == 0:
@@ -119,7 +119,7 @@ def split(
     for name, value in [*named, (Role.TARGET, target)]:
         if not by.names(name):
             check_for_samples(name, value, size, by.of(name))
-    _check_target(target, size, by.of(Role.TARGET))
+    _check_target(target, size, by.of(Role.TARGET), of)
     splitter = _Splitter(by, size, min(chunks, size), cut)
     if splitter.count > 1:
         return splitter.microbatches(args, kwargs, target)
@@ -262,25 +262,26 @@ def _own_leaf(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
     return leaf.requires_grad_() if needs and torch.is_grad_enabled() else leaf
 
 
-def _batch_size(named: list[tuple[Any, Any]], by: ArgumentDims) -> int | None:
-    """Return the number of samples of the first argument that is split; ``None``: none is."""
+def _batch_size(named: list[tuple[Any, Any]], by: ArgumentDims) -> tuple[int | None, Name]:
+    """Return the number of samples of the first argument that is split, and its name; ``None``:
+    none is."""
     for name, value in named:
         dim = by.of(name)
         if dim is WHOLE:
             continue
         if dim == "list":
             _check_list(name, value)
-            return len(value)
+            return len(value), name
         if isinstance(dim, PartlyWhole):
             dim = dim.dim
         if not by.names(name):
             check_for_samples(name, value, None, dim)
         for tensor in tensors(value):
             if has_dim(tensor.shape, dim):
-                return int(tensor.shape[dim])
+                return int(tensor.shape[dim]), name
             if tensor.dim() and not by.is_default:
                 _check_named(name, tensor, dim, None)
-    return None
+    return None, -1
 
 
 def _check_list(name: Name, value: Any, size: int | None = None) -> None:
@@ -295,7 +296,8 @@ def _check_list(name: Name, value: Any, size: int | None = None) -> None:
         raise MicrobatchError(expected(contract, len(value), for_=argument))
 
 
-def _check_target(target: Any, size: int, dim: Any) -> None:
+def _check_target(target: Any, size: int, dim: Any, of: Name) -> None:
+    """Check that the target has the samples of the batch, whose size is that of an argument."""
     if dim is WHOLE or dim == "list" or isinstance(dim, PartlyWhole):
         return
     unfit = [t for t in tensors(target) if has_dim(t.shape, dim) and t.shape[dim] != size]
@@ -308,8 +310,9 @@ def _check_target(target: Any, size: int, dim: Any) -> None:
         )
     else:
         fix = (
-            "pass a target for each sample, or batch_dims={'target': None} to give every "
-            "micro-batch the whole of it"
+            f"the batch has the size of argument {of!r}, its first tensor: pass batch_dims="
+            f"{{{of!r}: None}} if that goes whole to every micro-batch, {{'target': None}} if the "
+            "target does, or a target for each sample"
         )
     shape = tuple(unfit[0].shape)
     raise MicrobatchError(expected(_samples_on(dim, size), shape, for_="the target", fix=fix))
@@ -324,14 +327,14 @@ def weights_of(microbatches: Sequence[Microbatch], reduction: LossReduction) -> 
             target) -> number``: its share of those numbers (tokens that count, say).
 
     Raises:
-        MicrobatchError: a number of the callable is negative or not finite, or all are zero.
+        MicrobatchError: a number of the callable is none, negative or not finite, or all are zero.
     """
     if reduction == "sum":
         return [1.0] * len(microbatches)
     if callable(reduction):
         given = [reduction(m.args, m.kwargs, m.target) for m in microbatches]
         try:
-            counts = [float(number) for number in given]
+            counts = [-1.0 if isinstance(n, str | bytes | bool) else float(n) for n in given]
         except (TypeError, ValueError):
             counts = [-1.0]
         if not all(math.isfinite(n) and n >= 0 for n in counts) or sum(counts) <= 0:

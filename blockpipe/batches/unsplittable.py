@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._common.callsite import users_line
 from .._common.checks import expected
-from .._common.nested import are_of_one_kind, containers, leaves, members, present, tensors
+from .._common.nested import are_of_one_kind, containers, leaves, members, tensors
 from ..errors import MicrobatchError
 from .batch_dims import Name, Role, has_batch, has_dim
 
@@ -65,11 +65,13 @@ def check_for_samples(name: Name, value: Any, size: int | None, dim: Any) -> Non
     if isinstance(value, Tensor):
         return
     first = next((tensor for tensor in tensors(value) if has_dim(tensor.shape, dim)), None)
-    for found in _sequences(value):
+    for found, is_in_values in _sequences(value):
         if size is None:  # it is that of the first tensor
             is_doubtful = _alike(found) and any(tensor is first for tensor in tensors(found))
+        elif len(found) != size or size == 1 or (is_in_values and _may_be_shape(found)):
+            is_doubtful = False
         else:
-            is_doubtful = len(found) == size > 1 and _may_be_samples(found)
+            is_doubtful = _may_be_samples(found, size, dim)
         if is_doubtful:
             raise MicrobatchError(_doubt(name, found, is_inside=found is not value))
     if size is not None:
@@ -137,21 +139,47 @@ def _doubt(name: Name, found: Sequence[Any], *, is_inside: bool) -> str:
     )
 
 
-def _sequences(value: Any) -> Iterator[Sequence[Any]]:
-    """Yield the sequences in a nested value, the outer ones first; a named tuple is a record, and a
-    ``torch.Size`` a shape."""
+def _sequences(value: Any, is_in_values: bool = False) -> Iterator[tuple[Sequence[Any], bool]]:
+    """Yield the sequences in a nested value, the outer ones first, each with whether it is in one
+    of plain values; a named tuple is a record, and a ``torch.Size`` a shape."""
     if type(value) is tuple or (isinstance(value, Sequence) and not isinstance(value, _NO_LISTS)):
-        yield value
-        if _of_plain_values(value):
-            return
+        yield value, is_in_values
+        is_in_values = is_in_values or _of_plain_values(value)
     for _, item in members(value) or ():
-        yield from _sequences(item)
+        if not isinstance(item, _PLAIN):
+            yield from _sequences(item, is_in_values)
 
 
-def _may_be_samples(sequence: Sequence[Any]) -> bool:
+def _may_be_shape(sequence: Sequence[Any]) -> bool:
+    """Return whether a sequence in a list of plain values may be a size, a box or a padding there,
+    and not one of several columns as torch's collate function makes them of records."""
+    return len(sequence) <= _LONGEST_SHAPE and not _of_texts(sequence)
+
+
+def _of_texts(sequence: Sequence[Any]) -> bool:
+    return all(isinstance(item, str | bytes) for item in sequence)
+
+
+def _may_be_samples(sequence: Sequence[Any], size: int, dim: Any) -> bool:
     """Return whether the items of a sequence with as many as the batch has samples may be these."""
-    there = present(sequence) or sequence
-    return _of_plain_values(sequence) or _alike(there) or _of_objects(there)
+    there = [item for item in sequence if not _is_nothing(item)]
+    if not isinstance(sequence, tuple):
+        there = there or list(sequence)
+        return _of_plain_values(sequence) or _alike(there) or _of_objects(there)
+    if len(there) == len(sequence):
+        return _of_plain_values(sequence) or _alike(sequence) or _of_objects(sequence)
+    # A record may leave out some of its parts as well.
+    if len(there) < 2 or not are_of_one_kind(there):
+        return False
+    if _alike(there):
+        return not all(has_batch(tensor.shape, size, dim) for tensor in tensors(there))
+    return _of_texts(there) or _of_objects(there)
+
+
+def _is_nothing(item: Any) -> bool:
+    """Return whether an item says that its sample has nothing: ``None``, or ``torch.tensor([])``
+    beside tensors of more dims."""
+    return item is None or (isinstance(item, Tensor) and item.shape == (0,))
 
 
 def _alike(sequence: Sequence[Any]) -> bool:
@@ -172,7 +200,7 @@ def _of_objects(sequence: Sequence[Any]) -> bool:
 def _of_plain_values(sequence: Sequence[Any]) -> bool:
     """Return whether a sequence has texts, numbers, or tuples of them (lengths, sizes), or a tuple
     has texts: a tuple of numbers is one size."""
-    if all(isinstance(item, str | bytes) for item in sequence):
+    if _of_texts(sequence):
         return True
     each = [list(leaves(item)) for item in sequence] if not isinstance(sequence, tuple) else []
     found = list(itertools.chain.from_iterable(each))
@@ -185,5 +213,6 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() == 0
 
 
+_LONGEST_SHAPE = 4
 _NO_LISTS = (str, bytes, bytearray, memoryview, tuple)
 _PLAIN = (str, bytes, int, float, complex, type(None))

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..batches.batch_dims import BatchDims
-from ..batches.joining import join, output_dim
+from ..batches.joining import join
 from ..batches.losses import checked_loss, computed_loss
 from ..batches.microbatch import LossReduction, Microbatch, weights_of, weights_without_target
+from ..batches.output_dims import output_dim
 from ..execution.step_result import StepLoss
 from .engine import Engine
 from .microbatches.calls import StageCalls

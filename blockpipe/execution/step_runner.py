@@ -16,10 +16,12 @@ from .._common.threads.thread_state import CallerState, ours, theirs
 from .._torch.modes import how_many_dispatch_modes, is_in_forward_mode, is_in_transform
 from ..batches.batch_dims import CallDims, dims_of_call
 from ..batches.class_weights import reduction_for
+from ..batches.cut_off import cut_off, give
 from ..batches.input_places import InputPlace, input_places
-from ..batches.joining import JoinedLeaf, join, output_dim, weighted_sum
+from ..batches.joining import JoinedLeaf, join, weighted_sum
 from ..batches.losses import warn_of_some_without_a_number
 from ..batches.microbatch import Microbatch, weights_of, weights_without_target
+from ..batches.output_dims import output_dim
 from ..crossing.interception import CrossingMode
 from ..crossing.step_context import Graphs, KnownForward, StepContext
 from ..crossing.uncut_run import UncutRun
@@ -88,11 +90,11 @@ class StepRunner:
         """Run a step as :meth:`blockpipe.Pipeline.forward_backward` says."""
         caller = CallerState()
         given = self._passed(args, kwargs)
-        cut_off: list[tuple[Tensor, Tensor]] = []  # inputs, and what stands for them
+        pairs: list[tuple[Tensor, Tensor]] = []  # inputs, and what stands for them
         if not self.options.cuts:
-            (args, kwargs, target), cut_off = _cut_off((args, kwargs, target))
+            (args, kwargs, target), pairs = cut_off((args, kwargs, target))
         microbatches = self.split(args, kwargs, target)
-        parts = _parts_of_whole_leaves(cut_off, microbatches[0])
+        parts = _parts_of_whole_leaves(pairs, microbatches[0])
         with theirs():
             reduction = reduction_for(loss_fn, self.options.loss_reduction)
             weights = weights_of(microbatches, reduction)
@@ -106,11 +108,11 @@ class StepRunner:
         self.preparer.look_again(
             prepared, microbatches[0], self.options, step.state.written, loss_fn
         )
-        if cut_off:
-            _give((tensor, leaf.grad) for tensor, leaf in cut_off if id(leaf) not in parts)
-            for tensor, leaf in cut_off:
+        if pairs:
+            give((tensor, leaf.grad) for tensor, leaf in pairs if id(leaf) not in parts)
+            for tensor, leaf in pairs:
                 for part in parts.get(id(leaf), ()):
-                    _give([(tensor, part)])
+                    give([(tensor, part)])
         elif step.state.inputs_need_grad:
             self._give_input_gradients(step, args, kwargs, target)
         with torch.no_grad():
@@ -265,10 +267,10 @@ class StepRunner:
         whole = [(t, place) for t, place in inputs if t.is_leaf and place.dim is None]
         rest = [(t, place) for t, place in inputs if not (t.is_leaf and place.dim is None)]
         found = input_gradients(step.state, rest)
-        _give([(tensor, gradient) for (tensor, _), gradient in zip(rest, found, strict=True)])
+        give([(tensor, gradient) for (tensor, _), gradient in zip(rest, found, strict=True)])
         for m in range(len(step.request.microbatches)) if whole else ():
             found = input_gradients(step.state, [(t, place.only(m)) for t, place in whole])
-            _give([(tensor, gradient) for (tensor, _), gradient in zip(whole, found, strict=True)])
+            give([(tensor, gradient) for (tensor, _), gradient in zip(whole, found, strict=True)])
 
 
 def _batch_loss(step: Step) -> Tensor:
@@ -312,41 +314,17 @@ def _check_call() -> None:
         )
 
 
-def _cut_off(arguments: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
-    """Arguments with a leaf in the place of each tensor that needs grad, and the pairs of both.
-
-    Each micro-batch has a backward of its own, but the caller's graph behind an input is freed by
-    the first one.
-    """
-    leaf_of: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def cut(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        pair = leaf_of.setdefault(id(tensor), (tensor, tensor.detach().requires_grad_()))
-        return pair[1]
-
-    return map_tensors(cut, arguments), list(leaf_of.values())
-
-
 def _parts_of_whole_leaves(
-    cut_off: list[tuple[Tensor, Tensor]], batch: Microbatch
+    pairs: list[tuple[Tensor, Tensor]], batch: Microbatch
 ) -> dict[int, list[Tensor]]:
     """Return, by the id of what stands for it, where each micro-batch's gradient is collected of a
     leaf that goes whole to all of them: its hooks run once for each, as in the plain loop."""
     whole = {id(tensor) for tensor in tensors((batch.args, batch.kwargs, batch.target))}
     parts: dict[int, list[Tensor]] = {}
-    for tensor, leaf in cut_off:
+    for tensor, leaf in pairs:
         if tensor.is_leaf and id(leaf) in whole:
             leaf.register_hook(parts.setdefault(id(leaf), []).append)
     return parts
-
-
-def _give(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    """Take gradients of inputs into the caller's graph, at once."""
-    given = [(tensor, gradient) for tensor, gradient in gradients if gradient is not None]
-    if given:
-        torch.autograd.backward([t for t, _ in given], [g for _, g in given])
 
 
 class _start_over:  # noqa: N801 - a context manager that reads as a verb

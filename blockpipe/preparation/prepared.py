@@ -29,7 +29,7 @@ from ..recording.recording import Recording
 from ..schedules.builders import ScheduleChoice, ScheduleOption
 from ..schedules.schedule import Schedule
 from ..schedules.simulation import Costs, validate
-from .batch_norm import DeferredBatchNorm
+from .batch_norm.deferred import DeferredBatchNorm
 from .compiled import CompiledModules
 from .hop_costs import hop_costs, rates_of_stages
 from .options import recomputes

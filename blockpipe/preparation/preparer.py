@@ -32,7 +32,7 @@ from ..stages.plan import StagePlan
 from ..weights.accelerate_hooks import AccelerateHooks
 from ..weights.materialize import PendingValues
 from ..weights.placement import Fingerprint, Placement
-from .batch_norm import DeferredBatchNorm
+from .batch_norm.deferred import DeferredBatchNorm
 from .offloaded import offloaded_stages
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of

@@ -19,6 +19,7 @@ import torch
 from .._common.checks import expected, is_integer
 from .._common.progress import Progress
 from .._common.text import bytes_text, text_table
+from ..batches.cut_off import cut_off
 from ..batches.microbatch import Microbatch
 from ..batches.step_arguments import StepArguments
 from ..devices.devices import is_asynchronous, is_on_meta
@@ -315,11 +316,13 @@ def _measure(batch: StepArguments, tries: list[_TrialRun], repeats: int) -> None
 def _timed(one: _TrialRun, batch: StepArguments, preserved: PreservedModel) -> float | None:
     assert one.runner is not None
     preparer = one.runner.preparer
+    # The caller's tensors, and the graph behind them, keep what they have.
+    (args, kwargs, target), _ = cut_off((batch.args, batch.kwargs, batch.target))
     with preserved.run(), preparer.apart(one.known):
         try:
             _wait(preparer)
             began = time.perf_counter()
-            one.runner.forward_backward(batch.args, batch.kwargs, batch.target, batch.loss_fn)
+            one.runner.forward_backward(args, kwargs, target, batch.loss_fn)
             _wait(preparer)
             return time.perf_counter() - began
         except (torch.OutOfMemoryError, MemoryError):

@@ -14,7 +14,7 @@ import torch
 from .._common.callsite import users_line
 from .._common.text import bytes_text, one_line
 from ..batches.batch_dims import has_batch
-from ..batches.joining import is_weighed, output_dim
+from ..batches.output_dims import is_weighed, output_dim
 from ..errors import ScheduleError, UsageError
 from ..preparation.memory.measured import measured
 from ..preparation.memory.model import predict

@@ -247,3 +247,17 @@ def test_a_dim_of_the_output_when_no_output_has_it_is_refused(dim):
     pipe = bp.Pipeline(Turned(), devices=stages(2), chunks=2, batch_dims={"output": dim})
     with pytest.raises(MicrobatchError, match=rf"samples on dim {dim}, .*got \(4, 3\).*or None"):
         pipe(torch.randn(5, 4))
+
+
+def test_an_argument_that_decides_the_size_is_named_where_the_target_does_not_fit():
+    """``mask`` of one row comes first: the batch has one sample."""
+    x = torch.ones(7, 4)
+    match = r"got \(7, 4\).*the size of argument 'mask'.*\{'mask': None\}"
+    with pytest.raises(MicrobatchError, match=match):
+        split((), {"mask": torch.ones(1, 5), "x": x}, x, 2)
+
+
+@pytest.mark.parametrize("weight", ["3", True])
+def test_a_weight_that_is_no_number_is_refused(weight):
+    with pytest.raises(MicrobatchError, match="finite weights from 0 on"):
+        weights_of(split((torch.ones(4),), {}, None, 2), lambda *_: weight)

@@ -100,6 +100,10 @@ SAMPLES = {
     "lists, one empty": [[1.0], [1.0, 2.0], [3.0], []],
     "numbers and tensors": [1.0, torch.tensor(2.0), 3.0, torch.tensor(4.0)],
     "mappings, some none": [{"n": torch.ones(1)}, None, {"n": torch.ones(2)}, None],
+    "tuple of mappings, some none": ({"n": torch.ones(1)}, None, {"n": torch.ones(2)}, None),
+    "tuple of tensors, some none": (torch.ones(2), None, torch.ones(3), None),
+    "tuple of texts, some none": ("a", None, "b", "c"),
+    "boxes, some empty": [torch.ones(2, 4), torch.tensor([]), torch.ones(1, 4), torch.tensor([])],
     "deque": deque([1.0, 2.0, 3.0, 4.0]),
     "tensors of as many rows": [torch.full((4, 4), 1.0) for _ in range(4)],
     "ragged": _rows(),
@@ -118,9 +122,50 @@ def test_a_sequence_with_an_item_for_each_sample_when_not_named_is_refused(sampl
         pipe.forward_backward(x, target=samples, loss_fn=lambda out, _: out.sum())
 
 
+COLLATED = {
+    "texts": [("a", "b"), ("c", "d")],
+    "texts of mappings": [{"n": ("a", "b")}],
+    "texts and numbers": [("a", 1), ("b", 2)],
+    "records": [(("a", "b"), "c"), (("d", "e"), "f")],
+}
+
+
+@pytest.mark.parametrize("records", COLLATED.values(), ids=COLLATED)
+def test_columns_of_plain_values_in_a_list_when_not_named_are_refused(records: Any) -> None:
+    """Torch's collate function makes them; each micro-batch got all names and all paths."""
+    pipe = bp.Pipeline(Takes(), devices=stages(2), chunks=2)
+    rows = [(torch.randn(4), records[n % len(records)]) for n in range(4)]
+    x, other = torch.utils.data.default_collate(rows)
+    for given in (other, {"n": other}, [other]):
+        with pytest.raises(
+            MicrobatchError, match=r"argument 1 has a \w+ inside that may be a list"
+        ):
+            pipe(x, given)
+    with pytest.raises(MicrobatchError, match="the target has a .* may be a list of 4 samples"):
+        pipe.forward_backward(x, target=other, loss_fn=lambda out, _: out.sum())
+
+
+def test_columns_of_numbers_in_a_list_when_they_are_long_are_refused():
+    """Up to four numbers may be a size or a box; a list of five for five samples is a column."""
+    pipe = bp.Pipeline(Takes(), devices=stages(2), chunks=2)
+    with pytest.raises(
+        MicrobatchError, match="argument 1 has a list inside that may be a list of 5"
+    ):
+        pipe(torch.randn(5, 4), [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]])
+
+
 @pytest.mark.parametrize(
     "whole",
-    [(2, 2, 1, 1), ("mean", None, 3, True), [torch.ones(4, 4), 0.5, None, 1], SimpleNamespace(n=4)],
+    [
+        (2, 2, 1, 1),
+        ("mean", None, 3, True),
+        ("mean", None, None, None),
+        (torch.ones(4, 4), torch.ones(4, 4), None, None),
+        [torch.ones(4, 4), 0.5, None, 1],
+        [[64, 64, 1, 1], [32, 32, 1, 1], [16, 16, 1, 1]],
+        [[(64, 64)] * 4] * 2,
+        SimpleNamespace(n=4),
+    ],
     ids=str,
 )
 def test_what_is_no_list_of_samples_goes_on_as_before(whole: Any) -> None:

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 import blockpipe as bp
-from blockpipe.preparation.batch_norm import _update, merged, statistics
+from blockpipe.preparation.batch_norm.deferred import update_buffers
+from blockpipe.preparation.batch_norm.gathered import BUFFERS, Update
+from blockpipe.preparation.batch_norm.statistics import merged, statistics
 from blockpipe.schedules.builders import SCHEDULES
 
 from ..models import square
@@ -186,7 +188,8 @@ def test_deferred_statistics_do_not_synchronize(momentum):
     whole = copy.deepcopy(norm).double()
     x = torch.randn(1000, 8, device=KIND) + 1e4
     with no_synchronization():
-        _update(norm, merged([statistics(part) for part in x.split(300)]))
+        whole_statistics = merged([statistics(part) for part in x.split(300)])
+        update_buffers(norm, Update(whole_statistics, norm.momentum, frozenset(BUFFERS)))
     whole(x.double())
     torch.testing.assert_close(norm.running_mean, whole.running_mean.float(), rtol=1e-6, atol=0)
     torch.testing.assert_close(norm.running_var, whole.running_var.float(), rtol=1e-6, atol=0)

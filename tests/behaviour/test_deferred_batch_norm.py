@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import blockpipe as bp
+from blockpipe.errors import StateError
 
 from ..parameter_sets import every_pair
 from ..parity import difference, plain_step
@@ -314,6 +316,85 @@ def test_a_subclass_that_assigns_its_buffers_keeps_them():
     pipe.forward_backward(x, loss_fn=loss_of)
     assert model[0].running_mean is own
     assert_close(own, 0.5 * x.mean(0))
+
+
+class Sequences(nn.BatchNorm1d):
+    """Takes ``[batch, time, channels]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Clamped(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp(-0.5, 0.5))
+
+
+class Unbound(nn.BatchNorm1d):
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.BatchNorm1d.forward(self, x)
+
+
+class ByFunction(nn.BatchNorm1d):
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, training=True, momentum=0.3)
+
+
+@pytest.mark.parametrize("in_glue", [False, True])
+@pytest.mark.parametrize("kind", [Sequences, Clamped, Unbound, ByFunction])
+def test_statistics_are_of_what_batch_norm_computes_with(kind, in_glue):
+    """Also if that is not the module's argument, or if the module is not called."""
+    x = torch.randn(9, 3, 3) + torch.arange(3.0)
+    model = nn.Sequential(nn.Identity(), nn.Sequential(kind(3), nn.Linear(3, 3)), nn.Linear(3, 3))
+    full = copy.deepcopy(model)
+    pipe = deferred(model, {"1.1" if in_glue else "2": 1}, chunks=3)
+    for _ in range(2):
+        pipe.forward_backward(x, loss_fn=loss_of)
+        full(x)
+    for name, value in full.named_buffers():
+        assert_close(model.get_buffer(name), value)
+
+
+class Biased(nn.BatchNorm1d):
+    """Updates its statistics by itself, and not as batch norm does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.running_var.lerp_(x.var(0, unbiased=False), self.momentum)
+        return x - x.mean(0)
+
+
+class Decaying(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        normalized = super().forward(x)
+        self.running_mean.mul_(0.9)
+        return normalized
+
+
+class OfHalf(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = (b.view(-1)[:1] for b in (self.running_mean, self.running_var))
+        return F.batch_norm(x[:, :1], mean, variance, training=True) + x
+
+
+class FromOutside(nn.BatchNorm1d):
+    def __call__(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.running_mean.lerp_(x.mean(0), 0.1)
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("kind", [Biased, Decaying, OfHalf, FromOutside])
+def test_statistics_that_follow_something_else_are_refused(kind):
+    """They would be lost, or be others than the forward's own."""
+    model = nn.Sequential(kind(3), nn.Linear(3, 3))
+    state = copy.deepcopy(model.state_dict())
+    pipe = deferred(model, {"1": 1}, chunks=2)
+    with pytest.raises(
+        StateError, match=rf"got others for '0', a {kind.__name__}: .*py:\d+\); call"
+    ):
+        pipe.forward_backward(torch.randn(8, 3), loss_fn=loss_of)
+    assert all(equal(state[key], value) for key, value in model.state_dict().items())
 
 
 def test_frozen_modules_are_left_alone():

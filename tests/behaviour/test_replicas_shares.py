@@ -163,3 +163,17 @@ def test_a_loss_reduction_that_needs_labels_is_not_asked_when_there_are_none() -
     two.forward_backward(x, labels=torch.randn(8, 4))
     with torch.no_grad():
         torch.testing.assert_close(two(x), net(x))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "uncut"])
+def test_an_input_with_a_graph_gets_its_gradient_once(schedule):
+    """Also one that goes whole to each copy; each copy has a backward of its own."""
+    net, front, scale = Scaled(), nn.Linear(4, 4), nn.Linear(1, 4)
+    x, y, one = torch.randn(8, 4), torch.randn(8, 4), torch.ones(1)
+    parameters = [*front.parameters(), *scale.parameters()]
+    wanted = torch.autograd.grad(
+        F.mse_loss(net(front(x), torch.ones(4, 4), scale(one)[None]), y), parameters
+    )
+    two = Replicas(net, groups(), chunks=2, schedule=schedule, batch_dims={"scale": None, 1: None})
+    two.forward_backward(front(x), torch.ones(4, 4), scale(one)[None], target=y, loss_fn=F.mse_loss)
+    assert_close([p.grad for p in parameters], list(wanted))

@@ -361,3 +361,46 @@ def test_a_detection_model_of_torchvision_trains():
         found = pipe(images)
         for item, image in zip(host(found), images, strict=True):
             assert_close(item["boxes"], model([image])[0]["boxes"])
+
+
+class Gives(Mean):
+    def __init__(self, form) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x, other=None):
+        return self.form(super().forward(x))
+
+
+OUTPUTS = {
+    "lists": lambda o: ([r[None, :3] for r in o], [r[3:] for r in o]),
+    "mappings": lambda o: ({"logits": o, "loss": o.mean()}, {"logits": o * 2, "loss": o.mean()}),
+    "numbers": lambda o: (0.5, 2.0),
+}
+
+
+@pytest.mark.parametrize("form", OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs_that_may_be_samples_when_micro_batches_have_as_many_are_refused(form):
+    """They were joined as samples: three pairs of lists became six lists."""
+    pipe = bp.Pipeline(Gives(form), devices=stages(2), chunks=3, batch_dims={"x": "list"})
+    x = list(torch.randn(6, 8))
+    with pytest.raises(
+        MicrobatchError, match="of 2, may have one element for each .*or (be 2 out|hold)"
+    ):
+        pipe(x)
+    pipe.batch_dims = {"x": "list", "output": None}
+    assert len(pipe(x)) == 3
+
+
+SAMPLE_OUTPUTS = {
+    "boxes and scores": lambda o: [[r[None, :3], r[3:].sum()] for r in o],
+    "boxes of another number": lambda o: [{"boxes": r[None]} for r in o],
+    "scores": lambda o: [{"score": r.sum()} for r in o],
+    "texts": lambda o: [str(len(r)) for r in o],
+}
+
+
+@pytest.mark.parametrize("form", SAMPLE_OUTPUTS.values(), ids=SAMPLE_OUTPUTS)
+def test_outputs_that_are_samples_by_their_kinds_are_joined_by_elements(form):
+    pipe = bp.Pipeline(Gives(form), devices=stages(2), chunks=3, batch_dims={"x": "list"})
+    assert len(pipe(list(torch.randn(6, 8)))) == 6

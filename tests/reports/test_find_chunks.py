@@ -250,3 +250,17 @@ def test_the_table_has_a_line_for_each_trial():
     assert "schedule='1f1b', chunks=4" in lines[6]
     assert "1f1b, 8: out of memory" in lines[7]
     assert report.to_dict()["trials"][1]["microbatches"] == 4
+
+
+def test_inputs_keep_their_gradients_and_their_graphs():
+    """Steps added to the gradient of a leaf, and freed the graph behind another input."""
+    pipe, front, batch = _pipe(), nn.Linear(8, 8), _batch()
+    leaf, before = torch.randn(12, 8, requires_grad=True), torch.ones(12, 8)
+    leaf.grad = before.clone()
+    pipe.find_chunks(leaf, **batch, candidates=[1, 2])
+    assert equal(leaf.grad, before)
+    inside = front(torch.randn(12, 8))
+    pipe.find_chunks(inside, **batch, candidates=[1, 2])
+    assert front.weight.grad is None
+    pipe.forward_backward(inside, target=batch["target"], loss_fn=F.cross_entropy)
+    assert front.weight.grad is not None

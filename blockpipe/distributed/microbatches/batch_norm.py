@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ...preparation.batch_norm import DeferredBatchNorm
+from ...preparation.batch_norm.deferred import DeferredBatchNorm
 
 
 class StageBatchNorm:

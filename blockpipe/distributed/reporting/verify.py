@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from ..._common.callsite import users_line
 from ..._common.nested import map_tensors
-from ...batches.joining import join, output_dim
+from ...batches.joining import join
 from ...batches.microbatch import weights_of
+from ...batches.output_dims import output_dim
 from ...devices.rng_streams import Source
 from ...errors import MicrobatchError, RankError, UsageError
 from ...execution.step_result import StepResult

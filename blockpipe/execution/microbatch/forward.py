@@ -182,8 +182,9 @@ class MicrobatchForward:
         if "outputs" in self._request.want:
             starts_backward = "loss" not in self._request.want  # from the outputs, by the caller
             is_cut = self._request.is_cut
+            keeps_edges = is_cut and starts_backward and self._state.context.graphs.differentiable
             for leaf in leaves(output):
-                if is_cut and starts_backward:
+                if keeps_edges:
                     result.edges.append(_edge(run, leaf))
                 result.on_host.append(isinstance(leaf, Tensor) and run.stays(leaf))
             result.outputs = map_tensors(

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from ..._common.nested import map_tensors
 from ..._common.threads.thread_state import CallerState, theirs
 from ...batches.batch_dims import BatchDims
-from ...batches.joining import join, output_dim
+from ...batches.joining import join
 from ...batches.microbatch import LossReduction, Microbatch, weights_of
+from ...batches.output_dims import output_dim
 from ...crossing.hop_backward import run_engine
 from ...devices.rng_streams import RngStreams, Source
-from ...preparation.batch_norm import DeferredBatchNorm
+from ...preparation.batch_norm.deferred import DeferredBatchNorm
 from ...stages.cursor import set_microbatch
 
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.errors import UsageError
-from blockpipe.preparation.batch_norm import merged, statistics
+from blockpipe.preparation.batch_norm.statistics import merged, statistics
 
-from ..models import EVERY_SCHEDULE
-from ..parameter_sets import each_value, every_pair
-from ..parity import difference, plain_step
-from ..stage_devices import assert_close, equal, examples, stages
-from . import batch_norm_models
-from .batch_norm_models import Body, Watch, assert_as_full_batch, deferred, loss_of, net
+from ...models import EVERY_SCHEDULE
+from ...parameter_sets import each_value, every_pair
+from ...parity import difference, plain_step
+from ...stage_devices import assert_close, equal, examples, stages
+from .. import batch_norm_models
+from ..batch_norm_models import Body, Watch, assert_as_full_batch, deferred, loss_of, net
 
 # --- the statistics
 
