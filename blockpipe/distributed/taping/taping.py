@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from ...recording.sample import RecordRequest
 from ...stages.cursor import Cursor, set_cursor
 from ...stages.marks import mark_of
 from .code_seen import CodeSeen
+from .hooks_of_all import HooksOfAllModules
 from .left_behind import StatesBefore
 from .mode import TapingMode
 from .tape import Tape, plain_values
@@ -59,10 +61,11 @@ def taped(
     stages = {} if request.planned is None else request.planned.stages
     before = set_cursor(cursor)
     states, seen = StatesBefore(model, recording), CodeSeen(lambda: mode.inside)
-    places = []
+    of_all, places = HooksOfAllModules(partial(_is_single, mode)), []
     try:
         for path, module in model.named_modules():
-            forward = _TapedForward(module.forward, path, module, mode, seen, stages.get(path))
+            given = mode, seen, of_all, stages.get(path)
+            forward = _TapedForward(module.forward, path, module, *given)
             places.append((module.__dict__, module.__dict__.get("forward")))
             module.__dict__["forward"] = forward
         args, kwargs = map_leaves(mode.take_input, (request.args, request.kwargs))
@@ -74,6 +77,7 @@ def taped(
                 stack.enter_context(told)
             stack.enter_context(UnseenOperations())
             stack.enter_context(Eager())
+            stack.enter_context(of_all)
             stack.enter_context(mode)
             stack.enter_context(seen)
             output = model(*args, **kwargs)
@@ -151,6 +155,7 @@ class _TapedForward(StandIn):
         module: nn.Module,
         mode: TapingMode,
         seen: CodeSeen,
+        of_all: HooksOfAllModules,
         stages: Mapping[int | None, int] | None,
     ) -> None:
         self.forward = forward
@@ -158,6 +163,7 @@ class _TapedForward(StandIn):
         self.module = module
         self.mode = mode
         self.seen = seen
+        self.of_all = of_all
         self.stages = stages
         self._calls = 0
 
@@ -168,14 +174,22 @@ class _TapedForward(StandIn):
             return self.forward(*args, **kwargs)
         if self.stages is not None:
             mode.cursor.move(planned_stage(self.stages, call, mode.cursor.stage), None)
+        forward = self.of_all.around(self.module, self.forward)
         if mode.next_hop() in mode.sealed.get(self.path, ()):
             hooked = has_users_hooks(self.module)
             self.seen.sealed_begins()
-            result = mode.apart(None, self.path, args, kwargs, self.forward, has_hooks=hooked)
+            result = mode.apart(None, self.path, args, kwargs, forward, has_hooks=hooked)
             if any(value is not None for value in plain_values(result)):
                 self.seen.count_sealed()
             return result
-        return self.forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+
+def _is_single(mode: TapingMode, module: nn.Module) -> bool:
+    """Whether a module that is called now may be one entry, which calls it with its hooks."""
+    forward = module.__dict__.get("forward")
+    is_sealed = isinstance(forward, _TapedForward) and forward.path in mode.sealed
+    return is_sealed and not mode.inside and not has_users_hooks(module)
 
 
 def has_users_hooks(module: nn.Module) -> bool:
