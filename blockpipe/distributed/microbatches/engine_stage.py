@@ -19,7 +19,6 @@ from ..taping.tape import REMEDY, Meta
 from .hooked_steps import HookedSteps
 from .no_gradient import no_gradient, without_missing
 
-
 _OF_GROUPS = "params", "intermediates", "grads"
 
 
