@@ -91,6 +91,11 @@ def of_all_takes_kwargs(key: int) -> bool:
     return key in _of_all_modules._global_forward_hooks_with_kwargs
 
 
+def backward_hooks_of_all_modules() -> list[dict[int, Any]]:
+    """Return those of them that run around each backward."""
+    return [getattr(_of_all_modules, name) for name in _GLOBAL_BACKWARD]
+
+
 def pruned_names(module: nn.Module) -> list[str]:
     """Return the names of a module's tensors that ``torch.nn.utils.prune`` computes before each
     forward."""
@@ -101,7 +106,7 @@ def pruned_names(module: nn.Module) -> list[str]:
 def backward_hooks_of(module: nn.Module) -> list[Any]:
     """Return a module's hooks that a backward calls, before it and after it, with those that every
     module calls. They can be added in public, but not asked for."""
-    of_all = [getattr(_of_all_modules, name) for name in _GLOBAL_BACKWARD]
+    of_all = backward_hooks_of_all_modules()
     hooks = (*of_all, backward_pre_hooks_of(module), full_backward_hooks_of(module))
     return [hook for one in hooks for hook in one.values()]
 

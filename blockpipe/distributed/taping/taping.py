@@ -34,6 +34,7 @@ from ...recording.recording import Recording
 from ...recording.sample import RecordRequest
 from ...stages.cursor import Cursor, set_cursor
 from ...stages.marks import mark_of
+from .backward_hooks import BackwardHooksAside
 from .code_seen import CodeSeen
 from .hooks_of_all import HooksOfAllModules
 from .left_behind import StatesBefore
@@ -62,9 +63,10 @@ def taped(
     before = set_cursor(cursor)
     states, seen = StatesBefore(model, recording), CodeSeen(lambda: mode.inside)
     of_all, places = HooksOfAllModules(partial(_is_single, mode)), []
+    backward = BackwardHooksAside(model)
     try:
         for path, module in model.named_modules():
-            given = mode, seen, of_all, stages.get(path)
+            given = mode, seen, (of_all, backward), stages.get(path)
             forward = _TapedForward(module.forward, path, module, *given)
             places.append((module.__dict__, module.__dict__.get("forward")))
             module.__dict__["forward"] = forward
@@ -78,6 +80,7 @@ def taped(
             stack.enter_context(UnseenOperations())
             stack.enter_context(Eager())
             stack.enter_context(of_all)
+            stack.enter_context(backward)
             stack.enter_context(mode)
             stack.enter_context(seen)
             output = model(*args, **kwargs)
@@ -155,7 +158,7 @@ class _TapedForward(StandIn):
         module: nn.Module,
         mode: TapingMode,
         seen: CodeSeen,
-        of_all: HooksOfAllModules,
+        hooks: tuple[HooksOfAllModules, BackwardHooksAside],
         stages: Mapping[int | None, int] | None,
     ) -> None:
         self.forward = forward
@@ -163,7 +166,7 @@ class _TapedForward(StandIn):
         self.module = module
         self.mode = mode
         self.seen = seen
-        self.of_all = of_all
+        self.of_all, self.backward_hooks = hooks
         self.stages = stages
         self._calls = 0
 
@@ -175,8 +178,11 @@ class _TapedForward(StandIn):
         if self.stages is not None:
             mode.cursor.move(planned_stage(self.stages, call, mode.cursor.stage), None)
         forward = self.of_all.around(self.module, self.forward)
-        if mode.next_hop() in mode.sealed.get(self.path, ()):
-            hooked = has_users_hooks(self.module)
+        hooked = has_users_hooks(self.module)
+        is_sealed = mode.next_hop() in mode.sealed.get(self.path, ())
+        if hooked or not is_sealed:
+            self.backward_hooks.check_code_between(self.module, self.path)
+        if is_sealed:
             self.seen.sealed_begins()
             result = mode.apart(None, self.path, args, kwargs, forward, has_hooks=hooked)
             if any(value is not None for value in plain_values(result)):
