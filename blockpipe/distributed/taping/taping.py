@@ -94,7 +94,7 @@ def taped(
             names.pop("forward", None)
             if own is not None:
                 names["forward"] = own
-    states.settle(mode)
+    states.settle(mode, seen)
     mode.note_metas()
     if mode.tape.route != recording.route:
         raise RecordingError(

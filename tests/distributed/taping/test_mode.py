@@ -136,8 +136,10 @@ def test_a_tensor_that_the_glue_keeps_and_reads_again_is_refused(between: Any):
     """It would go from one micro-batch to the next."""
     net, x = Glue(between), torch.randn(3, 4)
     net(x)  # the tensor is there
-    with pytest.raises(bp.BlockpipeError, match="leaves nothing behind .* sets 'sum'"):
+    with pytest.raises(bp.BlockpipeError, match="leaves nothing behind .* sets 'sum'") as caught:
         build_stage(net, 0, x)
+    line = between.__code__.co_firstlineno + 1
+    assert f"test_mode.py:{line})" in str(caught.value)  # where it is set
 
 
 @pytest.mark.parametrize(
