@@ -6,6 +6,7 @@ It follows a recording, which says which modules are sealed.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 
 from ..._common.callsite import users_line
 from ..._common.modules import OwnHook, StandIn
@@ -39,7 +41,7 @@ from .code_seen import CodeSeen
 from .hooks_of_all import HooksOfAllModules
 from .left_behind import StatesBefore
 from .mode import TapingMode
-from .tape import Tape, plain_values
+from .tape import REMEDY, Tape, plain_values
 
 
 def taped(
@@ -123,7 +125,14 @@ _original_is_tracing: Any = vars(torch.jit)["is_tracing"]
 @functools.wraps(_original_is_tracing)
 def _is_tracing() -> bool:
     mode = active_mode()
-    return (isinstance(mode, TapingMode) and mode.is_on()) or bool(_original_is_tracing())
+    if not isinstance(mode, TapingMode) or not mode.is_on():
+        return bool(_original_is_tracing())
+    if sys._getframe(1).f_globals.get("__name__") == stateless.__name__:
+        raise RecordingError(
+            "expected modules that are called with parameters of their own, as stages call them, "
+            f"got torch.func.functional_call between modules ({users_line()}); {REMEDY}"
+        )
+    return True
 
 
 class Seeds(Replacement):
