@@ -60,6 +60,13 @@ backward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_back
 full_backward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_backward_hooks")
 """A module's hooks behind its backward, likewise."""
 
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own around its forward or its backward."""
+    before, after = forward_pre_hooks_of(module), forward_hooks_of(module)
+    return bool(before or after or backward_pre_hooks_of(module) or full_backward_hooks_of(module))
+
+
 _GLOBAL_BACKWARD = ("_global_backward_pre_hooks", "_global_backward_hooks")
 _GLOBAL = (
     *("_global_forward_pre_hooks", "_global_forward_hooks", *_GLOBAL_BACKWARD),
@@ -74,6 +81,21 @@ def hooks_of_all_modules() -> list[dict[int, Any]]:
     return [getattr(_of_all_modules, name) for name in _GLOBAL]
 
 
+def hooks_around_all_modules() -> list[dict[int, Any]]:
+    """Return those of them that run before each forward, and those that run after it."""
+    return [getattr(_of_all_modules, name) for name in _GLOBAL[:2]]
+
+
+def of_all_takes_kwargs(key: int) -> bool:
+    """Whether a hook of all modules, by its handle's id, gets a forward's keyword arguments."""
+    return key in _of_all_modules._global_forward_hooks_with_kwargs
+
+
+def backward_hooks_of_all_modules() -> list[dict[int, Any]]:
+    """Return those of them that run around each backward."""
+    return [getattr(_of_all_modules, name) for name in _GLOBAL_BACKWARD]
+
+
 def pruned_names(module: nn.Module) -> list[str]:
     """Return the names of a module's tensors that ``torch.nn.utils.prune`` computes before each
     forward."""
@@ -84,7 +106,7 @@ def pruned_names(module: nn.Module) -> list[str]:
 def backward_hooks_of(module: nn.Module) -> list[Any]:
     """Return a module's hooks that a backward calls, before it and after it, with those that every
     module calls. They can be added in public, but not asked for."""
-    of_all = [getattr(_of_all_modules, name) for name in _GLOBAL_BACKWARD]
+    of_all = backward_hooks_of_all_modules()
     hooks = (*of_all, backward_pre_hooks_of(module), full_backward_hooks_of(module))
     return [hook for one in hooks for hook in one.values()]
 

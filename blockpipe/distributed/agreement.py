@@ -21,6 +21,16 @@ from ..errors import RankError
 from .rank_failures.failures import Failures, root_of
 
 _BEFORE = "failed before the step began, and nothing was sent"
+CODE = "code between modules, and the values that it read"
+"""The name of what the processes' recordings have, as digests."""
+
+_REMEDIES = (
+    "pass arguments of the same shapes everywhere (values count on the first stage's rank, those "
+    "of the target on the last stage's), with the same model, options and versions",
+    "set what that code reads (attributes, globals, settings) to the same values everywhere, and "
+    "have modules return as many tensors, under the same keys, whatever their data is: each "
+    "process has recorded the forward with its own",
+)
 _SHOWN = 5  # differences in a message, and ranks of each
 
 
@@ -202,9 +212,7 @@ def _trouble(texts: list[_Text], when: str) -> str:
     more = f"; and {len(differing) - _SHOWN} others" if len(differing) > _SHOWN else ""
     return (
         f"expected all processes to do the same, got {'; '.join(differing[:_SHOWN])}{more} "
-        f"({users_line()}); pass arguments of the same shapes everywhere (values count on the "
-        "first stage's rank, those of the target on the last stage's), with the same model, "
-        "options and versions"
+        f"({users_line()}); {_REMEDIES[differing[0].startswith(CODE)]}"
     )
 
 

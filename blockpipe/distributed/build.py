@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -75,9 +76,10 @@ class CutForward:
         self._planned = planned_by(model, plan)
         self._intended = None if self.device.type == "cpu" else [self.device]
         request = RecordRequest(model, args, kwargs, self._planned)
-        self.recording = record_planned(request, intended=self._intended)
-        _check(self.recording)
-        self.tape = _taped(request, self.recording)
+        with _other_remedies():
+            self.recording = record_planned(request, intended=self._intended)
+            _check(self.recording)
+            self.tape = _taped(request, self.recording)
         _check_glue(self.recording)
         self.stages = cut(self.tape)
         self.digest = digest(self.tape)
@@ -94,7 +96,8 @@ class CutForward:
         """
         given = microbatch.args, dict(sorted(microbatch.kwargs.items())), self._planned
         request = RecordRequest(self.model, *given, loss_fn=loss_fn)
-        _check(record_planned(request, intended=self._intended))
+        with _other_remedies():
+            _check(record_planned(request, intended=self._intended))
 
     def module(self, index: int) -> StageModule:
         """Make the module of one stage; it is on the device that its parameters are on."""
@@ -173,6 +176,20 @@ class CutForward:
         if stage.stage not in (before.stage for before in self.stages[: stage.index]):
             found += [h.name for h in held if h.hop is None and h.stage == stage.stage]
         return found
+
+
+@contextmanager
+def _other_remedies() -> Iterator[None]:
+    """Around a recording: its errors may name schedules that only a Pipeline has."""
+    try:
+        yield
+    except BlockpipeError as error:
+        if "schedule='uncut'" in str(error) or "schedule='sequential'" in str(error):
+            error.add_note(
+                "blockpipe: stages in processes have no schedule='uncut' or 'sequential'; a "
+                "Pipeline, in one process, has them"
+            )
+        raise
 
 
 @remembers_caller

@@ -36,11 +36,13 @@ from .rank_failures.failures import Failures
 from .replicas import StageReplicas, processes_of
 from .reporting.report_methods import StageReportMethods
 from .stage_values import StageValues
+from .state.homes import ValueHomes, is_known, words_of
 from .state.state_methods import StageStateMethods
 from .step import Run, StepResults, loss_weights, no_loss
 from .tied import TiedParameters
 
 _OUTPUTS = 1  # a process asks for them
+_ELSEWHERE = 2  # a process knows that another pipeline has had the model's tensors
 _TIMEOUT = 600.0  # seconds, as NCCL's
 
 
@@ -142,16 +144,26 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
         self._step = StepResults(None, self._device, asks_outputs=False)
         args, kwargs = as_sample(sample)
         with self._failures.told():
-            with self._agreement.at_end(lambda: self._kind(args, kwargs, None)):
-                self._engines.start(self._split(args, kwargs, None)[0], self.schedule)
-                self._values = self._filled(weights, init)
-            self._agreement.check(kind_of_forward(self._engines.first))
-            self._failures.began = True
+            self._start(args, kwargs, weights, init)
             tied = self._tied(group)
             tied.broadcast()
             if self._replicas is not None:
                 self._replicas.broadcast([*self._values.parameters(), *self._values.buffers()])
         self._gradients = StageGradients(self._values, tied, self._replicas, group, self._device)
+
+    def _start(self, args: Any, kwargs: Any, weights: Weights | None, init: Init | None) -> None:
+        """Record the sample, and have the values of this process's stages."""
+        asks = _ELSEWHERE * is_known(self.module)
+        with self._agreement.at_end(lambda: self._kind(args, kwargs, None), asks) as asked:
+            self._engines.start(self._split(args, kwargs, None)[0], self.schedule)
+            self._values = self._filled(weights, init)
+        self._agreement.check(kind_of_forward(self._engines.first))
+        words, group = words_of(self.module), self._engines.places.group
+        how = group, self._device, self._failures
+        self._homes = ValueHomes(self.module, self._values, *how)
+        if asked[0] & _ELSEWHERE:
+            self._homes.take(words)
+        self._failures.began = True
 
     def _filled(self, weights: Weights | None, init: Init | None) -> StageValues:
         """The values of this process's stages, after they were read where that is asked for."""
@@ -234,7 +246,7 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
         *,
         backward: bool,
     ) -> StepResult:
-        asks = _OUTPUTS * return_outputs
+        asks = _OUTPUTS * return_outputs | _ELSEWHERE * self._homes.are_elsewhere()
         with self._agreement.at_end(lambda: self._kind(args, kwargs, loss_fn), asks) as asked:
             self._check_call(args, kwargs, target, loss_fn, backward=backward)
             microbatches = self._split(args, kwargs, target)
@@ -246,6 +258,8 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             reduction = reduction_for(loss_fn, self.loss_reduction)
             if backward and places.is_own(home):
                 weights_of(microbatches, reduction)  # for its errors
+        if asked[0] & _ELSEWHERE:
+            self._homes.take(words_of(self.module), backward=backward)
         self._failures.began, weights = True, [1.0] * len(microbatches)
         if backward:
             whose = reduction, self._replicas, self._device, places, home

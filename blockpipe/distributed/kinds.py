@@ -17,7 +17,7 @@ from .._common.text import dtype_text
 from .._common.threads.thread_state import autocast_states
 from .._torch.modules import children_of, parameters_of
 from ..errors import UsageError
-from .agreement import Kind
+from .agreement import CODE, Kind
 from .build import CutForward
 from .taping.tape import place_of
 
@@ -59,7 +59,7 @@ def kind_of_step(
     }
     own = {"arguments": arguments_in_words(args, kwargs), "chunks": str(chunks)}
     own["answers about the arguments"] = "; ".join(answers)
-    own["code between modules, and the values that it read"] = " ".join(digests)
+    own[CODE] = " ".join(digests)
     return Kind(common, own)
 
 

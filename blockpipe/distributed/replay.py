@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from .._common.nested import leaves, map_leaves, tensors
-from .._torch.modules import buffers_of, children_of, parameters_of, unsaved_buffers_of
+from .._torch.modules import (
+    buffers_of,
+    children_of,
+    has_hooks,
+    hooks_of_all_modules,
+    parameters_of,
+    unsaved_buffers_of,
+)
 from .._torch.tensors import is_view
 from ..crossing.recompute import RecomputedCall, RecomputeSpec, SealedCall
 from ..devices.rng_streams import Source, torchs_of
@@ -24,6 +31,7 @@ from ..errors import RouteError
 from ..stages.cursor import current_microbatch
 from .cutting import Order, StageTape
 from .microbatches.calls import StageCalls
+from .microbatches.results_of_modules import check_plain, check_shapes
 from .taping.tape import (
     REMEDY,
     Entry,
@@ -189,6 +197,13 @@ class StageModule(nn.Module):
                 check_is_one(found.setdefault(reference.index, leaf), leaf)
         return tuple(found[value] for value in self._stage.inputs)
 
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """Run the stage. Hooks of all modules are for the user's, but for a stage with own ones."""
+        if any(hooks_of_all_modules()) and not has_hooks(self):
+            return self.forward(*given)
+        found: tuple[Tensor, ...] = super().__call__(*given)
+        return found
+
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """Run the stage."""
         microbatch, self.microbatch = self.microbatch, self.microbatch + 1
@@ -279,9 +294,9 @@ class StageModule(nn.Module):
                     "inside of tensors"
                 )
             if plain and (got := plain_values(result)) != plain:
-                _check_plain(plain, got, f"{name} ({where})")
+                check_plain(plain, got, f"{name} ({where})")
             if shapes is not None:
-                _check_shapes(shapes, found, f"{name} ({where})")
+                check_shapes(shapes, found, f"{name} ({where})")
             for value, tensor in zip(results, found, strict=True):
                 if value is not None:
                     environment[value] = tensor
@@ -332,24 +347,6 @@ class StageModule(nn.Module):
         return lambda environment: map_leaves(
             lambda leaf: self._reader(leaf)(environment) if isinstance(leaf, Reference) else leaf,
             argument,
-        )
-
-
-def _check_shapes(expected: list[tuple[int, ...]], found: list[Tensor], whose: str) -> None:
-    got = [tuple(tensor.shape) for tensor in found]
-    if got != expected:
-        raise RouteError(
-            f"expected results of shapes {expected} from {whose}, as when it was recorded, got "
-            f"{got}; sizes that depend on data must not leave the module"
-        )
-
-
-def _check_plain(expected: list[Any], got: list[Any], whose: str) -> None:
-    if repr(got) != repr(expected):  # a nan is the same one
-        raise RouteError(
-            f"expected {expected} beside the tensors from {whose}, as when it was recorded, got "
-            f"{got}: code between modules has them as constants; return what changes in a tensor, "
-            f"or, with what reads it, {REMEDY}"
         )
 
 

@@ -25,6 +25,7 @@ from .._common.threads.thread_state import CallerState, as_ours
 from .._torch.modules import buffers_of, parameters_of
 from .._torch.tensors import FAKE_TENSOR_LOG, FakeTensor
 from ..batches.shared_memory import map_sharing
+from ..crossing.tensors.tensor_attributes import share_attributes
 from ..crossing.torch_patches import NoElements
 from ..devices.devices import is_on_meta
 from ..devices.rng_streams import every_source, preserve_rng
@@ -204,6 +205,7 @@ class _Fakes:
             if device is None and tensor.is_meta:
                 device = torch.device("cpu")  # so that what the forward makes itself fits in
             found = self._made[id(tensor)] = self._make(tensor, device)
+            share_attributes(tensor, found, frozenset(found.__dict__))
         return found
 
     def _make(self, tensor: Tensor, device: torch.device | None) -> Tensor:

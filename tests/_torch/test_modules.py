@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as of_all
 
 from blockpipe._torch import modules
 
@@ -256,3 +257,27 @@ def test_cached_parametrizations_are_counted():
             "torch counts the entries of parametrize.cached() elsewhere, which a recording refuses"
         )
     assert not modules.caches_parametrizations()
+
+
+def test_hooks_of_all_modules_that_take_keyword_arguments():
+    before, after = modules.hooks_around_all_modules()
+    pre = of_all.register_module_forward_pre_hook(lambda module, args: None)
+    takes = of_all.register_module_forward_hook(lambda *given: None, with_kwargs=True)
+    plain = of_all.register_module_forward_hook(lambda *given: None)
+    try:
+        assert [*before] == [pre.id]
+        assert [*after] == [takes.id, plain.id]
+        assert modules.of_all_takes_kwargs(takes.id)
+        assert not modules.of_all_takes_kwargs(plain.id)
+    finally:
+        for handle in (pre, takes, plain):
+            handle.remove()
+
+
+def test_own_hooks():
+    model = net()
+    assert not modules.has_hooks(model)
+    handle = model.register_full_backward_hook(lambda *given: None)
+    assert modules.has_hooks(model)
+    handle.remove()
+    assert not modules.has_hooks(model)

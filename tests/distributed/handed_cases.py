@@ -1,13 +1,16 @@
 """What several processes run together: gradients and state that are not dense tensors."""
 
+import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import blockpipe as bp
 from blockpipe.distributed import DistributedPipeline, ReplicatedPipeline
+from blockpipe.errors import UsageError
 
 from .cases import SCHEDULES, compare, mean_square
 
@@ -107,3 +110,84 @@ def sparse_gradients_are_summed(rank: int, ranks: int) -> None:
             assert wanted is not None
             assert found.is_sparse == wanted.is_sparse == (not is_dense)
             torch.testing.assert_close(found.to_dense(), 2 * wanted.to_dense())
+
+
+class Averages(nn.Module):
+    """A layer with a buffer that each forward replaces."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = (self.mean + x.detach().mean(0)) / 2
+        y: Tensor = self.layer(x)
+        return y.tanh()
+
+
+def a_pipeline_that_is_cut_elsewhere_goes_on_with_the_trained_values(rank: int, ranks: int) -> None:
+    """And the first one does after the second one's steps."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*[Averages() for _ in range(2 * ranks)]), torch.randn(8, 6)
+    plain = copy.deepcopy(net)
+
+    def step(model: Any, pipe: Any) -> None:
+        optimizer = torch.optim.SGD((pipe or model).parameters(), lr=0.5)
+        if pipe is not None:
+            pipe.forward_backward(x, loss_fn=lambda output: output.square().mean())
+        for part in x.chunk(4) if pipe is None else ():
+            (model(part).square().mean() / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def pipe_of(shift: int) -> DistributedPipeline:
+        begins = [bp.Assignment(str(stage + shift), 0, stage) for stage in range(1, ranks)]
+        plan = bp.StagePlan(begins, partial=True)
+        return DistributedPipeline(net, sample=x, chunks=4, plan=plan)
+
+    first = pipe_of(0)
+    step(net, first)
+    second = pipe_of(ranks)
+    for pipe in (second, first, second):
+        step(net, pipe)
+    for _ in range(4):
+        step(plain, None)
+    for pipe in (first, second):
+        torch.testing.assert_close(pipe.state_dict(), dict(plain.state_dict()))
+    with torch.no_grad():
+        torch.testing.assert_close(second(x[:4]), plain(x[:4]))
+
+
+class Task(nn.Module):
+    """A head over an encoder that another one has, too, with the second stage at one of three."""
+
+    def __init__(self, encoder: nn.Sequential, begins: int) -> None:
+        super().__init__()
+        self.encoder, self.head, self.begins = encoder, nn.Linear(6, 6), begins
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, layer in enumerate((*self.encoder, self.head)):
+            with bp.Block(int(at >= self.begins)):
+                x = layer(x)
+        return x
+
+
+def two_pipelines_that_train_a_layer_on_two_ranks_are_refused(rank: int, ranks: int) -> None:
+    """In all processes: neither has the whole gradient, nor the values of both."""
+    if ranks != 2:
+        return
+    torch.manual_seed(0)
+    encoder, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), torch.randn(8, 6)
+    pipes = [DistributedPipeline(Task(encoder, at), sample=x, chunks=2) for at in (1, 2)]
+    pipes[0].forward_backward(x, loss_fn=torch.sum)
+    with pytest.raises(UsageError, match=r"no gradient of 'encoder\.1\.weight' on rank 1"):
+        pipes[1].forward_backward(x, loss_fn=torch.sum)
+    pipes[0].zero_grad()
+    pipes[1].forward_backward(x, loss_fn=torch.sum)
+    with torch.no_grad():
+        encoder[1].weight.mul_(rank + 2)  # each has an optimizer of its own
+    with pytest.raises(UsageError, match=r"'encoder\.1\.weight' to be trained in one process"):
+        pipes[0].state_dict()

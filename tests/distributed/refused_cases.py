@@ -311,5 +311,6 @@ def code_that_read_another_value_in_one_process_is_found(rank: int, ranks: int) 
     run()
     net.scale = 2.0 if rank == 0 else 1.0
     _raises("code between modules, and the values that it read", run)
+    _raises("set what that code reads (attributes, globals, settings) to the same values", run)
     net.scale = 2.0
     run()

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
 from blockpipe.distributed import build_stage
-from blockpipe.errors import RouteError
+from blockpipe.errors import RouteError, StateError
 
 from .chains import assert_like_plain
 from .models import Glue, Integers, UNet, gpt, ids, llama, resnet, t5
@@ -411,3 +411,24 @@ class Own(Tensor):
 def test_what_no_function_mode_sees_when_stages_are_modules_is_the_plain_ones(parts: bool) -> None:
     """An assignment to a part was a write to a leaf in the second stage."""
     assert_like_plain(Parts(parts=parts), torch.randn(3, 4))
+
+
+class Normalizes(nn.Module):
+    """Has one batch norm on two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        with bp.Block(1):
+            y: Tensor = self.norm(h.tanh())
+            return y
+
+
+def test_a_remedy_that_only_a_pipeline_has_is_said_to_be_one():
+    """Its errors name the schedules of a Pipeline."""
+    with pytest.raises(StateError, match="or use schedule='uncut'") as caught:
+        build_stage(Normalizes(), 0, torch.randn(3, 4))
+    assert "have no schedule='uncut'" in caught.value.__notes__[0]

@@ -19,6 +19,8 @@ from ..taping.tape import REMEDY, Meta
 from .hooked_steps import HookedSteps
 from .no_gradient import no_gradient, without_missing
 
+_OF_GROUPS = "params", "intermediates", "grads"
+
 
 def check_results(
     results: tuple[Tensor, ...],
@@ -47,6 +49,24 @@ def check_results(
             "stages take it as it was recorded, so what depends on data must stay on one stage: "
             f"{REMEDY}"
         )
+
+
+def in_one_pass(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one group for all parameters, if the second part of a backward would go through a node
+    for several groups.
+
+    torch computes the gradients of one group after the other, and a node frees what it has saved
+    when it has run. From where a layer is used the second time, the way to its first use leads
+    through what is between, which may be another group's: a layer that a stage uses twice, say.
+
+    Args:
+        groups: torch's, each with its parameters, the nodes that the part begins at, and the
+            gradients.
+    """
+    if len(groups) < 2 or all(len(group["intermediates"]) == 1 for group in groups):
+        return groups
+    joined = {name: [m for group in groups for m in group[name]] for name in _OF_GROUPS}
+    return [{**joined, "params": {*joined["params"]}}]
 
 
 @contextmanager
@@ -163,7 +183,10 @@ class EngineStage(PipelineStage):
         if bwd_kwargs.get("output_grads") is not None:
             found = without_missing(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"])
             bwd_kwargs["stage_output"], bwd_kwargs["output_grads"] = found
-        with hooks_once(bwd_kwargs.get("param_groups") or ()):
+        groups = bwd_kwargs.get("param_groups") or []
+        if backward_type == "weight":
+            groups = bwd_kwargs["param_groups"] = in_one_pass(groups)
+        with hooks_once(groups):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _said(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -16,6 +16,7 @@ from ..rank_failures.failures import Failures
 from ..replicas import StageReplicas
 from ..stage_values import StageValues
 from .files import save_stages
+from .homes import ValueHomes, words_of
 from .sharded import ShardedState
 
 
@@ -27,6 +28,7 @@ class StageStateMethods:
     _agreement: Agreement
     _engines: Engines
     _failures: Failures
+    _homes: ValueHomes
     _replicas: StageReplicas | None
     _values: StageValues
 
@@ -49,8 +51,15 @@ class StageStateMethods:
         The plain model, a :class:`Pipeline` and a pipeline with another number of stages load it.
         All processes call it together.
         """
+        self._take_back()
         with self._failures.told(agreed=True):
             return self._values.gathered()
+
+    def _take_back(self) -> None:
+        """Take what another pipeline of the model has trained since; all processes do."""
+        if self._homes.are_elsewhere():
+            with self._failures.told(agreed=True):
+                self._homes.take(words_of(self.module))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load the tensors of this process's stages from the whole model's state dict.
@@ -84,6 +93,7 @@ class StageStateMethods:
             >>> def load(pipe, optimizer, path):
             ...     dcp.load({"train": pipe.sharded_state(optimizer)}, checkpoint_id=path)
         """
+        self._take_back()
         return ShardedState(self.module, self._values, optimizer)
 
     @remembers_caller
@@ -103,6 +113,7 @@ class StageStateMethods:
             WeightsError: what safetensors cannot hold.
             RankError: the process that writes has failed.
         """
+        self._take_back()
         cut, places = self._engines.first, self._engines.places
         writes = places.is_own(0) and (self._replicas is None or self._replicas.is_first)
         whose = (self.module, cut.recording, self._values, self._agreement)

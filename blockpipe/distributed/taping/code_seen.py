@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 import types
@@ -11,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from ..._common.callsite import users_line
 from ...recording.reads import mentioned, reads_by_computed_names
 
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -30,6 +32,7 @@ class CodeSeen:
         self._is_apart = is_apart
         self._codes: set[types.CodeType] = set()
         self._apart: set[types.CodeType] = set()  # of the sealed call that began last
+        self._all: set[types.CodeType] = set()  # inside of any sealed call, too
         self._is_blind = False  # somebody else profiles: there is one profiler at a time
 
     def __enter__(self) -> Self:
@@ -54,11 +57,20 @@ class CodeSeen:
         code = frame.f_code
         if event != "call" or not _counts(code.co_filename):
             return
+        self._all.add(code)
         codes = self._apart if self._is_apart() else self._codes
         # The standard library's is called by torch and by us, too.
         before = frame.f_back
         if not _is_standard(code.co_filename) or (before and before.f_code in codes):
             codes.add(code)
+
+    def line_that_sets(self, name: str) -> str:
+        """Return ``file.py:41`` where code sets such an attribute; else where it was called."""
+        for code in sorted(self._all, key=lambda c: (c not in self._codes, c.co_firstlineno)):
+            for found in dis.get_instructions(code):
+                if found.opname == "STORE_ATTR" and found.argval == name and found.positions:
+                    return f"{code.co_filename}:{found.positions.lineno}"
+        return users_line()
 
     def names(self) -> frozenset[str] | None:
         """Return the names; ``None``: it may read any, for it computes names, or was not seen."""

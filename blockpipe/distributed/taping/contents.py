@@ -6,9 +6,12 @@ that a training loop makes anew for each step makes no other recording.
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import functools
+import logging
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Hashable, Iterable
@@ -25,8 +28,9 @@ _MOST_BYTES = 65_536  # of an array, likewise
 _MOST_OBJECTS = 20_000
 _MOST_NESTED = 30
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
-_OPAQUE = (Tensor, nn.Module, types.ModuleType, torch.Generator)  # code reads them as they are
+_OPAQUE = (nn.Module, types.ModuleType, torch.Generator)  # code reads them as they are
 _FIXED = (*_OPAQUE, type, enum.Enum, types.FunctionType, types.BuiltinFunctionType)
+_NOTHING = None, "unset"  # what a context variable without a value says
 _CUT_OFF = ("nested", 0)  # in the place of what contains itself
 
 
@@ -71,6 +75,8 @@ class Contents:
             return value
         if isinstance(value, _OPAQUE):
             return _Same(value)
+        if isinstance(value, Tensor) and not attributes_of(value):
+            return _Same(value)
         found: Hashable = self._found.get(id(value))
         if found is None:
             if self._depth > _MOST_NESTED or len(self._found) > _MOST_OBJECTS:
@@ -92,6 +98,10 @@ class Contents:
             return kind, self.of(value.__func__), self.of(value.__self__)
         if isinstance(value, functools.partial):
             return kind, self.of(value.func), self._each(value.args), self.of(value.keywords)
+        if isinstance(value, Tensor):  # code reads its values as they are, but for attributes
+            return _Same(value), self._named(attributes_of(value))
+        if isinstance(value, contextvars.ContextVar | threading.local | logging.Logger):
+            return self._of_surroundings(value)
         if kind is slice:
             return kind, self._each((value.start, value.stop, value.step))
         numpy = sys.modules.get("numpy")
@@ -102,6 +112,14 @@ class Contents:
         if _has_attributes(kind):
             return kind, self._attributes(value)
         return (kind, value) if _is_a_value(value) else _Same(value)
+
+    def _of_surroundings(self, value: Any) -> Hashable:
+        """Return what an object of the standard library says in this thread."""
+        if isinstance(value, contextvars.ContextVar):
+            return _Same(value), self.of(value.get(_NOTHING))
+        if isinstance(value, threading.local):
+            return _Same(value), self._named(vars(value))
+        return _Same(value), value.getEffectiveLevel(), value.disabled, value.manager.disable
 
     def _members(self, value: Any) -> Hashable:
         if len(value) > _MOST_MEMBERS:
@@ -127,8 +145,11 @@ class Contents:
         if type(value).__module__ != "builtins":
             for slot in slot_members(type(value)):
                 found += [(slot.__name__, slot.__get__(value))] if _is_set(slot, value) else []
+        return self._named(dict(found))
+
+    def _named(self, found: dict[str, Any]) -> tuple[Hashable, ...]:
         names = self._names
-        return tuple([(k, self.of(v)) for k, v in found if names is None or k in names])
+        return tuple([(k, self.of(v)) for k, v in found.items() if names is None or k in names])
 
 
 def is_fixed(value: Any) -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._common.callsite import users_line
 from ..._torch.modules import SLOTS, buffers_of
 from ...errors import RecordingError
 from ...recording.recording import Recording
+from .code_seen import CodeSeen
 from .mode import TapingMode
 from .tape import REMEDY
 
@@ -30,8 +30,12 @@ class StatesBefore:
             if not any(_is_in(path, outer) for outer in sealed)
         ]
 
-    def settle(self, mode: TapingMode) -> None:
+    def settle(self, mode: TapingMode, seen: CodeSeen) -> None:
         """Write down what keeps tensors in attributes.
+
+        Args:
+            mode: has watched the forward.
+            seen: the code that has run.
 
         Raises:
             RecordingError: an attribute has changed in a way that a tape cannot hold.
@@ -47,11 +51,11 @@ class StatesBefore:
                     keep = partial(setattr, module, name)
                     is_attribute = name not in buffers_of(module)
                     if not (is_attribute and mode.note_kept(keep, old, new, where)):
-                        self._refuse(path, name, new)
+                        self._refuse(path, name, new, seen.line_that_sets(name))
                 elif not bool(old == new):
-                    self._refuse(path, name, new)
+                    self._refuse(path, name, new, seen.line_that_sets(name))
 
-    def _refuse(self, path: str, name: str, new: object) -> None:
+    def _refuse(self, path: str, name: str, new: object, line: str) -> None:
         warm_up = (
             "call the model once before if it only keeps it there"
             if isinstance(new, Tensor)
@@ -59,7 +63,7 @@ class StatesBefore:
         )
         raise RecordingError(
             "expected a forward that leaves nothing behind between modules, got one "
-            f"that sets {name!r} of {path or 'the model'!r} ({users_line()}), which a "
+            f"that sets {name!r} of {path or 'the model'!r} ({line}), which a "
             f"replayed stage would not do; return it, {warm_up}, or {REMEDY}"
         )
 

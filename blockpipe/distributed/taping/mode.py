@@ -45,6 +45,8 @@ from .tape import (
     StageDevice,
     Tape,
     Value,
+    no_argument,
+    no_result,
     plain_values,
     references,
     size_question,
@@ -359,12 +361,7 @@ class TapingMode(ForwardMode):
             return StageDevice() if leaf == self._device else leaf
         if isinstance(leaf, _PLAIN) or (callable(leaf) and not isinstance(leaf, nn.Module)):
             return leaf
-        raise RecordingError(
-            "expected tensors and plain values as arguments between modules, got "
-            f"{type(leaf).__name__} ({users_line()}), which would be the same object for every "
-            f"micro-batch; leave it out (use_cache=False, for a cache of keys and values), or "
-            f"{REMEDY}"
-        )
+        raise no_argument(leaf)
 
     def _reference_to(self, tensor: Tensor) -> Value | Held | Outside:
         number = self._numbers.get(id(tensor))
@@ -376,11 +373,7 @@ class TapingMode(ForwardMode):
             return Held(name)
         inside = self._inside.made.get(tensor)
         if inside is not None or (self._fake and isinstance(tensor, FakeTensor)):
-            by = "that no operation returned" if inside is None else f"that {inside!r} made"
-            raise RecordingError(
-                f"expected tensors that calls return, got one {by} ({users_line()}), read as a "
-                "state of something else; return it"
-            )
+            raise no_result(inside)
         if tensor.requires_grad:
             raise CrossingError(
                 "expected parameters that a module registers, got a tensor that needs a gradient, "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..._common.modules import STATE, OwnHook
 from ..._torch.modules import COMPILED_CALL, forward_hooks_of, forward_pre_hooks_of
@@ -86,10 +86,11 @@ class ReadValues:
         self._names: frozenset[str] | None = frozenset()
         self._sources: list[_Source] = []
         self._hooks: list[tuple[nn.Module, dict[int, Any]]] = []
+        self._tensors: dict[str, Tensor] = {}  # parameters and buffers: they may have attributes
         self._contents = Contents(self._names)
         self._values: list[Any] = []
         self._mutable: list[Any] = []  # those of the values whose content may change, each once
-        self._content: list[Hashable] = []  # theirs, and that of the hooks
+        self._content: list[Hashable] = []  # theirs, and those of the hooks and tensors
         self._noted: dict[Where, Any] = {}
         self._own: set[Where] = set()  # what the forward itself sets
         self._own_changed = 0  # how often it was changed between steps
@@ -106,6 +107,8 @@ class ReadValues:
         self._contents = Contents(names)
         slots = forward_pre_hooks_of, forward_hooks_of
         self._hooks = [(module, hooks_of(module)) for module in around for hooks_of in slots]
+        held = self._model.named_parameters(), self._model.named_buffers()
+        self._tensors = dict(chain.from_iterable(held))
         by_space: dict[int, _Source] = {}
         for holder in filter(_has_names, holders_read(self._model)):
             by_space.setdefault(holder.space_id(), _Source([], (), 0)).holders.append(holder)
@@ -194,7 +197,8 @@ class ReadValues:
             else ()
             for _, hooks in self._hooks
         ]
-        return [*map(of, self._mutable), *users]
+        named = [of(t) if t.__dict__ else None for t in self._tensors.values()]  # few have any
+        return [*map(of, self._mutable), *users, *named]
 
     def _places(self) -> dict[Where, str]:
         """Return all places, with their names."""
@@ -204,7 +208,8 @@ class ReadValues:
             for key in source.keys
         }
         hooks = {(id(hooks), None): f"hooks of {_name(m)}" for m, hooks in self._hooks}
-        return {**found, **hooks}
+        tensors = {(id(t), None): f"attributes of {name!r}" for name, t in self._tensors.items()}
+        return {**found, **hooks, **tensors}
 
     def _note(self) -> None:
         for source in self._sources:
@@ -215,8 +220,8 @@ class ReadValues:
         different = {id(value): value for value in self._values if not is_fixed(value)}
         self._mutable = [*different.values()]
         self._content = self._content_now()
-        users = self._content[len(self._mutable) :]
-        contents = [*map(self._contents.of, self._values), *users]
+        others = self._content[len(self._mutable) :]
+        contents = [*map(self._contents.of, self._values), *others]
         self._noted = dict(zip(self._places(), contents, strict=True))
 
 

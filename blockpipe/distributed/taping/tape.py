@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._common.callsite import users_line
 from ..._common.nested import leaves
 from ..._torch.tensors import memory_of
-from ...errors import RouteError
+from ...errors import RecordingError, RouteError
 
 REMEDY = "move it into a module that stays on one stage, whose inside is Python as ever"
 """The remedy in errors about code that a tape cannot hold."""
@@ -215,6 +215,35 @@ def plain_values(result: Any) -> list[Any]:
     if isinstance(result, Tensor):
         return []
     return [leaf for leaf in leaves(result) if type(leaf) in _PLAIN]
+
+
+def no_argument(value: Any) -> RecordingError:
+    """Return the error for an argument that is neither a tensor nor a plain value."""
+    kind = type(value).__name__
+    fix = "pass tensors and plain values"
+    if isinstance(value, nn.Module):
+        fix = "call it there, and recompute it by the pipeline's checkpoint="
+    elif "cache" in kind.lower():
+        fix = "leave it out (use_cache=False, for a cache of keys and values)"
+    elif kind == "ndarray":
+        fix = "register it as a buffer"
+    return RecordingError(
+        f"expected tensors and plain values as arguments between modules, got {kind} "
+        f"({users_line()}), which would be the same object for every micro-batch; {fix}, or "
+        f"{REMEDY}"
+    )
+
+
+def no_result(maker: str | None) -> RecordingError:
+    """Return the error for a tensor that no call of code between modules has returned."""
+    by, fix = f"that {maker!r} made", "return it"
+    if maker is None:
+        by = "that no operation returned (as what torch.vmap and torch.func.grad return)"
+        fix = f"return it, or {REMEDY}"
+    return RecordingError(
+        f"expected tensors that calls return, got one {by} ({users_line()}), read as a state of "
+        f"something else; {fix}"
+    )
 
 
 @dataclass

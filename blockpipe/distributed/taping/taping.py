@@ -6,12 +6,15 @@ It follows a recording, which says which modules are sealed.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 
 from ..._common.callsite import users_line
 from ..._common.modules import OwnHook, StandIn
@@ -33,10 +36,12 @@ from ...recording.recording import Recording
 from ...recording.sample import RecordRequest
 from ...stages.cursor import Cursor, set_cursor
 from ...stages.marks import mark_of
+from .backward_hooks import BackwardHooksAside
 from .code_seen import CodeSeen
+from .hooks_of_all import HooksOfAllModules
 from .left_behind import StatesBefore
 from .mode import TapingMode
-from .tape import Tape, plain_values
+from .tape import REMEDY, Tape, plain_values
 
 
 def taped(
@@ -59,10 +64,12 @@ def taped(
     stages = {} if request.planned is None else request.planned.stages
     before = set_cursor(cursor)
     states, seen = StatesBefore(model, recording), CodeSeen(lambda: mode.inside)
-    places = []
+    of_all, places = HooksOfAllModules(partial(_is_single, mode)), []
+    backward = BackwardHooksAside(model)
     try:
         for path, module in model.named_modules():
-            forward = _TapedForward(module.forward, path, module, mode, seen, stages.get(path))
+            given = mode, seen, (of_all, backward), stages.get(path)
+            forward = _TapedForward(module.forward, path, module, *given)
             places.append((module.__dict__, module.__dict__.get("forward")))
             module.__dict__["forward"] = forward
         args, kwargs = map_leaves(mode.take_input, (request.args, request.kwargs))
@@ -74,6 +81,8 @@ def taped(
                 stack.enter_context(told)
             stack.enter_context(UnseenOperations())
             stack.enter_context(Eager())
+            stack.enter_context(of_all)
+            stack.enter_context(backward)
             stack.enter_context(mode)
             stack.enter_context(seen)
             output = model(*args, **kwargs)
@@ -87,7 +96,7 @@ def taped(
             names.pop("forward", None)
             if own is not None:
                 names["forward"] = own
-    states.settle(mode)
+    states.settle(mode, seen)
     mode.note_metas()
     if mode.tape.route != recording.route:
         raise RecordingError(
@@ -116,7 +125,14 @@ _original_is_tracing: Any = vars(torch.jit)["is_tracing"]
 @functools.wraps(_original_is_tracing)
 def _is_tracing() -> bool:
     mode = active_mode()
-    return (isinstance(mode, TapingMode) and mode.is_on()) or bool(_original_is_tracing())
+    if not isinstance(mode, TapingMode) or not mode.is_on():
+        return bool(_original_is_tracing())
+    if sys._getframe(1).f_globals.get("__name__") == stateless.__name__:
+        raise RecordingError(
+            "expected modules that are called with parameters of their own, as stages call them, "
+            f"got torch.func.functional_call between modules ({users_line()}); {REMEDY}"
+        )
+    return True
 
 
 class Seeds(Replacement):
@@ -151,6 +167,7 @@ class _TapedForward(StandIn):
         module: nn.Module,
         mode: TapingMode,
         seen: CodeSeen,
+        hooks: tuple[HooksOfAllModules, BackwardHooksAside],
         stages: Mapping[int | None, int] | None,
     ) -> None:
         self.forward = forward
@@ -158,6 +175,7 @@ class _TapedForward(StandIn):
         self.module = module
         self.mode = mode
         self.seen = seen
+        self.of_all, self.backward_hooks = hooks
         self.stages = stages
         self._calls = 0
 
@@ -168,14 +186,25 @@ class _TapedForward(StandIn):
             return self.forward(*args, **kwargs)
         if self.stages is not None:
             mode.cursor.move(planned_stage(self.stages, call, mode.cursor.stage), None)
-        if mode.next_hop() in mode.sealed.get(self.path, ()):
-            hooked = has_users_hooks(self.module)
+        forward = self.of_all.around(self.module, self.forward)
+        hooked = has_users_hooks(self.module)
+        is_sealed = mode.next_hop() in mode.sealed.get(self.path, ())
+        if hooked or not is_sealed:
+            self.backward_hooks.check_code_between(self.module, self.path)
+        if is_sealed:
             self.seen.sealed_begins()
-            result = mode.apart(None, self.path, args, kwargs, self.forward, has_hooks=hooked)
+            result = mode.apart(None, self.path, args, kwargs, forward, has_hooks=hooked)
             if any(value is not None for value in plain_values(result)):
                 self.seen.count_sealed()
             return result
-        return self.forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+
+def _is_single(mode: TapingMode, module: nn.Module) -> bool:
+    """Whether a module that is called now may be one entry, which calls it with its hooks."""
+    forward = module.__dict__.get("forward")
+    is_sealed = isinstance(forward, _TapedForward) and forward.path in mode.sealed
+    return is_sealed and not mode.inside and not has_users_hooks(module)
 
 
 def has_users_hooks(module: nn.Module) -> bool:

@@ -124,6 +124,28 @@ def test_hook_on_a_tensor_counts_once(schedule: str, in_glue: bool) -> None:
     assert_steps_alike(model, schedule)
 
 
+class Again(Two):
+    """Calls two layers in turn on its second stage."""
+
+    def __init__(self) -> None:
+        super().__init__(Tensor.tanh)
+        self.middle = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.first(x)
+        with bp.Block(stage=1):
+            for _ in range(3):
+                h = self.middle(self.second(h)).tanh()
+            return h
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_layers_that_a_stage_uses_in_turn_have_the_plain_gradients(schedule: str) -> None:
+    """Also where the backward is run in two parts."""
+    assert_steps_alike(Again(), schedule)
+
+
 @pytest.mark.parametrize("schedule", ["looped-bfs", "zb-h1"])
 def test_hook_after_a_gradient_is_refused_where_backwards_come_in_another_way(
     schedule: str,

@@ -3,10 +3,12 @@
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
 from blockpipe.distributed import build_stage
@@ -37,6 +39,7 @@ def _reads_what_it_kept(net: Any, h: Tensor) -> Tensor:
     return h + net.sum
 
 
+_ONES = np.ones(4, dtype=np.float32)
 _LOG: list[Tensor] = []
 _MEANS = {"mean": torch.zeros(4)}
 _FACTORS = itertools.cycle([1.0, 2.0])
@@ -116,6 +119,40 @@ def _switches(net: Any, h: Tensor) -> Tensor:
     return h
 
 
+def _checkpoints(net: Any, h: Tensor) -> Any:
+    return checkpoint(net.second, h.requires_grad_(), use_reentrant=True)
+
+
+class Transforms(nn.Module):
+    """Has torch.func between its modules."""
+
+    def __init__(self, *, calls: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.first(x)
+        with bp.Block(1):
+            if self.calls:
+                others = {"weight": torch.ones(4, 4)}
+                made: Tensor = torch.func.functional_call(self.second, others, h)
+                return made
+            return torch.vmap(torch.sin)(self.second(h).detach())
+
+
+@pytest.mark.parametrize(
+    ("calls", "what"),
+    [
+        (True, "with parameters of their own.* got torch.func.functional_call between"),
+        (False, r"that no operation returned \(as what torch.vmap"),
+    ],
+)
+def test_a_transform_between_modules_is_refused_with_its_name(calls: bool, what: str) -> None:
+    """A stage calls modules with their own parameters, and sees no operation of a transform."""
+    with pytest.raises(bp.BlockpipeError, match=what):
+        build_stage(Transforms(calls=calls), 0, torch.randn(3, 4))
+
+
 def test_a_tensor_that_the_glue_keeps_is_kept_by_each_run():
     """In the place of an earlier one: whether there was one must not make a difference."""
     net, x = Glue(_keeps), torch.randn(3, 4)
@@ -136,8 +173,10 @@ def test_a_tensor_that_the_glue_keeps_and_reads_again_is_refused(between: Any):
     """It would go from one micro-batch to the next."""
     net, x = Glue(between), torch.randn(3, 4)
     net(x)  # the tensor is there
-    with pytest.raises(bp.BlockpipeError, match="leaves nothing behind .* sets 'sum'"):
+    with pytest.raises(bp.BlockpipeError, match="leaves nothing behind .* sets 'sum'") as caught:
         build_stage(net, 0, x)
+    line = between.__code__.co_firstlineno + 1
+    assert f"test_mode.py:{line})" in str(caught.value)  # where it is set
 
 
 @pytest.mark.parametrize(
@@ -172,6 +211,8 @@ def test_a_tensor_that_the_glue_keeps_and_reads_again_is_refused(between: Any):
             _counts,
             "leaves nothing behind between modules, got one that sets 'calls' .* once before",
         ),
+        (_checkpoints, "got Linear .* call it there, and recompute it by"),
+        (lambda _, h: h * torch.tensor(_ONES), "got ndarray .* register it as a buffer"),
         (_keeps, "sets 'kept' of 'the model'.*call the model once before"),
         (lambda _, h: h + torch.autograd.grad(h.sum(), h)[0], "a backward inside of the forward"),
     ],

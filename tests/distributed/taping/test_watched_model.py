@@ -1,6 +1,9 @@
 """What users change between steps of a pipeline over processes; here it is one with two stages."""
 
+import contextvars
 import copy
+import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -328,3 +331,63 @@ def test_a_module_or_a_tensor_that_is_replaced_is_refused(change: Any, what: str
     change(model)
     with pytest.raises(UsageError, match=what):
         pipe.forward_backward(torch.ones(4, 4), target=torch.ones(4, 4), loss_fn=mse_loss)
+
+
+ALPHA = contextvars.ContextVar("alpha", default=1.0)
+LOCAL = threading.local()
+LOGGER = logging.getLogger(__name__)
+
+
+class Surrounded(nn.Module):
+    """Reads attributes of tensors, and what is another value in another thread or context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(4))
+        self.shift = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.first(x) * getattr(self.first.weight, "scale", 1.0)
+        with bp.Block(stage=1):
+            if getattr(self.second.weight, "frozen", False):
+                h = h.detach()
+            h = h * ALPHA.get() * LOCAL.scale + getattr(self.mask, "scale", 1.0)
+            h = h + 1 if LOGGER.isEnabledFor(logging.DEBUG) else h
+            return self.second(h) * getattr(self.shift, "scale", 1.0)
+
+
+SURROUNDINGS: dict[str, Callable[[Any], Any]] = {
+    "attribute of a parameter": lambda m: setattr(m.first.weight, "scale", 2.0),
+    "flag of a parameter": lambda m: setattr(m.second.weight, "frozen", True),
+    "attribute of a buffer": lambda m: setattr(m.mask, "scale", 2.0),
+    "attribute of a tensor": lambda m: setattr(m.shift, "scale", 2.0),
+    "context variable": lambda m: ALPHA.set(2.0),
+    "thread's own": lambda m: setattr(LOCAL, "scale", 2.0),
+    "logger": lambda m: LOGGER.setLevel(logging.DEBUG),
+}
+
+
+@pytest.mark.parametrize("change", SURROUNDINGS.values(), ids=SURROUNDINGS)
+@pytest.mark.parametrize("later", [False, True])
+def test_an_attribute_of_a_tensor_or_a_value_of_this_thread_when_it_is_set_counts(
+    change: Callable[[Any], Any], later: bool
+) -> None:
+    """Before the pipeline is made, where the recording's tensors are others, and between steps."""
+
+    def run() -> None:
+        LOCAL.scale = 1.0
+        model = Surrounded()
+        plain = copy.deepcopy(model)
+        pipe = pipe_of(model) if later else None
+        if pipe is not None:
+            assert_like_plain(pipe, plain)
+        for net in (model, plain):
+            change(net)
+        assert_like_plain(pipe or pipe_of(model), plain)
+
+    try:
+        contextvars.copy_context().run(run)
+    finally:
+        LOGGER.setLevel(logging.NOTSET)
