@@ -28,7 +28,8 @@ from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import BOUND, advances
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
-from .expressions import ALL, BY_ARGUMENT, NEEDS_GRADIENT, UNKNOWN, Frame, Names
+from .expressions import Frame
+from .members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, UNKNOWN, Names
 from .syntax.accesses import Access, Use
 from .syntax.effects import DOES_BOTH, SETS_TORCHS, WRITES
 

@@ -32,18 +32,10 @@ from ..calls import Call
 from .checkpoints import CheckpointedFrames
 from .collecting_garbage import CollectingGarbage
 from .drawn_numbers import DrawnNumbers
-from .expressions import (
-    ALL,
-    BY_ARGUMENT,
-    UNKNOWN,
-    WHOLE,
-    Frame,
-    Names,
-    member_of,
-    owners_of,
-)
+from .expressions import Frame
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import may_lose
+from .members import ALL, BY_ARGUMENT, UNKNOWN, WHOLE, Names, member_of, owners_of
 from .not_put_back import Effect, asks_cache, check_class, effect_of, found_among
 from .places import (
     CONTENTS,

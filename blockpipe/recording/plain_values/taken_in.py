@@ -18,8 +18,9 @@ from ...crossing.torch_patches import original_of
 from ...restoring.contents import content_of
 from ...restoring.holders import AttributesHolder, Holder, MemberHolder, attributes_of, container_of
 from ...restoring.model_state import is_users
-from .expressions import ALL, UNKNOWN, Frame, Names
-from .places import is_array
+from .expressions import Frame
+from .members import ALL, UNKNOWN, Names
+from .places import inside, is_array
 from .syntax.accesses import Access, Use
 
 _NOT_HELD = (
@@ -92,8 +93,8 @@ class TakenIn:
         if access.writes:
             self._sets(*frame.place_of(access))
             return
-        if owner is not None and self._leads_beyond(owner, value):
-            self._beyond[id(value)] = value
+        if owner is not None and self._leads_beyond(owner, value) and id(value) not in self._beyond:
+            self._beyond |= {id(one): one for one in (value, *inside(value))}
         if access.use in (Use.WRITE, Use.BOTH):
             self._changes(value)
 

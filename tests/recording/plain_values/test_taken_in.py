@@ -1,4 +1,4 @@
-"""Objects that a forward makes, and that a cache keeps from then on, are shared as any others."""
+"""Objects that a cache keeps from the first forward on, or a library's object holds, are shared too."""
 
 import copy
 import functools
@@ -83,6 +83,21 @@ class Array(Net):
         return float(numbers[0])
 
 
+class Settings(Net):
+    """The dictionaries in an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), 1.0)
+
+    def leave(self, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+
+    def factor(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+
 class ReadsTable(Net):
     """It sets nothing in the list that the cache keeps."""
 
@@ -91,8 +106,8 @@ class ReadsTable(Net):
         return table[-1]
 
 
-@pytest.mark.parametrize("kind", [Attribute, InsideOfIt, Array])
-def test_a_cached_object_when_the_first_forward_makes_it_then_it_is_shared(kind) -> None:
+@pytest.mark.parametrize("kind", [Attribute, InsideOfIt, Array, Settings])
+def test_an_object_when_a_cache_or_a_library_holds_it_then_it_is_shared(kind) -> None:
     """A number that one stage sets in it and another one reads is found."""
     kept.cache_clear()
     pipe = bp.Pipeline(kind(), devices=stages(2), chunks=2)
