@@ -263,6 +263,8 @@ class SharedValues:
                     self._reads(holder, key, frame, hop, counts=access.counts, loses=loses)
             if access.writes:
                 self._will_set([(owner, key, value)], access, frame, hop)
+        elif access.writes and isinstance(key, str):
+            self.known.set_in_new.add(key)
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
             self._uses(access, self._objects.get(id(value), value), frame, hop)
             if advances(value):  # in a recording it is a copy of the user's

@@ -13,6 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ....restoring.model_state import is_users
+from .protocols import makers_of
+
 _TENSORS = frozenset(dir(Tensor))  # of a tensor, most likely: names that say nothing
 _NO_OWNERS = (
     *(bool, int, float, str, bytes, type(None), type, types.ModuleType, Tensor),
@@ -61,8 +64,12 @@ class Origins:
             node: the expression.
             seen: the names that are being looked at.
         """
-        names = [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
-        return any(self._name_may_last(name, seen) for name in names if name not in seen)
+        parts = [*ast.walk(node)]
+        names = [part.id for part in parts if isinstance(part, ast.Name) and part.id not in seen]
+        calls = (part.func for part in parts if isinstance(part, ast.Call))
+        return any(self._name_may_last(name, seen) for name in names) or any(
+            _hands_out(self._evaluated(function)) for function in calls
+        )
 
     def _name_may_last(self, name: str, seen: frozenset[str]) -> bool:
         value = self._evaluated(ast.Name(name))
@@ -72,3 +79,13 @@ class Origins:
             return self._is_inner
         out_of = [expression for known, expression in self._captures if known == name]
         return not out_of or any(self.may_last(one, seen | {name}) for one in out_of)
+
+
+def _hands_out(function: Any) -> bool:
+    """Whether a call of a user's function may return an object that was there before. A class whose
+    ``__new__``, or whose own class, is the user's may have one such object for all."""
+    if isinstance(function, types.FunctionType):
+        return is_users(function.__module__)
+    if not isinstance(function, type) or issubclass(function, tuple):
+        return False
+    return any(True for _ in makers_of(function))
