@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..._torch.modules import children_of
 from ...restoring.holders import CacheHolder
+from .getters import found_by, gives_known
 from .members import (
     ALL,
     NEEDS_GRADIENT,
@@ -162,6 +163,8 @@ class Frame:
             if function is type:
                 return type(args[0])
             return attribute_in(args[0], "__dict__" if function is vars else args[1])
+        if gives_known(function):
+            return found_by(function, [*map(self.evaluated, node.args)])
         if function is id and node.args:
             found = self.evaluated(node.args[0])
             return UNKNOWN if found is UNKNOWN else id(found)
@@ -171,6 +174,13 @@ class Frame:
                 found = children_of(found)[name]
             return found
         return self._given(function)
+
+    def kept_by(self, node: ast.expr) -> Any:
+        """Return what a ``functools.lru_cache`` keeps of a call; ``UNKNOWN`` for others."""
+        is_cached = isinstance(node, ast.Call) and isinstance(
+            self.evaluated(node.func), functools._lru_cache_wrapper
+        )
+        return self.evaluated(node) if is_cached else UNKNOWN
 
     def _given(self, function: Any) -> Any:
         """Return the value that a user's function has just returned."""
@@ -201,7 +211,7 @@ class Frame:
             return (owner if is_entry else None), key, member_of(owner, key)
         elif isinstance(node, ast.Call):
             function = self.evaluated(node.func)
-            if function is vars:
+            if function is vars or access.is_call:
                 return None, None, self.evaluated(node)
             if function in (os.getenv, os.getenvb):
                 key = self.evaluated(node.args[0])

@@ -26,7 +26,6 @@ from .expressions import Frame, members_of
 from .members import UNKNOWN, attribute_in
 from .syntax.accesses import (
     Access,
-    Use,
     accesses_of,
     assignments_of,
     calls_of,
@@ -37,6 +36,7 @@ from .syntax.accesses import (
 )
 from .syntax.protocols import called_by_name, called_by_with, protocols_of
 from .syntax.unknown_owners import Origins, name_read
+from .syntax.uses import Use
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
 _MOST_TURNS = 32  # of one loop: a guess

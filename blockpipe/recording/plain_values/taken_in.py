@@ -21,7 +21,8 @@ from ...restoring.model_state import is_users
 from .expressions import Frame
 from .members import ALL, UNKNOWN, Names
 from .places import inside, is_array
-from .syntax.accesses import Access, Use
+from .syntax.accesses import Access
+from .syntax.uses import Use
 
 _NOT_HELD = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),

@@ -87,21 +87,6 @@ class SharedValue:
 
 
 @dataclass
-class PendingWrite:
-    """An instruction that sets a value, and has not ended yet."""
-
-    owner: Any
-    key: Any
-    before: Any
-    hop: int
-    line: str
-    apart: ApartRun | None  # the run apart from the forward that it is in
-    adds: bool  # as ``self.n += 1`` does, which writes to a tensor in place
-    calls: list[Call | None]
-    is_fixed: bool  # whether it sets the same, whatever the data
-
-
-@dataclass
 class ApartRun:
     """What code that runs apart from the forward does in its order: a hook, or a function that
     ``torch.utils.checkpoint`` runs again. What it has set itself nothing else carries to it."""
