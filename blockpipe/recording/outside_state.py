@@ -42,7 +42,7 @@ from ..restoring.model_state import is_users, names_in
 from ..stages.cursor import is_of_microbatch
 from .calls import hops_by_path
 from .entries import SharedChange
-from .plain_values.members import BY_ARGUMENT
+from .plain_values.evaluation.members import BY_ARGUMENT
 from .plain_values.places import in_words
 from .plain_values.taken_in import made_in
 from .reads import NamesRead

@@ -15,8 +15,8 @@ from ..calls import Call
 from ..entries import CarriedValue, SharedChange, TensorInfo
 from ..reads import NamesRead, libraries_code_reads
 from ..recording import Recording
-from .expressions import Frame
-from .members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, Names, member_of
+from .evaluation.expressions import Frame
+from .evaluation.members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, Names, member_of
 from .places import attribute_of, has_tensors, named, space_of
 from .syntax.accesses import Access
 from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ..calls import Call
+from .evaluation.members import BY_ARGUMENT, UNKNOWN, member_of
 from .known_values import KnownValues
-from .members import BY_ARGUMENT, UNKNOWN, member_of
 from .places import is_by_microbatch, makers_of, space_of
 from .values import ApartRun, frozen
 

@@ -29,9 +29,9 @@ from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import BOUND, advances
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
-from .expressions import Frame, members_of
-from .getters import asked_of, hands_on, is_getter
-from .members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, UNKNOWN, Names
+from .evaluation.expressions import Frame, members_of
+from .evaluation.getters import asked_of, hands_on, is_getter
+from .evaluation.members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, UNKNOWN, Names
 from .syntax.accesses import Access
 from .syntax.effects import DOES_BOTH, SETS_TORCHS, WRITES
 from .syntax.uses import Use

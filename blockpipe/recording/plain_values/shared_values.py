@@ -32,10 +32,10 @@ from ..calls import Call
 from .checkpoints import CheckpointedFrames
 from .collecting_garbage import CollectingGarbage
 from .drawn_numbers import DrawnNumbers
-from .expressions import Frame
+from .evaluation.expressions import Frame
+from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import may_lose
-from .members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
 from .not_put_back import Effect, asks_cache, check_class, effect_of, found_among
 from .pending_writes import PendingWrite, PendingWrites
 from .places import (
@@ -205,7 +205,10 @@ class SharedValues:
         frame = Frame(running, self._functions, self._returned.get(id(running)))
         for access in accesses:
             try:
-                self._note(access, frame, hop, runs=not over)
+                if access.is_call:
+                    self._note_call(access, frame, hop)
+                else:
+                    self._note(access, frame, hop, runs=not over)
             except Exception:  # of an object that cannot be looked at
                 continue
             if over:
@@ -227,9 +230,6 @@ class SharedValues:
         return any(is_open(question, frame, fake=self._fake) for question in questions)
 
     def _note(self, access: Access, frame: Frame, hop: int, *, runs: bool) -> None:
-        if access.is_call:
-            self._note_call(access, frame, hop)
-            return
         self.draws.told(access, frame, hop)
         if (self.draws.lasting or self._all_lasts) and access.use is not Use.NONE:
             self._draws(frame.evaluated(access.node), frame, hop)

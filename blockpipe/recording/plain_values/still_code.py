@@ -22,8 +22,8 @@ from ..._torch.graph import custom_backward_of, gradient_hooks, stepping_hooks
 from ..._torch.modules import backward_hooks_of, parameters_of
 from ...batches.losses import WeightedLoss
 from ...restoring.model_state import is_users
-from .expressions import Frame, members_of
-from .members import UNKNOWN, attribute_in
+from .evaluation.expressions import Frame, members_of
+from .evaluation.members import UNKNOWN, attribute_in
 from .syntax.accesses import (
     Access,
     accesses_of,

@@ -18,8 +18,8 @@ from ...crossing.torch_patches import original_of
 from ...restoring.contents import content_of
 from ...restoring.holders import AttributesHolder, Holder, MemberHolder, attributes_of, container_of
 from ...restoring.model_state import is_users
-from .expressions import Frame
-from .members import ALL, UNKNOWN, Names
+from .evaluation.expressions import Frame
+from .evaluation.members import ALL, UNKNOWN, Names
 from .places import inside, is_array
 from .syntax.accesses import Access
 from .syntax.uses import Use

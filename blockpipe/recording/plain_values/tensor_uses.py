@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..entries import OutsideTensor, SharedChange, TensorInfo
-from .expressions import Frame
+from .evaluation.expressions import Frame
 from .places import is_array
 from .syntax.accesses import Access
 from .syntax.uses import Use

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..calls import Call
 from ..entries import SharedChange
-from .members import UNKNOWN
+from .evaluation.members import UNKNOWN
 
 _MOST_MEMBERS = 256  # of a container; larger ones are compared by identity
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)

@@ -16,8 +16,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._torch.modules import children_of
-from ...restoring.holders import CacheHolder
+from ...._torch.modules import children_of
+from ....restoring.holders import CacheHolder
+from ..syntax.accesses import Access
+from ..syntax.computed import computed
+from ..syntax.contents import NOT_MADE, made_of
+from ..syntax.protocols import is_descriptor
 from .getters import found_by, gives_known
 from .members import (
     ALL,
@@ -29,10 +33,6 @@ from .members import (
     member_of,
     own_attributes,
 )
-from .syntax.accesses import Access
-from .syntax.computed import computed
-from .syntax.contents import NOT_MADE, made_of
-from .syntax.protocols import is_descriptor
 
 _PLAIN = (bool, int, float, str, bytes, type(None), tuple)
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module

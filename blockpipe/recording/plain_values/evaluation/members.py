@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._common.threads.thread_state import ours
-from ..._torch.modules import SLOTS, children_of
-from ...restoring.model_state import slot_members
+from ...._common.threads.thread_state import ours
+from ...._torch.modules import SLOTS, children_of
+from ....restoring.model_state import slot_members
 
 UNKNOWN: Any = object()  # not known
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...stage_devices import stages
+from ....stage_devices import stages
 
 Reads = Callable[["Net"], float]
 

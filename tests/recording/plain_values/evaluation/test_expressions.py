@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...alike import check_trains_alike
-from ...parameter_sets import every_pair
-from ...stage_devices import stages
+from ....alike import check_trains_alike
+from ....parameter_sets import every_pair
+from ....stage_devices import stages
 
 KINDS: list[Callable[[], Any]] = [dict, OrderedDict, UserDict, Counter, lambda: defaultdict(int)]
 KEYS = ["values", "keys", "items", "get", "copy", "pop", "update", "total"]
