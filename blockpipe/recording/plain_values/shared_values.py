@@ -250,9 +250,8 @@ class SharedValues:
                 self._cached += [owner, value]
                 self._lasting.update((id(owner), id(value)))
             owner, key, access = entry_of(access, frame, owner, key)
-            if owner is None and access.reads and not access.is_said:
-                name = read_of_unknown(access, frame)
-                self._reads_by_name(name, frame, hop, counts=access.counts)
+        if owner is None and access.reads and not access.is_said:
+            self._reads_by_name(read_of_unknown(access, frame), frame, hop, counts=access.counts)
         if key is UNKNOWN:
             return  # of a function that is not running: it sets an entry by an argument
         self._cached += frame.kept

@@ -35,7 +35,7 @@ from .syntax.accesses import (
     may_set,
 )
 from .syntax.protocols import called_by_name, called_by_with, protocols_of
-from .syntax.unknown_owners import Origins, name_read
+from .syntax.unknown_owners import Origins, name_read, picks_out
 from .syntax.uses import Use
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
@@ -138,14 +138,16 @@ def hooks_in(model: nn.Module) -> list[Hook]:
 
 
 def read_of_unknown(access: Access, frame: Frame) -> str | None:
-    """Return the name by which code that does not run reads an object that nobody can tell, but
-    that may outlive the forward."""
+    """Return the name by which code reads an object that nobody can tell, but that may outlive the
+    forward."""
     node, still = access.node, frame.frame
     name = name_read(node)
     if name is None or not isinstance(node, ast.Attribute | ast.Subscript):
         return None
     if frame.evaluated(node.value) is not UNKNOWN:
         return None
+    if frame.is_running:
+        return name if picks_out(node.value, frame.evaluated) else None
     code = frame.code
     several = [code.co_flags & flag for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)]
     count = code.co_argcount + code.co_kwonlyargcount + sum(map(bool, several))

@@ -92,7 +92,7 @@ class Settings(Net):
 
     def leave(self, value: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = value
+            group.update(lr=value)
 
     def factor(self) -> float:
         return self.optimizer.param_groups[0]["lr"]

@@ -42,6 +42,7 @@ _WALKS = frozenset(
         *("modules", "named_modules", "children", "named_children"),
     ]
 )
+_WALKERS = [vars(nn.Module)[name] for name in _WALKS]
 _NO_STATE = (
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType),
@@ -154,7 +155,12 @@ class Frame:
             return kept[0] if len(kept) == 1 else UNKNOWN
         if function is globals:
             return self.frame.f_globals
-        if function in (copy.copy, copy.deepcopy, dict) and len(node.args) == 1:
+        if any(function is one for one in _WALKERS):
+            return members_of(self, node)
+        if function is dict and len(node.args) == 1 and not node.keywords:
+            found = self.evaluated(node.args[0])
+            return dict(found) if type(found) is list else found
+        if function in (copy.copy, copy.deepcopy) and len(node.args) == 1:
             return self.evaluated(node.args[0])  # what is read of a copy, is read of the original
         if function in (type, vars, getattr) and node.args:
             args = [*map(self.evaluated, node.args)]
@@ -208,7 +214,9 @@ class Frame:
             if key is UNKNOWN and isinstance(owner, dict) and access.reads and self.is_running:
                 key = ALL  # it may be any
             owner = Names(owner) if owner is self.frame.f_globals else owner
-            return (owner if is_entry else None), key, member_of(owner, key)
+            is_set = access.writes or key is not ALL
+            value = member_of(owner, key) if is_set else self.evaluated(node)
+            return (owner if is_entry else None), key, value
         elif isinstance(node, ast.Call):
             function = self.evaluated(node.func)
             if function is vars or access.is_call:

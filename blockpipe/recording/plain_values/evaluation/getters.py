@@ -6,6 +6,7 @@ which may be unknown, and a name in it.
 """
 
 import functools
+import inspect
 import itertools
 import operator
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,8 @@ from typing import Any
 
 from .members import ALL, UNKNOWN, attribute_in, member_of
 
-_READERS = (getattr, operator.getitem)
+_OF_ATTRIBUTES = (getattr, object.__getattribute__, inspect.getattr_static)
+_READERS = (*_OF_ATTRIBUTES, operator.getitem)
 _MAKERS = (operator.attrgetter, functools.partial)
 _HAND_ON = (map, filter, sorted, max, min, itertools.groupby)
 
@@ -39,7 +41,7 @@ def asked_of(function: Any, args: list[Any]) -> Iterator[Place]:
     elif type(function) is operator.attrgetter:
         for path in function.__reduce__()[1]:
             yield from _along(args[0], path.split("."))
-    elif function is getattr:
+    elif any(function is one for one in _OF_ATTRIBUTES):
         yield from _along(args[0], args[1:2])
     elif function is operator.getitem:
         owner, key = args

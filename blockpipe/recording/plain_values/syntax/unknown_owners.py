@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....restoring.model_state import is_users
 from .protocols import makers_of
@@ -30,6 +30,10 @@ def name_read(node: ast.expr) -> str | None:
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         return node.slice.value if isinstance(node.slice.value, str) else None
     return None
+
+
+_PICKERS = (types.BuiltinFunctionType, types.MethodDescriptorType)
+_OF_PYTHON = ("builtins", "collections", "importlib", "inspect", "itertools", nn.Module.__module__)
 
 
 class Origins:
@@ -79,6 +83,27 @@ class Origins:
             return self._is_inner
         out_of = [expression for known, expression in self._captures if known == name]
         return not out_of or any(self.may_last(one, seen | {name}) for one in out_of)
+
+
+def picks_out(node: ast.expr, evaluated: Callable[[ast.expr], Any]) -> bool:
+    """Return whether an expression takes one of the objects that it goes through, by functions of
+    Python and comprehensions alone: ``next(m for m in self.layers if m.is_last)``. What a module or
+    another function of the user's returns may be made for this micro-batch.
+
+    Args:
+        node: the expression.
+        evaluated: returns the value of an expression in it.
+    """
+    calls = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
+    return isinstance(node, ast.Call | ast.Subscript) and all(
+        _is_pythons(evaluated(function)) for function in calls
+    )
+
+
+def _is_pythons(function: Any) -> bool:
+    if isinstance(function, types.FunctionType | type):
+        return function.__module__ in _OF_PYTHON
+    return isinstance(function, _PICKERS)
 
 
 def _hands_out(function: Any) -> bool:
