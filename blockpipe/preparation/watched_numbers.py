@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 from .._common.callsite import users_line, warn
-from ..recording.plain_values.expressions import Frame
+from ..recording.plain_values.evaluation.expressions import Frame
 from ..recording.plain_values.syntax.accesses import container_at, goes_to
 from ..restoring.model_state import is_users
 

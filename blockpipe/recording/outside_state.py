@@ -42,8 +42,9 @@ from ..restoring.model_state import is_users, names_in
 from ..stages.cursor import is_of_microbatch
 from .calls import hops_by_path
 from .entries import SharedChange
-from .plain_values.expressions import BY_ARGUMENT
+from .plain_values.evaluation.members import BY_ARGUMENT
 from .plain_values.places import in_words
+from .plain_values.taken_in import made_in
 from .reads import NamesRead
 from .recording import Recording
 
@@ -128,6 +129,7 @@ class OutsideState:
         self._glances = [_Glance(holder) for holder in self._holders]
         self._members = [_members(holder) for holder in self._holders]
         self._changes: dict[tuple[int, Any], _Change] = {}
+        self._is_cached = False  # whether a cache has got an object that may change
 
     def look(self, hop: int) -> None:
         """Compare all objects; called when the user's code is about to run something on a hop."""
@@ -150,6 +152,7 @@ class OutsideState:
             return
         if isinstance(holder, CacheHolder):
             self._watch(now)  # the cache may change, but not the objects in it
+            self._is_cached = self._is_cached or bool(made_in([now]))
             return
         change = self._changes.get((id(owner), key))
         if change is None:
@@ -205,8 +208,10 @@ class OutsideState:
 
     @property
     def collects(self) -> bool:
-        """Whether several hops add to one object, which the next forward may empty first."""
-        return any(len(change.grown_on) > 1 for change in self._changes.values())
+        """Whether several hops add to one object, which the next forward may empty first, or a
+        cache gets an object that the next forward finds there."""
+        grown_on = (change.grown_on for change in self._changes.values())
+        return self._is_cached or any(len(hops) > 1 for hops in grown_on)
 
     @property
     def sets(self) -> dict[int, str]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from ..restoring.model_state import is_users, names_in
-from .plain_values.syntax.accesses import PURE, Use, use_of
+from .plain_values.syntax.uses import PURE, Use, use_of
 
 _THROUGH = (
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice),

@@ -78,7 +78,7 @@ class Recording:
     changes_unseen: bool = False  # the forward changes something, and nobody saw who reads it
     outside: list[OutsideTensor] = field(default_factory=list, repr=False)
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name
-    collects: bool = False  # several hops add to something of the user's
+    collects: bool = False  # several hops add to something of the user's, or a cache keeps that
     settles: bool = False  # modules of several hops make something at the first call, and keep it
     unread: set[str] = field(default_factory=set)  # those that look like switches, and are none
     sets: dict[int, str] = field(default_factory=dict, repr=False)

@@ -11,6 +11,7 @@ import gc
 import types
 import weakref
 from collections.abc import Iterable
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from .._torch.tensors import FakeTensor, FakeTensorMode
 from ..errors import RecordingError
 
 _DEPTH = 4
+_TABLE = "hamt"  # the class of a context's table, and of its nodes
 _OURS = __name__.partition(".")[0] + "."
 # These values of a function lead on to all other objects.
 _NO_VALUES = (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)
@@ -123,12 +125,21 @@ def _holder(value: object) -> str:
             steps.append(f"a dict under {key!r}")
         elif isinstance(found, tuple) and not steps:
             return ""  # the arguments of a running call, maybe in another thread
+        elif (variable := _variable_of(found, value)) is not None:
+            return ", in ".join([*steps, f"the context variable {variable.name!r}"])
         elif _is_ours(found):
             return ""
         else:
             steps.append(f"a {type(found).__name__}")
         value = found
     return ", in ".join(steps)
+
+
+def _variable_of(found: object, value: object) -> ContextVar[Any] | None:
+    """Return the context variable with a value that a node of a context's table holds."""
+    if not type(found).__name__.startswith(_TABLE):
+        return None
+    return next((variable for variable, held in copy_context().items() if held is value), None)
 
 
 def _is_ours(value: object) -> bool:

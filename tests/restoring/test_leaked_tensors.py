@@ -1,5 +1,7 @@
 """Tensors of a recording that are alive after it."""
 
+from contextvars import ContextVar
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -50,3 +52,15 @@ def test_what_blockpipe_holds_for_a_waiting_thread_is_no_leak(kind: type[Held]):
     else:
         with pytest.raises(RecordingError, match=r"'bias', in a dict under 'b', in Held\.slots"):
             mode.check_nothing_is_left()
+
+
+def test_a_tensor_in_a_context_variable_is_said_to_be_in_that():
+    """The error named the nodes of a table that no program knows."""
+    variables, mode = [ContextVar[object](f"variable {i}") for i in range(40)], TrackedFakes()
+    before = [variable.set(None) for variable in variables]
+    with mode:
+        variables[7].set([torch.empty(4)])
+        with pytest.raises(RecordingError, match="in a list, in the context variable 'variable 7'"):
+            mode.check_nothing_is_left()
+    for variable, token in zip(variables, before, strict=True):
+        variable.reset(token)

@@ -3,6 +3,6 @@
 In: the frames of a watched forward, the code that autograd will call, and the loss. Out: entries
 :class:`SharedChange` of the recording. Read first: ``shared_values``, which traces, and
 ``known_values``, which draws the conclusions. ``syntax`` has what an instruction reads or sets, and
-``expressions`` evaluates that. ``still_code`` looks at code that runs in no recording,
+``evaluation`` evaluates that. ``still_code`` looks at code that runs in no recording,
 ``tensor_uses`` at its tensors, ``drawn_numbers`` at what it draws.
 """

@@ -22,7 +22,8 @@ from ...restoring.contents import is_generator
 from ...restoring.holders import Holder
 from ...restoring.model_state import names_in
 from ..entries import GeneratorUse, SharedChange
-from .expressions import UNKNOWN, Frame
+from .evaluation.expressions import Frame
+from .evaluation.members import UNKNOWN
 from .still_code import StillFrame
 from .syntax.accesses import Access, calls_of
 from .values import SharedValue, shared_change

@@ -15,7 +15,8 @@ from ..calls import Call
 from ..entries import CarriedValue, SharedChange, TensorInfo
 from ..reads import NamesRead, libraries_code_reads
 from ..recording import Recording
-from .expressions import ALL, BY_ARGUMENT, NEEDS_GRADIENT, Frame, Names, member_of
+from .evaluation.expressions import Frame
+from .evaluation.members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, Names, member_of
 from .places import attribute_of, has_tensors, named, space_of
 from .syntax.accesses import Access
 from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE
@@ -54,6 +55,7 @@ class KnownValues:
 
     Attributes:
         variables: the context variables among them by id, each with its first value.
+        set_in_new: the names of what the forward has set in objects that it has made itself.
     """
 
     def __init__(self, paths: Mapping[int, str]) -> None:
@@ -62,6 +64,8 @@ class KnownValues:
         self._values: dict[_Where, SharedValue] = {}
         self._ignored: dict[int, Any] = {}  # by id
         self._forwards: dict[int, SharedValue] = {}  # by the id of their code
+        self.set_in_new: set[str] = set()
+        self._is_unsure = False  # whether code beside the forward may read one of these
 
     def ignore(self, owners: Iterable[Any]) -> None:
         """Tell nothing of some containers: the tables of modes, which collect what these see."""
@@ -82,6 +86,7 @@ class KnownValues:
         """Return the values of a name, whatever objects hold them, that the forward sets."""
         if name is None:
             return []
+        self._is_unsure = self._is_unsure or name in self.set_in_new
         return [v for v in self._values.values() if v.set_on and v.key == name]
 
     def may_answer_otherwise(self, question: ast.expr, frame: Frame, *, fake: bool) -> bool:
@@ -276,8 +281,11 @@ class KnownValues:
     @property
     def looks_up(self) -> bool:
         """Whether a backward looks entries up by keys that are not known: forwards may set entries
-        of the same keys, or each one its own."""
-        return any(known.key is BY_ARGUMENT and known.read_on for known in self._values.values())
+        of the same keys, or each one its own. Or it may read an object that the forward has made,
+        and that the next forward may find."""
+        return self._is_unsure or any(
+            known.key is BY_ARGUMENT and known.read_on for known in self._values.values()
+        )
 
     def carried(self, reads: NamesRead) -> Iterator[CarriedValue]:
         """The values that one forward leaves for the next one.

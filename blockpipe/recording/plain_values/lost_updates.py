@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from ...restoring.model_state import is_users
-from .expressions import Frame, attribute_in
+from .evaluation.expressions import Frame
+from .evaluation.members import attribute_in
 from .syntax.accesses import Access
 
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...errors import RecordingError
 from ...restoring.holders import Holder
-from .expressions import Frame
+from .evaluation.expressions import Frame
 from .syntax.accesses import Access
 
 _METHODS = frozenset(["cache_info", "pop", "get", "get_nowait", "update"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import io
 import mmap
@@ -28,9 +29,12 @@ from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import BOUND, advances
 from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
-from .expressions import ALL, BY_ARGUMENT, NEEDS_GRADIENT, UNKNOWN, Frame, Names
-from .syntax.accesses import Access, Use
+from .evaluation.expressions import Frame, members_of
+from .evaluation.getters import asked_of, hands_on, is_getter
+from .evaluation.members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, UNKNOWN, Names
+from .syntax.accesses import Access
 from .syntax.effects import DOES_BOTH, SETS_TORCHS, WRITES
+from .syntax.uses import Use
 
 CONTENTS = (
     *(list, dict, set, deque, bytearray, array, io.StringIO, ContextVar),
@@ -131,6 +135,30 @@ def entry_asked(access: Access, frame: Frame) -> Any:
         return ALL
     key = frame.key(access.key)
     return ALL if key is UNKNOWN else key
+
+
+def asked_by_call(node: ast.expr, frame: Frame) -> Iterator[tuple[Any, Any]]:
+    """Yield the places that a call reads by names, in code that nobody looks into: objects, which
+    may be unknown, and names in them."""
+    if not isinstance(node, ast.Call):
+        return
+    function, over = frame.evaluated(node.func), node.args
+    if is_getter(function) or function is functools.reduce:
+        yield from asked_of(function, [*map(frame.evaluated, node.args)])
+        return
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "sort":
+        over = [node.func.value]
+    elif not hands_on(function):
+        return
+    for handed in (*node.args, *(one.value for one in node.keywords if one.arg == "key")):
+        if is_getter(getter := frame.evaluated(handed)):
+            others = [one for one in over if one is not handed]
+            if function in (max, min) and len(others) > 1:
+                others = [ast.Tuple(others, ast.Load())]
+            members = (members_of(frame, one) for one in others)
+            known = [[UNKNOWN] if found is UNKNOWN else found for found in members]
+            for args in zip(*known, strict=False):
+                yield from asked_of(getter, [*args])
 
 
 def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attribute") -> str:

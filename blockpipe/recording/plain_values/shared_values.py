@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 
 from ...restoring.contents import is_generator
 from ...restoring.holders import Holder
@@ -32,21 +32,15 @@ from ..calls import Call
 from .checkpoints import CheckpointedFrames
 from .collecting_garbage import CollectingGarbage
 from .drawn_numbers import DrawnNumbers
-from .expressions import (
-    ALL,
-    BY_ARGUMENT,
-    UNKNOWN,
-    WHOLE,
-    Frame,
-    Names,
-    member_of,
-    owners_of,
-)
+from .evaluation.expressions import Frame
+from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import may_lose
 from .not_put_back import Effect, asks_cache, check_class, effect_of, found_among
+from .pending_writes import PendingWrite, PendingWrites
 from .places import (
     CONTENTS,
+    asked_by_call,
     entry_asked,
     entry_of,
     inside,
@@ -56,7 +50,6 @@ from .places import (
     is_looked_into,
     is_of_library,
     is_of_module,
-    makers_of,
     names_of,
     owners_by_space,
     set_by_method,
@@ -65,12 +58,13 @@ from .places import (
     use_by,
 )
 from .still_code import frames_of, functions_by_code, read_of_unknown
-from .syntax.accesses import Access, Use, accesses_of, may_set, tests_of
+from .syntax.accesses import Access, accesses_of, may_set, tests_of
 from .syntax.effects import arguments_of, changes_given
 from .syntax.protocols import is_read_by_syntax
+from .syntax.uses import Use
 from .taken_in import TakenIn
 from .tensor_uses import TensorUses
-from .values import ApartRun, PendingWrite, back, frozen
+from .values import ApartRun, back, frozen
 
 _OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
 _OF_ARRAY = "the tensor that is made of it shares its memory: make a copy (torch.tensor)"
@@ -124,7 +118,7 @@ class SharedValues:
         self._used_up = found_among(holders)  # refused if the forward uses them, by id
         self._stays: Effect | None = None  # the first that cannot be put back
         self._kinds = [(path, module, type(module)) for path, module in modules.items()]
-        self._pending: dict[int, list[PendingWrite]] = {}  # by the id of a frame
+        self._pending = PendingWrites(self.known, fake=fake)
         self._checkpoints = CheckpointedFrames()
         self._collecting = CollectingGarbage()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
@@ -146,8 +140,7 @@ class SharedValues:
         finally:
             if sys.gettrace() == ours:
                 sys.settrace(before)
-            for frame in [*self._pending]:
-                self._are_set(frame)
+            self._pending.end_all()
             self._returned.clear()  # it holds tensors, and the graph behind them
             self._checkpoints.forget()
             self._taken_in.forget()
@@ -169,7 +162,7 @@ class SharedValues:
         return self._ran
 
     def _ran(self, frame: types.FrameType, event: str, argument: object) -> Any:
-        self._are_set(id(frame))
+        self._pending.end(id(frame))
         if event == "opcode":
             accesses = self._codes[id(frame.f_code)][1].get(frame.f_lasti)
             if accesses:
@@ -212,11 +205,14 @@ class SharedValues:
         frame = Frame(running, self._functions, self._returned.get(id(running)))
         for access in accesses:
             try:
-                self._note(access, frame, hop, runs=not over)
+                if access.is_call:
+                    self._note_call(access, frame, hop)
+                else:
+                    self._note(access, frame, hop, runs=not over)
             except Exception:  # of an object that cannot be looked at
                 continue
             if over:
-                self._are_set(id(running), to_anything=True)
+                self._pending.end(id(running), to_anything=True)
 
     def _note_missed(self, running: types.FrameType, hops: dict[int, int]) -> None:
         """Note the accesses in branches that a function did not take. If its condition depends on
@@ -254,9 +250,8 @@ class SharedValues:
                 self._cached += [owner, value]
                 self._lasting.update((id(owner), id(value)))
             owner, key, access = entry_of(access, frame, owner, key)
-            if owner is None and access.reads and not access.is_said:
-                for known in self.known.set_by_name(read_of_unknown(access, frame)):
-                    self._reads(known.owner, known.key, frame, hop, counts=access.counts)
+        if owner is None and access.reads and not access.is_said:
+            self._reads_by_name(read_of_unknown(access, frame), frame, hop, counts=access.counts)
         if key is UNKNOWN:
             return  # of a function that is not running: it sets an entry by an argument
         self._cached += frame.kept
@@ -271,6 +266,8 @@ class SharedValues:
                     self._reads(holder, key, frame, hop, counts=access.counts, loses=loses)
             if access.writes:
                 self._will_set([(owner, key, value)], access, frame, hop)
+        elif access.writes and isinstance(key, str):
+            self.known.set_in_new.add(key)
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
             self._uses(access, self._objects.get(id(value), value), frame, hop)
             if advances(value):  # in a recording it is a copy of the user's
@@ -280,6 +277,27 @@ class SharedValues:
         use, held = use_by(access, value)  # of the container that a method is of
         if use is not Use.NONE and (self._all_lasts or id(held) in self._lasting):
             self._uses(replace(access, use=use), held, frame, hop)
+
+    def _note_call(self, access: Access, frame: Frame, hop: int) -> None:
+        """Note what a function in C reads by names, and the use of what a cache keeps."""
+        for owner, key in asked_by_call(access.node, frame):
+            if owner is UNKNOWN:
+                self._reads_by_name(key, frame, hop)
+            elif self._is_lasting(owner) and not access.is_said:
+                for holder in owners_of(owner, key):
+                    self._reads(holder, key, frame, hop, counts=False)
+        value = frame.kept_by(access.node)
+        self._cached += frame.kept
+        self._lasting.update(map(id, frame.kept))
+        if access.use is not Use.NONE and self._is_content(value, access, None):
+            self._uses(access, value, frame, hop)
+
+    def _reads_by_name(
+        self, name: str | None, frame: Frame, hop: int, *, counts: bool = False
+    ) -> None:
+        """Note a read of an object that nobody can tell."""
+        for known in self.known.set_by_name(name):
+            self._reads(known.owner, known.key, frame, hop, counts=counts)
 
     def _calls_method(self, node: ast.Attribute, frame: Frame, hop: int) -> None:
         """Note a read of a method, or of other code, that the object's class leads to."""
@@ -397,38 +415,13 @@ class SharedValues:
         is_fixed: bool = False,
     ) -> None:
         """Note that an instruction sets the values at some places, before it has done so."""
-        where = hop, frame.line, self._apart(frame), access.counts, self._calls(), is_fixed
-        self._pending[id(frame.frame)] = [
-            PendingWrite(owner, key, frozen(value), *where) for owner, key, value in places
-        ]
-
-    def _are_set(self, frame: int, *, to_anything: bool = False) -> None:
-        for pending in self._pending.pop(frame, ()):
-            if to_anything:
-                pending.before, pending.is_fixed = UNKNOWN, False
-            self._is_set(pending)
-
-    def _is_set(self, pending: PendingWrite) -> None:
-        if is_by_microbatch(pending.owner):
-            return
-        value = member_of(pending.owner, pending.key)
-        now, made_on = frozen(value), makers_of(value, constants=self._fake)
-        if pending.apart is not None:
-            pending.apart.sets((space_of(pending.owner), pending.key))
-        known = self.known.at(pending.owner, pending.key)
-        known.is_traced = True
-        known.is_bare = known.is_bare or made_on is None
-        # On fake tensors the same is the same for all data.
-        known.is_fixed = known.is_fixed and pending.is_fixed
-        settles = self._fake or pending.is_fixed or (pending.adds and isinstance(value, Tensor))
-        if not settles or now is UNKNOWN or pending.before != now:
-            known.is_set(pending.hop, pending.line, pending.calls)
-            known.made_on |= made_on or set()
-            self.known.note_forward(known, value)
-            if isinstance(pending.owner, dict) and pending.before is not UNKNOWN:
-                self.known.at(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
-            if pending.apart is not None and self._still is None:
-                known.set_again_on.add(pending.hop)
+        apart = self._apart(frame)
+        again = apart is not None and self._still is None
+        where = hop, frame.line, apart, again, access.counts, self._calls(), is_fixed
+        self._pending.begin(
+            id(frame.frame),
+            [PendingWrite(owner, key, frozen(value), *where) for owner, key, value in places],
+        )
 
     def _calls(self) -> list[Call | None]:
         return [] if self._still is not None else [self._call()]

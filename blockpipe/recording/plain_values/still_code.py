@@ -22,10 +22,10 @@ from ..._torch.graph import custom_backward_of, gradient_hooks, stepping_hooks
 from ..._torch.modules import backward_hooks_of, parameters_of
 from ...batches.losses import WeightedLoss
 from ...restoring.model_state import is_users
-from .expressions import UNKNOWN, Frame, attribute_in, members_of
+from .evaluation.expressions import Frame, members_of
+from .evaluation.members import UNKNOWN, attribute_in
 from .syntax.accesses import (
     Access,
-    Use,
     accesses_of,
     assignments_of,
     calls_of,
@@ -35,7 +35,8 @@ from .syntax.accesses import (
     may_set,
 )
 from .syntax.protocols import called_by_name, called_by_with, protocols_of
-from .syntax.unknown_owners import Origins, name_read
+from .syntax.unknown_owners import Origins, name_read, picks_out
+from .syntax.uses import Use
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
 _MOST_TURNS = 32  # of one loop: a guess
@@ -137,14 +138,16 @@ def hooks_in(model: nn.Module) -> list[Hook]:
 
 
 def read_of_unknown(access: Access, frame: Frame) -> str | None:
-    """Return the name by which code that does not run reads an object that nobody can tell, but
-    that may outlive the forward."""
+    """Return the name by which code reads an object that nobody can tell, but that may outlive the
+    forward."""
     node, still = access.node, frame.frame
     name = name_read(node)
     if name is None or not isinstance(node, ast.Attribute | ast.Subscript):
         return None
     if frame.evaluated(node.value) is not UNKNOWN:
         return None
+    if frame.is_running:
+        return name if picks_out(node.value, frame.evaluated) else None
     code = frame.code
     several = [code.co_flags & flag for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)]
     count = code.co_argcount + code.co_kwonlyargcount + sum(map(bool, several))

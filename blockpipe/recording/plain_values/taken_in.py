@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +18,11 @@ from ...crossing.torch_patches import original_of
 from ...restoring.contents import content_of
 from ...restoring.holders import AttributesHolder, Holder, MemberHolder, attributes_of, container_of
 from ...restoring.model_state import is_users
-from .expressions import ALL, UNKNOWN, Frame, Names
-from .syntax.accesses import Access, Use
+from .evaluation.expressions import Frame
+from .evaluation.members import ALL, UNKNOWN, Names
+from .places import inside, is_array
+from .syntax.accesses import Access
+from .syntax.uses import Use
 
 _NOT_HELD = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
@@ -30,15 +33,26 @@ _MOST_MADE = 2_000  # a guess
 
 def made_since(holders: Iterable[Holder]) -> list[Holder]:
     """Return the holders of what a forward has made meanwhile, and left in the objects of others:
-    the containers, and the objects of the user's classes."""
+    the containers, the arrays, and the objects of the user's classes."""
     seen = {id(holder.owner) for holder in holders}
     seen |= {id(space) for holder in holders if (space := holder.namespace()) is not None}
-    level, found = [value for holder in holders for _, value in holder.now()], list[Holder]()
+    return made_in((value for holder in holders for _, value in holder.now()), seen)
+
+
+def made_in(values: Iterable[Any], seen: Collection[int] = ()) -> list[Holder]:
+    """Return the holders of the containers, arrays and objects among some values, and inside of
+    them.
+
+    Args:
+        values: the values.
+        seen: the ids of those that are left out.
+    """
+    level, known, found = [*values], {*seen}, list[Holder]()
     alive = []  # so that no other object gets an id
     while level and len(found) < _MOST_MADE:
         alive.append(level)
-        new = {id(value): value for value in level if id(value) not in seen}
-        seen |= new.keys()
+        new = {id(value): value for value in level if id(value) not in known}
+        known |= new.keys()
         made = [*filter(None, map(_holder_of, new.values()))]
         found += made
         level = [value for holder in made for _, value in holder.before]
@@ -51,7 +65,7 @@ def _holder_of(value: Any) -> Holder | None:
     attributes = attributes_of(value) if is_object else None
     if isinstance(attributes, dict) and container_of(value) is None:
         return AttributesHolder(attributes, value)
-    return container_of(value)
+    return container_of(value) or (content_of(value) if is_array(value) else None)
 
 
 class TakenIn:
@@ -80,8 +94,8 @@ class TakenIn:
         if access.writes:
             self._sets(*frame.place_of(access))
             return
-        if owner is not None and self._leads_beyond(owner, value):
-            self._beyond[id(value)] = value
+        if owner is not None and self._leads_beyond(owner, value) and id(value) not in self._beyond:
+            self._beyond |= {id(one): one for one in (value, *inside(value))}
         if access.use in (Use.WRITE, Use.BOTH):
             self._changes(value)
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..entries import OutsideTensor, SharedChange, TensorInfo
-from .expressions import Frame
+from .evaluation.expressions import Frame
 from .places import is_array
-from .syntax.accesses import Access, Use
+from .syntax.accesses import Access
+from .syntax.uses import Use
 from .values import SharedValue, back, shared_change
 
 _CONTENT, _GRADIENT = "content", "grad"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..calls import Call
 from ..entries import SharedChange
-from .expressions import UNKNOWN
+from .evaluation.members import UNKNOWN
 
 _MOST_MEMBERS = 256  # of a container; larger ones are compared by identity
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
@@ -84,21 +84,6 @@ class SharedValue:
             self.lost_on.add(hop)
             self.is_constant = False
             self.first_loss = self.first_loss or line
-
-
-@dataclass
-class PendingWrite:
-    """An instruction that sets a value, and has not ended yet."""
-
-    owner: Any
-    key: Any
-    before: Any
-    hop: int
-    line: str
-    apart: ApartRun | None  # the run apart from the forward that it is in
-    adds: bool  # as ``self.n += 1`` does, which writes to a tensor in place
-    calls: list[Call | None]
-    is_fixed: bool  # whether it sets the same, whatever the data
 
 
 @dataclass

@@ -167,6 +167,52 @@ def test_what_a_hook_sets_and_another_stage_or_a_forward_reads_is_refused(
         _step(net)
 
 
+class Single:
+    """All calls of the class give one object."""
+
+    one: "Single | None" = None
+
+    def __new__(cls) -> "Single":
+        if cls.one is None:
+            cls.one = super().__new__(cls)
+            cls.one.scale = 1.0
+        return cls.one
+
+
+class SetsInSingle(Net):
+    def first(self, h: Tensor) -> Tensor:
+        single = Single()
+        single.scale = h.detach().abs().max().item()
+        h.register_hook(_scaled_by_single)
+        return h
+
+
+class ReadsSingle(Net):
+    def first(self, h: Tensor) -> Tensor:
+        single = Single()
+        h.register_hook(_scaled_by_single)
+        return h * single.scale
+
+
+def _scaled_by_single(gradient: Tensor) -> Tensor:
+    single = Single()
+    return gradient * single.scale
+
+
+def test_a_singleton_when_the_first_forward_makes_it_is_known_to_a_hook() -> None:
+    Single.one = None
+    with pytest.raises(StateError, match=r"'scale' of a Single .*reads it in a backward"):
+        _step(SetsInSingle())
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_singleton_when_it_is_only_read_is_fine(is_made: bool) -> None:
+    Single.one = None
+    if is_made:
+        Single()
+    _step(ReadsSingle())
+
+
 def _notes(net: Net, name: str, gradient: Tensor) -> None:
     net.norms[name] = float(gradient.norm())
     net.scale = net.norms[name]

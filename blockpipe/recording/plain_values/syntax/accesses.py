@@ -7,7 +7,6 @@ tree of the whole file, by the position at which each of them ends.
 import ast
 import copy
 import dis
-import enum
 import functools
 import itertools
 import linecache
@@ -19,25 +18,11 @@ from dataclasses import dataclass, field, replace
 
 from .bindings import assigned, bound, captured
 from .contents import alternatives
-from .effects import CHANGES_GIVEN, DOES_BOTH, FILLS, SETS_TORCHS, WRITES
+from .effects import CHANGES_GIVEN, DOES_BOTH, SETS_TORCHS, WRITES
+from .uses import Use, goes_back, is_function, is_said_in, key_taken, use_of
 
-_READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
 _OF_ENVIRONMENT = ("getenv", "getenvb")
-_TAKES_KEY = ("get", "pop", "setdefault")
-_SAYS = frozenset(
-    [
-        *("print", "debug", "info", "warning", "error", "critical", "exception", "log", "warn"),
-        *("add_scalar", "add_scalars", "set_description", "set_postfix"),
-    ]
-)
 _FORMATS = frozenset(["str", "repr", "format", "int", "float", "round", "bool"])
-PURE = frozenset(  # functions whose result has no other effect
-    [
-        *("abs", "bool", "dict", "float", "int", "len", "list", "max", "min", "round"),
-        *("sorted", "str", "sum", "tuple"),
-    ]
-)
-_MATCHED = ast.Name("<match>")  # no function: patterns read attributes
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
 _STORES = frozenset(
     [
@@ -49,15 +34,6 @@ _SETTERS = (
     *("setattr", "delattr", "__setattr__", "__delattr__"),
     *("register_buffer", "register_parameter", "register_module", "add_module"),
 )
-
-
-class Use(enum.Enum):
-    """The use that code makes of a mutable value that it reads."""
-
-    NONE = enum.auto()  # it is given another name, or handed to a function
-    READ = enum.auto()
-    WRITE = enum.auto()
-    BOTH = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -77,6 +53,7 @@ class Access:
         is_first: whether it is the first of the arguments.
         is_dropped: whether the result of the function that takes it is dropped.
         calls: whether it is read for a method of it, which is called.
+        is_call: whether it is a call of any function, whose value only the function tells.
     """
 
     node: ast.expr
@@ -90,6 +67,7 @@ class Access:
     is_first: bool = False
     is_dropped: bool = False
     calls: bool = False
+    is_call: bool = False
 
     @property
     def counts(self) -> bool:
@@ -310,7 +288,7 @@ def _nodes_of(source: str) -> _Nodes:
 
 def _noted_as(node: ast.Expr | ast.Assign) -> str | None:
     if isinstance(node, ast.Expr):
-        return "" if _is_said((node.value, node)) else None
+        return "" if is_said_in((node.value, node)) else None
     (target, *others), calls = node.targets, [n for n in ast.walk(node) if isinstance(n, ast.Call)]
     named = (getattr(call.func, "id", getattr(call.func, "attr", "")) for call in calls)
     is_note = isinstance(target, ast.Attribute) and not others and _FORMATS.issuperset(named)
@@ -318,19 +296,19 @@ def _noted_as(node: ast.Expr | ast.Assign) -> str | None:
 
 
 def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access | None:
-    is_said = _is_said(outer)
+    is_said = is_said_in(outer)
     if isinstance(node, ast.Call):
         return _call(node, outer, is_said=is_said)
     if isinstance(node.ctx, ast.Load):
         use, given_to = use_of(node, outer)
         if use is Use.NONE and "_FAST" in operation:
             return None  # a local variable
-        back, key = _goes_back(node, outer), _key_taken(node, outer)
+        back, key = goes_back(node, outer), key_taken(node, outer)
         if key is not None and back is None:  # n[key] = n.get(key, 0) + 1
-            back = _goes_back(ast.Subscript(node, key, ast.Load()), outer[2:])
+            back = goes_back(ast.Subscript(node, key, ast.Load()), outer[2:])
         is_first = given_to is not None and node in getattr(outer[0], "args", ())[:1]
         ends = len(outer) > 1 and isinstance(outer[1], ast.Expr)
-        calls = isinstance(outer[0], ast.Attribute) and _is_called(outer) if outer else False
+        calls = isinstance(outer[0], ast.Attribute) and is_function(outer) if outer else False
         return Access(node, True, False, back, use, given_to, is_said, key, is_first, ends, calls)
     if "_FAST" in operation:
         return None
@@ -343,8 +321,8 @@ def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access |
     return Access(node, loads, not loads, back, Use.WRITE if is_target else Use.NONE)
 
 
-def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Access | None:
-    """``getattr``, ``setattr``, ``next``, ``vars`` and ``os.getenv`` are accesses as well."""
+def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Access:
+    """``getattr``, ``setattr``, ``next``, ``vars`` and ``os.getenv`` are accesses of their own."""
     name = node.func.id if isinstance(node.func, ast.Name) else ""
     if isinstance(node.func, ast.Attribute) and node.func.attr in (*_SETTERS, *_OF_ENVIRONMENT):
         name = node.func.attr
@@ -361,87 +339,5 @@ def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Acces
         return Access(node, False, True)
     if name == "next" and node.args:
         return Access(node.args[0], True, False, use=Use.BOTH)
-    return None
-
-
-def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | None]:
-    """Return the use of a value, and the function that takes it as an argument.
-
-    Args:
-        node: the expression.
-        outer: the nodes around it, from the inside out.
-    """
-    around = outer[0] if outer else None
-    if isinstance(around, ast.Attribute):
-        is_called = _is_called(outer)
-        if not is_called and around.attr not in _READS | DOES_BOTH | WRITES:
-            return Use.NONE, None  # an attribute of it, which is an access of its own
-        if around.attr in DOES_BOTH:
-            is_dropped = is_called and len(outer) > 2 and isinstance(outer[2], ast.Expr)
-            return (Use.WRITE if is_dropped else Use.BOTH), None
-        if around.attr in WRITES | FILLS:
-            return Use.WRITE, None
-        is_in_place = around.attr.endswith("_") and not around.attr.endswith("__")
-        return (Use.BOTH if is_in_place else Use.READ), None
-    if isinstance(around, ast.Subscript) and around.value is node:
-        return Use.NONE, None  # an entry of it
-    if isinstance(around, ast.keyword) and around.arg == "out":
-        return Use.WRITE, None
-    if isinstance(around, ast.keyword) and around.arg is not None:
-        around = outer[1]
-    if isinstance(around, ast.Match):
-        return Use.READ, _MATCHED
-    if isinstance(around, ast.Call):
-        if isinstance(around.func, ast.Name) and around.func.id == "next":
-            return Use.NONE, None
-        return (Use.NONE if node is around.func else Use.READ), around.func
-    if isinstance(around, ast.Assign):
-        is_alias = not any(isinstance(target, ast.Tuple | ast.List) for target in around.targets)
-    else:
-        is_alias = isinstance(around, ast.AnnAssign | ast.NamedExpr | ast.Expr)
-    is_asked = isinstance(around, ast.Compare) and isinstance(around.ops[0], ast.Is | ast.IsNot)
-    return (Use.NONE if is_alias or is_asked else Use.READ), None
-
-
-def _is_called(outer: tuple[ast.AST, ...]) -> bool:
-    """Whether the innermost of the nodes is the function of a call."""
-    call = outer[1] if len(outer) > 1 else None
-    return isinstance(call, ast.Call) and call.func is outer[0]
-
-
-def _key_taken(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:
-    match outer[:1]:
-        case [ast.Compare(left=key, ops=[ast.In() | ast.NotIn()], comparators=[found])]:
-            return key if found is node else None
-    method, call = outer[:2] if len(outer) > 1 else (None, None)
-    if not (isinstance(method, ast.Attribute) and isinstance(call, ast.Call)):
-        return None
-    is_taken = call.func is method and method.attr in _TAKES_KEY and bool(call.args)
-    return call.args[0] if is_taken else None
-
-
-def _goes_back(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:
-    """Return the expression by which a value goes back to its place: ``self.n = self.n + 1``,
-    ``self.n = max(self.n, x)``."""
-    through = (
-        *(ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare),
-        *(ast.List, ast.Tuple, ast.Starred, ast.Subscript),
-    )
-    for around in outer:
-        if isinstance(around, ast.Assign) and len(around.targets) == 1:
-            same = ast.dump(around.targets[0]).replace("Store()", "Load()")
-            return around.value if same == ast.dump(node) else None
-        is_pure = isinstance(around, ast.Call) and getattr(around.func, "id", "") in PURE
-        if not is_pure and not isinstance(around, through):
-            return None
-    return None
-
-
-def _is_said(outer: tuple[ast.AST, ...]) -> bool:
-    """Whether a value is only printed or logged."""
-    if len(outer) < 2 or not isinstance(outer[-1], ast.Expr):
-        return False
-    call = outer[-2]
-    function = call.func if isinstance(call, ast.Call) else None
-    name = getattr(function, "id", getattr(function, "attr", ""))
-    return name in _SAYS
+    use, given_to = use_of(node, outer)
+    return Access(node, True, False, use=use, given_to=given_to, is_said=is_said, is_call=True)

@@ -83,6 +83,13 @@ def called_by_name(
             yield method, (owner,)
 
 
+def makers_of(kind: type) -> Iterator[types.FunctionType]:
+    """Yield the methods of the user's that a call of a class begins with. They may return an object
+    that was there before."""
+    yield from _users(type(kind), "__call__")
+    yield from _users(kind, "__new__")
+
+
 def is_descriptor(found: Any) -> bool:
     """Return whether a member of a class stands for a value that its own code returns."""
     is_cached = isinstance(found, functools.cached_property)
@@ -91,5 +98,6 @@ def is_descriptor(found: Any) -> bool:
 
 def _users(kind: type, name: str) -> Iterator[types.FunctionType]:
     method = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    method = method.__func__ if isinstance(method, staticmethod) else method
     if isinstance(method, types.FunctionType) and is_users(method.__module__):
         yield method

@@ -1,8 +1,8 @@
-"""Entries whose keys are the names of a mapping's methods, and the text of keys in errors."""
+"""Entries by the names of a mapping's methods, fields by index and by name, keys' texts in errors."""
 
 from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...alike import check_trains_alike
-from ...parameter_sets import every_pair
-from ...stage_devices import stages
+from ....alike import check_trains_alike
+from ....parameter_sets import every_pair
+from ....stage_devices import stages
 
 KINDS: list[Callable[[], Any]] = [dict, OrderedDict, UserDict, Counter, lambda: defaultdict(int)]
 KEYS = ["values", "keys", "items", "get", "copy", "pop", "update", "total"]
@@ -81,3 +81,29 @@ def test_a_key_when_its_text_is_long_is_shortened_in_errors() -> None:
     pipe = bp.Pipeline(Scales({}, key, is_late=False), devices=stages(2), chunks=4)
     with pytest.raises(StateError, match=r"entry Sequential\( \(0\): Linear.{1,60}… of a dict"):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
+
+
+class Kept(NamedTuple):
+    """Its fields have indices and names."""
+
+    label: str
+    history: list[float]
+
+
+class ByIndexAndName(Scales):
+    def __init__(self) -> None:
+        super().__init__({}, "k", is_late=False)
+        self.kept = Kept("a", [1.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.kept[1][0] = h.detach().abs().max().item()
+        with bp.Block(stage=1):
+            return self.b(h) * self.kept.history[0]
+
+
+def test_a_field_when_one_stage_sets_it_by_index_and_one_reads_it_by_name_is_refused() -> None:
+    pipe = bp.Pipeline(ByIndexAndName(), devices=stages(2), chunks=2)
+    with pytest.raises(StateError, match="the forward changes a list on hops"):
+        pipe(torch.randn(4, 4))

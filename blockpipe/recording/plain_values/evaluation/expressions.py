@@ -11,31 +11,30 @@ import os
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..._common.threads.thread_state import ours
-from ..._torch.modules import SLOTS, children_of
-from ...restoring.holders import CacheHolder
-from ...restoring.model_state import slot_members
-from .syntax.accesses import Access
-from .syntax.computed import computed
-from .syntax.contents import NOT_MADE, made_of
-from .syntax.protocols import is_descriptor
-
-UNKNOWN: Any = object()  # not known
-
-ALL: Any = object()  # the key of a whole container
-
-WHOLE = ("__class__", "__dict__")  # who sets them sets all attributes
-
-BY_ARGUMENT: Any = object()  # the key of a dictionary's entry that only a call tells
+from ...._torch.modules import children_of
+from ....restoring.holders import CacheHolder
+from ..syntax.accesses import Access
+from ..syntax.computed import computed
+from ..syntax.contents import NOT_MADE, made_of
+from ..syntax.protocols import is_descriptor
+from .getters import found_by, gives_known
+from .members import (
+    ALL,
+    NEEDS_GRADIENT,
+    UNKNOWN,
+    WHOLE,
+    Names,
+    attribute_in,
+    member_of,
+    own_attributes,
+)
 
 _PLAIN = (bool, int, float, str, bytes, type(None), tuple)
-NEEDS_GRADIENT = "requires_grad"
-_OF_TENSORS = (NEEDS_GRADIENT, "shape", "dtype", "device", "ndim")  # torch's that are known
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module
 _WALKS = frozenset(
     [
@@ -43,22 +42,12 @@ _WALKS = frozenset(
         *("modules", "named_modules", "children", "named_children"),
     ]
 )
+_WALKERS = [vars(nn.Module)[name] for name in _WALKS]
 _NO_STATE = (
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType),
     *(type, property, classmethod, staticmethod, nn.Module, Tensor),
 )
-
-
-class Names:
-    """The global variables of a module.
-
-    Args:
-        names: the module's namespace.
-    """
-
-    def __init__(self, names: dict[str, Any]) -> None:
-        self.names = names
 
 
 class Frame:
@@ -139,7 +128,7 @@ class Frame:
             return types.MethodType(found.__func__, kind)
         is_method = isinstance(found, types.FunctionType) and (
             not isinstance(owner, type | types.ModuleType)
-            and node.attr not in _attributes_of(owner)
+            and node.attr not in own_attributes(owner)
         )
         return types.MethodType(found, owner) if is_method else found
 
@@ -166,7 +155,12 @@ class Frame:
             return kept[0] if len(kept) == 1 else UNKNOWN
         if function is globals:
             return self.frame.f_globals
-        if function in (copy.copy, copy.deepcopy, dict) and len(node.args) == 1:
+        if any(function is one for one in _WALKERS):
+            return members_of(self, node)
+        if function is dict and len(node.args) == 1 and not node.keywords:
+            found = self.evaluated(node.args[0])
+            return dict(found) if type(found) is list else found
+        if function in (copy.copy, copy.deepcopy) and len(node.args) == 1:
             return self.evaluated(node.args[0])  # what is read of a copy, is read of the original
         if function in (type, vars, getattr) and node.args:
             args = [*map(self.evaluated, node.args)]
@@ -175,6 +169,8 @@ class Frame:
             if function is type:
                 return type(args[0])
             return attribute_in(args[0], "__dict__" if function is vars else args[1])
+        if gives_known(function):
+            return found_by(function, [*map(self.evaluated, node.args)])
         if function is id and node.args:
             found = self.evaluated(node.args[0])
             return UNKNOWN if found is UNKNOWN else id(found)
@@ -184,6 +180,13 @@ class Frame:
                 found = children_of(found)[name]
             return found
         return self._given(function)
+
+    def kept_by(self, node: ast.expr) -> Any:
+        """Return what a ``functools.lru_cache`` keeps of a call; ``UNKNOWN`` for others."""
+        is_cached = isinstance(node, ast.Call) and isinstance(
+            self.evaluated(node.func), functools._lru_cache_wrapper
+        )
+        return self.evaluated(node) if is_cached else UNKNOWN
 
     def _given(self, function: Any) -> Any:
         """Return the value that a user's function has just returned."""
@@ -211,10 +214,12 @@ class Frame:
             if key is UNKNOWN and isinstance(owner, dict) and access.reads and self.is_running:
                 key = ALL  # it may be any
             owner = Names(owner) if owner is self.frame.f_globals else owner
-            return (owner if is_entry else None), key, member_of(owner, key)
+            is_set = access.writes or key is not ALL
+            value = member_of(owner, key) if is_set else self.evaluated(node)
+            return (owner if is_entry else None), key, value
         elif isinstance(node, ast.Call):
             function = self.evaluated(node.func)
-            if function is vars:
+            if function is vars or access.is_call:
                 return None, None, self.evaluated(node)
             if function in (os.getenv, os.getenvb):
                 key = self.evaluated(node.args[0])
@@ -295,21 +300,10 @@ def _is_tensors(owner: Any, key: Any) -> bool:
 
 
 def _unless_code(owner: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    is_set = not isinstance(owner, Names) and key in _attributes_of(owner)
+    is_set = not isinstance(owner, Names) and key in own_attributes(owner)
     is_set = is_set or (isinstance(owner, nn.Module) and key in children_of(owner))
     is_code = isinstance(value, _NO_STATE) and not isinstance(value, Tensor) and not is_set
     return (None, None, value) if is_code else (owner, key, value)
-
-
-def owners_of(owner: Any, key: Any) -> Iterator[Any]:
-    """Return the objects that a read may be about: an object, and the class of the attribute."""
-    yield owner
-    if isinstance(key, str) and not isinstance(owner, Names | types.CellType | dict):
-        bases = owner.__mro__[1:] if isinstance(owner, type) else type(owner).__mro__
-        for base in bases:
-            yield base
-            if key in vars(base):
-                return
 
 
 def members_of(frame: Frame, node: ast.expr) -> Any:
@@ -334,100 +328,3 @@ def members_of(frame: Frame, node: ast.expr) -> Any:
     if isinstance(value, nn.ModuleList | nn.Sequential):
         return [*children_of(value).values()]
     return [*value] if type(value) in (list, tuple, deque, dict, set, frozenset) else UNKNOWN
-
-
-def attribute_in(owner: Any, name: Any) -> Any:
-    """Return what ``owner.name`` is: of a mapping, a method, if it has one of that name."""
-    is_method = isinstance(owner, Mapping) and hasattr(type(owner), str(name))
-    if not is_method or isinstance(owner, nn.Module) or name in _attributes_of(owner):
-        return member_of(owner, name)
-    return _attribute(owner, name)
-
-
-def member_of(owner: Any, key: Any) -> Any:
-    """Return an entry, a variable, or an attribute. A method of a mapping is none: its entries may
-    have such names."""
-    if owner is UNKNOWN or key is UNKNOWN:
-        return UNKNOWN
-    if isinstance(owner, Tensor):
-        with ours():  # no mode is asked
-            found = getattr(owner, key) if key in _OF_TENSORS else UNKNOWN
-        return _attributes_of(owner).get(key, found)
-    if key is ALL:
-        return _content(owner)
-    if isinstance(owner, types.CellType):
-        try:
-            return owner.cell_contents
-        except ValueError:
-            return UNKNOWN
-    if isinstance(owner, Names):
-        return owner.names.get(key, vars(builtins).get(key, UNKNOWN))
-    if isinstance(owner, types.ModuleType):
-        return vars(owner).get(key, UNKNOWN)
-    if isinstance(owner, dict):
-        return dict.get(owner, key, UNKNOWN) if _is_plain_key(key) else UNKNOWN
-    if isinstance(owner, list | tuple | deque) and isinstance(key, int):
-        return owner[key] if -len(owner) <= key < len(owner) else UNKNOWN
-    if type(owner).__module__ == "numpy" or not isinstance(key, str | int):
-        return UNKNOWN
-    if isinstance(owner, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-        children = children_of(owner)
-        if isinstance(key, str) and key in children:
-            return children[key]
-        if isinstance(key, int):
-            found = [*children.values()]
-            return found[key] if -len(found) <= key < len(found) else UNKNOWN
-    if isinstance(owner, Mapping) and not isinstance(owner, nn.Module):
-        return _attributes_of(owner).get(key, UNKNOWN)
-    return UNKNOWN if isinstance(key, int) else _attribute(owner, key)
-
-
-def _content(owner: Any) -> Any:
-    """Return the content of a container as a value to compare."""
-    if type(owner) in (list, deque):
-        return [*owner]
-    return UNKNOWN
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    if isinstance(owner, type):
-        holder = _class_with(owner, name) or _class_with(type(owner), name)
-        return UNKNOWN if holder is None else vars(holder)[name]
-    attributes = _attributes_of(owner)
-    if name == "__dict__":
-        return attributes
-    if name == "__class__":
-        return type(owner)
-    if name in attributes:
-        return attributes[name]
-    for slot in slot_members(type(owner)):
-        if getattr(slot, "__name__", "") == name:
-            try:
-                return slot.__get__(owner)
-            except AttributeError:
-                return UNKNOWN
-    if isinstance(owner, nn.Module):
-        for slots in map(attributes.get, SLOTS):  # torch.jit.trace's modules have none
-            if slots is not None and name in slots:
-                return slots[name]
-    holder = _class_with(type(owner), name)
-    found = UNKNOWN if holder is None else vars(holder)[name]
-    return UNKNOWN if isinstance(found, types.GetSetDescriptorType) else found  # of code in C
-
-
-def _attributes_of(owner: Any) -> dict[str, Any]:
-    try:
-        found = object.__getattribute__(owner, "__dict__")
-    except AttributeError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _class_with(kind: type, name: str) -> type | None:
-    return next((base for base in kind.__mro__ if name in vars(base)), None)
-
-
-def _is_plain_key(key: Any) -> bool:
-    if isinstance(key, tuple):
-        return all(map(_is_plain_key, key))
-    return isinstance(key, str | int | float | bytes | type(None) | type)

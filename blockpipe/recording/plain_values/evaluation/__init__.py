@@ -1,0 +1,6 @@
+"""Evaluate the user's expressions, without running any of the user's code.
+
+In: a frame, which runs or stands still, and an expression of its code. Out: the value, or the
+object that holds it and its key there. Read first: ``expressions``. ``members`` finds attributes
+and entries, and ``getters`` what functions of Python read by names.
+"""

@@ -1,0 +1,80 @@
+"""Attributes that functions of Python read by their names, in code that nobody can look into.
+
+Examples are ``operator.attrgetter("a.b")(x)``, ``functools.reduce(getattr, names, x)``,
+``functools.partial(getattr, x, "a")`` and ``map(getter, objects)``. Each gives places: an object,
+which may be unknown, and a name in it.
+"""
+
+import functools
+import inspect
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .members import ALL, UNKNOWN, attribute_in, member_of
+
+_OF_ATTRIBUTES = (getattr, object.__getattribute__, inspect.getattr_static)
+_READERS = (*_OF_ATTRIBUTES, operator.getitem)
+_MAKERS = (operator.attrgetter, functools.partial)
+_HAND_ON = (map, filter, sorted, max, min, itertools.groupby)
+
+Place = tuple[Any, Any]
+
+
+def is_getter(function: Any) -> bool:
+    """Return whether a function reads attributes or entries by their names."""
+    if type(function) is functools.partial:
+        return is_getter(function.func)
+    return type(function) is operator.attrgetter or any(function is one for one in _READERS)
+
+
+def hands_on(function: Any) -> bool:
+    """Return whether a function calls what it is given with the members of the rest."""
+    return any(function is one for one in _HAND_ON)
+
+
+def asked_of(function: Any, args: list[Any]) -> Iterator[Place]:
+    """Yield the places that a call of a getter, or of ``functools.reduce`` with one, reads."""
+    if type(function) is functools.partial:
+        yield from asked_of(function.func, [*function.args, *args])
+    elif type(function) is operator.attrgetter:
+        for path in function.__reduce__()[1]:
+            yield from _along(args[0], path.split("."))
+    elif any(function is one for one in _OF_ATTRIBUTES):
+        yield from _along(args[0], args[1:2])
+    elif function is operator.getitem:
+        owner, key = args
+        yield owner, key if isinstance(owner, dict) and key is not UNKNOWN else ALL
+    elif function is functools.reduce and args[0] is getattr and type(args[1]) in (list, tuple):
+        path = [*args[2:], *args[1]]  # the object, and names
+        yield from _along(path[0], path[1:])
+
+
+def gives_known(function: Any) -> bool:
+    """Return whether :func:`found_by` may tell what a call of a function gives."""
+    is_maker = any(function is one for one in _MAKERS)
+    return is_maker or function is functools.reduce or is_getter(function)
+
+
+def found_by(function: Any, args: list[Any]) -> Any:
+    """Return the getter that a call makes, or what a call of one finds; ``UNKNOWN`` for others."""
+    if any(function is one for one in _MAKERS):
+        is_known = all(type(arg) is str for arg in args) or is_getter(args[0])
+        return function(*args) if args and is_known else UNKNOWN
+    places = [*asked_of(function, args)]
+    for place, (owner, _) in itertools.pairwise(places):
+        if owner is UNKNOWN or attribute_in(*place) is not owner:
+            return UNKNOWN  # several paths, or the user's code in between
+    *_, (owner, key) = places or [(UNKNOWN, UNKNOWN)]
+    return member_of(owner, key) if isinstance(owner, dict) else attribute_in(owner, key)
+
+
+def _along(owner: Any, names: Iterable[Any]) -> Iterator[Place]:
+    """Yield the places along a path: ``a`` and ``b`` of ``x.a.b``."""
+    for name in names:
+        if type(name) is not str:
+            return
+        yield owner, name
+        found = attribute_in(owner, name)
+        owner = UNKNOWN if isinstance(found, property) else found

@@ -1,0 +1,150 @@
+"""Members of objects, found without running any of the user's code: attributes, entries, variables.
+
+So no property, no ``__getattr__`` and no ``__getattribute__`` is called.
+"""
+
+import builtins
+import types
+from collections import deque, namedtuple
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...._common.threads.thread_state import ours
+from ...._torch.modules import SLOTS, children_of
+from ....restoring.model_state import slot_members
+
+UNKNOWN: Any = object()  # not known
+
+ALL: Any = object()  # the key of a whole container
+
+WHOLE = ("__class__", "__dict__")  # who sets them sets all attributes
+
+BY_ARGUMENT: Any = object()  # the key of a dictionary's entry that only a call tells
+
+NEEDS_GRADIENT = "requires_grad"
+_OF_TENSORS = (NEEDS_GRADIENT, "shape", "dtype", "device", "ndim")  # torch's that are known
+_FIELD = type(namedtuple("_Fields", "first").first)  # type: ignore[attr-defined]
+
+
+class Names:
+    """The global variables of a module.
+
+    Args:
+        names: the module's namespace.
+    """
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+
+
+def owners_of(owner: Any, key: Any) -> Iterator[Any]:
+    """Return the objects that a read may be about: an object, and the class of the attribute."""
+    yield owner
+    if isinstance(key, str) and not isinstance(owner, Names | types.CellType | dict):
+        bases = owner.__mro__[1:] if isinstance(owner, type) else type(owner).__mro__
+        for base in bases:
+            yield base
+            if key in vars(base):
+                return
+
+
+def attribute_in(owner: Any, name: Any) -> Any:
+    """Return what ``owner.name`` is: of a mapping, a method, if it has one of that name."""
+    is_method = isinstance(owner, Mapping) and hasattr(type(owner), str(name))
+    if not is_method or isinstance(owner, nn.Module) or name in own_attributes(owner):
+        return member_of(owner, name)
+    return _attribute(owner, name)
+
+
+def member_of(owner: Any, key: Any) -> Any:
+    """Return an entry, a variable, or an attribute. A method of a mapping is none: its entries may
+    have such names."""
+    if owner is UNKNOWN or key is UNKNOWN:
+        return UNKNOWN
+    if isinstance(owner, Tensor):
+        with ours():  # no mode is asked
+            found = getattr(owner, key) if key in _OF_TENSORS else UNKNOWN
+        return own_attributes(owner).get(key, found)
+    if key is ALL:
+        return _content(owner)
+    if isinstance(owner, types.CellType):
+        try:
+            return owner.cell_contents
+        except ValueError:
+            return UNKNOWN
+    if isinstance(owner, Names):
+        return owner.names.get(key, vars(builtins).get(key, UNKNOWN))
+    if isinstance(owner, types.ModuleType):
+        return vars(owner).get(key, UNKNOWN)
+    if isinstance(owner, dict):
+        return dict.get(owner, key, UNKNOWN) if _is_plain_key(key) else UNKNOWN
+    if isinstance(owner, list | tuple | deque) and isinstance(key, int):
+        return owner[key] if -len(owner) <= key < len(owner) else UNKNOWN
+    if type(owner).__module__ == "numpy" or not isinstance(key, str | int):
+        return UNKNOWN
+    if isinstance(owner, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        children = children_of(owner)
+        if isinstance(key, str) and key in children:
+            return children[key]
+        if isinstance(key, int):
+            found = [*children.values()]
+            return found[key] if -len(found) <= key < len(found) else UNKNOWN
+    if isinstance(owner, Mapping) and not isinstance(owner, nn.Module):
+        return own_attributes(owner).get(key, UNKNOWN)
+    return UNKNOWN if isinstance(key, int) else _attribute(owner, key)
+
+
+def _content(owner: Any) -> Any:
+    """Return the content of a container as a value to compare."""
+    if type(owner) in (list, deque):
+        return [*owner]
+    return UNKNOWN
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    if isinstance(owner, type):
+        holder = _class_with(owner, name) or _class_with(type(owner), name)
+        return UNKNOWN if holder is None else vars(holder)[name]
+    attributes = own_attributes(owner)
+    if name == "__dict__":
+        return attributes
+    if name == "__class__":
+        return type(owner)
+    if name in attributes:
+        return attributes[name]
+    for slot in slot_members(type(owner)):
+        if getattr(slot, "__name__", "") == name:
+            try:
+                return slot.__get__(owner)
+            except AttributeError:
+                return UNKNOWN
+    if isinstance(owner, nn.Module):
+        for slots in map(attributes.get, SLOTS):  # torch.jit.trace's modules have none
+            if slots is not None and name in slots:
+                return slots[name]
+    holder = _class_with(type(owner), name)
+    found = UNKNOWN if holder is None else vars(holder)[name]
+    if isinstance(found, _FIELD) and isinstance(owner, tuple):
+        return found.__get__(owner)
+    return UNKNOWN if isinstance(found, types.GetSetDescriptorType) else found  # of code in C
+
+
+def own_attributes(owner: Any) -> dict[str, Any]:
+    """Return an object's ``__dict__``; an empty one if it has none."""
+    try:
+        found = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _class_with(kind: type, name: str) -> type | None:
+    return next((base for base in kind.__mro__ if name in vars(base)), None)
+
+
+def _is_plain_key(key: Any) -> bool:
+    if isinstance(key, tuple):
+        return all(map(_is_plain_key, key))
+    return isinstance(key, str | int | float | bytes | type(None) | type)

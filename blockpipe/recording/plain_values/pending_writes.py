@@ -1,0 +1,86 @@
+"""Writes that an instruction begins and that are compared when it has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..calls import Call
+from .evaluation.members import BY_ARGUMENT, UNKNOWN, member_of
+from .known_values import KnownValues
+from .places import is_by_microbatch, makers_of, space_of
+from .values import ApartRun, frozen
+
+
+@dataclass
+class PendingWrite:
+    """An instruction that sets a value, and has not ended yet."""
+
+    owner: Any
+    key: Any
+    before: Any
+    hop: int
+    line: str
+    apart: ApartRun | None  # the run apart from the forward that it is in
+    again: bool  # whether a checkpoint's function does it, which runs once more
+    adds: bool  # as ``self.n += 1`` does, which writes to a tensor in place
+    calls: list[Call | None]
+    is_fixed: bool  # whether it sets the same, whatever the data
+
+
+class PendingWrites:
+    """The writes of all frames.
+
+    Args:
+        known: the values that are told.
+        fake: whether the forward runs on fake tensors; then no value depends on the data.
+    """
+
+    def __init__(self, known: KnownValues, *, fake: bool) -> None:
+        self._known, self._fake = known, fake
+        self._writes: dict[int, list[PendingWrite]] = {}  # by the id of a frame
+
+    def begin(self, frame: int, writes: list[PendingWrite]) -> None:
+        """Note the writes of an instruction that a frame is about to run."""
+        self._writes[frame] = writes
+
+    def end(self, frame: int, *, to_anything: bool = False) -> None:
+        """The instruction of a frame has ended.
+
+        Args:
+            frame: the frame, by its id.
+            to_anything: whether it has not run, and may set any value.
+        """
+        for pending in self._writes.pop(frame, ()):
+            if to_anything:
+                pending.before, pending.is_fixed = UNKNOWN, False
+            self._is_set(pending)
+
+    def end_all(self) -> None:
+        """All instructions have ended."""
+        for frame in [*self._writes]:
+            self.end(frame)
+
+    def _is_set(self, pending: PendingWrite) -> None:
+        if is_by_microbatch(pending.owner):
+            return
+        value = member_of(pending.owner, pending.key)
+        now, made_on = frozen(value), makers_of(value, constants=self._fake)
+        if pending.apart is not None:
+            pending.apart.sets((space_of(pending.owner), pending.key))
+        known = self._known.at(pending.owner, pending.key)
+        known.is_traced = True
+        known.is_bare = known.is_bare or made_on is None
+        # On fake tensors the same is the same for all data.
+        known.is_fixed = known.is_fixed and pending.is_fixed
+        settles = self._fake or pending.is_fixed or (pending.adds and isinstance(value, Tensor))
+        if not settles or now is UNKNOWN or pending.before != now:
+            known.is_set(pending.hop, pending.line, pending.calls)
+            known.made_on |= made_on or set()
+            self._known.note_forward(known, value)
+            if isinstance(pending.owner, dict) and pending.before is not UNKNOWN:
+                self._known.at(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
+            if pending.again:
+                known.set_again_on.add(pending.hop)

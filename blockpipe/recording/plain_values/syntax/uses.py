@@ -1,0 +1,115 @@
+"""The use that code makes of a value, by the expressions around it."""
+
+import ast
+import enum
+
+from .effects import DOES_BOTH, FILLS, WRITES
+
+_READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
+_TAKES_KEY = ("get", "pop", "setdefault")
+_SAYS = frozenset(
+    [
+        *("print", "debug", "info", "warning", "error", "critical", "exception", "log", "warn"),
+        *("add_scalar", "add_scalars", "set_description", "set_postfix"),
+    ]
+)
+PURE = frozenset(  # functions whose result has no other effect
+    [
+        *("abs", "bool", "dict", "float", "int", "len", "list", "max", "min", "round"),
+        *("sorted", "str", "sum", "tuple"),
+    ]
+)
+_MATCHED = ast.Name("<match>")  # no function: patterns read attributes
+
+
+class Use(enum.Enum):
+    """The use that code makes of a mutable value that it reads."""
+
+    NONE = enum.auto()  # it is given another name, or handed to a function
+    READ = enum.auto()
+    WRITE = enum.auto()
+    BOTH = enum.auto()
+
+
+def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | None]:
+    """Return the use of a value, and the function that takes it as an argument.
+
+    Args:
+        node: the expression.
+        outer: the nodes around it, from the inside out.
+    """
+    around = outer[0] if outer else None
+    if isinstance(around, ast.Attribute):
+        is_called = is_function(outer)
+        if not is_called and around.attr not in _READS | DOES_BOTH | WRITES:
+            return Use.NONE, None  # an attribute of it, which is an access of its own
+        if around.attr in DOES_BOTH:
+            is_dropped = is_called and len(outer) > 2 and isinstance(outer[2], ast.Expr)
+            return (Use.WRITE if is_dropped else Use.BOTH), None
+        if around.attr in WRITES | FILLS:
+            return Use.WRITE, None
+        is_in_place = around.attr.endswith("_") and not around.attr.endswith("__")
+        return (Use.BOTH if is_in_place else Use.READ), None
+    if isinstance(around, ast.Subscript) and around.value is node:
+        return Use.NONE, None  # an entry of it
+    if isinstance(around, ast.keyword) and around.arg == "out":
+        return Use.WRITE, None
+    if isinstance(around, ast.keyword) and around.arg is not None:
+        around = outer[1]
+    if isinstance(around, ast.Match):
+        return Use.READ, _MATCHED
+    if isinstance(around, ast.Call):
+        if isinstance(around.func, ast.Name) and around.func.id == "next":
+            return Use.NONE, None
+        return (Use.NONE if node is around.func else Use.READ), around.func
+    if isinstance(around, ast.Assign):
+        is_alias = not any(isinstance(target, ast.Tuple | ast.List) for target in around.targets)
+    else:
+        is_alias = isinstance(around, ast.AnnAssign | ast.NamedExpr | ast.Expr)
+    is_asked = isinstance(around, ast.Compare) and isinstance(around.ops[0], ast.Is | ast.IsNot)
+    return (Use.NONE if is_alias or is_asked else Use.READ), None
+
+
+def is_function(outer: tuple[ast.AST, ...]) -> bool:
+    """Return whether the innermost of the nodes is the function of a call."""
+    call = outer[1] if len(outer) > 1 else None
+    return isinstance(call, ast.Call) and call.func is outer[0]
+
+
+def key_taken(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:
+    """Return the key of the entry that code asks a container for: ``table.get(key)``."""
+    match outer[:1]:
+        case [ast.Compare(left=key, ops=[ast.In() | ast.NotIn()], comparators=[found])]:
+            return key if found is node else None
+    method, call = outer[:2] if len(outer) > 1 else (None, None)
+    if not (isinstance(method, ast.Attribute) and isinstance(call, ast.Call)):
+        return None
+    is_taken = call.func is method and method.attr in _TAKES_KEY and bool(call.args)
+    return call.args[0] if is_taken else None
+
+
+def goes_back(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:
+    """Return the expression by which a value goes back to its place: ``self.n = self.n + 1``,
+    ``self.n = max(self.n, x)``."""
+    through = (
+        *(ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare),
+        *(ast.List, ast.Tuple, ast.Starred, ast.Subscript),
+    )
+    for around in outer:
+        if isinstance(around, ast.Assign) and len(around.targets) == 1:
+            same = ast.dump(around.targets[0]).replace("Store()", "Load()")
+            return around.value if same == ast.dump(node) else None
+        is_pure = isinstance(around, ast.Call) and getattr(around.func, "id", "") in PURE
+        if not is_pure and not isinstance(around, through):
+            return None
+    return None
+
+
+def is_said_in(outer: tuple[ast.AST, ...]) -> bool:
+    """Return whether a value is only printed or logged."""
+    if len(outer) < 2 or not isinstance(outer[-1], ast.Expr):
+        return False
+    call = outer[-2]
+    function = call.func if isinstance(call, ast.Call) else None
+    name = getattr(function, "id", getattr(function, "attr", ""))
+    return name in _SAYS
