@@ -6,31 +6,25 @@ values are left alone.
 """
 
 import io
-import logging
 import os
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
-from .._common.modules import StandIn
 from .._common.text import key_text
-from ..crossing.torch_patches import original_of
 from ..restoring.holders import (
     CacheHolder,
     ClassHolder,
-    ContentHolder,
     DictHolder,
     FunctionHolder,
     Holder,
     MemberHolder,
     NamesHolder,
-    SequenceHolder,
     SetHolder,
     SlotsHolder,
     container_of,
@@ -38,9 +32,19 @@ from ..restoring.holders import (
 )
 from ..restoring.hook_counts import REMEDY as REMEDY_OF_HOOKS
 from ..restoring.hook_counts import HookCounts, HooksOfAll, is_of_hooks
-from ..restoring.model_state import is_users, names_in
+from ..restoring.model_state import is_users
 from ..stages.cursor import is_of_microbatch
 from .calls import hops_by_path
+from .compared_members import (
+    TORCHS,
+    Content,
+    Glance,
+    ModuleHolder,
+    NamespacesHolder,
+    is_growth,
+    is_same,
+    members_now,
+)
 from .entries import SharedChange
 from .plain_values.evaluation.members import BY_ARGUMENT
 from .plain_values.places import in_words
@@ -49,10 +53,6 @@ from .reads import NamesRead
 from .recording import Recording
 
 MOST_OBJECTS = 2_000  # the nearest; each is compared at every operation of the user's code
-TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
-_OURS = "_blockpipe_"  # attributes of tensors
-_MOST_BYTES = 10_000  # of an array or a file in memory; larger ones are not compared
-_MOST_DOTS = 3  # of a name such as torch.nn.functional.relu
 _UNSET = object()
 _OF_EACH_LAYER = (
     "where each layer has a place of its own in it, use a dictionary with an entry for each layer, "
@@ -110,7 +110,7 @@ class OutsideState:
         self._hooks = HookCounts([m for m in modules.values() if id(m) not in near])
         self._holders: list[Holder] = [
             environment(),
-            *map(_ModuleHolder, near.values()),
+            *map(ModuleHolder, near.values()),
             *(DictHolder(vars(tensor), tensor) for _, tensor in self._tensors.values()),
         ]
         apart = torchs | self._paths.keys() | self._tensors.keys()
@@ -118,7 +118,7 @@ class OutsideState:
             if len(self._holders) >= MOST_OBJECTS:
                 break
             if isinstance(holder, FunctionHolder) and is_users(holder.owner.__module__):
-                self._holders.append(_NamespacesHolder(holder.owner))
+                self._holders.append(NamespacesHolder(holder.owner))
             if _is_watched(holder) and id(holder.owner) not in apart:
                 self._holders.append(holder)
         self._known = {id(holder.owner) for holder in self._holders}
@@ -126,8 +126,8 @@ class OutsideState:
         self._shared = {
             id(value) for h in self._holders if isinstance(h, _NAMED) for _, value in h.now()
         }
-        self._glances = [_Glance(holder) for holder in self._holders]
-        self._members = [_members(holder) for holder in self._holders]
+        self._glances = [Glance(holder) for holder in self._holders]
+        self._members = [members_now(holder) for holder in self._holders]
         self._changes: dict[tuple[int, Any], _Change] = {}
         self._is_cached = False  # whether a cache has got an object that may change
 
@@ -137,7 +137,7 @@ class OutsideState:
             if self._glances[index].finds_no_change():
                 continue
             self._glances[index].note()
-            now, before = _members(holder), self._members[index]
+            now, before = members_now(holder), self._members[index]
             if len(now) == len(before) and all(now[key] is before.get(key, _UNSET) for key in now):
                 continue
             for key in now.keys() | before.keys():
@@ -148,7 +148,7 @@ class OutsideState:
 
     def _compare(self, holder: Holder, key: Any, then: Any, now: Any, hop: int) -> None:
         owner = holder.owner
-        if _is_same(then, now) or (isinstance(owner, dict) and is_of_microbatch(key)):
+        if is_same(then, now) or (isinstance(owner, dict) and is_of_microbatch(key)):
             return
         if isinstance(holder, CacheHolder):
             self._watch(now)  # the cache may change, but not the objects in it
@@ -166,12 +166,12 @@ class OutsideState:
             )
         change.where = change.where or users_line()
         change.replaced_on |= set() if then is _UNSET else {max(hop, 0)}
-        if _is_growth(then, now):
+        if is_growth(then, now):
             change.grown_on.add(max(hop, 0))
         elif not isinstance(now, Tensor):
             change.hops.add(max(hop, 0))
         change.last = now
-        for member in now.members if isinstance(now, _Content) else (now,):
+        for member in now.members if isinstance(now, Content) else (now,):
             self._watch(member)
 
     def _watch(self, value: Any) -> None:
@@ -183,8 +183,8 @@ class OutsideState:
         if holder and id(value) not in self._known and len(self._holders) < MOST_OBJECTS:
             self._known.add(id(value))
             self._holders.append(holder)
-            self._glances.append(_Glance(holder))
-            self._members.append(_members(holder))
+            self._glances.append(Glance(holder))
+            self._members.append(members_now(holder))
 
     def _named(self, holder: Holder, key: Any) -> str:
         owner = holder.owner
@@ -204,7 +204,7 @@ class OutsideState:
         """Yield the members of each object, as they were when it was looked at last."""
         for members in self._members:
             for value in members.values():
-                yield value.members if isinstance(value, _Content) else (value,)
+                yield value.members if isinstance(value, Content) else (value,)
 
     @property
     def collects(self) -> bool:
@@ -247,7 +247,7 @@ class OutsideState:
             may_be_read = change.is_shared
             if change.path is not None:  # calls of its module read it, or code that holds that
                 may_be_read = not on.get(change.path, {-1}) <= change.hops
-            is_put_back = bool(change.hops) and _is_same(change.last, change.first)
+            is_put_back = bool(change.hops) and is_same(change.last, change.first)
             # An object that one hop empties or resets, and another adds to, does not only collect.
             hops = sorted(change.hops | change.grown_on if change.hops else ())
             if not (len(hops) > 1 or (is_put_back and may_be_read)):
@@ -318,138 +318,3 @@ def _is_object(value: Any) -> bool:
     kind = type(value)
     is_module = isinstance(value, nn.Module | Tensor | type)
     return not is_module and is_users(kind.__module__) and hasattr(value, "__dict__")
-
-
-def _members(holder: Holder) -> dict[Any, Any]:
-    """Return an object's members by name or key."""
-    if isinstance(holder, SequenceHolder):
-        return {None: _Content(tuple(member for _, member in holder.now()))}
-    if isinstance(holder, CacheHolder):
-        return {id(member): member for _, member in holder.now()}
-    if isinstance(holder, SetHolder):
-        return {member: True for _, member in holder.now()}
-    if isinstance(holder, ContentHolder):
-        return {None: _content(holder)}
-    if isinstance(holder, SlotsHolder):
-        return {slot.__name__: value for slot, value in holder.now()}
-    if isinstance(holder.owner, Tensor):
-        return {k: v for k, v in holder.now() if not str(k).startswith(_OURS)}
-    return dict(holder.now())
-
-
-def _content(holder: ContentHolder) -> Any:
-    """Return what is compared: a file in memory may grow, as a list may; a numpy array may not."""
-    ((_, content),) = holder.now()
-    if isinstance(holder.owner, logging.Logger):
-        return str(content[:2])  # the level, and whether it is disabled
-    if content is None:
-        return str(content)
-    if isinstance(content, tuple):
-        content = content[0]  # the text, without the position
-    is_array = type(holder.owner).__module__ == "numpy"
-    return None if len(content) > _MOST_BYTES else content if is_array else _Content(tuple(content))
-
-
-class _ModuleHolder(Holder):
-    """A module's plain attributes, its mode, a forward of its own, and its numbers of hooks."""
-
-    def now(self) -> list[tuple[str, Any]]:
-        return list(_of_module(self.owner))
-
-
-class _NamespacesHolder(Holder):
-    """The values that a function may read from modules that are not the user's: ``F.relu``."""
-
-    def now(self) -> list[tuple[str, Any]]:
-        function = self.owner
-        known = {name: function.__globals__.get(name) for name in names_in(function.__code__)}
-        return [
-            found
-            for name, value in known.items()
-            if isinstance(value, types.ModuleType)
-            for found in _of_namespace(name, value, function)
-        ]
-
-
-def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items():
-        if name.endswith("_hooks"):
-            yield name, len(value or ())
-        elif isinstance(value, StandIn):
-            if name == "forward":
-                yield name, None
-        elif name not in TORCHS or name == "training":
-            yield name, value
-
-
-def _of_namespace(
-    name: str, module: types.ModuleType, function: types.FunctionType
-) -> Iterator[tuple[str, Any]]:
-    """Yield the values that a function may read from a module that it names: ``F.relu``."""
-    for attribute in function.__code__.co_names:
-        if attribute in vars(module):
-            path, value = f"{name}.{attribute}", original_of(vars(module)[attribute])
-            yield path, value
-            if isinstance(value, types.ModuleType) and path.count(".") < _MOST_DOTS:
-                yield from _of_namespace(path, value, function)
-
-
-class _Glance:
-    """The values in an object's dictionary, which are compared faster than its members are.
-
-    Args:
-        holder: the object.
-    """
-
-    def __init__(self, holder: Holder) -> None:
-        self._module = holder.owner if isinstance(holder, _ModuleHolder) else None
-        self._found: Any = holder.namespace() if isinstance(holder, DictHolder) else None
-        self.note()
-
-    def note(self) -> None:
-        """Note the values as they are now."""
-        is_module = self._module is not None
-        self._found = found = vars(self._module) if is_module else self._found
-        if found is not None:
-            self._keys, self._values = (*dict.__iter__(found),), (*dict.values(found),)
-            hooks = (found[name] for name in self._keys if is_module and name.endswith("_hooks"))
-            self._hooks = [value for value in hooks if value is not None]
-            self._counts = [*map(len, self._hooks)]
-
-    def finds_no_change(self) -> bool:
-        """Return whether all is as it was; otherwise, the members have to be compared."""
-        found = self._found
-        if found is None or len(found) != len(self._keys):
-            return False
-        if self._module is not None and vars(self._module) is not found:
-            return False
-        is_same = all(map(is_, dict.values(found), self._values))
-        has_same_keys = all(map(is_, dict.__iter__(found), self._keys))
-        return is_same and has_same_keys and [*map(len, self._hooks)] == self._counts
-
-
-class _Content:
-    """The members of a list."""
-
-    def __init__(self, members: tuple[Any, ...]) -> None:
-        self.members = members
-
-    def starts(self, other: "_Content") -> bool:
-        """Return whether the other list begins with these members."""
-        own, longer = self.members, other.members
-        return len(own) <= len(longer) and all(map(_is_same, own, longer))
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, _Content):
-        return one.starts(other) and other.starts(one)
-    return type(one) in (int, float, str, bytes) and bool(one == other)
-
-
-def _is_growth(then: Any, now: Any) -> bool:
-    """Whether a list has only grown, or a number has only been counted up."""
-    if isinstance(then, _Content) and isinstance(now, _Content):
-        return then.starts(now)
-    return type(then) is int and type(now) is int and now > then

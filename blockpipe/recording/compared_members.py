@@ -1,0 +1,167 @@
+"""What the user's objects hold, as it is compared at each look at them.
+
+A look comes before each operation of the user's code, so that a glance at an object's dictionary
+has to say first that all is as it was.
+"""
+
+import logging
+import types
+from collections.abc import Iterator
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._common.modules import StandIn
+from ..crossing.torch_patches import original_of
+from ..restoring.holders import (
+    CacheHolder,
+    ContentHolder,
+    DictHolder,
+    Holder,
+    SequenceHolder,
+    SetHolder,
+    SlotsHolder,
+)
+from ..restoring.model_state import names_in
+
+TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
+_OURS = "_blockpipe_"  # attributes of tensors
+_MOST_BYTES = 10_000  # of an array or a file in memory; larger ones are not compared
+_MOST_DOTS = 3  # of a name such as torch.nn.functional.relu
+
+
+def members_now(holder: Holder) -> dict[Any, Any]:
+    """Return an object's members by name or key, as they are now."""
+    if isinstance(holder, SequenceHolder):
+        return {None: Content(tuple(member for _, member in holder.now()))}
+    if isinstance(holder, CacheHolder):
+        return {id(member): member for _, member in holder.now()}
+    if isinstance(holder, SetHolder):
+        return {member: True for _, member in holder.now()}
+    if isinstance(holder, ContentHolder):
+        return {None: _content(holder)}
+    if isinstance(holder, SlotsHolder):
+        return {slot.__name__: value for slot, value in holder.now()}
+    if isinstance(holder.owner, Tensor):
+        return {k: v for k, v in holder.now() if not str(k).startswith(_OURS)}
+    return dict(holder.now())
+
+
+def _content(holder: ContentHolder) -> Any:
+    """Return what is compared: a file in memory may grow, as a list may; a numpy array may not."""
+    ((_, content),) = holder.now()
+    if isinstance(holder.owner, logging.Logger):
+        return str(content[:2])  # the level, and whether it is disabled
+    if content is None:
+        return str(content)
+    if isinstance(content, tuple):
+        content = content[0]  # the text, without the position
+    is_array = type(holder.owner).__module__ == "numpy"
+    return None if len(content) > _MOST_BYTES else content if is_array else Content(tuple(content))
+
+
+class ModuleHolder(Holder):
+    """A module's plain attributes, its mode, a forward of its own, and its numbers of hooks."""
+
+    def now(self) -> list[tuple[str, Any]]:
+        return list(_of_module(self.owner))
+
+
+class NamespacesHolder(Holder):
+    """The values that a function may read from modules that are not the user's: ``F.relu``."""
+
+    def now(self) -> list[tuple[str, Any]]:
+        function = self.owner
+        known = {name: function.__globals__.get(name) for name in names_in(function.__code__)}
+        return [
+            found
+            for name, value in known.items()
+            if isinstance(value, types.ModuleType)
+            for found in _of_namespace(name, value, function)
+        ]
+
+
+def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        if name.endswith("_hooks"):
+            yield name, len(value or ())
+        elif isinstance(value, StandIn):
+            if name == "forward":
+                yield name, None
+        elif name not in TORCHS or name == "training":
+            yield name, value
+
+
+def _of_namespace(
+    name: str, module: types.ModuleType, function: types.FunctionType
+) -> Iterator[tuple[str, Any]]:
+    """Yield the values that a function may read from a module that it names: ``F.relu``."""
+    for attribute in function.__code__.co_names:
+        if attribute in vars(module):
+            path, value = f"{name}.{attribute}", original_of(vars(module)[attribute])
+            yield path, value
+            if isinstance(value, types.ModuleType) and path.count(".") < _MOST_DOTS:
+                yield from _of_namespace(path, value, function)
+
+
+class Glance:
+    """The values in an object's dictionary, which are compared faster than its members are.
+
+    Args:
+        holder: the object.
+    """
+
+    def __init__(self, holder: Holder) -> None:
+        self._module = holder.owner if isinstance(holder, ModuleHolder) else None
+        self._found: Any = holder.namespace() if isinstance(holder, DictHolder) else None
+        self.note()
+
+    def note(self) -> None:
+        """Note the values as they are now."""
+        is_module = self._module is not None
+        self._found = found = vars(self._module) if is_module else self._found
+        if found is not None:
+            self._keys, self._values = (*dict.__iter__(found),), (*dict.values(found),)
+            hooks = (found[name] for name in self._keys if is_module and name.endswith("_hooks"))
+            self._hooks = [value for value in hooks if value is not None]
+            self._counts = [*map(len, self._hooks)]
+
+    def finds_no_change(self) -> bool:
+        """Return whether all is as it was; otherwise, the members have to be compared."""
+        found = self._found
+        if found is None or len(found) != len(self._keys):
+            return False
+        if self._module is not None and vars(self._module) is not found:
+            return False
+        is_same = all(map(is_, dict.values(found), self._values))
+        has_same_keys = all(map(is_, dict.__iter__(found), self._keys))
+        return is_same and has_same_keys and [*map(len, self._hooks)] == self._counts
+
+
+class Content:
+    """The members of a list."""
+
+    def __init__(self, members: tuple[Any, ...]) -> None:
+        self.members = members
+
+    def starts(self, other: "Content") -> bool:
+        """Return whether the other list begins with these members."""
+        own, longer = self.members, other.members
+        return len(own) <= len(longer) and all(map(is_same, own, longer))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether a member is as it was: the same object, an equal number or text, or a list of such."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, Content):
+        return one.starts(other) and other.starts(one)
+    return type(one) in (int, float, str, bytes) and bool(one == other)
+
+
+def is_growth(then: Any, now: Any) -> bool:
+    """Whether a list has only grown, or a number has only been counted up."""
+    if isinstance(then, Content) and isinstance(now, Content):
+        return then.starts(now)
+    return type(then) is int and type(now) is int and now > then
