@@ -135,7 +135,8 @@ class StepUpdates:
 def versions(module: BatchNorm) -> Versions:
     """Return the buffers that a module has, and how often each was written to."""
     own = buffers_of(module)
-    return {n: (b, -1 if b is None else version_of(b)) for n in BUFFERS for b in (own.get(n),)}
+    with ours():
+        return {n: (b, -1 if b is None else version_of(b)) for n in BUFFERS for b in (own.get(n),)}
 
 
 def counted_microbatch() -> int | None:

@@ -27,8 +27,8 @@ from ...stages.cursor import Mark
 from ...stages.plan import too_few_devices
 from ..calls import Call
 from ..entries import CrossingInfo, Hop, TensorInfo, note_unmarked
-from ..outside_state import OutsideState
-from ..outside_tensors import OutsideTensors
+from ..outside.outside_state import OutsideState
+from ..outside.outside_tensors import OutsideTensors
 from ..recording import Recording
 from ..segments import Segments
 from ..shared_changes import SharedChanges

@@ -27,9 +27,9 @@ from ...restoring.holders import Holder, container_of
 from ...restoring.model_state import is_users
 from ...stages.cursor import set_cursor
 from ...stages.marks import mark_of
-from ..compared_members import TORCHS
 from ..entries import Hop, Output, SharedChange
-from ..outside_state import OutsideState
+from ..outside.compared_members import TORCHS
+from ..outside.outside_state import OutsideState
 from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import Hook, hooks_in, may_set_by
 from ..plain_values.taken_in import made_since

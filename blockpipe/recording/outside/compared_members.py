@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._common.modules import StandIn
-from ..crossing.torch_patches import original_of
-from ..restoring.holders import (
+from ..._common.modules import StandIn
+from ...crossing.torch_patches import original_of
+from ...restoring.holders import (
     CacheHolder,
     ContentHolder,
     DictHolder,
@@ -23,7 +23,7 @@ from ..restoring.holders import (
     SetHolder,
     SlotsHolder,
 )
-from ..restoring.model_state import names_in
+from ...restoring.model_state import names_in
 
 TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 _OURS = "_blockpipe_"  # attributes of tensors
@@ -152,7 +152,7 @@ class Content:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether a member is as it was: the same object, an equal number or text, or a list of such."""
+    """Whether a member is as it was: the same object, an equal number or text, or such a list."""
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, Content):

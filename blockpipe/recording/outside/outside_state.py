@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._common.callsite import users_line
-from .._common.text import key_text
-from ..restoring.holders import (
+from ..._common.callsite import users_line
+from ..._common.text import key_text
+from ...restoring.holders import (
     CacheHolder,
     ClassHolder,
     DictHolder,
@@ -30,11 +30,17 @@ from ..restoring.holders import (
     container_of,
     environment,
 )
-from ..restoring.hook_counts import REMEDY as REMEDY_OF_HOOKS
-from ..restoring.hook_counts import HookCounts, HooksOfAll, is_of_hooks
-from ..restoring.model_state import is_users
-from ..stages.cursor import is_of_microbatch
-from .calls import hops_by_path
+from ...restoring.hook_counts import REMEDY as REMEDY_OF_HOOKS
+from ...restoring.hook_counts import HookCounts, HooksOfAll, is_of_hooks
+from ...restoring.model_state import is_users
+from ...stages.cursor import is_of_microbatch
+from ..calls import hops_by_path
+from ..entries import SharedChange
+from ..plain_values.evaluation.members import BY_ARGUMENT
+from ..plain_values.places import in_words
+from ..plain_values.taken_in import made_in
+from ..reads import NamesRead
+from ..recording import Recording
 from .compared_members import (
     TORCHS,
     Content,
@@ -45,12 +51,6 @@ from .compared_members import (
     is_same,
     members_now,
 )
-from .entries import SharedChange
-from .plain_values.evaluation.members import BY_ARGUMENT
-from .plain_values.places import in_words
-from .plain_values.taken_in import made_in
-from .reads import NamesRead
-from .recording import Recording
 
 MOST_OBJECTS = 2_000  # the nearest; each is compared at every operation of the user's code
 _UNSET = object()

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common.callsite import users_line
-from .._torch.tensors import extent_of, shape_of, version_of
-from ..crossing.constants import writes
-from .entries import OutsideTensor, SharedChange
+from ..._common.callsite import users_line
+from ..._torch.tensors import extent_of, shape_of, version_of
+from ...crossing.constants import writes
+from ..entries import OutsideTensor, SharedChange
 
 _REMEDY = "register it as a buffer of the module that writes to it, and pass others its value"
 
