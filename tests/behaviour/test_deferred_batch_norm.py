@@ -355,6 +355,34 @@ def test_statistics_are_of_what_batch_norm_computes_with(kind, in_glue):
         assert_close(model.get_buffer(name), value)
 
 
+class ByHand(nn.BatchNorm1d):
+    """Updates its statistics by itself, as batch norm does, with ways of its own to compute them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean, count = x.mean(0), len(x)
+            variance = (x.square().mean(0) - mean.square()) * count / (count - 1)
+            self.running_mean.mul_(1 - self.momentum).add_(mean, alpha=self.momentum)
+            self.running_var = (1 - self.momentum) * self.running_var + self.momentum * variance
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("size", [4, 64])
+@pytest.mark.parametrize("constant", [0.0, 5.0])
+def test_a_subclass_may_update_its_statistics_by_itself(size, constant):
+    """Its numbers are rounded otherwise, also in channels that are constant."""
+    model = nn.Sequential(ByHand(3), nn.Linear(3, 3))
+    full = nn.BatchNorm1d(3)
+    pipe = deferred(model, {"1": 1}, chunks=2)
+    for _ in range(3):
+        x = torch.randn(size, 3)
+        x[:, 0] = constant
+        pipe.forward_backward(x, loss_fn=loss_of)
+        full(x)
+    for name in ("running_mean", "running_var"):
+        assert_close(getattr(model[0], name), getattr(full, name), rtol=1e-5, atol=1e-5)
+
+
 class Biased(nn.BatchNorm1d):
     """Updates its statistics by itself, and not as batch norm does."""
 

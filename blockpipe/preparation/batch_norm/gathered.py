@@ -168,15 +168,19 @@ class ByHand:
             return None
         factor = factor_of(module, module.momentum)
         fits = []
-        for name, value in ((RUNNING[0], seen.mean), (RUNNING[1], seen.variance)):
+        squared = seen.mean.square() + seen.variance  # of which a variance may be a difference
+        scales = (seen.variance.sqrt(), seen.mean.abs()), (seen.variance, squared)
+        values = seen.mean, seen.variance
+        for name, value, (spread, size) in zip(RUNNING, values, scales, strict=True):
             now = own.get(name)
             if name in names and (now is None or now.shape != value.shape):
                 return None
             if name in names and now is not None:
-                close = torch.finfo(now.dtype).eps ** 0.5
                 expected = moved(self._before[name], value, factor)
-                spread = seen.variance.sqrt() if name == RUNNING[0] else seen.variance
-                fits.append(((now.to(value) - expected).abs() <= close * (spread + 1e-6)).all())
+                eps = torch.finfo(now.dtype).eps
+                rounding = 32 * eps * (expected.abs() + size)
+                off = (now.to(value) - expected).abs()
+                fits.append((off <= eps**0.5 * spread + rounding).all())
         return Update(seen, module.momentum, names, torch.stack(fits).all())
 
 
